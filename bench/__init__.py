@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m pagewire.bench.offline`, `python -m pagewire.bench.serve`."""

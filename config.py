@@ -1,0 +1,170 @@
+"""Every knob once.
+
+`Config` is what a person says: each field is a flag, its default and its help. `resolve` turns it, with what is known
+of the model (`ModelFacts`) and the machine (`MachineFacts`), into `EngineConfig`, which every process receives whole.
+`resolve` is pure; nothing is assigned later and nobody reads the environment below it.
+"""
+
+import os
+import re
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from .errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+def _doc(group: str, text: str, **bounds: int) -> Meta:
+    return Meta(description=text, extra={"group": group}, **bounds)  # type: ignore[arg-type]  # ge/le only
+
+
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a person may choose. Names and meanings follow vLLM's where there is such a flag."""
+
+    model: Annotated[str, _doc("model", "a folder or a Hub name; empty: the demo model that ships with pagewire")] = ""
+    revision: Annotated[str | None, _doc("model", "branch, tag or commit of a Hub model")] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        _doc("model", "name(s) that clients may use; the first is the one answered (default: the model's)"),
+    ] = ()
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        _doc("model", "type of weights and KV cache; auto: the checkpoint's, float16 becoming bfloat16"),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        _doc("model", "longest prompt + output in tokens; 8k is 8192 (default: what the model declares)", ge=1),
+    ] = None
+    chat_template: Annotated[str | None, _doc("model", "a jinja file to use instead of the model's chat template")] = (
+        None
+    )
+
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], _doc("engine", "where the model runs; auto: cuda if there is one")
+    ] = "auto"
+    max_num_seqs: Annotated[int, _doc("engine", "most requests that run at once", ge=1, le=65536)] = 256
+    max_num_batched_tokens: Annotated[
+        int, _doc("engine", "most tokens in one step; long prompts are chunked", ge=1)
+    ] = 2048
+    kv_cache_memory: Annotated[
+        int | None, _doc("engine", "bytes for the KV cache, such as 2G (default: from the memory that is free)", ge=1)
+    ] = None
+    enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts that begin alike")] = True
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], _doc("engine", "who is admitted first: by arrival, or by the request's priority")
+    ] = "fcfs"
+    max_num_queued_requests: Annotated[int, _doc("engine", "most requests that wait; further ones get 429", ge=1)] = (
+        10_000
+    )
+    pipeline_depth: Annotated[
+        int, _doc("engine", "steps in flight at once; 1: wait for each step's tokens before the next", ge=1, le=8)
+    ] = 2
+    threads: Annotated[
+        int, _doc("engine", "CPU threads of the worker; 0: one less than there are cores, at least one", ge=0)
+    ] = 0
+
+    host: Annotated[str, _doc("server", "address to listen on")] = "127.0.0.1"
+    port: Annotated[int, _doc("server", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
+    api_key: Annotated[tuple[str, ...], _doc("server", "key(s) that clients must send (also PAGEWIRE_API_KEY)")] = ()
+    start_timeout_s: Annotated[float, _doc("server", "longest start of a process, in seconds", ge=1)] = 600.0
+    shutdown_timeout_s: Annotated[
+        float, _doc("server", "how long open requests may go on after SIGTERM, in seconds", ge=0)
+    ] = 0.0
+
+
+class ModelFacts(Struct, frozen=True, kw_only=True):
+    """What `engine.models.spec` reads from a checkpoint's config files, as far as the configuration depends on it."""
+
+    path: str
+    name: str  # what it is called if the user gives no name
+    max_position: int  # declared context, tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # of the checkpoint: float32, bfloat16, float16
+
+
+class MachineFacts(Struct, frozen=True, kw_only=True):
+    """What `resolve` may know of the machine."""
+
+    num_cores: int
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    """The whole truth that every process receives."""
+
+    model_path: str
+    served_model_names: tuple[str, ...]
+    dtype: Dtype
+    device: Literal["auto", "cpu", "cuda"]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_memory: int | None
+    block_size: int
+    enable_prefix_caching: bool
+    scheduling_policy: Literal["fcfs", "priority"]
+    max_num_queued_requests: int
+    pipeline_depth: int
+    num_threads: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
+    host: str
+    port: int
+    api_keys: tuple[str, ...]
+    start_timeout_s: float
+    shutdown_timeout_s: float
+
+
+def machine_facts() -> MachineFacts:
+    """The cores this process may use."""
+    return MachineFacts(
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+
+
+def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
+    """Decides everything that `config` left open. Raises ConfigError if it asks for what cannot be."""
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is more than the {model.max_position} tokens {model.name} was made for."
+        )
+    dtype: Dtype = "float32" if (config.dtype if config.dtype != "auto" else model.dtype) == "float32" else "bfloat16"
+    return EngineConfig(
+        model_path=model.path,
+        served_model_names=config.served_model_name or (model.name,),
+        dtype=dtype,
+        device=config.device,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        kv_cache_memory=config.kv_cache_memory,
+        block_size=16,
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
+        max_num_queued_requests=config.max_num_queued_requests,
+        pipeline_depth=config.pipeline_depth,
+        num_threads=config.threads or max(1, machine.num_cores - 1),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        chat_template=config.chat_template,
+        host=config.host,
+        port=config.port,
+        api_keys=config.api_key,
+        start_timeout_s=config.start_timeout_s,
+        shutdown_timeout_s=config.shutdown_timeout_s,
+    )
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """`2G` → 2147483648, `8k` → 8192, `512` → 512. Raises ConfigError on anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a number or a size such as 512M, 2G or 8k.")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))

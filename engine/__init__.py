@@ -1,0 +1,1 @@
+"""The engine: scheduling, text, and one step on one device."""

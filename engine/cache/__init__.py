@@ -1,0 +1,1 @@
+"""The paged KV cache: layout, dtype, per-layer views."""

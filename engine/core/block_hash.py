@@ -1,0 +1,17 @@
+"""Names for what a KV block holds, so that equal prefixes can be found again.
+
+A block's key is SHA-256 over its parent's key and its own token ids; the first parent is a root made of everything
+else that the KV depends on. Equal keys therefore mean equal prefixes, from the first token on, of the same owner.
+"""
+
+from hashlib import sha256
+
+
+def root_key(model: bytes, salt: bytes) -> bytes:
+    """The parent of every first block: who the model is, and whose prefix this is."""
+    return sha256(len(model).to_bytes(8, "little") + model + salt).digest()
+
+
+def block_key(parent: bytes, ids: bytes) -> bytes:
+    """The key of the block that follows `parent` and holds `ids` (int32 bytes of exactly one full block)."""
+    return sha256(parent + ids).digest()

@@ -1,0 +1,88 @@
+"""One sequence as the scheduler sees it: a few integers, its ids, and what it holds."""
+
+from array import array
+from enum import Enum
+
+from ...ipc.messages import Enqueue, bytes_to_ids
+from .block_hash import block_key
+
+
+class State(Enum):
+    """Where a request is. Only RUNNING is planned; RUNNING, LEAVING and ENDED may still hold a row and blocks."""
+
+    WAITING = "waiting"  # holds nothing
+    RUNNING = "running"
+    LEAVING = "leaving"  # preempted while steps in flight touch its row: WAITING again once they are applied
+    ENDED = "ended"  # its terminal message is out
+
+
+class Request:
+    """A request's counters. `ids[: num_total]` are its tokens; the last `num_total - len(ids)` are still on the device.
+
+    Positions: ``0 ≤ num_computed ≤ num_planned ≤ num_total``, and nothing from `end` on is ever computed.
+    """
+
+    __slots__ = (
+        "blocks",
+        "end",
+        "ids",
+        "key",
+        "keys",
+        "limits",
+        "max_tokens",
+        "num_cached",
+        "num_committed",
+        "num_computed",
+        "num_in_flight",
+        "num_planned",
+        "num_prompt",
+        "num_prompt_logprobs",
+        "num_total",
+        "opened",
+        "rid",
+        "root",
+        "row",
+        "sampling",
+        "state",
+        "text",
+    )
+
+    def __init__(self, message: Enqueue, *, key: tuple[int, int], max_model_len: int, root: bytes) -> None:
+        self.rid = message.rid
+        self.key = key  # its place among the waiting and the running: smaller goes first
+        self.ids: array[int] = bytes_to_ids(message.prompt_ids)  # prompt and the output applied so far
+        self.num_prompt = len(self.ids)
+        self.sampling = message.sampling
+        self.limits = message.limits
+        self.text = message.text
+        room = max_model_len - self.num_prompt
+        self.max_tokens = room if message.limits.max_tokens is None else min(room, message.limits.max_tokens)
+        self.end = self.num_prompt + max(0, self.max_tokens - 1)  # the last token drawn needs no KV
+        self.state = State.WAITING
+        self.row = -1  # on the worker, while it holds one
+        self.blocks: list[int] = []  # its block table
+        self.num_computed = 0  # positions whose KV is known to be there
+        self.num_planned = 0  # positions computed once every plan in flight is applied
+        self.num_total = self.num_prompt  # ids including those drawn by plans in flight
+        self.num_in_flight = 0  # plans in flight that touch it; row and blocks stay while there is one
+        self.root = root  # parent key of its first block
+        self.keys: list[bytes] = []  # keys of its full blocks, as far as they were needed
+        self.num_committed = 0  # its leading blocks that were offered to the prefix index
+        self.num_cached = 0  # prompt tokens found in the prefix index when it was first scheduled
+        self.num_prompt_logprobs = 0  # prompt positions whose log-probabilities were delivered
+        self.opened = False  # the detokenizer has heard of it
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens that were applied."""
+        return len(self.ids) - self.num_prompt
+
+    def block_keys(self, num: int, block_size: int) -> list[bytes]:
+        """Keys of its first `num` blocks, all of which must be full of known ids."""
+        assert num * block_size <= len(self.ids), (num, len(self.ids))
+        keys = self.keys
+        while len(keys) < num:
+            start = len(keys) * block_size
+            parent = keys[-1] if keys else self.root
+            keys.append(block_key(parent, self.ids[start : start + block_size].tobytes()))
+        return keys[:num]

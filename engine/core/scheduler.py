@@ -1,0 +1,500 @@
+"""Who computes what in the next step: continuous batching, chunked prefill, preemption by recomputation.
+
+Plain Python without I/O, clock or randomness, so that histories can be simulated and replayed. The core process calls
+`add`, `cancel`, `stop_hit`, `plan` and `apply`, and sends on what `take_news` returns.
+
+Prefill and decode are not kinds of step. Every running request has positions to compute up to the tokens it has, one
+budget covers all rows, and rows that need a single position go first, so that a long prompt delays no stream by more
+than its chunk. Several plans may be in flight: a sampled token stays on the worker, so the next plan does not wait for
+it. The in-flight rule follows from that: a request's row and blocks return to their pools only once it has ended or
+been preempted *and* no plan in flight touches it.
+"""
+
+from array import array
+from bisect import bisect_left, insort
+from collections import deque
+from operator import attrgetter
+from struct import Struct as Pack
+from typing import NamedTuple
+
+from ...ipc.messages import (
+    Accepted,
+    Enqueue,
+    Failed,
+    FinishReason,
+    Opened,
+    RowLogprobs,
+    RowOpen,
+    StepPlan,
+    StepResult,
+    TokenBatch,
+    Tokens,
+    Usage,
+    bytes_to_ids,
+    ids_to_bytes,
+)
+from .block_hash import root_key
+from .block_pool import BlockPool
+from .request import Request, State
+
+News = Opened | TokenBatch | Failed
+"""What the detokenizer is told, in order."""
+
+_NUM_CONTEXT_IDS = 16  # prompt ids that the detokenizer gets as context for the first output token
+_key = attrgetter("key")
+_pack_id = Pack("<i").pack
+
+
+class _InFlight(NamedTuple):
+    """What a plan that was sent touches."""
+
+    step: int
+    requests: list[Request]
+    counts: list[int]
+    sample: list[int]
+
+
+class Counters:
+    """Running totals since the start."""
+
+    def __init__(self) -> None:
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+
+
+class Scheduler:
+    """All requests of one engine core."""
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        max_num_queued_requests: int,
+        depth: int,
+        eos_token_ids: tuple[int, ...],
+        prefix_caching: bool = True,
+        by_priority: bool = False,
+        model_key: bytes = b"",
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = min(
+            max_model_len, pool.num_blocks * block_size
+        )  # any admitted request fits the pool alone
+        self.max_num_queued_requests = max_num_queued_requests
+        self.depth = depth
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.prefix_caching = prefix_caching
+        self.by_priority = by_priority
+        self.model_key = model_key
+        self.counters = Counters()
+        self.step = 0  # of the last plan
+        self._num_arrived = 0
+        self._requests: dict[int, Request] = {}  # every request that has not ended
+        self._waiting: list[Request] = []  # by key
+        self._running: list[Request] = []  # by key: RUNNING, LEAVING, and the ended ones not yet swept
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._in_flight: deque[_InFlight] = deque()
+        self._news: list[Opened | Tokens | Failed] = []
+
+    # ── requests come and go ─────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no row."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended and hold a row."""
+        return len(self._requests) - len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that were sent and not yet applied."""
+        return len(self._in_flight)
+
+    def add(self, message: Enqueue) -> Accepted | Failed:
+        """Takes a request in, or refuses it. `Accepted` is a promise of exactly one terminal message in the news."""
+        rid, num_prompt = message.rid, len(message.prompt_ids) // 4
+        if rid in self._requests:
+            return Failed(rid, "internal", "Two requests have the same number.")
+        if num_prompt == 0:
+            return Failed(rid, "invalid_request", "The prompt is empty.")
+        if len(self._waiting) >= self.max_num_queued_requests:
+            return Failed(rid, "queue_full", f"{len(self._waiting)} requests are waiting already; try again later.")
+        self._num_arrived += 1
+        request = Request(
+            message,
+            key=(message.priority if self.by_priority else 0, self._num_arrived),
+            max_model_len=self.max_model_len,
+            root=root_key(self.model_key, message.salt),
+        )
+        if request.max_tokens < 0 or (request.max_tokens == 0 and message.limits.max_tokens != 0):
+            return Failed(
+                rid,
+                "context_length_exceeded",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt alone has "
+                f"{num_prompt}. Shorten it, or start the server with more --max-model-len or --kv-cache-memory.",
+            )
+        self._requests[rid] = request
+        insort(self._waiting, request, key=_key)
+        return Accepted(rid, num_prompt)
+
+    def cancel(self, rid: int) -> None:
+        """Its client is gone. Unknown rids have ended already."""
+        if (request := self._requests.get(rid)) is not None:
+            self._end(request, self._terminal(request, "abort"))
+
+    def stop_hit(self, rid: int) -> None:
+        """The detokenizer found a stop string in its text."""
+        if (request := self._requests.get(rid)) is not None:
+            self._end(request, self._terminal(request, "stop"))
+
+    def take_news(self) -> list[News]:
+        """What happened since the last call, in order; consecutive tokens in one batch."""
+        news: list[News] = []
+        batch: list[Tokens] = []
+        for item in self._news:
+            if isinstance(item, Tokens):
+                batch.append(item)
+                continue
+            if batch:
+                news.append(TokenBatch(tuple(batch)))
+                batch = []
+            news.append(item)
+        if batch:
+            news.append(TokenBatch(tuple(batch)))
+        self._news.clear()
+        return news
+
+    # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute or `depth` plans are in flight already."""
+        if len(self._in_flight) >= self.depth:
+            return None
+        self._running = [r for r in self._running if r.state is State.RUNNING or r.state is State.LEAVING]
+        draft = _Draft(self.max_num_batched_tokens)
+        long: list[Request] = []
+        for request in tuple(self._running):
+            if request.state is not State.RUNNING:
+                continue  # leaving, perhaps since this loop began
+            num = min(request.num_total, request.end) - request.num_planned
+            if num == 1:
+                if draft.budget == 0:
+                    break
+                self._plan_row(draft, request, 1)
+            elif num > 1:
+                long.append(request)
+        for request in long:
+            if draft.budget == 0:
+                break
+            if request.state is State.RUNNING:  # it may have been preempted for an earlier one
+                num = min(request.num_total, request.end) - request.num_planned
+                self._plan_row(draft, request, min(num, draft.budget))
+        if not draft.preempted:
+            self._admit(draft)
+        if not draft.requests:
+            return None
+        for request, count in zip(draft.requests, draft.counts, strict=True):
+            if count > 1:  # a single position fills a block only when its result is applied
+                self._commit(request)
+        self.step += 1
+        self._in_flight.append(_InFlight(self.step, draft.requests, draft.counts, draft.sample))
+        return StepPlan(
+            step=self.step,
+            open=tuple(draft.open),
+            grow_rows=draft.grow_rows.tobytes(),
+            grow_blocks=draft.grow_blocks.tobytes(),
+            rows=draft.rows.tobytes(),
+            counts=ids_to_bytes(draft.counts),
+            sample=bytes(draft.sample),
+        )
+
+    def _plan_row(self, draft: "_Draft", request: Request, num: int) -> None:
+        """Plans `num` positions of a running request, if there are blocks for them or someone can be preempted."""
+        need = self._num_blocks(request.num_planned + num) - len(request.blocks)
+        if need > 0:
+            if not self._make_room(draft, request, need):
+                return
+            blocks = self.pool.allocate(need)
+            request.blocks += blocks
+            draft.grow_blocks.extend(blocks)
+            draft.grow_rows.extend([request.row] * need)
+        self._take(draft, request, num)
+
+    @staticmethod
+    def _take(draft: "_Draft", request: Request, num: int) -> None:
+        """Puts `num` positions of a request that has the blocks for them into the plan."""
+        request.num_planned += num
+        request.num_in_flight += 1
+        draws = request.num_planned == request.num_total and request.max_tokens > 0
+        if draws:
+            request.num_total += 1
+        draft.budget -= num
+        draft.requests.append(request)
+        draft.rows.append(request.row)
+        draft.counts.append(num)
+        draft.sample.append(int(draws))
+
+    def _make_room(self, draft: "_Draft", request: Request, need: int) -> bool:
+        """Preempts from the back of the line until `need` blocks are free. False: not in this step."""
+        while self.pool.num_free < need:
+            coming = sum(len(r.blocks) for r in self._running if r.state is State.LEAVING)
+            if self.pool.num_free + coming >= need:
+                return False  # they return when the steps in flight are applied
+            victim = self._victim(draft)
+            self._preempt(victim or request)
+            draft.preempted = True
+            if victim is None or victim is request:
+                return False
+        return True
+
+    def _victim(self, draft: "_Draft") -> Request | None:
+        """The last in line that is not in this plan."""
+        planned = set(map(id, draft.requests))
+        for request in reversed(self._running):
+            if request.state is State.RUNNING and id(request) not in planned:
+                return request
+        return None
+
+    def _admit(self, draft: "_Draft") -> None:
+        """Takes waiting requests in, strictly in their order, while rows, blocks and budget last."""
+        if any(r.state is State.LEAVING for r in self._running):
+            return  # they come first
+        while self._waiting and self._free_rows and draft.budget > 0:
+            request = self._waiting[0]
+            hits = self._hits(request)
+            num_cached = len(hits) * self.block_size
+            need = self._num_blocks(len(request.ids)) - len(hits)
+            reserve = len(self._running)  # every running row may want its next block soon
+            if self.pool.num_free - self.pool.num_idle(hits) < need + reserve:
+                return
+            del self._waiting[0]
+            self.pool.hold(hits)
+            num = min(min(request.num_total, request.end) - num_cached, draft.budget)
+            request.blocks = hits + self.pool.allocate(self._num_blocks(num_cached + num) - len(hits))
+            request.row = self._free_rows.pop()
+            request.state = State.RUNNING
+            request.num_computed = request.num_planned = num_cached
+            request.num_committed = len(hits)
+            insort(self._running, request, key=_key)
+            draft.open.append(
+                RowOpen(
+                    row=request.row,
+                    ids=request.ids.tobytes(),
+                    num_prompt=request.num_prompt,
+                    num_computed=num_cached,
+                    block_ids=ids_to_bytes(request.blocks),
+                    sampling=request.sampling,
+                )
+            )
+            if not request.opened:
+                self._open(request, num_cached)
+            self._take(draft, request, num)
+
+    def _hits(self, request: Request) -> list[int]:
+        """Blocks of its longest known prefix, leaving at least one position to compute."""
+        if not self.prefix_caching or request.sampling.prompt_logprobs is not None:
+            return []  # log-probabilities of the prompt need a pass over all of it
+        num = (len(request.ids) - 1) // self.block_size
+        return self.pool.match(request.block_keys(num, self.block_size))
+
+    def _open(self, request: Request, num_cached: int) -> None:
+        """Its first step: tells the detokenizer."""
+        request.opened = True
+        request.num_cached = num_cached
+        self.counters.num_prompt_tokens += request.num_prompt
+        self.counters.num_cached_tokens += num_cached
+        first = 0 if request.text.prompt else max(0, request.num_prompt - _NUM_CONTEXT_IDS)
+        prompt_ids = request.ids[first : request.num_prompt].tobytes()
+        self._news.append(Opened(request.rid, request.num_prompt, num_cached, prompt_ids, request.text))
+
+    def _commit(self, request: Request) -> None:
+        """Offers its full blocks to the prefix index.
+
+        Those of the plan being made count as well: plans run in order, so whoever hits them is computed after them.
+        """
+        if not self.prefix_caching:
+            return
+        full = min(request.num_planned, len(request.ids)) // self.block_size
+        if full > request.num_committed:
+            keys = request.block_keys(full, self.block_size)
+            for i in range(request.num_committed, full):
+                self.pool.register(request.blocks[i], keys[i])
+            request.num_committed = full
+
+    # ── apply ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, result: StepResult) -> None:
+        """Takes in what the oldest plan in flight gave. Raises ValueError if the result is not that plan's."""
+        if not self._in_flight or self._in_flight[0].step != result.step:
+            expected = self._in_flight[0].step if self._in_flight else None
+            raise ValueError(f"the worker answered step {result.step} where step {expected} was due")
+        flight = self._in_flight.popleft()
+        drawn = bytes_to_ids(result.ids)
+        if len(drawn) != sum(flight.sample):
+            raise ValueError(f"step {result.step} drew {len(drawn)} tokens where {sum(flight.sample)} were due")
+        next_drawn = iter(drawn)
+        for i, request in enumerate(flight.requests):
+            request.num_in_flight -= 1
+            token = next(next_drawn) if flight.sample[i] else None
+            if request.state is not State.ENDED:
+                self._apply_row(request, flight.counts[i], token, result.logprobs.get(i), result.prompt_logprobs.get(i))
+            if request.num_in_flight == 0 and request.state is not State.RUNNING:
+                self._release(request)
+
+    def _apply_row(
+        self,
+        request: Request,
+        count: int,
+        token: int | None,
+        logprobs: RowLogprobs | None,
+        prompt_logprobs: RowLogprobs | None,
+    ) -> None:
+        start = request.num_computed
+        request.num_computed += count
+        if prompt_logprobs is not None:
+            prompt_logprobs = self._undelivered(request, start, prompt_logprobs)
+        if token is None:
+            if request.max_tokens == 0 and request.num_computed == request.end:
+                self._end(request, self._terminal(request, "length", prompt_logprobs=prompt_logprobs))
+            elif prompt_logprobs is not None:
+                self._news.append(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
+            return
+        if token < 0:
+            detail = "The model gave numbers that are not finite for this request."
+            self._end(request, Failed(request.rid, "internal", detail))
+            return
+        request.ids.append(token)
+        self.counters.num_output_tokens += 1
+        if request.num_computed % self.block_size == 0:
+            self._commit(request)
+        stop_token = not request.limits.ignore_eos and token in self.eos_token_ids
+        stop_token_id = token if token in request.limits.stop_token_ids else None
+        finish: FinishReason | None = None
+        if stop_token or stop_token_id is not None:
+            finish = "stop"
+        elif request.num_output >= request.max_tokens:
+            finish = "length"
+        if finish is None:
+            self._news.append(Tokens(request.rid, _pack_id(token), logprobs, prompt_logprobs))
+        else:
+            self._end(
+                request, self._terminal(request, finish, _pack_id(token), logprobs, prompt_logprobs, stop_token_id)
+            )
+
+    @staticmethod
+    def _undelivered(request: Request, start: int, logprobs: RowLogprobs) -> RowLogprobs | None:
+        """Leaves out the positions that were delivered before a preemption. `start`: first position of the chunk."""
+        skip = (request.num_prompt_logprobs - start) * logprobs.width * 4
+        request.num_prompt_logprobs = max(
+            request.num_prompt_logprobs, start + len(logprobs.ids) // (4 * logprobs.width)
+        )
+        if skip <= 0:
+            return logprobs
+        if skip >= len(logprobs.ids):
+            return None
+        return RowLogprobs(logprobs.width, logprobs.ids[skip:], logprobs.values[skip:])
+
+    # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @staticmethod
+    def _terminal(
+        request: Request,
+        finish: FinishReason,
+        ids: bytes = b"",
+        logprobs: RowLogprobs | None = None,
+        prompt_logprobs: RowLogprobs | None = None,
+        stop_token_id: int | None = None,
+    ) -> Tokens:
+        usage = Usage(request.num_prompt, request.num_output, request.num_cached)
+        return Tokens(request.rid, ids, logprobs, prompt_logprobs, finish, stop_token_id, usage)
+
+    def _end(self, request: Request, terminal: Tokens | Failed) -> None:
+        """The one way out: finished, cancelled or failed."""
+        assert request.state is not State.ENDED, request.rid
+        if request.state is State.WAITING:
+            del self._waiting[bisect_left(self._waiting, request.key, key=_key)]
+        request.state = State.ENDED
+        del self._requests[request.rid]
+        self._news.append(terminal)
+        if request.num_in_flight == 0:
+            self._release(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Its blocks go to others; it waits again in its old place with its output as part of the prompt."""
+        self.counters.num_preemptions += 1
+        request.state = State.LEAVING
+        if request.num_in_flight == 0:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Gives row and blocks back, and a preempted request its place in the line. No plan in flight touches it."""
+        assert request.num_in_flight == 0, request.rid
+        if request.row >= 0:
+            self.pool.release(request.blocks)
+            self._free_rows.append(request.row)
+            request.blocks = []
+            request.row = -1
+        if request.state is State.LEAVING:
+            request.state = State.WAITING
+            request.num_computed = request.num_planned = 0
+            request.num_total = len(request.ids)
+            del self._running[bisect_left(self._running, request.key, key=_key)]
+            insort(self._waiting, request, key=_key)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # ── for tests ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """Asserts every invariant that holds between calls. Linear in everything; for tests and simulation."""
+        in_flight: dict[int, list[Request]] = {}
+        for flight in self._in_flight:
+            for request in flight.requests:
+                in_flight.setdefault(id(request), []).append(request)
+        touched = [group[0] for group in in_flight.values()]
+        everyone = {id(r): r for r in [*self._requests.values(), *self._running, *touched]}.values()
+        holding = [r for r in everyone if r.row >= 0]
+        self.pool.check([r.blocks for r in holding])
+        rows = [r.row for r in holding]
+        assert sorted(rows + self._free_rows) == list(range(self.max_num_seqs)), "a row is lost or held twice"
+        for request in everyone:
+            assert request.num_in_flight == len(in_flight.get(id(request), [])), "in-flight count is wrong"
+            assert request.num_in_flight == 0 or request.row >= 0, "a row was given back while in flight"
+            assert (request.rid in self._requests) == (request.state is not State.ENDED), "ended but kept, or lost"
+            if request.state is State.WAITING:
+                assert request.row < 0 and not request.blocks, "a waiting request holds something"
+                assert request.num_total == len(request.ids), "a waiting request has tokens in flight"
+            elif request.state is not State.ENDED:
+                assert request.row >= 0, "a running request has no row"
+                assert len(request.blocks) * self.block_size >= request.num_planned, "positions without blocks"
+                assert 0 <= request.num_computed <= request.num_planned <= request.num_total
+                assert request.num_total <= request.num_prompt + request.max_tokens, "too many tokens drawn"
+        assert [r.key for r in self._waiting] == sorted(r.key for r in self._requests.values() if r.row < 0)
+
+
+class _Draft:
+    """A plan being made."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens left
+        self.open: list[RowOpen] = []
+        self.grow_rows: array[int] = array("i")
+        self.grow_blocks: array[int] = array("i")
+        self.requests: list[Request] = []
+        self.rows: array[int] = array("i")
+        self.counts: list[int] = []
+        self.sample: list[int] = []
+        self.preempted = False

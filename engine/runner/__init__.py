@@ -1,0 +1,1 @@
+"""One step of one model on one device."""

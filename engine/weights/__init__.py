@@ -1,0 +1,1 @@
+"""Reading checkpoints and proving that nothing is missing or left over."""

@@ -1,0 +1,44 @@
+"""Every error that pagewire raises or reports on purpose.
+
+    PagewireError                     one clear sentence; `str(e)` is fit for a person
+    ├── ConfigError                   a flag, a folder or a file that cannot be used: exit code 2
+    ├── CheckpointError               the checkpoint's files contradict themselves or the model: exit code 2
+    ├── StartError                    a process did not come up: exit code 1
+    └── RequestError(kind)            one request is refused or failed; the engine is unharmed
+
+`ErrorKind` is what travels over IPC in `Failed`; the HTTP edge turns it into a status and OpenAI's error object.
+"""
+
+from typing import Literal
+
+ErrorKind = Literal[
+    "invalid_request",  # the request cannot be served as it is: 400
+    "context_length_exceeded",  # the prompt does not fit the model's context or the KV cache: 400
+    "queue_full",  # the waiting queue is at its bound: 429
+    "unavailable",  # a part of the engine is starting, stopping or gone: 503
+    "internal",  # our own fault: 500
+]
+
+
+class PagewireError(Exception):
+    """Base of all errors raised on purpose. `str()` is one sentence that says what to do."""
+
+
+class ConfigError(PagewireError):
+    """A flag, folder or config file that cannot be used."""
+
+
+class CheckpointError(PagewireError):
+    """A checkpoint whose files are damaged, incomplete, or do not belong together."""
+
+
+class StartError(PagewireError):
+    """A process did not become ready."""
+
+
+class RequestError(PagewireError):
+    """One request is refused or has failed; nothing else is affected."""
+
+    def __init__(self, kind: ErrorKind, detail: str) -> None:
+        super().__init__(detail)
+        self.kind: ErrorKind = kind

@@ -1,0 +1,385 @@
+"""Every message of the pipeline, in pipeline order.
+
+A message is a fact: frozen, complete, and encoded as a msgpack array (`array_like`), so fields are only ever appended.
+Columns of integers travel as the bytes of little-endian int32 (`ids_to_bytes`), never as lists: an 8k-token prompt then
+decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both ends compare it in `Ready`.
+
+    api ─Submit, Cancel─▶ tokenizer ─Enqueue, Cancel─▶ core ═StepPlan▶ worker ═StepResult▶ core
+    core ─Opened, TokenBatch─▶ detokenizer ─TextBatch─▶ api          detokenizer ─StopHit─▶ core
+    tokenizer, core ─Accepted, Failed, Snapshot─▶ api                anyone ─Ready, Fault, Pong─▶ supervisor
+
+`rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
+(one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
+"""
+
+import math
+from array import array
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from ..errors import ErrorKind
+
+SCHEMA_VERSION = 1
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why a request ended: an eos/stop token or stop string; a length limit; cancelled by its client."""
+
+
+def ids_to_bytes(ids: "list[int] | array[int]") -> bytes:
+    """Little-endian int32 bytes of token ids, block ids or rows."""
+    return (ids if isinstance(ids, array) else array("i", ids)).tobytes()
+
+
+def bytes_to_ids(data: bytes) -> "array[int]":
+    """The inverse of `ids_to_bytes`, as `array('i')`. Raises ValueError if `data` is no whole number of int32."""
+    ids = array("i")
+    ids.frombytes(data)
+    return ids
+
+
+# ── what a request asks for ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Sampling(Struct, frozen=True, array_like=True):
+    """How the next token is drawn. Bounds are checked by every decoder that reads it, NaN and infinity included."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0  # 0: greedy, and then everything below but bias rests
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # 0: off
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0  # over prompt and output
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0  # over output
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0  # over output
+    logit_bias: dict[int, float] | None = None  # token id → added to its logit
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # noise is keyed by (seed, output position)
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # None: none; n: the sampled token's and the n best
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same for every prompt position but the first
+
+    def __post_init__(self) -> None:
+        numbers = (
+            self.temperature,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+        )
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("sampling parameters must be finite numbers")
+        if self.logit_bias and not all(k >= 0 and math.isfinite(v) for k, v in self.logit_bias.items()):
+            raise ValueError("logit_bias must map token ids to finite numbers")
+
+
+class Limits(Struct, frozen=True, array_like=True):
+    """When the core ends a request by itself."""
+
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None  # None: to the end of the context; 0: score the prompt only
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own eos ids
+    ignore_eos: bool = False
+
+
+class TextSpec(Struct, frozen=True, array_like=True):
+    """What the detokenizer does with a request's ids. It rides through the core untouched."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False  # keep the matched stop string in the text
+    skip_special_tokens: bool = True
+    detokenize: bool = True  # False: ids only, `Chunk.text` stays empty
+    prompt: bool = False  # send the prompt's ids and text back in the first `Chunk` (echo, return_token_ids)
+
+
+class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
+    """A plain prompt; special tokens written in it are text."""
+
+    text: str
+    add_special_tokens: bool = True  # what the model's tokenizer adds by itself, such as a BOS
+
+
+class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat"):
+    """A conversation for the model's chat template. All three are JSON as the client sent it."""
+
+    messages: bytes  # a JSON array of message objects
+    tools: bytes = b""  # a JSON array of tool definitions, or nothing
+    template_kwargs: bytes = b""  # a JSON object of extra template variables, or nothing
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class IdsPrompt(Struct, frozen=True, array_like=True, tag="ids"):
+    """Token ids, int32; checked against the vocabulary by the tokenizer process."""
+
+    ids: bytes
+
+
+# ── api → tokenizer → core ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Submit(Struct, frozen=True, array_like=True, tag=True):
+    """api → tokenizer: `n` sequences of one prompt, with the rids `rid` … `rid + n - 1` and seeds `seed + i`."""
+
+    rid: int
+    n: Annotated[int, Meta(ge=1)]
+    prompt: TextPrompt | ChatPrompt | IdsPrompt
+    sampling: Sampling
+    limits: Limits
+    text: TextSpec
+    priority: int = 0  # lower is served first
+    salt: bytes = b""  # keeps prefix-cache entries of different owners apart
+
+
+class Enqueue(Struct, frozen=True, array_like=True, tag=True):
+    """tokenizer → core: one sequence, tokenized and checked against the context length."""
+
+    rid: int
+    prompt_ids: bytes
+    sampling: Sampling
+    limits: Limits
+    text: TextSpec
+    priority: int = 0
+    salt: bytes = b""
+
+
+class Cancel(Struct, frozen=True, array_like=True, tag=True):
+    """api → tokenizer → core: these rids' client is gone. Takes the path of its `Submit`, so it never overtakes it."""
+
+    rids: tuple[int, ...]
+
+
+# ── core ⇄ worker ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class CacheOffer(Struct, frozen=True, array_like=True, tag=True):
+    """worker → core: how many KV blocks this rank has room for."""
+
+    rank: int
+    num_blocks: int
+
+
+class OpenCache(Struct, frozen=True, array_like=True, tag=True):
+    """core → worker: allocate exactly this many KV blocks."""
+
+    num_blocks: int
+
+
+class RowOpen(Struct, frozen=True, array_like=True):
+    """A request takes a row on the worker. Whatever the row held before is forgotten."""
+
+    row: int
+    ids: bytes  # prompt and, after a preemption, the output so far
+    num_prompt: int  # the output starts at this position; output position = position - num_prompt
+    num_computed: int  # leading positions whose KV is in the blocks already (prefix hit)
+    block_ids: bytes  # the row's block table so far, hits first
+    sampling: Sampling
+
+
+class StepPlan(Struct, frozen=True, array_like=True, tag=True):
+    """core → worker: one forward pass. A diff against what the rows already hold, in columns.
+
+    Applied in this order: `open`, then `grow` (append a block to a row's table), then the pass over `rows`, where row
+    `rows[i]` computes its next `counts[i]` positions and, if `sample[i]` is 1, draws one token that becomes the id of
+    the position after them. The worker keeps ids, so a decode row is planned before its last id is known to the core.
+    """
+
+    step: int
+    open: tuple[RowOpen, ...]
+    grow_rows: bytes  # int32, parallel to grow_blocks; a row may appear several times
+    grow_blocks: bytes  # int32
+    rows: bytes  # int32, each row at most once
+    counts: bytes  # int32, ≥ 1
+    sample: bytes  # uint8, 0 or 1
+
+
+class RowLogprobs(Struct, frozen=True, array_like=True):
+    """Log-probabilities of consecutive positions of one row: `width` entries each, the chosen token's first."""
+
+    width: int
+    ids: bytes  # int32 [positions × width]
+    values: bytes  # float32 [positions × width], natural log, never NaN
+
+
+class StepResult(Struct, frozen=True, array_like=True, tag=True):
+    """worker → core: what a plan's pass gave, in the plan's order."""
+
+    step: int
+    ids: bytes  # int32, one for each row with sample = 1; -1: the row's logits were not finite, fail that request
+    logprobs: dict[int, RowLogprobs]  # index into the plan's rows → the sampled token's
+    prompt_logprobs: dict[int, RowLogprobs]  # index into the plan's rows → those of the prompt positions it computed
+    device_ms: float
+
+
+# ── core → detokenizer → api ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Usage(Struct, frozen=True, array_like=True):
+    """Token counts of one sequence."""
+
+    num_prompt: int
+    num_output: int
+    num_cached: int  # prompt tokens whose KV came from the prefix cache
+
+
+class Opened(Struct, frozen=True, array_like=True, tag=True):
+    """core → detokenizer: a request was scheduled for the first time; its tokens follow on the same path."""
+
+    rid: int
+    num_prompt: int
+    num_cached: int
+    prompt_ids: bytes  # the whole prompt if `text.prompt`, else its last few ids (context for the first output token)
+    text: TextSpec
+
+
+class Tokens(Struct, frozen=True, array_like=True):
+    """One step's news of one request."""
+
+    rid: int
+    ids: bytes  # int32, usually one; with finish = "stop" the last is the eos or stop token that ended it
+    logprobs: RowLogprobs | None = None  # of `ids`, position by position
+    prompt_logprobs: RowLogprobs | None = None  # of the prompt positions computed since the last news
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop token that ended it, if one did
+    usage: Usage | None = None  # with `finish`
+
+
+class TokenBatch(Struct, frozen=True, array_like=True, tag=True):
+    """core → detokenizer: one step's news of all requests."""
+
+    tokens: tuple[Tokens, ...]
+
+
+class StopHit(Struct, frozen=True, array_like=True, tag=True):
+    """detokenizer → core: stop strings were found in these requests' text; their clients have been told the end."""
+
+    rids: tuple[int, ...]
+
+
+class TopLogprob(Struct, frozen=True, array_like=True):
+    """One candidate: its id, its text (U+FFFD where it is no whole character), its bytes, its log-probability."""
+
+    id: int
+    token: str
+    bytes: bytes
+    logprob: float
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """The chosen token of one position and the best candidates there, best first."""
+
+    chosen: TopLogprob
+    top: tuple[TopLogprob, ...]
+
+
+class PromptEcho(Struct, frozen=True, array_like=True):
+    """What the prompt was, for echo and return_token_ids. `logprobs` has one entry a position; the first is None."""
+
+    ids: bytes
+    text: str
+    logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+class Chunk(Struct, frozen=True, array_like=True):
+    """News of one request in text. Text is only ever whole characters and never part of a stop string."""
+
+    rid: int
+    text: str
+    ids: bytes  # the ids behind `text`, and any that gave no text yet
+    logprobs: tuple[TokenLogprob, ...] | None = None  # parallel to ids
+    prompt: PromptEcho | None = None  # in the first chunk, if `TextSpec.prompt`
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    usage: Usage | None = None  # with `finish`
+
+
+class TextBatch(Struct, frozen=True, array_like=True, tag=True):
+    """detokenizer → api: one step's news of all requests of that api process."""
+
+    chunks: tuple[Chunk, ...]
+
+
+# ── straight to the api ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Accepted(Struct, frozen=True, array_like=True, tag=True):
+    """core → api: the request waits or runs; from here on only its own end ends it."""
+
+    rid: int
+    num_prompt: int
+
+
+class Failed(Struct, frozen=True, array_like=True, tag=True):
+    """anyone → api, core → detokenizer → api: this request ends here. `detail` is one sentence for the client."""
+
+    rid: int
+    kind: ErrorKind
+    detail: str
+
+
+class Snapshot(Struct, frozen=True, array_like=True, tag=True):
+    """core → api, a few times a second while it works: gauges and running totals for /metrics and /health."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_used: int
+    num_preemptions: int
+    num_prompt_tokens: int  # prompt tokens of requests that were scheduled
+    num_cached_tokens: int  # of those, from the prefix cache
+    num_output_tokens: int
+    step_age_s: float  # how long the oldest plan in flight has been out; 0 with none
+
+
+# ── anyone ⇄ supervisor ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Facts(Struct, frozen=True, array_like=True):
+    """What an actor found out while it started."""
+
+    timings: dict[str, float] = {}  # part of the start → seconds, in order
+    notes: tuple[str, ...] = ()  # lines for the operator, such as the KV accounting
+    url: str = ""  # api only: where it answers
+
+
+class Ready(Struct, frozen=True, array_like=True, tag=True):
+    """An actor is up and its mailbox is served."""
+
+    name: str
+    schema: int
+    facts: Facts
+
+
+class Fault(Struct, frozen=True, array_like=True, tag=True):
+    """An actor cannot go on. `summary` is one sentence for the operator; `trace` is for us, empty for user errors."""
+
+    name: str
+    summary: str
+    trace: str
+    exit_code: int
+
+
+class Ping(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → anyone: answered by the loop that does the work, so a hang is seen."""
+
+
+class Pong(Struct, frozen=True, array_like=True, tag=True):
+    """The answer to `Ping`."""
+
+    name: str
+
+
+class Stop(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → anyone: end in order within `grace_s` seconds."""
+
+    grace_s: float
+    reason: str
+
+
+# ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
+
+ToTokenizer = Submit | Cancel | Ping | Stop
+ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Ping | Stop
+ToWorker = OpenCache | StepPlan | Ping | Stop
+ToDetokenizer = Opened | TokenBatch | Failed | Ping | Stop
+ToApi = Accepted | TextBatch | Failed | Snapshot | Ping | Stop
+ToSupervisor = Ready | Fault | Pong
+Message = ToTokenizer | ToCore | ToWorker | ToDetokenizer | ToApi | ToSupervisor

@@ -1,0 +1,1 @@
+"""Kernels: tensors only, no config and no model."""

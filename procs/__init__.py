@@ -1,0 +1,1 @@
+"""The pipeline: each file is one actor."""

@@ -1,0 +1,47 @@
+"""The pool's own rules: eviction order, the index, and what a match may return."""
+
+from pagewire.engine.core.block_hash import block_key, root_key
+from pagewire.engine.core.block_pool import BlockPool
+
+
+def test_idle_blocks_are_found_again_and_evicted_tail_first() -> None:
+    pool = BlockPool(num_blocks=4)
+    blocks = pool.allocate(3)
+    keys = [b"a", b"b", b"c"]
+    for block, key in zip(blocks, keys, strict=True):
+        pool.register(block, key)
+    pool.release(blocks)
+    assert pool.match(keys) == blocks and pool.num_free == 4
+    pool.allocate(2)  # the empty one, then the tail of the released table
+    assert pool.match(keys) == blocks[:2]
+    pool.check([[blocks[2], 3]])
+
+
+def test_a_hit_keeps_its_block_from_eviction() -> None:
+    pool = BlockPool(num_blocks=2)
+    (block,) = pool.allocate(1)
+    pool.register(block, b"a")
+    pool.release([block])
+    pool.hold(pool.match([b"a"]))
+    assert pool.num_free == 1 and pool.allocate(1) != [block]
+    pool.check([[0], [1]])
+
+
+def test_the_first_block_with_a_key_keeps_it() -> None:
+    pool = BlockPool(num_blocks=2)
+    first, second = pool.allocate(2)
+    pool.register(first, b"a")
+    pool.register(second, b"a")
+    assert pool.match([b"a"]) == [first]
+    pool.release([second])
+    pool.release([first])
+    pool.forget_all()
+    assert pool.match([b"a"]) == [] and pool.num_free == 2
+    pool.check([])
+
+
+def test_keys_tell_models_salts_parents_and_ids_apart() -> None:
+    roots = {root_key(b"m", b""), root_key(b"m", b"s"), root_key(b"ms", b""), root_key(b"", b"ms")}
+    assert len(roots) == 4
+    root = root_key(b"m", b"")
+    assert len({block_key(root, b"1234"), block_key(root, b"1235"), block_key(block_key(root, b"1234"), b"1234")}) == 3

@@ -1,0 +1,166 @@
+"""What the scheduler promises, one rule a test."""
+
+import pytest
+from fakes import EOS, FakeWorker, enqueue, expected_output
+
+from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.scheduler import Scheduler
+from pagewire.ipc.messages import Accepted, Failed, Opened, StepResult, TokenBatch, Tokens, bytes_to_ids
+
+BLOCK_SIZE = 4
+
+
+def make(*, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, depth: int = 1, **more: object) -> Scheduler:
+    options = {"max_model_len": 100, "max_num_queued_requests": 100, "eos_token_ids": (EOS,), **more}
+    return Scheduler(
+        pool=BlockPool(num_blocks=num_blocks),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        depth=depth,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def worker_for(scheduler: Scheduler) -> FakeWorker:
+    return FakeWorker(
+        num_blocks=scheduler.pool.num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+    )
+
+
+def drain(scheduler: Scheduler, worker: FakeWorker) -> dict[int, list[Tokens]]:
+    """Runs to the end; the news of each request."""
+    news: dict[int, list[Tokens]] = {}
+    while (plan := scheduler.plan()) is not None:
+        scheduler.apply(worker.run(plan))
+        scheduler.check()
+    for item in scheduler.take_news():
+        if isinstance(item, TokenBatch):
+            for tokens in item.tokens:
+                news.setdefault(tokens.rid, []).append(tokens)
+    return news
+
+
+def output(news: list[Tokens]) -> list[int]:
+    return [i for tokens in news for i in bytes_to_ids(tokens.ids)]
+
+
+def test_a_long_prompt_is_chunked_and_streams_go_first() -> None:
+    scheduler = make(budget=8)
+    worker = worker_for(scheduler)
+    scheduler.add(enqueue(1, [1, 2, 3], ignore_eos=True, max_tokens=30))
+    scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
+    scheduler.add(enqueue(2, list(range(20)), ignore_eos=True))
+    for expected in ([1, 7], [1, 7], [1, 6]):
+        plan = scheduler.plan()
+        assert plan is not None and list(bytes_to_ids(plan.counts)) == expected
+        scheduler.apply(worker.run(plan))
+
+
+def test_equal_prefixes_are_computed_once_and_salts_keep_them_apart() -> None:
+    scheduler = make()
+    worker = worker_for(scheduler)
+    prompt = list(range(17))
+    scheduler.add(enqueue(1, prompt, max_tokens=1))
+    drain(scheduler, worker)
+    scheduler.add(enqueue(2, prompt, max_tokens=1))
+    scheduler.add(enqueue(3, prompt, max_tokens=1, salt=b"mine"))
+    scheduler.add(enqueue(4, prompt[:16], max_tokens=1))
+    news = drain(scheduler, worker)
+    cached = {rid: n[-1].usage.num_cached for rid, n in news.items() if n[-1].usage}
+    assert cached == {2: 16, 3: 0, 4: 12}  # one position is always computed
+
+
+def test_prompt_logprobs_bypass_the_prefix_cache() -> None:
+    scheduler = make()
+    worker = worker_for(scheduler)
+    for rid in (1, 2):
+        scheduler.add(enqueue(rid, list(range(17)), max_tokens=0, prompt_logprobs=0))
+        (tokens,) = drain(scheduler, worker)[rid]
+        assert tokens.finish == "length" and tokens.prompt_logprobs is not None
+        assert list(bytes_to_ids(tokens.prompt_logprobs.ids)) == list(range(1, 17))
+
+
+def test_a_plan_needs_no_token_of_the_step_before() -> None:
+    scheduler = make(depth=3)
+    scheduler.add(enqueue(1, [1, 2], max_tokens=10))
+    plans = [scheduler.plan() for _ in range(3)]
+    assert all(plans) and scheduler.plan() is None
+    assert [list(bytes_to_ids(p.counts)) for p in plans if p] == [[2], [1], [1]]
+
+
+def test_cancelled_in_flight_keeps_row_and_blocks_until_applied() -> None:
+    scheduler = make(depth=2)
+    worker = worker_for(scheduler)
+    scheduler.add(enqueue(1, [1, 2], max_tokens=10))
+    results = [worker.run(scheduler.plan()), worker.run(scheduler.plan())]  # type: ignore[arg-type]
+    scheduler.cancel(1)
+    assert scheduler.pool.num_held == 1 and scheduler.num_running == 0
+    scheduler.apply(results[0])
+    assert scheduler.pool.num_held == 1
+    scheduler.apply(results[1])
+    assert scheduler.pool.num_held == 0
+    assert [type(item) for item in scheduler.take_news()] == [Opened, TokenBatch]
+
+
+def test_preempted_requests_resume_with_their_output() -> None:
+    scheduler = make(num_blocks=10, max_model_len=40)
+    worker = worker_for(scheduler)
+    prompts = {rid: [rid * 3 + i for i in range(6)] for rid in range(1, 5)}
+    for rid, prompt in prompts.items():
+        scheduler.add(enqueue(rid, prompt, max_tokens=20, seed=rid, ignore_eos=True))
+    news = drain(scheduler, worker)
+    assert scheduler.counters.num_preemptions > 0
+    for rid, prompt in prompts.items():
+        assert output(news[rid]) == expected_output(prompt, 20, 100, rid, ignore_eos=True)
+
+
+def test_priority_is_served_first() -> None:
+    scheduler = make(max_num_seqs=1, by_priority=True)
+    worker = worker_for(scheduler)
+    for rid, priority in ((1, 5), (2, 0), (3, 5), (4, -1)):
+        scheduler.add(enqueue(rid, [rid], max_tokens=1, priority=priority))
+    assert list(drain(scheduler, worker)) == [4, 2, 1, 3]
+
+
+def test_the_queue_is_bounded_and_a_prompt_must_fit() -> None:
+    scheduler = make(num_blocks=4, max_num_queued_requests=2)
+    assert isinstance(scheduler.add(enqueue(1, [1])), Accepted)
+    refused = scheduler.add(enqueue(2, list(range(16)), max_tokens=None))
+    assert isinstance(refused, Failed) and refused.kind == "context_length_exceeded" and "16 tokens" in refused.detail
+    assert isinstance(scheduler.add(enqueue(3, [1])), Accepted)
+    refused = scheduler.add(enqueue(4, [1]))
+    assert isinstance(refused, Failed) and refused.kind == "queue_full"
+    refused = scheduler.add(enqueue(5, []))
+    assert isinstance(refused, Failed) and refused.kind == "invalid_request"
+
+
+def test_output_stops_at_the_context_length() -> None:
+    scheduler = make(num_blocks=4, max_model_len=14)
+    worker = worker_for(scheduler)
+    scheduler.add(enqueue(1, list(range(10)), max_tokens=None, ignore_eos=True))
+    news = drain(scheduler, worker)[1]
+    assert len(output(news)) == 4 and news[-1].finish == "length"
+
+
+def test_a_result_that_is_not_due_is_refused() -> None:
+    scheduler = make()
+    with pytest.raises(ValueError, match="step 3 where step None"):
+        scheduler.apply(StepResult(3, b"", {}, {}, 0.0))
+    scheduler.add(enqueue(1, [1]))
+    scheduler.plan()
+    with pytest.raises(ValueError, match="drew 0 tokens"):
+        scheduler.apply(StepResult(1, b"", {}, {}, 0.0))
+
+
+def test_cancelled_requests_leave_nothing_in_a_long_queue() -> None:
+    scheduler = make(max_num_seqs=1)
+    for rid in range(1, 60):
+        scheduler.add(enqueue(rid, [rid]))
+    for rid in range(1, 60):
+        scheduler.cancel(rid)
+        scheduler.check()
+    assert scheduler.num_waiting == 0 and scheduler.plan() is None
