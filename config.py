@@ -16,8 +16,11 @@ from .errors import ConfigError
 Dtype = Literal["float32", "bfloat16"]
 
 
-def _doc(group: str, text: str, **bounds: int) -> Meta:
-    return Meta(description=text, extra={"group": group}, **bounds)  # type: ignore[arg-type]  # ge/le only
+def _doc(group: str, text: str, *, ge: int | None = None, le: int | None = None) -> Meta:
+    return Meta(description=text, extra={"group": group}, ge=ge, le=le)
+
+
+_Positive = Annotated[int, Meta(ge=1)]
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,8 +37,8 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _doc("model", "type of weights and KV cache; auto: the checkpoint's, float16 becoming bfloat16"),
     ] = "auto"
     max_model_len: Annotated[
-        int | None,
-        _doc("model", "longest prompt + output in tokens; 8k is 8192 (default: what the model declares)", ge=1),
+        _Positive | None,
+        _doc("model", "longest prompt + output in tokens; 8k is 8192 (default: what the model declares)"),
     ] = None
     chat_template: Annotated[str | None, _doc("model", "a jinja file to use instead of the model's chat template")] = (
         None
@@ -49,7 +52,8 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int, _doc("engine", "most tokens in one step; long prompts are chunked", ge=1)
     ] = 2048
     kv_cache_memory: Annotated[
-        int | None, _doc("engine", "bytes for the KV cache, such as 2G (default: from the memory that is free)", ge=1)
+        _Positive | None,
+        _doc("engine", "bytes for the KV cache, such as 2G (default: from the memory that is free)"),
     ] = None
     enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts that begin alike")] = True
     scheduling_policy: Annotated[

@@ -337,7 +337,6 @@ class Facts(Struct, frozen=True, array_like=True):
 
     timings: dict[str, float] = {}  # part of the start → seconds, in order
     notes: tuple[str, ...] = ()  # lines for the operator, such as the KV accounting
-    url: str = ""  # api only: where it answers
 
 
 class Ready(Struct, frozen=True, array_like=True, tag=True):
@@ -346,6 +345,12 @@ class Ready(Struct, frozen=True, array_like=True, tag=True):
     name: str
     schema: int
     facts: Facts
+
+
+class Serving(Struct, frozen=True, array_like=True, tag=True):
+    """api → supervisor: the port is open."""
+
+    url: str
 
 
 class Fault(Struct, frozen=True, array_like=True, tag=True):
@@ -357,8 +362,12 @@ class Fault(Struct, frozen=True, array_like=True, tag=True):
     exit_code: int
 
 
+class Serve(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → api: everyone is ready, open the port."""
+
+
 class Ping(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → anyone: answered by the loop that does the work, so a hang is seen."""
+    """supervisor → anyone, twice a second: answered by the loop that does the work, so that a hang is seen."""
 
 
 class Pong(Struct, frozen=True, array_like=True, tag=True):
@@ -380,6 +389,6 @@ ToTokenizer = Submit | Cancel | Ping | Stop
 ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Ping | Stop
 ToWorker = OpenCache | StepPlan | Ping | Stop
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Stop
-ToApi = Accepted | TextBatch | Failed | Snapshot | Ping | Stop
-ToSupervisor = Ready | Fault | Pong
+ToApi = Accepted | TextBatch | Failed | Snapshot | Serve | Ping | Stop
+ToSupervisor = Ready | Serving | Fault | Pong
 Message = ToTokenizer | ToCore | ToWorker | ToDetokenizer | ToApi | ToSupervisor

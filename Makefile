@@ -1,0 +1,52 @@
+# Two commands: `make serve` answers, `make test` proves. Both make what they need in .venv.
+#   PYTHON=python3.12 make test    another interpreter        ARGS="--port 9000" make serve    flags for the server
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+# pip's own compilation of .pyc files must not be switched off, or every import of torch takes four times as long.
+PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help serve test lint types bench dist clean
+
+help:
+	@echo "make serve   start the server on the demo model and print a curl line to try"
+	@echo "make test    ruff, mypy and every test"
+	@echo "make bench   the benchmarks, into bench/results/"
+	@echo "make dist    wheel and sdist, into dist/"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: pyproject.toml | $(BIN)/python
+	$(PIP) install --progress-bar on -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(PIP) install --progress-bar on -e '.[dev]'
+	@touch $@ $(VENV)/.serve
+
+serve: $(VENV)/.serve
+	@exec $(BIN)/pagewire serve $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/python -m pytest --durations=10 $(ARGS)
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m pagewire.bench.offline --json bench/results/offline.json
+	$(BIN)/python -m pagewire.bench.serve --json bench/results/serve.json
+
+dist: $(VENV)/.dev
+	$(PIP) install --quiet build
+	$(BIN)/python -m build
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

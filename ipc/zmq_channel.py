@@ -1,0 +1,229 @@
+"""Mailboxes over ZeroMQ: the receiver binds a PULL socket, every sender connects a PUSH socket.
+
+Senders may start first; what they send waits until the receiver is there. The receiver's descriptor is put on the event
+loop and drained until nothing is left, which costs a twentieth of zmq.asyncio's time per message.
+
+Addresses are `ipc://` paths in a folder that only its owner may enter, or `tcp://`. TCP outside loopback is refused
+without keys: with `Keys`, both ends use CURVE (RFC 26/ZeroMQ) and must hold the same secret.
+"""
+
+import asyncio
+import ipaddress
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.auth
+from msgspec import Struct
+from zmq.auth.thread import ThreadAuthenticator
+
+from ..errors import ConfigError
+from .channel import ChannelFull, Decoding
+from .codec import encode
+from .messages import Message
+
+M = TypeVar("M")
+
+_MAX_MESSAGE_BYTES = 64 * 2**20
+_HIGH_WATER_MARK = 100_000  # messages; the engine's own bounds are far below
+_LINGER_MS = 500  # how long closing waits for the other end to take what is queued
+
+
+class Keys(Struct, frozen=True):
+    """One CURVE key pair that all actors of an engine share (Z85 text)."""
+
+    public: str
+    secret: str
+
+
+def read_keys(path: Path) -> Keys:
+    """Reads a key file, made on first use. Raises ConfigError if others may read it."""
+    if not path.exists():
+        public, secret = zmq.curve_keypair()
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{public.decode()}\n{secret.decode()}\n")
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(f"{path} may be read by others; run chmod 600 on it.")
+    lines = path.read_text().split()
+    if len(lines) != 2 or any(len(line) != 40 for line in lines):
+        raise ConfigError(f"{path} is no key file: it should hold two lines of 40 characters.")
+    return Keys(*lines)
+
+
+def make_run_folder() -> Path:
+    """A new folder for `ipc://` addresses, mode 0700, named after this process.
+
+    Folders of launchers that were killed are removed on the way.
+    """
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if not os.access(base, os.W_OK):
+        base = Path(tempfile.gettempdir())
+    for old in base.glob("pagewire-*-*"):
+        pid = old.name.split("-")[1]
+        if old.is_dir() and old.stat().st_uid == os.getuid() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            remove_run_folder(old)
+    return Path(tempfile.mkdtemp(prefix=f"pagewire-{os.getpid()}-", dir=base))
+
+
+def remove_run_folder(folder: Path) -> None:
+    """Removes a run folder and the sockets in it; missing ones are fine."""
+    for path in folder.glob("*"):
+        path.unlink(missing_ok=True)
+    if folder.exists():
+        folder.rmdir()
+
+
+def check_address(address: str, keys: Keys | None) -> None:
+    """Raises ConfigError if `address` is none, or is open to the network without keys."""
+    if address.startswith("ipc://"):
+        if len(address.removeprefix("ipc://")) > 107:
+            raise ConfigError(f"{address} is too long: a socket's path has at most 107 bytes.")
+        return
+    url = urlsplit(address)
+    if url.scheme != "tcp" or url.hostname is None or url.port is None:
+        raise ConfigError(f"{address!r} is no address; write ipc:///path or tcp://host:port.")
+    try:
+        loopback = ipaddress.ip_address(url.hostname).is_loopback
+    except ValueError:
+        loopback = url.hostname == "localhost"
+    if not loopback and keys is None:
+        raise ConfigError(f"{address} can be reached from outside; give every machine the same --key-file.")
+
+
+class ZmqContext:
+    """The sockets of one process. Closing it closes them."""
+
+    def __init__(self, keys: Keys | None = None) -> None:
+        self._context = zmq.Context()
+        self._keys = keys
+        self._sockets: list[zmq.SyncSocket] = []
+        self._authenticator: ThreadAuthenticator | None = None
+
+    def _socket(self, kind: int, address: str) -> "zmq.SyncSocket":
+        check_address(address, self._keys)
+        socket = self._context.socket(kind)
+        socket.linger = _LINGER_MS
+        socket.set_hwm(_HIGH_WATER_MARK)
+        socket.maxmsgsize = _MAX_MESSAGE_BYTES
+        if self._keys is not None and address.startswith("tcp://"):
+            socket.curve_publickey = self._keys.public.encode()
+            socket.curve_secretkey = self._keys.secret.encode()
+            if kind == zmq.PULL:
+                self._authenticate()
+                socket.curve_server = True
+            else:
+                socket.curve_serverkey = self._keys.public.encode()
+        self._sockets.append(socket)
+        return socket
+
+    def _authenticate(self) -> None:
+        """Only holders of our own key may connect."""
+        if self._authenticator is None and self._keys is not None:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            keys = self._keys.public.encode()
+            self._authenticator.configure_curve_callback(credentials_provider=_OneKey(keys))
+
+    def outbox(self, address: str) -> "ZmqOutbox":
+        """Connects to a mailbox, which need not exist yet."""
+        socket = self._socket(zmq.PUSH, address)
+        socket.connect(address)
+        return ZmqOutbox(socket, address)
+
+    def inbox(self, address: str, accepts: object) -> "ZmqInbox[M]":
+        """Binds a mailbox. Raises ConfigError if the address cannot be had."""
+        socket = self._socket(zmq.PULL, address)
+        umask = os.umask(0o077)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"Cannot listen on {address}: {error}.") from error
+        finally:
+            os.umask(umask)
+        return ZmqInbox(socket, accepts)
+
+    def close(self) -> None:
+        """Closes every socket after a moment for what is queued."""
+        for socket in self._sockets:
+            socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+
+class _OneKey:
+    """Admits exactly one public key."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by the authenticator with a peer's key (Z85)."""
+        return key == self._public
+
+
+class ZmqOutbox:
+    """See `channel.Outbox`."""
+
+    def __init__(self, socket: "zmq.SyncSocket", address: str) -> None:
+        self._socket = socket
+        self._address = address
+
+    def send(self, message: Message) -> None:
+        """Queues the message. Raises ChannelFull."""
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Queues bytes as they are. Raises ChannelFull."""
+        try:
+            self._socket.send(data, zmq.DONTWAIT)
+        except zmq.Again as error:
+            raise ChannelFull(f"{self._address} has not taken {_HIGH_WATER_MARK} messages") from error
+
+    def close(self) -> None:
+        """See `Outbox`."""
+        self._socket.close()
+
+
+class ZmqInbox(Decoding[M]):
+    """See `channel.Inbox`."""
+
+    def __init__(self, socket: "zmq.SyncSocket", accepts: object) -> None:
+        super().__init__(accepts)
+        self._socket = socket
+        self._fd = int(socket.fd)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def drain(self) -> list[M]:
+        """See `Inbox`. Goes on until EAGAIN, because the descriptor only tells of changes."""
+        messages: list[M] = []
+        receive = self._socket.recv
+        while True:
+            try:
+                data = receive(zmq.DONTWAIT)
+            except zmq.Again:
+                return messages
+            message = self.decode(data)
+            if message is not None:
+                messages.append(message)
+
+    def wait(self, timeout_s: float) -> bool:
+        """See `Inbox`."""
+        return bool(self._socket.poll(int(timeout_s * 1000)))
+
+    def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+        """See `Inbox`."""
+        self._loop = loop
+        loop.add_reader(self._fd, wake)
+        loop.call_soon(wake)  # what came before the reader was there gives no event
+
+    def close(self) -> None:
+        """See `Inbox`."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._fd)
+            self._loop = None
+        self._socket.close()

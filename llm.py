@@ -1,0 +1,267 @@
+"""The offline API: `LLM(model).generate(prompts, SamplingParams(...))`, with the names that vLLM's users know.
+
+The whole pipeline runs inside the calling process; nothing is started and nothing listens.
+"""
+
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import msgspec
+
+from .config import Config, parse_size
+from .errors import ConfigError, RequestError
+from .ipc.messages import (
+    Cancel,
+    ChatPrompt,
+    Chunk,
+    Failed,
+    IdsPrompt,
+    Limits,
+    Sampling,
+    Submit,
+    TextPrompt,
+    TextSpec,
+    TokenLogprob,
+    bytes_to_ids,
+    ids_to_bytes,
+)
+from .prepare import prepare
+from .procs.inline import Inline
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How outputs are drawn and when they end. Bounds are checked when a request is made."""
+
+    n: int = 1  # outputs a prompt
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None  # None: another one each time
+    max_tokens: int | None = 16  # None: to the end of the context
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many candidates to return beside each token
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One candidate of one position."""
+
+    logprob: float  # natural log
+    rank: int | None  # 1: the best; None: not among those returned
+    decoded_token: str
+
+
+@dataclass
+class CompletionOutput:
+    """One output of one prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None  # by position: id → candidate
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None  # stop or length
+    stop_reason: str | int | None = None  # the stop string or stop token id
+
+
+@dataclass
+class RequestOutput:
+    """What one prompt gave."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    finished: bool = False
+
+
+class LLM:
+    """A model in this process."""
+
+    def __init__(self, model: str = "", **options: object) -> None:
+        """`model`: a folder or a Hub name; empty: the demo model. `options`: the fields of `Config`, such as
+        `dtype="float32"`, `max_model_len=4096`, `kv_cache_memory="2G"`. Raises ConfigError or CheckpointError."""
+        sizes = {
+            k: parse_size(v) if isinstance(v, str) and k.endswith(("_memory", "_len", "_tokens")) else v
+            for k, v in options.items()
+        }
+        try:
+            config = msgspec.convert({"pipeline_depth": 1, "model": model, **sizes}, Config)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"LLM: {error}.") from error
+        self._outputs: dict[int, CompletionOutput] = {}  # rid → where its news goes
+        self._requests: dict[int, RequestOutput] = {}
+        self._open: set[int] = set()
+        self._failures: list[RequestError] = []
+        self._next_rid = 1
+        self._engine = Inline(prepare(config), on_chunk=self._on_chunk, on_failed=self._on_failed)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes one prompt or many (text or token ids), in their order. Raises RequestError if one is refused."""
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        wire = [TextPrompt(p) if isinstance(p, str) else IdsPrompt(ids_to_bytes(list(p))) for p in many]
+        return self._run(wire, [p if isinstance(p, str) else None for p in many], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or many through the model's chat template."""
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        many = cast("Sequence[Conversation]", [messages] if one else messages)
+        encode = msgspec.json.encode
+        wire = [
+            ChatPrompt(
+                encode(conversation),
+                encode(tools) if tools else b"",
+                encode(chat_template_kwargs) if chat_template_kwargs else b"",
+                add_generation_prompt,
+                continue_final_message,
+            )
+            for conversation in many
+        ]
+        return self._run(wire, [None] * len(wire), sampling_params, use_tqdm)
+
+    def _run(
+        self,
+        prompts: Sequence[TextPrompt | ChatPrompt | IdsPrompt],
+        texts: Sequence[str | None],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
+        results, submits = [], []
+        for i, (prompt, text, params) in enumerate(zip(prompts, texts, sampling_params, strict=True)):
+            submit = _submit(self._next_rid, prompt, params)
+            self._next_rid += params.n
+            result = RequestOutput(str(i), text, [], [CompletionOutput(k) for k in range(params.n)])
+            for output in result.outputs:
+                rid = submit.rid + output.index
+                self._outputs[rid], self._requests[rid] = output, result
+            results.append(result)
+            submits.append(submit)
+        self._open = set(self._outputs)
+        self._failures.clear()
+        from tqdm import tqdm
+
+        with tqdm(
+            total=len(self._open), desc="generating", unit="output", disable=not use_tqdm, file=sys.stderr
+        ) as bar:
+            self._bar = bar
+            for submit in submits:
+                self._engine.post("tokenizer", submit)
+            self._engine.run(until=lambda: bool(self._failures))
+        if self._failures:
+            self._engine.post("tokenizer", Cancel(tuple(self._open)))
+            self._engine.run()
+        self._outputs.clear()
+        self._requests.clear()
+        if self._failures:
+            raise self._failures[0]
+        assert not self._open, "the engine came to rest with requests open"
+        return results
+
+    def _on_failed(self, failed: Failed) -> None:
+        self._open.discard(failed.rid)
+        self._failures.append(RequestError(failed.kind, failed.detail))
+
+    def _on_chunk(self, chunk: Chunk) -> None:
+        output, result = self._outputs[chunk.rid], self._requests[chunk.rid]
+        output.text += chunk.text
+        output.token_ids.extend(bytes_to_ids(chunk.ids))
+        if chunk.logprobs is not None:
+            output.logprobs = (output.logprobs or []) + [_candidates(position) for position in chunk.logprobs]
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(
+                p.chosen.logprob for p in chunk.logprobs
+            )
+        if chunk.prompt is not None:
+            result.prompt_token_ids = list(bytes_to_ids(chunk.prompt.ids))
+            if result.prompt is None:
+                result.prompt = chunk.prompt.text
+            if chunk.prompt.logprobs is not None:
+                result.prompt_logprobs = [None if p is None else _candidates(p) for p in chunk.prompt.logprobs]
+        if chunk.finish is not None:
+            output.finish_reason, output.stop_reason = chunk.finish, chunk.stop_reason
+            if chunk.usage is not None:
+                result.num_cached_tokens = max(result.num_cached_tokens, chunk.usage.num_cached)
+            self._open.discard(chunk.rid)
+            result.finished = all(other.finish_reason for other in result.outputs)
+            self._bar.update(1)
+
+
+def _submit(rid: int, prompt: TextPrompt | ChatPrompt | IdsPrompt, params: SamplingParams) -> Submit:
+    """Raises ValueError naming the parameter that is out of bounds."""
+    stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+    wire = Submit(
+        rid,
+        params.n,
+        prompt,
+        Sampling(
+            temperature=params.temperature,
+            top_k=max(0, params.top_k),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=dict(params.logit_bias) if params.logit_bias else None,
+            seed=secrets.randbits(62) if params.seed is None else params.seed,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        ),
+        Limits(params.max_tokens, tuple(params.stop_token_ids or ()), params.ignore_eos),
+        TextSpec(
+            stop=stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            detokenize=params.detokenize,
+            prompt=True,
+        ),
+    )
+    try:
+        return msgspec.convert(msgspec.to_builtins(wire), Submit)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"SamplingParams: {error}") from error
+
+
+def _candidates(position: TokenLogprob) -> dict[int, Logprob]:
+    found = {c.id: Logprob(c.logprob, rank, c.token) for rank, c in enumerate(position.top, start=1)}
+    chosen = position.chosen
+    return {chosen.id: found.get(chosen.id, Logprob(chosen.logprob, None, chosen.token))} | found

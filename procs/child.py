@@ -1,0 +1,229 @@
+"""The main program of one actor's process: `python -m pagewire.procs.child NAME LAUNCH_FILE`.
+
+The supervisor starts it. It names the process, ties its life to the supervisor's, connects the mailboxes that the
+topology allows, runs the actor, and reports Ready, Fault and Pong.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from ..config import EngineConfig
+from ..errors import CheckpointError, ConfigError, PagewireError
+from ..ipc.actor import Actor, Post
+from ..ipc.channel import ChannelFull, Inbox
+from ..ipc.messages import (
+    SCHEMA_VERSION,
+    Facts,
+    Fault,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    Stop,
+)
+from ..ipc.zmq_channel import Keys, ZmqContext, ZmqOutbox
+from .topology import ACTORS, receivers
+
+log = logging.getLogger("pagewire")
+
+
+class Launch(Struct, frozen=True):
+    """What the supervisor tells its children, in a file that only their user can read."""
+
+    config: EngineConfig
+    addresses: dict[str, str]  # actor, or "supervisor" → where its mailbox is
+    keys: Keys | None
+    supervisor_pid: int
+    lifeline_fd: int  # read end of a pipe whose other end only the supervisor holds
+    http_fd: int  # the api's bound socket; -1: none
+    progress: bool  # draw a progress bar while weights load
+
+
+def exit_code(error: BaseException) -> int:
+    """2 where the user can mend it, 1 where we must."""
+    return 2 if isinstance(error, ConfigError | CheckpointError) else 1
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, interpreter start included. 0 where /proc does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def tie_life_to(supervisor_pid: int, lifeline_fd: int) -> None:
+    """Ends this process when the supervisor is gone, whatever either of them is doing.
+
+    The kernel's signal also ends a process that is stuck in a long call; the pipe also covers kernels without it.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != supervisor_pid:
+        os._exit(1)  # it died before prctl
+
+    def watch() -> None:
+        os.read(lifeline_fd, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+class Mailman:
+    """The outgoing side of one actor: an outbox for each receiver that the topology allows."""
+
+    def __init__(self, name: str, launch: Launch, context: ZmqContext) -> None:
+        self._outboxes: dict[str, ZmqOutbox] = {
+            receiver: context.outbox(launch.addresses[receiver]) for receiver in receivers(name)
+        }
+
+    def post(self, receiver: str, message: Message) -> None:
+        """See `Post`."""
+        self._outboxes[receiver].send(message)
+
+
+def run_worker(launch: Launch, inbox: Inbox[object], post: Post, on_ready: Callable[[Facts], None]) -> None:
+    """The worker's plain loop."""
+    from .worker import Worker, run
+
+    with contextlib.ExitStack() as stack:
+        progress = _progress_bar(stack) if launch.progress else None
+        run(
+            Worker(launch.config, progress=progress),
+            inbox,  # type: ignore[arg-type]  # its decoder knows only ToWorker
+            post,
+            on_ready,
+            lambda: post("supervisor", Pong("worker")),
+        )
+
+
+def _progress_bar(stack: contextlib.ExitStack) -> Callable[[int, int], None]:
+    """A bar for the weights that appears only if loading takes long enough to look at."""
+    from tqdm import tqdm
+
+    bar = stack.enter_context(
+        tqdm(desc="loading weights", unit="B", unit_scale=True, unit_divisor=1024, leave=False, delay=1.0)
+    )
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+
+    return progress
+
+
+async def run_actor(
+    name: str, actor: Actor[object], inbox: Inbox[object], post: Post, on_ready: Callable[[Facts], None]
+) -> None:
+    """An event loop around an actor, until `Stop`."""
+    woken = asyncio.Event()
+    on_ready(actor.start(post))
+    inbox.subscribe(asyncio.get_running_loop(), woken.set)
+    while True:
+        await woken.wait()
+        woken.clear()
+        messages = inbox.drain()
+        if messages:
+            actor.handle(messages)
+        for message in messages:
+            if isinstance(message, Ping):
+                post("supervisor", Pong(name))
+            elif isinstance(message, Stop):
+                stopping = asyncio.ensure_future(actor.stop(message.grace_s))
+                while not stopping.done():  # its streams still need what others send
+                    waiting = asyncio.ensure_future(woken.wait())
+                    await asyncio.wait({stopping, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                    waiting.cancel()
+                    woken.clear()
+                    if late := inbox.drain():
+                        actor.handle(late)
+                return await stopping
+
+
+def make_actor(name: str, launch: Launch) -> Actor[object]:
+    """Imports and makes the actor of that name."""
+    config = launch.config
+    actor: object
+    match name:
+        case "core":
+            from .core import CoreActor
+
+            actor = CoreActor(config)
+        case "tokenizer":
+            from .tokenizer import TokenizerActor
+
+            actor = TokenizerActor(config)
+        case "detokenizer":
+            from .detokenizer import DetokenizerActor
+
+            actor = DetokenizerActor(config)
+        case "api":
+            from .api import ApiActor
+
+            actor = ApiActor(config, http_fd=launch.http_fd)
+        case _:
+            raise ConfigError(f"There is no actor {name!r}; there are {', '.join(ACTORS)}.")
+    return actor  # type: ignore[return-value]  # each accepts the union that its mailbox decodes
+
+
+def main(name: str, launch_file: str) -> int:
+    """Runs one actor to its end. The exit code is 0 after `Stop`."""
+    launch = msgspec.json.decode(Path(launch_file).read_bytes(), type=Launch)
+    tie_life_to(launch.supervisor_pid, launch.lifeline_fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides; Ctrl-C reaches the whole group
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _set_title(name)
+    logging.basicConfig(format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
+    context = ZmqContext(launch.keys)
+    post = Mailman(name, launch, context).post
+
+    def on_ready(facts: Facts) -> None:
+        timings = {"python": python_s, **facts.timings}
+        timings["rest"] = max(0.0, process_age_s() - sum(timings.values()))
+        post("supervisor", Ready(name, SCHEMA_VERSION, Facts(timings, facts.notes)))
+
+    python_s = process_age_s()
+    code = 0
+    try:
+        inbox: Inbox[object] = context.inbox(launch.addresses[name], ACTORS[name])
+        if name == "worker":
+            run_worker(launch, inbox, post, on_ready)
+        else:
+            import uvloop
+
+            uvloop.run(run_actor(name, make_actor(name, launch), inbox, post, on_ready))
+    except Exception as error:
+        code = exit_code(error)
+        trace = "" if isinstance(error, PagewireError) else traceback.format_exc()
+        summary = str(error) if isinstance(error, PagewireError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(ChannelFull):
+            post("supervisor", Fault(name, summary, trace, code))
+    context.close()
+    return code
+
+
+def _set_title(name: str) -> None:
+    import setproctitle
+
+    setproctitle.setproctitle(f"pagewire: {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""The core process: the scheduler behind a mailbox. It decides; it computes nothing and touches no text."""
+
+import time
+from typing import assert_never
+
+from ..config import EngineConfig
+from ..engine.core.block_pool import BlockPool
+from ..engine.core.scheduler import Scheduler
+from ..ipc.actor import Post
+from ..ipc.messages import (
+    CacheOffer,
+    Cancel,
+    Enqueue,
+    Facts,
+    OpenCache,
+    Ping,
+    Snapshot,
+    StepResult,
+    Stop,
+    StopHit,
+    ToCore,
+)
+
+
+class CoreActor:
+    """Schedules as soon as the worker has offered its KV blocks; what arrives before that waits."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._scheduler: Scheduler | None = None
+        self._early: list[Enqueue | Cancel] = []  # what came before the worker's offer
+        self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
+
+    def start(self, post: Post) -> Facts:
+        """See `Actor`."""
+        self._post = post
+        return Facts()
+
+    def handle(self, messages: list[ToCore]) -> None:
+        """See `Actor`."""
+        for message in messages:
+            match message:
+                case StepResult():
+                    self._ready().apply(message)
+                    self._oldest_plan_at = time.monotonic()
+                case CacheOffer():
+                    self._open(message.num_blocks)
+                case Enqueue() | Cancel() if self._scheduler is None:
+                    self._early.append(message)
+                case Enqueue():
+                    self._post("api", self._ready().add(message))
+                case Cancel():
+                    for rid in message.rids:
+                        self._ready().cancel(rid)
+                case StopHit():
+                    for rid in message.rids:
+                        self._ready().stop_hit(rid)
+                case Ping():
+                    self._report()
+                case Stop():
+                    pass
+                case _:
+                    assert_never(message)
+        if self._scheduler is not None:
+            self._advance(self._scheduler)
+
+    async def stop(self, grace_s: float) -> None:
+        """See `Actor`. The api has ended every request before."""
+
+    def _ready(self) -> Scheduler:
+        assert self._scheduler is not None, "a result before the cache was open"
+        return self._scheduler
+
+    def _open(self, num_blocks: int) -> None:
+        """One worker: its offer is what all ranks have room for."""
+        config = self._config
+        self._post("worker", OpenCache(num_blocks))
+        self._scheduler = Scheduler(
+            pool=BlockPool(num_blocks=num_blocks),
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            max_num_queued_requests=config.max_num_queued_requests,
+            depth=config.pipeline_depth,
+            eos_token_ids=config.eos_token_ids,
+            prefix_caching=config.enable_prefix_caching,
+            by_priority=config.scheduling_policy == "priority",
+            model_key=f"{config.model_path} {config.dtype}".encode(),
+        )
+        early, self._early = self._early, []
+        self.handle(list(early))
+
+    def _advance(self, scheduler: Scheduler) -> None:
+        """Keeps the worker supplied first, and tells the news while it computes."""
+        while (plan := scheduler.plan()) is not None:
+            if scheduler.num_in_flight == 1:
+                self._oldest_plan_at = time.monotonic()
+            self._post("worker", plan)
+        for news in scheduler.take_news():
+            self._post("detokenizer", news)
+
+    def _report(self) -> None:
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        counters = scheduler.counters
+        self._post(
+            "api",
+            Snapshot(
+                step=scheduler.step,
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_blocks=scheduler.pool.num_blocks,
+                num_blocks_used=scheduler.pool.num_held,
+                num_preemptions=counters.num_preemptions,
+                num_prompt_tokens=counters.num_prompt_tokens,
+                num_cached_tokens=counters.num_cached_tokens,
+                num_output_tokens=counters.num_output_tokens,
+                step_age_s=time.monotonic() - self._oldest_plan_at if scheduler.num_in_flight else 0.0,
+            ),
+        )

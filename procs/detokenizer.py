@@ -1,0 +1,159 @@
+"""The detokenizer process: token ids become text while the device computes the next step.
+
+It also looks for stop strings, because only text can hold them: on a hit it tells the client the end at once and the
+core afterwards, and drops what the core still sends of that request.
+"""
+
+from typing import assert_never
+
+from ..config import EngineConfig
+from ..engine.text.output import OutputText, render_logprobs
+from ..engine.text.tokenizer import Tokenizer
+from ..ipc.actor import Post
+from ..ipc.messages import (
+    Chunk,
+    Facts,
+    Failed,
+    Opened,
+    Ping,
+    PromptEcho,
+    RowLogprobs,
+    Stop,
+    StopHit,
+    TextBatch,
+    ToDetokenizer,
+    TokenBatch,
+    TokenLogprob,
+    Tokens,
+    TopLogprob,
+    Usage,
+    bytes_to_ids,
+)
+from .tokenizer import load_text
+
+
+class _Output:
+    """One request whose tokens are coming."""
+
+    __slots__ = ("ended", "opened", "prompt", "prompt_logprobs", "text")
+
+    def __init__(self, tokenizer: Tokenizer, opened: Opened) -> None:
+        spec = opened.text
+        prompt_ids = bytes_to_ids(opened.prompt_ids)
+        self.opened = opened
+        self.ended = False  # its client knows the end; the core does not yet
+        self.prompt: PromptEcho | None = None  # until it is sent
+        self.prompt_logprobs: list[TokenLogprob | None] = []
+        if spec.prompt:
+            text = tokenizer.decode(prompt_ids, skip_special_tokens=False) if spec.detokenize else ""
+            self.prompt = PromptEcho(opened.prompt_ids, text)
+        self.text = OutputText(
+            tokenizer,
+            prompt_ids,
+            stop=spec.stop,
+            include_stop=spec.include_stop,
+            skip_special_tokens=spec.skip_special_tokens,
+            detokenize=spec.detokenize,
+        )
+
+
+class DetokenizerActor:
+    """core → api."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._outputs: dict[int, _Output] = {}
+
+    def start(self, post: Post) -> Facts:
+        """See `Actor`."""
+        self._post = post
+        self._tokenizer, _ = load_text(self._config)
+        return Facts()
+
+    def handle(self, messages: list[ToDetokenizer]) -> None:
+        """See `Actor`. Everything that waited goes to the api as one batch."""
+        chunks: list[Chunk] = []
+        hits: list[int] = []
+        for message in messages:
+            match message:
+                case Opened():
+                    self._outputs[message.rid] = _Output(self._tokenizer, message)
+                case TokenBatch():
+                    for tokens in message.tokens:
+                        self._push(tokens, chunks, hits)
+                case Failed():
+                    output = self._outputs.pop(message.rid, None)
+                    if output is None or not output.ended:
+                        self._flush(chunks)
+                        self._post("api", message)
+                case Ping() | Stop():
+                    pass
+                case _:
+                    assert_never(message)
+        self._flush(chunks)
+        if hits:
+            self._post("core", StopHit(tuple(hits)))
+
+    async def stop(self, grace_s: float) -> None:
+        """See `Actor`."""
+
+    def _flush(self, chunks: list[Chunk]) -> None:
+        if chunks:
+            self._post("api", TextBatch(tuple(chunks)))
+            chunks.clear()
+
+    def _push(self, tokens: Tokens, chunks: list[Chunk], hits: list[int]) -> None:
+        output = self._outputs.get(tokens.rid)
+        if output is None:  # ended before its first step, so it was never opened
+            chunks.append(Chunk(tokens.rid, "", b"", finish=tokens.finish, usage=tokens.usage))
+            return
+        if tokens.finish is not None:
+            del self._outputs[tokens.rid]
+        if output.ended:
+            return
+        spec = output.opened.text
+        if tokens.prompt_logprobs is not None:
+            output.prompt_logprobs += self._render(tokens.prompt_logprobs)
+        if not tokens.ids and tokens.finish is None:
+            return  # a chunk of a prompt that is being scored
+
+        ids = bytes_to_ids(tokens.ids)
+        shown = ids
+        if tokens.finish == "stop" and not spec.include_stop:
+            shown = ids[:-1]  # the eos or stop token itself is no text
+        piece = output.text.push(shown, last=tokens.finish is not None)
+        finish, stop_reason, usage = tokens.finish, tokens.stop_token_id, tokens.usage
+        text_stop: str | int | None = stop_reason
+        logprobs = tokens.logprobs
+        if piece.stop is not None:
+            ids = ids[: piece.num_ids]
+            finish, text_stop = "stop", piece.stop
+            opened = output.opened
+            usage = Usage(opened.num_prompt, output.text.num_ids, opened.num_cached)
+            if tokens.finish is None:
+                output.ended = True
+                hits.append(tokens.rid)
+        chunks.append(
+            Chunk(
+                rid=tokens.rid,
+                text=piece.text,
+                ids=ids.tobytes(),
+                logprobs=tuple(self._render(logprobs)[: len(ids)]) if logprobs is not None else None,
+                prompt=self._take_prompt(output),
+                finish=finish,
+                stop_reason=text_stop,
+                usage=usage,
+            )
+        )
+
+    @staticmethod
+    def _take_prompt(output: _Output) -> PromptEcho | None:
+        """The prompt, once, with its log-probabilities if they were asked for."""
+        prompt, output.prompt = output.prompt, None
+        if prompt is None or not output.prompt_logprobs:
+            return prompt
+        return PromptEcho(prompt.ids, prompt.text, (None, *output.prompt_logprobs))
+
+    def _render(self, logprobs: RowLogprobs) -> list[TokenLogprob]:
+        positions = render_logprobs(self._tokenizer, logprobs.width, logprobs.ids, logprobs.values)
+        return [TokenLogprob(TopLogprob(*p.chosen), tuple(TopLogprob(*c) for c in p.top)) for p in positions]

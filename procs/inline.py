@@ -1,0 +1,83 @@
+"""The same actors in one process, for the offline API and for tests: no sockets, no loop, one thread.
+
+Messages go from actor to actor as they are. `run` lets everyone who has mail handle it until nobody has; the worker
+takes one plan at a time.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..config import EngineConfig
+from ..ipc.actor import Actor
+from ..ipc.messages import Accepted, Chunk, Failed, Message, OpenCache, Snapshot, StepPlan, TextBatch
+from .core import CoreActor
+from .detokenizer import DetokenizerActor
+from .tokenizer import TokenizerActor
+from .worker import Worker
+
+
+class Inline:
+    """tokenizer → core ⇄ worker → detokenizer; the caller is the api."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_chunk: Callable[[Chunk], None],
+        on_failed: Callable[[Failed], None],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Loads everything. Raises a PagewireError if it cannot."""
+        self._on_chunk = on_chunk
+        self._on_failed = on_failed
+        self._mail: dict[str, deque[Message]] = {
+            name: deque() for name in ("tokenizer", "core", "worker", "detokenizer", "api")
+        }
+        self._actors: dict[str, Actor[Any]] = {  # the topology says who is sent what
+            "tokenizer": TokenizerActor(config),
+            "core": CoreActor(config),
+            "detokenizer": DetokenizerActor(config),
+        }
+        for actor in self._actors.values():
+            actor.start(self.post)
+        self._worker = Worker(config, progress=progress)
+        self._worker.start(self.post)
+        self.run()
+
+    def post(self, receiver: str, message: Message) -> None:
+        """See `Post`. The caller posts `Submit` and `Cancel` to the tokenizer."""
+        self._mail[receiver].append(message)
+
+    def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
+        """Works until nobody has mail or `until()`, which is asked after each step."""
+        while not until():
+            busy = False
+            for name, actor in self._actors.items():
+                if mail := self._mail[name]:
+                    messages = list(mail)
+                    mail.clear()
+                    actor.handle(messages)
+                    busy = True
+            while self._mail["api"]:
+                self._hear(self._mail["api"].popleft())
+                busy = True
+            if self._mail["worker"]:
+                message = self._mail["worker"].popleft()
+                if isinstance(message, StepPlan):
+                    self._worker.step(message)
+                elif isinstance(message, OpenCache):
+                    self.facts = self._worker.open(message)
+                busy = True
+            if not busy:
+                return
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case TextBatch():
+                for chunk in message.chunks:
+                    self._on_chunk(chunk)
+            case Failed():
+                self._on_failed(message)
+            case _:
+                assert isinstance(message, Accepted | Snapshot), message

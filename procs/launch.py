@@ -1,0 +1,80 @@
+"""Starts any subset of the actors on given addresses, so that the parts of one engine can run on several machines.
+
+Every machine gets the same model and engine flags; each mailbox that is not on this machine, or that others must reach,
+gets an address. The actor's own machine listens there, the others connect to it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from ..errors import ConfigError, PagewireError
+from ..flags import add_flags, read_flags
+from ..ipc.zmq_channel import check_address, read_keys
+from ..prepare import prepare
+from .child import exit_code
+from .supervisor import Supervisor
+from .topology import ACTORS, receivers
+
+_EXAMPLE = """\
+example: the model on one machine, everything else on another (copy the key file to both)
+  python -m pagewire.procs.launch MODEL --actors worker --key-file engine.key \\
+      --address worker=tcp://10.0.0.2:7001 core=tcp://10.0.0.1:7000
+  python -m pagewire.procs.launch MODEL --actors core,tokenizer,detokenizer,api --key-file engine.key \\
+      --address worker=tcp://10.0.0.2:7001 core=tcp://10.0.0.1:7000
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pagewire.procs.launch",
+        description=__doc__,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--actors", default=",".join(ACTORS), metavar="A,B", help="which actors to start here (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--address",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="ACTOR=ADDRESS",
+        help="where an actor's mailbox is, ipc:///path or tcp://host:port (default: in this launch's own folder)",
+    )
+    parser.add_argument("--key-file", type=Path, help="shared key for tcp:// addresses; made if it does not exist")
+    add_flags(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        actors = arguments.actors.split(",")
+        if unknown := [name for name in actors if name not in ACTORS]:
+            raise ConfigError(f"There is no actor {unknown[0]!r}; there are {', '.join(ACTORS)}.")
+        keys = read_keys(arguments.key_file) if arguments.key_file else None
+        addresses = {}
+        for text in arguments.address:
+            name, _, address = text.partition("=")
+            if name not in ACTORS:
+                raise ConfigError(f"--address {text}: write ACTOR=ADDRESS with one of {', '.join(ACTORS)}.")
+            check_address(address, keys)
+            addresses[name] = address
+        needed = {r for name in actors for r in receivers(name)} - {"supervisor", *actors}
+        if missing := sorted(needed - addresses.keys()):
+            raise ConfigError(f"Say where {missing[0]} is: --address {missing[0]}=tcp://host:port.")
+        supervisor = Supervisor(prepare(read_flags(arguments)), actors=actors, addresses=addresses, keys=keys)
+        return run(supervisor)
+    except PagewireError as error:
+        print(f"pagewire: {error}", file=sys.stderr)
+        return exit_code(error)
+
+
+def run(supervisor: Supervisor) -> int:
+    """Runs a supervisor on its loop. Returns the exit code."""
+    import uvloop
+
+    return uvloop.run(supervisor.run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The tokenizer process: prompts of every shape become token ids that fit the model, or a clear refusal.
+
+A prompt or a template that fails here fails its own request; nothing of it reaches the core.
+"""
+
+import logging
+from array import array
+from pathlib import Path
+from typing import assert_never
+
+from msgspec.structs import asdict, replace
+
+from ..config import EngineConfig
+from ..engine.text.chat_template import ChatTemplate, load_chat_template
+from ..engine.text.tokenizer import Tokenizer, load_tokenizer
+from ..errors import RequestError
+from ..ipc.actor import Post
+from ..ipc.messages import (
+    Cancel,
+    ChatPrompt,
+    Enqueue,
+    Facts,
+    Failed,
+    IdsPrompt,
+    Ping,
+    Stop,
+    Submit,
+    TextPrompt,
+    ToTokenizer,
+    bytes_to_ids,
+)
+
+log = logging.getLogger("pagewire.tokenizer")
+
+
+class TokenizerActor:
+    """api → core."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._tokenizer: Tokenizer
+        self._template: ChatTemplate
+
+    def start(self, post: Post) -> Facts:
+        """See `Actor`. Raises ConfigError if the model has no tokenizer that can be read."""
+        self._post = post
+        self._tokenizer, self._template = load_text(self._config)
+        return Facts()
+
+    def handle(self, messages: list[ToTokenizer]) -> None:
+        """See `Actor`."""
+        for message in messages:
+            match message:
+                case Submit():
+                    self._submit(message)
+                case Cancel():
+                    self._post("core", message)
+                case Ping() | Stop():
+                    pass
+                case _:
+                    assert_never(message)
+
+    async def stop(self, grace_s: float) -> None:
+        """See `Actor`."""
+
+    def _submit(self, submit: Submit) -> None:
+        try:
+            prompt_ids = self._prompt_ids(submit).tobytes()
+        except RequestError as error:
+            self._fail(submit, Failed(0, error.kind, str(error)))
+            return
+        except Exception:
+            log.exception("request %d could not be tokenized", submit.rid)
+            self._fail(submit, Failed(0, "internal", "The prompt could not be tokenized."))
+            return
+        for i in range(submit.n):
+            sampling = submit.sampling
+            if i:
+                sampling = replace(sampling, seed=(sampling.seed + i) % 2**63)
+            self._post(
+                "core",
+                Enqueue(submit.rid + i, prompt_ids, sampling, submit.limits, submit.text, submit.priority, submit.salt),
+            )
+
+    def _fail(self, submit: Submit, failed: Failed) -> None:
+        for i in range(submit.n):
+            self._post("api", replace(failed, rid=submit.rid + i))
+
+    def _prompt_ids(self, submit: Submit) -> "array[int]":
+        """The prompt's ids. Raises RequestError if the request cannot be served."""
+        match submit.prompt:
+            case TextPrompt(text, add_special_tokens):
+                ids = array("i", self._tokenizer.encode(text, add_special_tokens))
+            case ChatPrompt():
+                ids = array("i", self._template.encode(self._tokenizer, **asdict(submit.prompt)))
+            case IdsPrompt(data):
+                ids = bytes_to_ids(data)
+                self._check_ids("prompt", ids)
+            case _:
+                assert_never(submit.prompt)
+        if not ids:
+            raise RequestError("invalid_request", "The prompt is empty.")
+        self._check_ids("stop_token_ids", submit.limits.stop_token_ids)
+        self._check_ids("logit_bias", tuple(submit.sampling.logit_bias or ()))
+        longest = self._config.max_model_len
+        if len(ids) > longest - (submit.limits.max_tokens != 0):
+            raise RequestError(
+                "context_length_exceeded",
+                f"This model's maximum context length is {longest} tokens. However, the prompt has {len(ids)} tokens, "
+                "and at least one is to be generated. Shorten the prompt.",
+            )
+        return ids
+
+    def _check_ids(self, field: str, ids: "tuple[int, ...] | array[int]") -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._config.vocab_size:
+            raise RequestError(
+                "invalid_request", f"{field} must hold token ids between 0 and {self._config.vocab_size - 1}."
+            )
+
+
+def load_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:
+    """The model's tokenizer and its chat template. Raises ConfigError."""
+    folder = Path(config.model_path)
+    tokenizer = load_tokenizer(folder)
+    operator_file = Path(config.chat_template) if config.chat_template else None
+    return tokenizer, load_chat_template(folder, tokenizer, operator_file)

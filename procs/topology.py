@@ -1,0 +1,51 @@
+"""Who may tell what to whom. This table is the architecture.
+
+Each process connects only to the receivers that its row names; the picture in the README is printed from here
+(`python -m pagewire.procs.topology`), and a test compares both with the mailboxes' unions.
+"""
+
+from ..ipc import messages as m
+
+ACTORS: dict[str, object] = {
+    "worker": m.ToWorker,
+    "core": m.ToCore,
+    "tokenizer": m.ToTokenizer,
+    "detokenizer": m.ToDetokenizer,
+    "api": m.ToApi,
+}
+"""Name → what its mailbox accepts, in the order of starting; stopping is the other way round."""
+
+EDGES: dict[tuple[str, str], tuple[type, ...]] = {
+    ("api", "tokenizer"): (m.Submit, m.Cancel),
+    ("tokenizer", "core"): (m.Enqueue, m.Cancel),
+    ("tokenizer", "api"): (m.Failed,),
+    ("core", "worker"): (m.OpenCache, m.StepPlan),
+    ("worker", "core"): (m.CacheOffer, m.StepResult),
+    ("core", "detokenizer"): (m.Opened, m.TokenBatch, m.Failed),
+    ("core", "api"): (m.Accepted, m.Failed, m.Snapshot),
+    ("detokenizer", "api"): (m.TextBatch, m.Failed),
+    ("detokenizer", "core"): (m.StopHit,),
+}
+
+FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: (m.Ping, m.Stop) for name in ACTORS} | {
+    "api": (m.Serve, m.Ping, m.Stop)
+}
+TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Serving, m.Fault, m.Pong)
+"""What every actor may tell the supervisor (`Serving` only the api)."""
+
+
+def receivers(sender: str) -> tuple[str, ...]:
+    """Whom an actor may send to."""
+    return (*(receiver for source, receiver in EDGES if source == sender), "supervisor")
+
+
+def picture() -> str:
+    """The table as a Mermaid flowchart."""
+    lines = ["flowchart LR", "    client([client]) -- HTTP, SSE --> api"]
+    lines += [f"    {a} -- {', '.join(kind.__name__ for kind in kinds)} --> {b}" for (a, b), kinds in EDGES.items()]
+    lines += ["    supervisor -. starts, watches, stops .-> api & tokenizer & core & worker & detokenizer"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(picture())

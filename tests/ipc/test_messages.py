@@ -1,0 +1,64 @@
+"""Messages survive the wire, and the wire refuses what a message may not be."""
+
+import math
+
+import msgspec
+import pytest
+
+from pagewire.ipc import messages as m
+from pagewire.ipc.codec import DecodeError, Decoder, encode
+
+EXAMPLES: list[tuple[object, m.Message]] = [
+    (m.ToTokenizer, m.Submit(1 << 40, 2, m.ChatPrompt(b"[]"), m.Sampling(seed=3), m.Limits(5), m.TextSpec(("x",)))),
+    (m.ToTokenizer, m.Submit(1, 1, m.IdsPrompt(b"\1\0\0\0"), m.Sampling(), m.Limits(), m.TextSpec(), -3, b"salt")),
+    (m.ToCore, m.Enqueue(1, b"\1\0\0\0", m.Sampling(logit_bias={5: -100.0}), m.Limits(None, (1, 2)), m.TextSpec())),
+    (m.ToCore, m.StepResult(1, b"", {0: m.RowLogprobs(1, b"\1\0\0\0", b"\0\0\0\0")}, {}, 1.5)),
+    (m.ToWorker, m.StepPlan(1, (m.RowOpen(0, b"", 1, 0, b"", m.Sampling()),), b"", b"", b"", b"", b"")),
+    (m.ToDetokenizer, m.TokenBatch((m.Tokens(1, b"", finish="stop", usage=m.Usage(1, 2, 0)),))),
+    (m.ToApi, m.TextBatch((m.Chunk(1, "é", b"", finish="length", prompt=m.PromptEcho(b"", "p")),))),
+    (m.ToApi, m.Failed(1, "internal", "why")),
+    (m.ToSupervisor, m.Ready("core", m.SCHEMA_VERSION, m.Facts({"load": 0.5}, ("note",)))),
+]
+
+
+@pytest.mark.parametrize(("mailbox", "message"), EXAMPLES, ids=lambda x: type(x).__name__)
+def test_round_trip(mailbox: object, message: m.Message) -> None:
+    assert Decoder(mailbox).decode(encode(message)) == message
+
+
+def test_ids_round_trip() -> None:
+    assert list(m.bytes_to_ids(m.ids_to_bytes([0, 1, -1, 2**31 - 1]))) == [0, 1, -1, 2**31 - 1]
+    with pytest.raises(ValueError, match="multiple"):
+        m.bytes_to_ids(b"123")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": math.nan},
+        {"temperature": -0.1},
+        {"temperature": math.inf},
+        {"temperature": "1"},
+        {"temperature": True},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": math.nan},
+        {"min_p": 2.0},
+        {"repetition_penalty": math.inf},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: math.nan}},
+        {"logprobs": 21},
+        {"seed": -1},
+    ],
+)
+def test_sampling_out_of_bounds_does_not_decode(fields: dict[str, object]) -> None:
+    columns = [fields.get(name, getattr(m.Sampling(), name)) for name in m.Sampling.__struct_fields__]
+    with pytest.raises(DecodeError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(columns), type=m.Sampling)
+
+
+def test_every_message_is_frozen_and_columnar() -> None:
+    for name, kind in vars(m).items():
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct:
+            config = kind.__struct_config__
+            assert config.frozen and config.array_like, name

@@ -1,0 +1,176 @@
+"""The structure is what the documents say: packages, who imports whom, who needs torch, who talks to whom."""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pagewire.ipc import messages
+from pagewire.procs import topology
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_SHIPPED = {"tests", "bench", "tools", "build"}
+FREE = {"config", "errors"}  # anyone may import these, and they import nothing of ours
+
+ALLOWED: dict[str, set[str]] = {
+    "config": {"errors"},
+    "errors": set(),
+    "flags": set(),
+    "prepare": {"engine.models.spec", "engine.weights.source"},
+    "ipc": {"ipc"},
+    "kernels": {"kernels"},
+    "api": {"api", "ipc.messages"},
+    "engine.core": {"engine.core", "ipc.messages"},
+    "engine.text": {"engine.text"},
+    "engine.cache": {"engine.cache", "engine.attention.base"},
+    "engine.attention": {"engine.attention", "engine.cache", "kernels"},
+    "engine.layers": {"engine.layers", "engine.attention", "engine.models.spec", "kernels"},
+    "engine.models": {"engine.models", "engine.layers", "engine.attention", "engine.cache", "kernels"},
+    "engine.weights": {"engine.weights", "engine.models.spec"},
+    "engine.device": {"engine.device"},
+    "engine.runner": {
+        "engine.runner",
+        "engine.models",
+        "engine.layers",
+        "engine.attention",
+        "engine.cache",
+        "engine.device",
+        "engine.weights",
+        "kernels",
+        "ipc.messages",
+    },
+    "procs": {"procs", "ipc", "engine", "api", "flags", "prepare"},
+    "llm": {"procs", "ipc.messages", "prepare"},
+    "terminal": set(),
+    "cli": {"flags", "prepare", "procs", "terminal", "__init__"},
+    "__init__": {"llm"},
+    "__main__": {"cli"},
+}
+
+
+def sources() -> list[tuple[str, Path]]:
+    """Dotted name inside the package (`engine.core.request`) and file, of everything that is shipped."""
+    found = []
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[0] not in NOT_SHIPPED and not any(part.startswith(".") for part in parts):
+            found.append((".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts), path))
+    return found
+
+
+def imports_of_ours(name: str, path: Path) -> set[str]:
+    """What a module imports of ours, lazily or for types included."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    if name == "__init__":
+        package = []
+    known = {module for module, _ in sources()}
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - (node.level - 1)]
+            target = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            for alias in node.names:
+                inner = f"{target}.{alias.name}".strip(".")
+                found.add(inner if inner in known else target or "__init__")
+        else:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(n.split(".")[0] == "pagewire" for n in names), (
+                f"{path}: import relatively inside the package"
+            )
+    return found
+
+
+def test_every_package_is_listed() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {"pagewire"} | {
+        "pagewire." + name for name, path in sources() if path.name == "__init__.py" and path.parent != ROOT
+    }
+    assert found == listed
+
+
+def test_the_typing_folder_mirrors_the_root() -> None:
+    tree = {path.name for path in (ROOT / ".typing" / "pagewire").iterdir()}
+    wanted = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    wanted |= {path.name for path in ROOT.glob("*.py")} | {"py.typed"}
+    assert wanted <= tree
+    assert all((ROOT / ".typing" / "pagewire" / name).exists() for name in tree), "a dangling link"
+
+
+def test_imports_go_only_where_they_may() -> None:
+    wrong = []
+    for name, path in sources():
+        room = max((r for r in ALLOWED if name == r or name.startswith(r + ".")), key=len, default=None)
+        if name == "engine":
+            continue
+        assert room is not None, f"{name}: no rule says what it may import; add one to ALLOWED"
+        for target in imports_of_ours(name, path):
+            free = target in FREE and name not in FREE
+            if not free and not any(target == a or target.startswith(a + ".") for a in ALLOWED[room]):
+                wrong.append(f"{name} imports {target}")
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / ".typing")}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "pagewire, pagewire.cli, pagewire.prepare, pagewire.procs.supervisor, pagewire.procs.launch, pagewire.terminal",
+        "pagewire.procs.child, pagewire.procs.core, pagewire.engine.core.scheduler",
+        "pagewire.procs.tokenizer, pagewire.procs.detokenizer",
+        "pagewire.procs.api, pagewire.api.app",
+        "pagewire.procs.worker",
+    ],
+)
+def test_only_a_started_worker_needs_torch(modules: str) -> None:
+    code = f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    result = run_python(code)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_nothing_of_ours_is_imported_by_a_bare_name() -> None:
+    code = (
+        "import sys, pagewire.cli, pagewire.procs.core, pagewire.api.app;"
+        "print(sorted({'engine', 'procs', 'kernels', 'ipc', 'api', 'config', 'errors'} & set(sys.modules)))"
+    )
+    assert run_python(code).stdout.strip() == "[]"
+
+
+def test_nothing_unpickles_or_evaluates() -> None:
+    banned = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    for name, path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not banned & {a.name.split(".")[0] for a in node.names}, name
+            elif isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] not in banned, name
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in {"eval", "exec"}, name
+
+
+def test_mailboxes_accept_exactly_what_the_topology_sends() -> None:
+    for name, accepts in topology.ACTORS.items():
+        sent = {kind for (_, receiver), kinds in topology.EDGES.items() if receiver == name for kind in kinds}
+        assert sent | set(topology.FROM_SUPERVISOR[name]) == set(accepts.__args__), name  # type: ignore[attr-defined]
+    assert set(topology.TO_SUPERVISOR) == set(messages.ToSupervisor.__args__)  # type: ignore[attr-defined]
+
+
+def test_the_readme_shows_the_topology() -> None:
+    assert topology.picture() in (ROOT / "README.md").read_text()
+
+
+def test_no_file_is_long_without_a_reason() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}: {n} lines"
+        for _, path in sources()
+        if (n := len(path.read_text().splitlines())) > 500
+    ]
+    assert not long, long
