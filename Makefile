@@ -45,8 +45,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m pagewire.bench.serve --json bench/results/serve.json
 
 dist: $(VENV)/.dev
-	$(PIP) install --quiet build
-	$(BIN)/python -m build
+	$(BIN)/python -m build --no-isolation
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

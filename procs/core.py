@@ -41,20 +41,20 @@ class CoreActor:
         for message in messages:
             match message:
                 case StepResult():
-                    self._ready().apply(message)
+                    self.scheduler.apply(message)
                     self._oldest_plan_at = time.monotonic()
                 case CacheOffer():
                     self._open(message.num_blocks)
                 case Enqueue() | Cancel() if self._scheduler is None:
                     self._early.append(message)
                 case Enqueue():
-                    self._post("api", self._ready().add(message))
+                    self._post("api", self.scheduler.add(message))
                 case Cancel():
                     for rid in message.rids:
-                        self._ready().cancel(rid)
+                        self.scheduler.cancel(rid)
                 case StopHit():
                     for rid in message.rids:
-                        self._ready().stop_hit(rid)
+                        self.scheduler.stop_hit(rid)
                 case Ping():
                     self._report()
                 case Stop():
@@ -67,8 +67,10 @@ class CoreActor:
     async def stop(self, grace_s: float) -> None:
         """See `Actor`. The api has ended every request before."""
 
-    def _ready(self) -> Scheduler:
-        assert self._scheduler is not None, "a result before the cache was open"
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler, once the worker's cache is open."""
+        assert self._scheduler is not None, "the worker has not offered its cache"
         return self._scheduler
 
     def _open(self, num_blocks: int) -> None:

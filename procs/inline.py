@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..config import EngineConfig
+from ..engine.core.scheduler import Scheduler
 from ..ipc.actor import Actor
 from ..ipc.messages import Accepted, Chunk, Failed, Message, OpenCache, Snapshot, StepPlan, TextBatch
 from .core import CoreActor
@@ -34,9 +35,10 @@ class Inline:
         self._mail: dict[str, deque[Message]] = {
             name: deque() for name in ("tokenizer", "core", "worker", "detokenizer", "api")
         }
+        self._core = CoreActor(config)
         self._actors: dict[str, Actor[Any]] = {  # the topology says who is sent what
             "tokenizer": TokenizerActor(config),
-            "core": CoreActor(config),
+            "core": self._core,
             "detokenizer": DetokenizerActor(config),
         }
         for actor in self._actors.values():
@@ -44,6 +46,11 @@ class Inline:
         self._worker = Worker(config, progress=progress)
         self._worker.start(self.post)
         self.run()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The core's scheduler, for tests and benchmarks that look at its counters."""
+        return self._core.scheduler
 
     def post(self, receiver: str, message: Message) -> None:
         """See `Post`. The caller posts `Submit` and `Cancel` to the tokenizer."""

@@ -69,6 +69,7 @@ class Supervisor:
         self._keys = keys
         self._quiet = quiet
         self._children: dict[str, Child] = {}
+        self._inbox: ZmqInbox[ToSupervisor] | None = None
         self._http: socket.socket | None = None
         self._faults: dict[str, Fault] = {}
         self._url: str | None = None
@@ -91,7 +92,7 @@ class Supervisor:
             self._addresses = {
                 name: self._elsewhere.get(name, f"ipc://{run_folder}/{name}") for name in (*ACTORS, "supervisor")
             }
-            self._inbox: ZmqInbox[ToSupervisor] = context.inbox(self._addresses["supervisor"], ToSupervisor)
+            self._inbox = context.inbox(self._addresses["supervisor"], ToSupervisor)
             self._inbox.subscribe(loop, self._woken.set)
             self._outboxes = {name: context.outbox(self._addresses[name]) for name in self._actors}
             if "api" in self._actors:
@@ -107,6 +108,8 @@ class Supervisor:
                 self._http.close()
             os.close(lifeline)
             os.close(self._lifeline_held)
+            if self._inbox is not None:
+                self._inbox.close()
             context.close()
             remove_run_folder(run_folder)
 
@@ -207,7 +210,7 @@ class Supervisor:
         await asyncio.wait([waiting, *exits], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         self._woken.clear()
-        for message in self._inbox.drain():
+        for message in self._inbox.drain() if self._inbox is not None else ():
             match message:
                 case Ready():
                     if message.schema != SCHEMA_VERSION:

@@ -1,0 +1,237 @@
+"""POST /v1/chat/completions: the answer's shape, plain and streamed, with tool calls.
+
+Both shapes come from the same events of the same parser, so they cannot disagree.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ..ipc.messages import Chunk
+from .openai_types import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    FinishReason,
+    FunctionBody,
+    TokenLogprobBody,
+    ToolCallBody,
+    UsageBody,
+)
+from .parsers.hermes import CallArguments, CallStart, Event, HermesParser, Text
+from .reply import UsageCount, chat_logprobs, id_list, new_id
+from .sse import as_event
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ChatReply:
+    """The answer to one chat request."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        created: int,
+        n: int,
+        include_usage: bool = False,
+        has_logprobs: bool = False,
+        has_token_ids: bool = False,
+        has_tools: bool = False,
+        parallel_tool_calls: bool = True,
+    ) -> None:
+        self._id = new_id("chatcmpl-")
+        self._model = model
+        self._created = created
+        self._include_usage = include_usage
+        self._has_logprobs = has_logprobs
+        self._has_token_ids = has_token_ids
+        self._usage = UsageCount(n)
+        self._prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # for the next event, or the body
+        self._prompt_was_sent = False
+        self._choices = [_Choice(has_tools, parallel_tool_calls) for _ in range(n)]
+        # Most events carry a piece of text and nothing else: two constants around an encoded string.
+        self._is_simple = not (has_logprobs or has_token_ids or has_tools)
+        head = f'"id":{_text(self._id)},"object":"chat.completion.chunk","created":{created},"model":{_text(model)}'
+        usage = ',"usage":null' if include_usage else ""
+        self._heads = [f'data: {{{head},"choices":[{{"index":{i},"delta":{{"content":'.encode() for i in range(n)]
+        self._tail = f'}},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
+
+    # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def opening(self) -> list[bytes]:
+        """The role, once for each choice."""
+        delta = ChatDelta(role="assistant", content="")
+        return [self._event([ChatChunkChoice(i, delta)]) for i in range(len(self._choices))]
+
+    def events(self, index: int, chunk: Chunk) -> list[bytes]:
+        """The news of one choice; the last has an empty delta and the finish reason."""
+        events: list[bytes] = []
+        if self._is_simple:
+            if chunk.text:
+                events.append(self._heads[index] + _encode(chunk.text) + self._tail)
+        else:
+            events.extend(self._full_events(index, chunk))
+        if chunk.finish is not None:
+            self._usage.add(index, chunk.usage)
+            last = ChatChunkChoice(
+                index,
+                ChatDelta(),
+                finish_reason=self._choices[index].finish_reason(chunk),
+                stop_reason=chunk.stop_reason,
+            )
+            events.append(self._event([last]))
+        return events
+
+    def closing(self) -> list[bytes]:
+        """The usage, if it was asked for."""
+        return [self._event([], self._usage.body())] if self._include_usage else []
+
+    def _full_events(self, index: int, chunk: Chunk) -> list[bytes]:
+        choice = self._choices[index]
+        deltas = [choice.delta(event) for event in choice.read(chunk)]
+        logprobs = ChatLogprobs(chat_logprobs(chunk)) if self._has_logprobs and chunk.logprobs else None
+        ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+        if self._has_token_ids:
+            if chunk.ids:
+                ids = id_list(chunk.ids)
+            if chunk.prompt is not None and not self._prompt_was_sent:
+                self._prompt_token_ids = id_list(chunk.prompt.ids)
+                self._prompt_was_sent = True
+        if not deltas and (logprobs is not None or ids is not msgspec.UNSET):
+            deltas = [ChatDelta(content="")]  # what gave no text yet still has its ids and log-probabilities
+        events: list[bytes] = []
+        for delta in deltas:
+            events.append(self._event([ChatChunkChoice(index, delta, logprobs, token_ids=ids)]))
+            logprobs, ids = None, msgspec.UNSET  # once
+        return events
+
+    def _event(self, choices: list[ChatChunkChoice], usage: UsageBody | None = None) -> bytes:
+        prompt_ids, self._prompt_token_ids = self._prompt_token_ids, msgspec.UNSET
+        chunk = ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage if self._include_usage else msgspec.UNSET,
+            prompt_token_ids=prompt_ids,
+        )
+        return as_event(_encode(chunk))
+
+    # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        """Takes one choice's news."""
+        choice = self._choices[index]
+        for event in choice.read(chunk):
+            choice.collect(event)
+        if self._has_logprobs:
+            choice.logprobs.extend(chat_logprobs(chunk))
+        if self._has_token_ids:
+            choice.token_ids.extend(id_list(chunk.ids))
+            if chunk.prompt is not None:
+                self._prompt_token_ids = id_list(chunk.prompt.ids)
+        if chunk.finish is not None:
+            self._usage.add(index, chunk.usage)
+            choice.last = chunk
+
+    def body(self) -> bytes:
+        """The chat.completion object."""
+        return _encode(
+            ChatCompletion(
+                id=self._id,
+                created=self._created,
+                model=self._model,
+                choices=[self._plain_choice(i, choice) for i, choice in enumerate(self._choices)],
+                usage=self._usage.body(),
+                prompt_token_ids=self._prompt_token_ids,
+            )
+        )
+
+    def _plain_choice(self, index: int, choice: "_Choice") -> ChatChoice:
+        assert choice.last is not None, f"choice {index} has not ended"
+        calls = choice.calls()
+        content = "".join(choice.texts)
+        return ChatChoice(
+            index=index,
+            message=ChatMessage(
+                content=None if calls and not content else content, tool_calls=calls if calls else msgspec.UNSET
+            ),
+            logprobs=ChatLogprobs(choice.logprobs) if self._has_logprobs else None,
+            finish_reason=choice.finish_reason(choice.last),
+            stop_reason=choice.last.stop_reason,
+            token_ids=choice.token_ids if self._has_token_ids else msgspec.UNSET,
+        )
+
+
+class _Choice:
+    """One choice on its way."""
+
+    def __init__(self, has_tools: bool, parallel_tool_calls: bool) -> None:
+        self._parser = HermesParser() if has_tools else None
+        self._parallel = parallel_tool_calls
+        self._num_calls = 0
+        self._num_streamed_calls = 0
+        self.texts: list[str] = []
+        self.logprobs: list[TokenLogprobBody] = []
+        self.token_ids: list[int] = []
+        self.last: Chunk | None = None
+        self._calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
+
+    def read(self, chunk: Chunk) -> Sequence[Event]:
+        """What the chunk says."""
+        if self._parser is None:
+            return (Text(chunk.text),) if chunk.text else ()
+        events = self._parser.push(chunk.text)
+        if chunk.finish is not None:
+            events += self._parser.flush()
+        kept: list[Event] = []
+        for event in events:
+            if isinstance(event, CallStart):
+                self._num_calls += 1
+            if isinstance(event, Text) or self._parallel or self._num_calls == 1:
+                kept.append(event)
+        return kept
+
+    def finish_reason(self, last: Chunk) -> FinishReason:
+        """OpenAI's reason for the end."""
+        assert last.finish in ("stop", "length"), f"a choice ended with {last.finish}"
+        return "tool_calls" if self._num_calls and last.finish == "stop" else last.finish
+
+    def delta(self, event: Event) -> ChatDelta:
+        """An event as OpenAI streams it: a call's id and name once, then pieces of its arguments."""
+        index = self._num_streamed_calls - 1
+        match event:
+            case Text(text=text):
+                return ChatDelta(content=text)
+            case CallStart(name=name):
+                self._num_streamed_calls += 1
+                call = ToolCallBody(FunctionBody("", name), index=index + 1, id=new_id("call_"), type="function")
+                return ChatDelta(tool_calls=[call])
+            case CallArguments(text=text):
+                return ChatDelta(tool_calls=[ToolCallBody(FunctionBody(text), index=index)])
+
+    def collect(self, event: Event) -> None:
+        """An event into the plain answer."""
+        match event:
+            case Text(text=text):
+                self.texts.append(text)
+            case CallStart(name=name):
+                self._calls.append((new_id("call_"), name, []))
+            case CallArguments(text=text):
+                self._calls[-1][2].append(text)
+
+    def calls(self) -> list[ToolCallBody]:
+        """The collected calls."""
+        return [
+            ToolCallBody(FunctionBody("".join(pieces), name), id=id, type="function")
+            for id, name, pieces in self._calls
+        ]
+
+
+def _text(text: str) -> str:
+    return _encode(text).decode()

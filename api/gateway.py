@@ -1,0 +1,220 @@
+"""The door between HTTP and the engine: hands requests out to the tokenizer and leads their news back.
+
+Owns the open requests of this api process, their rids, and the counts behind /metrics. Knows nothing of HTTP or of
+OpenAI's shapes. Lives on one event loop; `handle` is called there with whatever the mailbox held.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from ..errors import RequestError
+from ..ipc.messages import Accepted, Cancel, Chunk, Failed, Snapshot, Submit, TextBatch
+from .http_error import ShuttingDown
+from .stats import Stats
+
+FromEngine = Accepted | TextBatch | Failed | Snapshot
+"""The messages of `ToApi` that are the gateway's; the others are the api actor's own."""
+
+RID_BITS = 40  # of a rid: the counter; above it the api process's index
+
+
+class ClientGone(Exception):
+    """The client has left; there is nobody to tell."""
+
+
+class Gateway:
+    """All open requests of one api process."""
+
+    def __init__(
+        self,
+        post: Callable[[Submit | Cancel], None],
+        *,
+        api_index: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`post` sends to the tokenizer process; it must neither block nor raise."""
+        self._post = post
+        self._clock = clock
+        self._next_rid = api_index << RID_BITS
+        self._streams: dict[int, Stream] = {}  # every rid that has not ended
+        self._refusal: str | None = None  # why nothing new is taken
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.snapshot: Snapshot | None = None  # the core's last word
+        self.stats = Stats()
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._streams)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why new requests are refused, if they are."""
+        return self._refusal
+
+    def submit(self, orders: Sequence[Submit]) -> "Stream":
+        """Sends `orders` on, each with rids of its own (theirs are ignored). The stream's choices are theirs in order.
+
+        Whoever takes the stream must `cancel` it in the end, which is harmless when it has finished. Raises
+        ShuttingDown."""
+        if self._refusal is not None:
+            raise ShuttingDown(self._refusal)
+        first = self._next_rid
+        stream = Stream(self, first, sum(order.n for order in orders), self._clock())
+        self._streams.update(dict.fromkeys(stream.open_rids, stream))
+        self._idle.clear()
+        for order in orders:
+            self._post(msgspec.structs.replace(order, rid=self._next_rid))
+            self._next_rid += order.n
+        return stream
+
+    def handle(self, messages: Iterable[FromEngine]) -> None:
+        """Takes everything that came in since the last time. News of requests that have ended here is dropped."""
+        now = self._clock()
+        for message in messages:
+            match message:
+                case TextBatch(chunks=chunks):
+                    for chunk in chunks:
+                        if (stream := self._streams.get(chunk.rid)) is not None:
+                            self._take(stream, chunk, now)
+                case Accepted(rid=rid):
+                    if (stream := self._streams.get(rid)) is not None:
+                        stream.accept(rid)
+                case Failed(rid=rid, kind=kind, detail=detail):
+                    if (stream := self._streams.get(rid)) is not None:
+                        self.stats.finished["error"] += 1
+                        self._close_rid(stream, rid)
+                        self.end(stream, RequestError(kind, detail))
+                case Snapshot():
+                    self.snapshot = message
+
+    def refuse(self, reason: str) -> None:
+        """From now on, new requests get 503 with this sentence; open ones go on."""
+        self._refusal = reason
+
+    async def drained(self) -> None:
+        """Returns when no request is open."""
+        await self._idle.wait()
+
+    def close(self, reason: str) -> None:
+        """Ends every open stream with an error that says `reason`, and refuses new ones."""
+        self.refuse(reason)
+        for stream in dict.fromkeys(self._streams.values()):
+            self.end(stream, ShuttingDown(reason))
+
+    def end(self, stream: "Stream", error: Exception) -> None:
+        """Ends what is open of `stream`: the engine is told once, the reader gets `error`."""
+        rids = tuple(sorted(stream.open_rids))
+        for rid in rids:
+            self._close_rid(stream, rid)
+        if rids:
+            self.stats.finished["abort"] += len(rids)
+            self._post(Cancel(rids))
+        stream.fail(error)
+
+    def _take(self, stream: "Stream", chunk: Chunk, now: float) -> None:
+        stats = self.stats
+        index = chunk.rid - stream.first_rid
+        if chunk.ids:
+            before = stream.last_news[index]
+            if before is None:
+                stats.time_to_first_token_s.observe(now - stream.arrived)
+            else:
+                stats.inter_token_latency_s.observe(now - before)
+            stream.last_news[index] = now
+        if chunk.finish is None:
+            stream.give(index, chunk)
+            return
+        self._close_rid(stream, chunk.rid)
+        stats.finished[chunk.finish] += 1
+        stats.request_latency_s.observe(now - stream.arrived)
+        if chunk.finish == "abort":  # not by us, or the rid would be closed: an answer that was cut is no success
+            self.end(stream, RequestError("unavailable", "The request was cancelled by the server."))
+        else:
+            stream.give(index, chunk)
+
+    def _close_rid(self, stream: "Stream", rid: int) -> None:
+        stream.open_rids.discard(rid)
+        stream.accept(rid)
+        del self._streams[rid]
+        if not self._streams:
+            self._idle.set()
+
+
+class Stream:
+    """The news of one HTTP request's sequences. One reader."""
+
+    def __init__(self, gateway: Gateway, first_rid: int, num_choices: int, arrived: float) -> None:
+        self._gateway = gateway
+        self.first_rid = first_rid
+        self.arrived = arrived
+        self.open_rids = set(range(first_rid, first_rid + num_choices))  # the gateway's: those that have not ended
+        self.last_news: list[float | None] = [None] * num_choices  # the gateway's: when a choice last got ids
+        self._unanswered = set(self.open_rids)  # of which the engine has said nothing yet
+        self._news: list[tuple[int, Chunk]] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Everything has been read and nothing more will come."""
+        return not self.open_rids and not self._news and self._error is None
+
+    async def admitted(self) -> None:
+        """Returns once the engine has taken every sequence. Raises RequestError if it refused one, ClientGone."""
+        while self._unanswered and self._error is None:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+
+    async def news(self) -> list[tuple[int, Chunk]]:
+        """The chunks since the last call, as (choice, chunk) in order; waits for some. Empty after `wake`.
+
+        Raises RequestError when the request has failed, ClientGone."""
+        if not self._news and self._error is None:
+            await self._wait()
+        if not self._news and self._error is not None:
+            raise self._error
+        news, self._news = self._news, []
+        return news
+
+    def wake(self) -> None:
+        """Makes a waiting reader look up."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def cancel(self) -> None:
+        """The reader leaves. The engine is told of what is still open, once."""
+        self._news.clear()
+        self._gateway.end(self, ClientGone())
+
+    def accept(self, rid: int) -> None:
+        """For the gateway: the engine has answered for this sequence."""
+        if rid in self._unanswered:
+            self._unanswered.remove(rid)
+            if not self._unanswered:
+                self.wake()
+
+    def give(self, index: int, chunk: Chunk) -> None:
+        """For the gateway: news of a choice."""
+        self.accept(chunk.rid)
+        self._news.append((index, chunk))
+        self.wake()
+
+    def fail(self, error: Exception) -> None:
+        """For the gateway: nothing more will come. The first error stands."""
+        if self._error is None:
+            self._error = error
+        self.wake()
+
+    async def _wait(self) -> None:
+        assert self._waiter is None, "a stream has one reader"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None

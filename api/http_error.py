@@ -1,0 +1,90 @@
+"""The one way that an error leaves the server: OpenAI's error object.
+
+Owns the table from what went wrong to status, type and code. Texts are ours, never `str` of a foreign exception.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from ..errors import ErrorKind, PagewireError, RequestError
+
+ErrorCode = Literal[
+    "invalid_json",
+    "unsupported_value",
+    "context_length_exceeded",
+    "invalid_api_key",
+    "model_not_found",
+    "not_found",
+    "queue_full",
+    "engine_unavailable",
+    "shutting_down",
+]
+
+_OF_KIND: dict[ErrorKind, tuple[int, ErrorCode | None]] = {
+    "invalid_request": (400, None),
+    "context_length_exceeded": (400, "context_length_exceeded"),
+    "queue_full": (429, "queue_full"),
+    "unavailable": (503, "engine_unavailable"),
+    "internal": (500, None),
+}
+
+
+class HttpError(PagewireError):
+    """An answer other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: ErrorCode | None = None,
+        param: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code: ErrorCode | None = code
+        self.param = param
+        self.headers = (*headers, *_retry_headers(status))
+
+
+class ShuttingDown(RequestError):
+    """The server is on its way out."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("unavailable", detail)
+
+
+def as_http_error(error: Exception) -> HttpError:
+    """What a client is told of `error`; anything unexpected becomes a 500 that says nothing of our insides."""
+    match error:
+        case HttpError():
+            return error
+        case ShuttingDown():
+            return HttpError(503, str(error), code="shutting_down")
+        case RequestError():
+            status, code = _OF_KIND[error.kind]
+            return HttpError(status, str(error), code=code)
+        case _:
+            return HttpError(500, "The server failed on this request.")
+
+
+def error_body(error: HttpError) -> bytes:
+    """`{"error": {…}}` as JSON."""
+    if error.status == 429:
+        kind = "rate_limit_error"
+    elif error.status >= 500:
+        kind = "server_error"
+    else:
+        kind = "invalid_request_error"
+    fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": fields})
+
+
+def _retry_headers(status: int) -> tuple[tuple[bytes, bytes], ...]:
+    if status in (429, 503):
+        return ((b"retry-after", b"1"),)
+    if status == 500:
+        return ((b"x-should-retry", b"false"),)  # the same request would fail again
+    return ()

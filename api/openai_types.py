@@ -1,0 +1,301 @@
+"""The bodies of OpenAI's API, as far as they are understood here, with the bounds of each field.
+
+Requests: null is the same as absent, unknown fields are ignored (clients are ahead of servers), and what cannot be
+served is named so that it is refused instead of ignored. Answers: one struct a shape; UNSET fields are left out.
+Knows nothing of the engine; `translate` does.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
+StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class StreamOptions(Struct, frozen=True):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(Struct, frozen=True, kw_only=True):
+    """What chat and completions have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | StopStrings | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+
+    # What vLLM's users send in extra_body.
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+
+    # Understood and refused: to ignore these would give an answer that was not asked for.
+    min_tokens: int | None = None
+    bad_words: object = None
+    allowed_token_ids: object = None
+    truncate_prompt_tokens: object = None
+    logits_processors: object = None
+    kv_transfer_params: object = None
+    prompt_embeds: object = None
+    use_beam_search: bool | None = None
+    structured_outputs: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    guided_choice: object = None
+    guided_grammar: object = None
+    guided_decoding_backend: object = None
+
+
+class ContentPart(Struct, frozen=True):
+    """One part of a message's content; only texts are taken."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(Struct, frozen=True):
+    """The call that an assistant made; arguments are a JSON string, or already the object."""
+
+    name: str
+    arguments: str | dict[str, object] | None = None
+
+
+class ToolCall(Struct, frozen=True):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class Message(Struct, frozen=True):
+    """The shape that a message must have; the template gets the message as it was sent."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[str | ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionDefinition(Struct, frozen=True):
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, object] | bool | None = None
+
+
+class Tool(Struct, frozen=True):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: str
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """POST /v1/chat/completions. `messages` and `tools` stay JSON: they are checked here and rendered elsewhere."""
+
+    messages: Raw
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Raw = Raw(b"")  # a Raw cannot be `| None`: null arrives as that word
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    documents: list[dict[str, object]] | None = None
+
+    # Understood and refused.
+    chat_template: object = None
+    audio: object = None
+    functions: object = None
+    function_call: object = None
+    web_search_options: object = None
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """POST /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of them."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    # Understood and refused.
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class UsageBody(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprobBody(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobBody(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprobBody]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[TokenLogprobBody]
+    refusal: None = None
+
+
+class FunctionBody(Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallBody(Struct, frozen=True):
+    """In a message without `index`; in a delta the later ones carry neither id nor type nor name."""
+
+    function: FunctionBody
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class ChatMessage(Struct, frozen=True):
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, frozen=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(Struct, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: UsageBody | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    """Columns, one entry a token; the first token of a prompt has no log-probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct, frozen=True):
+    """In a plain answer and, with `finish_reason` null until the last, in a stream."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+    usage: UsageBody | UnsetType | None = UNSET
+
+
+class ModelCard(Struct, frozen=True):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "pagewire"
+    parent: None = None
+
+
+class ModelList(Struct, frozen=True):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"

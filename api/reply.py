@@ -1,0 +1,80 @@
+"""What the answers to chat and completion requests have in common: their protocol, usage, ids and log-probabilities."""
+
+import secrets
+from typing import Protocol
+
+from ..ipc.messages import Chunk, TopLogprob, Usage, bytes_to_ids
+from .openai_types import PromptTokensDetails, TokenLogprobBody, TopLogprobBody, UsageBody
+
+
+class Reply(Protocol):
+    """Turns chunks into an answer, streamed or plain; one object answers one request in one of the two ways."""
+
+    def opening(self) -> list[bytes]:
+        """The events before any chunk."""
+
+    def events(self, index: int, chunk: Chunk) -> list[bytes]:
+        """The events of one choice's news."""
+
+    def closing(self) -> list[bytes]:
+        """The events after all chunks, without `[DONE]`."""
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        """Takes one choice's news into the plain answer."""
+
+    def body(self) -> bytes:
+        """The plain answer."""
+
+
+class UsageCount:
+    """Adds up the sequences of one request; a prompt counts once however many sequences it has."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._num_prompt = 0
+        self._num_cached = 0
+        self._num_output = 0
+
+    def add(self, index: int, usage: Usage | None) -> None:
+        """The end of a choice."""
+        if usage is None:
+            return
+        self._num_output += usage.num_output
+        if index % self._n == 0:
+            self._num_prompt += usage.num_prompt
+            self._num_cached += usage.num_cached
+
+    def body(self) -> UsageBody:
+        return UsageBody(
+            prompt_tokens=self._num_prompt,
+            completion_tokens=self._num_output,
+            total_tokens=self._num_prompt + self._num_output,
+            prompt_tokens_details=PromptTokensDetails(self._num_cached),
+        )
+
+
+def new_id(prefix: str) -> str:
+    """An id for OpenAI's clients; nothing here is ever looked up by it."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def id_list(ids: bytes) -> list[int]:
+    """A message's ids as JSON wants them."""
+    return bytes_to_ids(ids).tolist()
+
+
+def chat_logprobs(chunk: Chunk) -> list[TokenLogprobBody]:
+    """The chunk's log-probabilities in chat's shape."""
+
+    def top(candidate: TopLogprob) -> TopLogprobBody:
+        return TopLogprobBody(candidate.token, candidate.logprob, list(candidate.bytes))
+
+    return [
+        TokenLogprobBody(
+            token=position.chosen.token,
+            logprob=position.chosen.logprob,
+            bytes=list(position.chosen.bytes),
+            top_logprobs=[top(candidate) for candidate in position.top],
+        )
+        for position in chunk.logprobs or ()
+    ]

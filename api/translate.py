@@ -1,0 +1,234 @@
+"""OpenAI's requests to the pipeline's: what a client asked for, as `Submit` messages, or a clear 400.
+
+Owns every rule that is about more than one field. The gateway gives the rids.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from ..ipc.messages import ChatPrompt, IdsPrompt, Limits, Sampling, Submit, TextPrompt, TextSpec, ids_to_bytes
+from .http_error import HttpError
+from .openai_types import ChatRequest, CompletionRequest, GenerationRequest, Message, Tool
+
+T = TypeVar("T")
+R = TypeVar("R", bound=GenerationRequest)
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_PROMPTS = 256
+MAX_SEQUENCES = 4096  # of one request: prompts times n
+_GREEDY_BELOW = 1e-5  # a temperature whose inverse is no use in floats
+_SEEDS = 2**63 - 2**16  # leaves room for the seeds `seed + i` of n sequences
+
+_REFUSED = (
+    *("min_tokens", "bad_words", "allowed_token_ids", "truncate_prompt_tokens", "logits_processors"),
+    *("kv_transfer_params", "prompt_embeds", "use_beam_search", "structured_outputs", "guided_json", "guided_regex"),
+    *("guided_choice", "guided_grammar", "guided_decoding_backend", "chat_template", "audio", "functions"),
+    *("function_call", "web_search_options", "suffix"),
+)
+
+_messages_decoder = msgspec.json.Decoder(list[Message])
+_tools_decoder = msgspec.json.Decoder(list[Tool])
+
+
+def decode_body(decoder: "msgspec.json.Decoder[R]", body: bytes) -> R:
+    """The request in `body`. Raises HttpError 400 that names the field."""
+    try:
+        text = body.decode()  # msgspec does not look into the fields that it skips
+    except UnicodeDecodeError:
+        raise HttpError(400, "The body is not UTF-8.", code="invalid_json") from None
+    return _decode(lambda: decoder.decode(text), "")
+
+
+def chat_orders(request: ChatRequest, vocab_size: int, salt: bytes) -> list[Submit]:
+    """The one prompt of a chat request."""
+    _check_common(request, vocab_size)
+    messages = _decode(lambda: _messages_decoder.decode(request.messages), "messages")
+    if not messages:
+        raise HttpError(400, "messages must not be empty.", param="messages")
+    for message in messages:
+        for part in message.content if isinstance(message.content, list) else ():
+            if not isinstance(part, str) and part.type not in ("text", "refusal"):
+                raise HttpError(
+                    400,
+                    f"This model takes text only; a content part of type {part.type[:40]!r} was sent.",
+                    code="unsupported_value",
+                    param="messages",
+                )
+    _check_chat(request)
+    goes_on = bool(request.continue_final_message)
+    add_generation_prompt = request.add_generation_prompt if request.add_generation_prompt is not None else not goes_on
+    if goes_on and add_generation_prompt:
+        raise HttpError(
+            400,
+            "continue_final_message and add_generation_prompt cannot both be true.",
+            param="continue_final_message",
+        )
+    variables = dict(request.chat_template_kwargs or {})
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    prompt = ChatPrompt(
+        messages=bytes(request.messages),
+        tools=bytes(request.tools) if shows_tools(request) else b"",
+        template_kwargs=msgspec.json.encode(variables) if variables else b"",
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=goes_on,
+    )
+    max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    if max_tokens == 0:
+        raise HttpError(400, "max_tokens must be at least 1.", param="max_tokens")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _orders(request, [prompt], max_tokens=max_tokens, logprobs=logprobs, salt=salt)
+
+
+def shows_tools(request: ChatRequest) -> bool:
+    """Whether the model is told of the tools, and its calls are looked for."""
+    return _sends_tools(request) and request.tool_choice != "none"
+
+
+def _sends_tools(request: ChatRequest) -> bool:
+    return bytes(request.tools).translate(None, b" \t\r\n") not in (b"", b"null", b"[]")
+
+
+def completion_orders(request: CompletionRequest, vocab_size: int, salt: bytes) -> list[Submit]:
+    """The prompts of a completion request, in order."""
+    _check_common(request, vocab_size)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise HttpError(400, "best_of is not supported.", code="unsupported_value", param="best_of")
+    prompts = _prompts(request)
+    if len(prompts) * (request.n or 1) > MAX_SEQUENCES:
+        raise HttpError(400, f"prompts times n must be at most {MAX_SEQUENCES}.", param="n")
+    max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if max_tokens == 0 and not request.echo:
+        raise HttpError(400, "max_tokens must be at least 1 unless echo is true.", param="max_tokens")
+    return _orders(
+        request,
+        prompts,
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        echo=bool(request.echo),
+        salt=salt,
+    )
+
+
+def _prompts(request: CompletionRequest) -> list[TextPrompt | IdsPrompt]:
+    prompt = request.prompt
+    add_special_tokens = request.add_special_tokens is not False
+    if isinstance(prompt, str):
+        return [TextPrompt(prompt, add_special_tokens)]
+    texts = [part for part in prompt if isinstance(part, str)]
+    ids = [part for part in prompt if isinstance(part, int)]
+    lists = [part for part in prompt if isinstance(part, list)]
+    if len(prompt) not in (len(texts), len(ids), len(lists)) or not prompt or not all(lists):
+        raise HttpError(
+            400,
+            "prompt must be a text, a list of texts, a list of token ids, or a list of such lists, and not empty.",
+            param="prompt",
+        )
+    if ids:
+        return [IdsPrompt(ids_to_bytes(ids))]
+    if len(prompt) > MAX_PROMPTS:
+        raise HttpError(400, f"At most {MAX_PROMPTS} prompts can be sent at once.", param="prompt")
+    if texts:
+        return [TextPrompt(text, add_special_tokens) for text in texts]
+    return [IdsPrompt(ids_to_bytes(part)) for part in lists]
+
+
+def _orders(
+    request: GenerationRequest,
+    prompts: Sequence[TextPrompt | ChatPrompt | IdsPrompt],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    salt: bytes,
+    echo: bool = False,
+) -> list[Submit]:
+    temperature = 1.0 if request.temperature is None else request.temperature
+    sampling = Sampling(
+        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+        top_k=max(request.top_k or 0, 0),
+        top_p=1.0 if request.top_p is None else request.top_p,
+        min_p=request.min_p or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=request.logit_bias or None,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
+    )
+    limits = Limits(
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+    )
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    text = TextSpec(
+        stop=stop,
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        prompt=echo or bool(request.return_token_ids),
+    )
+    if request.cache_salt is not None:
+        salt = hashlib.sha256(salt + b"/" + request.cache_salt.encode()).digest()[:16]
+    return [
+        Submit(
+            rid=0,
+            n=request.n or 1,
+            prompt=prompt,
+            # Prompts of one batch may be alike; only a seed that was asked for is the same for all.
+            sampling=replace(sampling, seed=secrets.randbits(62) if request.seed is None else request.seed % _SEEDS),
+            limits=limits,
+            text=text,
+            priority=request.priority or 0,
+            salt=salt,
+        )
+        for prompt in prompts
+    ]
+
+
+def _check_common(request: GenerationRequest, vocab_size: int) -> None:
+    for name in _REFUSED:
+        if getattr(request, name, None):
+            raise HttpError(400, f"{name} is not supported.", code="unsupported_value", param=name)
+    if request.stream_options is not None and not request.stream:
+        raise HttpError(400, "stream_options is only allowed when stream is true.", param="stream_options")
+    for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+        if ids and max(ids) >= vocab_size:
+            raise HttpError(
+                400, f"{name} has token id {max(ids)}, and the vocabulary ends at {vocab_size - 1}.", param=name
+            )
+
+
+def _check_chat(request: ChatRequest) -> None:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise HttpError(400, "top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
+    if _sends_tools(request):
+        _decode(lambda: _tools_decoder.decode(request.tools), "tools")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise HttpError(400, 'tool_choice must be "none" or "auto".', code="unsupported_value", param="tool_choice")
+    if request.response_format is not None and request.response_format.type != "text":
+        raise HttpError(400, "response_format must be of type text.", code="unsupported_value", param="response_format")
+    if request.modalities not in (None, [], ["text"]):
+        raise HttpError(400, 'modalities must be ["text"].', code="unsupported_value", param="modalities")
+
+
+def _decode(decode: Callable[[], T], within: str) -> T:
+    """Runs a msgspec decoder; its complaints name a place, which becomes `param`."""
+    try:
+        return decode()
+    except msgspec.ValidationError as error:
+        # "Expected `int`, got `str` - at `$.n`", or "… - at `key` in `$.logit_bias`"
+        what = str(error).partition(" - at `")[0]
+        place = str(error).rpartition("`$")[2].rstrip("`") if what != str(error) else ""
+        param = (within + place).lstrip(".") or None
+        raise HttpError(400, f"{param or 'The body'}: {what}.", param=param) from None
+    except RecursionError:
+        raise HttpError(400, "The body is nested too deeply.", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise HttpError(400, "The body is not valid JSON.", code="invalid_json") from None

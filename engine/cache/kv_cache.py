@@ -1,0 +1,51 @@
+"""The paged KV cache: its layout, its size, and the views that attention reads and writes.
+
+Who owns which block is the core's business. This file knows one rule of its own: memory that no request has written is
+never read as a number. Attention masks what lies beyond a row's context, but a masked NaN still spoils the sum, so
+
+- a block is cleared when a row starts to fill it (`clear`), and
+- one more block, `zero_block`, is never written and pads block tables.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvShape:
+    """What one position of one request takes up."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block: keys and values of all layers for `block_size` positions."""
+        return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KvCache:
+    """`num_blocks` blocks of `block_size` positions, token-major.
+
+    `pages[layer]` is (keys, values), each [num_blocks + 1, block_size, kv_heads, head_dim]. A position's slot is
+    block · block_size + offset.
+    """
+
+    def __init__(self, *, shape: KvShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.zero_block = num_blocks
+        size = (shape.num_layers, 2, num_blocks + 1, block_size, shape.num_kv_heads, shape.head_dim)
+        # Not zeroed: the pages of memory behind it are then taken from the system only as blocks come into use.
+        storage = torch.empty(size, dtype=shape.dtype, device=device)
+        storage[:, :, self.zero_block].zero_()
+        self.pages: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in storage]
+
+    def clear(self, blocks: Tensor) -> None:
+        """Zeroes these blocks in every layer. blocks: [n] int64."""
+        for keys, values in self.pages:
+            keys.index_fill_(0, blocks, 0)
+            values.index_fill_(0, blocks, 0)

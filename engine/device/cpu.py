@@ -1,0 +1,48 @@
+"""The CPU as a device: its threads and its memory. Everything launched on it is done when the call returns."""
+
+from pathlib import Path
+
+import torch
+
+_CACHE_SHARE = 0.4  # of the memory that is free: the machine has other work, and the cache is never given back
+_CACHE_MOST = 4 << 30
+
+
+class CpuDevice:
+    """See `Device`. Sets the number of torch's threads for the whole process."""
+
+    def __init__(self, *, num_threads: int) -> None:
+        self.torch_device = torch.device("cpu")
+        torch.set_num_threads(num_threads)
+
+    def available_memory(self) -> int:
+        """The least of what the machine has free and what the process's control group still allows."""
+        limits = [_machine_free(Path("/proc/meminfo"))]
+        group = Path("/sys/fs/cgroup")
+        limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+        if limit is not None and used is not None:
+            limits.append(limit - used)
+        return max(0, min(limits))
+
+    def cache_memory(self) -> int:
+        return min(int(_CACHE_SHARE * self.available_memory()), _CACHE_MOST)
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _machine_free(meminfo: Path) -> int:
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 << 30  # no Linux: nothing says what is free, so assume little
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # no such limit; "max" is none either
+        return None

@@ -1,0 +1,58 @@
+"""The attention part of a decoder layer: projections, optional norms of the heads, rotation, paged attention."""
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.ops import Ops
+from ..attention.base import AttentionBackend
+from .linear import Linear
+from .norm import RmsNorm
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. `qk_norm_eps` turns on the norms of queries and keys that Qwen3 has."""
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int | None,
+        qkv_bias: bool,
+        out_bias: bool,
+        qk_norm_eps: float | None,
+        ops: Ops,
+    ) -> None:
+        super().__init__()
+        self._layer = layer
+        self._heads = num_heads
+        self._kv_heads = num_kv_heads
+        self._dim = head_dim
+        self._window = window
+        self._ops = ops
+        self.qkv_proj = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=out_bias)
+        self.q_norm = RmsNorm(head_dim, eps=qk_norm_eps, ops=ops) if qk_norm_eps is not None else None
+        self.k_norm = RmsNorm(head_dim, eps=qk_norm_eps, ops=ops) if qk_norm_eps is not None else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
+        """x: [tokens, hidden_size]; cos, sin as `RotaryTable.at` gives them."""
+        heads, kv_heads = self._heads, self._kv_heads
+        states = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self._dim)
+        turned = states[:, : heads + kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            turned = torch.cat((self.q_norm(turned[:, :heads]), self.k_norm(turned[:, heads:])), dim=1)
+        turned = self._ops.rotary(turned, cos, sin)
+        result = attention.forward(
+            self._layer,
+            turned[:, :heads],
+            turned[:, heads:],
+            states[:, heads + kv_heads :],
+            scale=self._dim**-0.5,
+            window=self._window,
+        )
+        out: Tensor = self.o_proj(result.view(x.shape[0], -1))
+        return out

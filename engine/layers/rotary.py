@@ -1,0 +1,95 @@
+"""Rotary position embedding: the table of cosines and sines for every position, and its scaled variants.
+
+The frequencies follow transformers' `modeling_rope_utils`, number for number (a test compares them). "dynamic" equals
+"default" here: it changes frequencies only beyond the declared context, which is never served.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeParameters:
+    """See `engine.models.spec.Rope`, which says the same of a checkpoint."""
+
+    kind: str
+    theta: float
+    factor: float
+    original_max_position: int
+    low_freq_factor: float
+    high_freq_factor: float
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+def inverse_frequencies(rope: RopeParameters, dim: int) -> Tensor:
+    """Radians a position for each pair of a head's dimensions: [dim / 2] float32 on the CPU."""
+    base = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
+    match rope.kind:
+        case "default" | "dynamic":
+            return base
+        case "linear":
+            return base / rope.factor
+        case "llama3":
+            return _llama3(base, rope)
+        case "yarn":
+            return _yarn(base, rope, dim)
+    raise AssertionError(f"rope kind {rope.kind}")
+
+
+def _llama3(base: Tensor, rope: RopeParameters) -> Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
+    wavelength = 2 * math.pi / base
+    longest = rope.original_max_position / rope.low_freq_factor
+    shortest = rope.original_max_position / rope.high_freq_factor
+    share_kept = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - share_kept) * base / rope.factor + share_kept * base
+    return torch.where(wavelength > longest, base / rope.factor, torch.where(wavelength < shortest, base, between))
+
+
+def _yarn(base: Tensor, rope: RopeParameters, dim: int) -> Tensor:
+    """Dimensions that turn often within the original context are kept, slow ones stretched (arXiv 2309.00071)."""
+
+    def dimension_turning(turns: float) -> float:
+        return dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
+    return base / rope.factor * ramp + base * (1 - ramp)
+
+
+class RotaryTable:
+    """Cosines and sines of positions 0 … max_len - 1, in the model's dtype.
+
+    `at` gives those of a step's tokens in the form that `Ops.rotary` takes: the first half of the sines negated.
+    """
+
+    def __init__(
+        self, rope: RopeParameters, *, dim: int, max_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        angles = torch.arange(max_len, dtype=torch.float32, device="cpu")[:, None] * inverse_frequencies(rope, dim)
+        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        self._cos = torch.cat((cos, cos), dim=-1).to(dtype).to(device).unsqueeze(1)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(dtype).to(device).unsqueeze(1)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._cos.nbytes + self._sin.nbytes
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions: [tokens] int64 → cos, sin: each [tokens, 1, dim]."""
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)

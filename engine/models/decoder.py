@@ -1,0 +1,138 @@
+"""The decoder that the native families are variants of, with the names that their checkpoints use.
+
+A family's own page says what differs. The weights are filled in by `engine.weights`; `fused` tells it which of the
+checkpoint's projections share a parameter here.
+"""
+
+from typing import Protocol
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels.ops import Ops
+from ..attention.base import AttentionBackend
+from ..cache.kv_cache import KvShape
+from ..layers.attention import Attention
+from ..layers.embedding import Embedding
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMlp
+from ..layers.norm import RmsNorm
+from ..layers.rotary import RopeParameters, RotaryTable
+from .spec import ModelSpec
+
+
+class Model(Protocol):
+    """What the runner asks of a model, native or not."""
+
+    kv_shape: KvShape
+
+    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """The pass over a step's tokens. ids, positions: [tokens] int64 → [tokens, hidden_size]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [positions, hidden_size], any selection of what `hidden` gave → float32 [positions, vocab_size]."""
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each after a norm and added to the residual."""
+
+    def __init__(self, spec: ModelSpec, layer: int, *, qkv_bias: bool, out_bias: bool, qk_norm: bool, ops: Ops) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(spec.hidden_size, eps=spec.rms_norm_eps, ops=ops)
+        self.self_attn = Attention(
+            layer=layer,
+            hidden_size=spec.hidden_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            window=spec.windows[layer],
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            qk_norm_eps=spec.rms_norm_eps if qk_norm else None,
+            ops=ops,
+        )
+        self.post_attention_layernorm = RmsNorm(spec.hidden_size, eps=spec.rms_norm_eps, ops=ops)
+        self.mlp = GatedMlp(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, ops=ops)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """(this layer's output, the residual still to be added to it)."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, cos, sin, attention)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Body(nn.Module):
+    """Everything below the head."""
+
+    def __init__(self, spec: ModelSpec, *, qkv_bias: bool, out_bias: bool, qk_norm: bool, ops: Ops) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, layer, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, ops=ops)
+            for layer in range(spec.num_layers)
+        )
+        self.norm = RmsNorm(spec.hidden_size, eps=spec.rms_norm_eps, ops=ops)
+
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
+        x: Tensor = self.embed_tokens(ids)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin, attention)
+        assert residual is not None
+        normed, _ = self.norm.add(x, residual)
+        return normed
+
+
+class Decoder(nn.Module):
+    """A decoder-only model; see `Model`. It has no memory for its parameters until `to_empty`, and no values until the
+    loader has filled them."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        qkv_bias: bool,
+        out_bias: bool,
+        qk_norm: bool,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Ops,
+    ) -> None:
+        super().__init__()
+        self.model = Body(spec, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, ops=ops)
+        tied = spec.tie_word_embeddings
+        self.lm_head = None if tied else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.kv_shape = KvShape(
+            num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
+        )
+        # What `engine.weights.mapping` needs to know: fused module → the checkpoint's modules and their rows.
+        self.fused = {
+            "qkv_proj": (
+                ("q_proj", spec.num_heads * spec.head_dim),
+                ("k_proj", spec.num_kv_heads * spec.head_dim),
+                ("v_proj", spec.num_kv_heads * spec.head_dim),
+            ),
+            "gate_up_proj": (("gate_proj", spec.intermediate_size), ("up_proj", spec.intermediate_size)),
+        }
+        # What the checkpoint may hold besides: the head once more, where it is the embedding.
+        self.redundant = ("lm_head.weight",) if tied else ()
+        rope = RopeParameters(**msgspec.structs.asdict(spec.rope))
+        self._rotary = RotaryTable(rope, dim=spec.head_dim, max_len=max_len, dtype=dtype, device=device)
+
+    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        cos, sin = self._rotary.at(positions)
+        hidden: Tensor = self.model(ids, cos, sin, attention)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(hidden, head.weight).float()

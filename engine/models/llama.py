@@ -1,0 +1,21 @@
+"""Llama and Mistral. Biases are as config.json says; Mistral's sliding window is in the spec's `windows`."""
+
+import torch
+
+from ...kernels.ops import Ops
+from .decoder import Decoder
+from .spec import ModelSpec
+
+
+def build(spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> Decoder:
+    """LlamaForCausalLM, MistralForCausalLM."""
+    return Decoder(
+        spec,
+        qkv_bias=spec.attention_bias,
+        out_bias=spec.attention_bias,
+        qk_norm=False,
+        max_len=max_len,
+        dtype=dtype,
+        device=device,
+        ops=ops,
+    )

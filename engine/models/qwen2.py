@@ -1,0 +1,14 @@
+"""Qwen2 and Qwen2.5: queries, keys and values always have biases, the output projection never."""
+
+import torch
+
+from ...kernels.ops import Ops
+from .decoder import Decoder
+from .spec import ModelSpec
+
+
+def build(spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> Decoder:
+    """Qwen2ForCausalLM."""
+    return Decoder(
+        spec, qkv_bias=True, out_bias=False, qk_norm=False, max_len=max_len, dtype=dtype, device=device, ops=ops
+    )

@@ -1,0 +1,21 @@
+"""Qwen3: every query and key head is normed before it is rotated."""
+
+import torch
+
+from ...kernels.ops import Ops
+from .decoder import Decoder
+from .spec import ModelSpec
+
+
+def build(spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> Decoder:
+    """Qwen3ForCausalLM."""
+    return Decoder(
+        spec,
+        qkv_bias=spec.attention_bias,
+        out_bias=spec.attention_bias,
+        qk_norm=True,
+        max_len=max_len,
+        dtype=dtype,
+        device=device,
+        ops=ops,
+    )

@@ -1,0 +1,40 @@
+"""Which architectures have a page of their own. Everything else goes to `transformers_fallback`."""
+
+import importlib
+from typing import Protocol, cast
+
+import torch
+
+from ...kernels.ops import Ops
+from ..layers import rotary
+from .decoder import Decoder
+from .spec import ModelSpec
+
+NATIVE = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+class _Page(Protocol):
+    """A family's page."""
+
+    def build(
+        self, spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
+    ) -> Decoder: ...
+
+
+def build_native(
+    spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
+) -> Decoder | None:
+    """A model whose parameters are still to be filled. None: only the fallback can run it, because of its architecture
+    or of a variant that our layers lack."""
+    name = NATIVE.get(spec.architecture)
+    if name is None or spec.hidden_act not in ("silu", "swish") or spec.rope.kind not in rotary.KINDS:
+        return None
+    page = cast(_Page, importlib.import_module(f".{name}", __package__))
+    with torch.device("meta"):
+        model = page.build(spec, max_len=max_len, dtype=dtype, device=device, ops=ops)
+    return model.to(dtype).to_empty(device=device)

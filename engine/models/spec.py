@@ -1,0 +1,264 @@
+"""What a checkpoint's config files say of the model. The only reader of config.json and generation_config.json.
+
+Imports without torch, because the command line reads it before any process is started, and runs nothing that comes with
+the checkpoint. Every complaint is one sentence in a ConfigError.
+"""
+
+import math
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from ...config import ModelFacts
+from ...errors import ConfigError
+
+_DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+
+
+class Rope(Struct, frozen=True, kw_only=True):
+    """Rotary position embedding. Fields that a kind does not use keep their defaults."""
+
+    kind: str = "default"  # default, linear, dynamic, llama3, yarn; others only the fallback knows
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position: int = 0  # llama3, yarn: context length before scaling
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
+    truncate: bool = True  # yarn: whole dimensions bound the ramp
+
+
+class ModelSpec(Struct, frozen=True, kw_only=True):
+    """A decoder-only model's shape. For architectures only the fallback knows, the fields it does not need may be 0."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int  # declared context, tokens
+    rms_norm_eps: float
+    rope: Rope
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    hidden_act: str
+    windows: tuple[int | None, ...]  # by layer: how many positions a token sees, itself included; None: all
+    dtype: str  # of the checkpoint: float32, bfloat16, float16
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """Reads config.json, and generation_config.json where there is one. Raises ConfigError."""
+    if not folder.is_dir():
+        raise ConfigError(f"There is no model folder {folder}.")
+    config = _Fields(_read_json(folder / "config.json"), folder / "config.json")
+    generation_file = folder / "generation_config.json"
+    generation = _Fields(_read_json(generation_file) if generation_file.exists() else {}, generation_file)
+
+    architectures = config.raw.get("architectures")
+    if not (isinstance(architectures, list) and architectures and all(isinstance(a, str) for a in architectures)):
+        raise ConfigError(f"{config.file} names no architecture, so this is not a model that can be served.")
+    quantization = config.raw.get("quantization_config")
+    if isinstance(quantization, dict):
+        method = quantization.get("quant_method", "some method")
+        raise ConfigError(f"{folder} holds weights quantized with {method}, which pagewire does not read.")
+    architecture = str(architectures[0])
+    model_type = config.text("model_type", "")
+
+    hidden_size = config.size("hidden_size", "n_embd", "d_model")
+    num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    num_heads = config.size("num_attention_heads", "n_head", "n_heads")
+    num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{config.file} has {num_heads} attention heads, which {num_kv_heads} key/value heads do not divide."
+        )
+    # Qwen3's files may leave head_dim out; its heads are 128 wide whatever the hidden size.
+    head_dim = config.size("head_dim", default=128 if model_type == "qwen3" else hidden_size // num_heads)
+    if head_dim % 2:
+        raise ConfigError(f"{config.file} has a head_dim of {head_dim}, which is odd.")
+    max_position = config.size(
+        "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length", default=2048
+    )
+    return ModelSpec(
+        architecture=architecture,
+        model_type=model_type,
+        vocab_size=config.size("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=max_position,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=_rope(config, max_position),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        attention_bias=config.flag("attention_bias", False),
+        mlp_bias=config.flag("mlp_bias", False),
+        hidden_act=config.text("hidden_act", "silu"),
+        windows=_windows(config, model_type, num_layers),
+        dtype=_dtype(config),
+        bos_token_id=next(iter(config.ids("bos_token_id")), None),
+        eos_token_ids=tuple(dict.fromkeys([*generation.ids("eos_token_id"), *config.ids("eos_token_id")])),
+    )
+
+
+def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
+    """The part of a spec that the configuration depends on."""
+    return ModelFacts(
+        path=str(folder),
+        name=name,
+        max_position=spec.max_position,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        dtype=spec.dtype,
+    )
+
+
+def _read_json(file: Path) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
+    except FileNotFoundError:
+        raise ConfigError(f"{file.parent} has no {file.name}, so it is not a model folder.") from None
+    except OSError as e:
+        raise ConfigError(f"{file} cannot be read: {e.strerror}.") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{file} is not a valid JSON object: {e}.") from None
+
+
+class _Fields:
+    """Typed access to one JSON object; every misfit names the file and the field. A null counts as absent."""
+
+    def __init__(self, raw: dict[str, object], file: Path) -> None:
+        self.raw = raw
+        self.file = file
+
+    def size(self, *names: str, default: int | None = None) -> int:
+        """A positive whole number under the first of `names` that is there."""
+        for name in names:
+            value = self.raw.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a positive whole number.")
+            return value
+        if default is None:
+            raise ConfigError(f"{self.file} has no {names[0]}.")
+        if default < 1:
+            raise ConfigError(f"{self.file} has no {names[0]}, and its other sizes give {default}.")
+        return default
+
+    def number(self, name: str, default: float) -> float:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a positive number.")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.file} has {name} = {value!r}, which should be true or false.")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a text.")
+        return value
+
+    def ids(self, name: str) -> list[int]:
+        """Token ids: a number, a list of numbers, or nothing."""
+        value = self.raw.get(name)
+        entries: list[object] = [] if value is None else value if isinstance(value, list) else [value]
+        ids = [i for i in entries if isinstance(i, int) and not isinstance(i, bool)]
+        if len(ids) < len(entries):
+            raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a token id or a list of them.")
+        return [i for i in ids if i >= 0]  # -1 stands for "none" in some files
+
+    def part(self, name: str) -> "_Fields | None":
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.file} has {name} = {value!r}, which should be an object.")
+        return _Fields(value, self.file)
+
+
+def _rope(config: _Fields, max_position: int) -> Rope:
+    """transformers 5 writes everything into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
+    scaling = config.part("rope_parameters") or config.part("rope_scaling") or _Fields({}, config.file)
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    original = config.size(
+        "original_max_position_embeddings",
+        default=scaling.size("original_max_position_embeddings", default=max_position),
+    )
+    factor = scaling.number("factor", max_position / original if kind == "yarn" else 1.0)
+    if any(isinstance(value, dict) for value in scaling.raw.values()):
+        kind = "by layer"  # one set for each kind of layer: only the fallback knows such models
+    return Rope(
+        kind=kind,
+        theta=scaling.number("rope_theta", config.number("rope_theta", 10_000.0)),
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=scaling.number("low_freq_factor", 1.0),
+        high_freq_factor=scaling.number("high_freq_factor", 4.0),
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+        attention_factor=_yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
+        truncate=scaling.flag("truncate", True),
+    )
+
+
+def _yarn_attention_factor(scaling: _Fields, factor: float) -> float:
+    """How much yarn sharpens attention (arXiv 2309.00071, section 3.4; mscale is DeepSeek's refinement)."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.raw.get("mscale") and scaling.raw.get("mscale_all_dim"):
+        derived = mscale(scaling.number("mscale", 1.0)) / mscale(scaling.number("mscale_all_dim", 1.0))
+    else:
+        derived = mscale(1.0)
+    return scaling.number("attention_factor", derived)
+
+
+def _windows(config: _Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+    """Which layers look back only so far. Read for the native families; the fallback's models say it themselves."""
+    everything: tuple[int | None, ...] = (None,) * num_layers
+    if config.raw.get("sliding_window") is None or model_type not in ("mistral", "qwen2", "qwen3"):
+        return everything
+    window = config.size("sliding_window")
+    if model_type == "mistral":
+        return (window,) * num_layers
+    if not config.flag("use_sliding_window", False):
+        return everything
+    types = config.raw.get("layer_types")
+    if isinstance(types, list):
+        if len(types) != num_layers:
+            raise ConfigError(f"{config.file} has {num_layers} layers but {len(types)} layer_types.")
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    first = config.size("max_window_layers", default=28)  # 28 is what the config class assumes
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _dtype(config: _Fields) -> str:
+    name = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"{config.file} has dtype = {name!r}; pagewire reads float32, bfloat16 and float16.")
+    return _DTYPES[name]

@@ -1,0 +1,58 @@
+"""Who takes how much memory: weights, workspace, KV cache. Plain arithmetic, and the lines that people read."""
+
+from msgspec import Struct
+
+_GATHER_BYTES = 64 << 20  # most that the kept buffers of attention are expected to grow to
+
+
+class MemoryPlan(Struct, frozen=True, kw_only=True):
+    """Bytes, all of one device."""
+
+    weights: int
+    workspace: int  # what a step may take besides, estimated
+    block: int  # one KV block of all layers
+    block_size: int  # positions
+    max_model_len: int
+
+    def num_blocks(self, budget: int) -> int:
+        """Blocks that fit into `budget` bytes, but at least one."""
+        return max(1, budget // self.block)
+
+    def lines(self, num_blocks: int) -> tuple[str, ...]:
+        """For the operator."""
+        whole = num_blocks // -(-self.max_model_len // self.block_size)
+        requests = (
+            f"{whole:,} request{'' if whole == 1 else 's'} of {self.max_model_len:,} tokens"
+            if whole
+            else f"less than one request of {self.max_model_len:,} tokens"
+        )
+        return (
+            f"weights {size(self.weights)} | workspace {size(self.workspace)} | KV cache "
+            f"{size(num_blocks * self.block)} = {num_blocks:,} blocks of {self.block_size} tokens, {requests}",
+        )
+
+
+def workspace_bytes(
+    *,
+    tokens: int,
+    rows: int,
+    hidden_size: int,
+    intermediate_size: int,
+    vocab_size: int,
+    itemsize: int,
+    cache_bytes: int,
+) -> int:
+    """An estimate of a step's own memory: activations of its tokens, logits of its rows, attention's gathered keys."""
+    activations = tokens * (8 * hidden_size + 3 * intermediate_size) * itemsize
+    logits = min(rows, tokens) * vocab_size * (itemsize + 2 * 4)
+    return activations + logits + min(_GATHER_BYTES, cache_bytes)
+
+
+def size(num_bytes: int) -> str:
+    """3.9 MB, 2.0 GB: powers of 1024, as the flags understand them."""
+    value = float(num_bytes)
+    for unit in ("bytes", "kB", "MB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GB"

@@ -1,0 +1,71 @@
+"""The state of every row, in columns: ids, lengths, block tables and sampling parameters.
+
+A row is a place for one running request. The core says which request has which row; this file only keeps what the core
+said and what was sampled since. All columns are NumPy arrays, so that a step over many rows costs no Python per row.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...ipc.messages import RowOpen, Sampling
+
+
+class Rows:
+    """`num_rows` rows of at most `max_len` positions, and the id that may be drawn after the last of them."""
+
+    def __init__(self, *, num_rows: int, max_len: int, block_size: int) -> None:
+        # The two large columns are zeroed lazily by the system: memory is taken only where rows write.
+        self.ids: NDArray[np.int32] = np.zeros((num_rows, max_len + 1), np.int32)
+        self.blocks: NDArray[np.int32] = np.zeros((num_rows, -(-(max_len + 1) // block_size)), np.int32)
+        self.num_blocks: NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.num_ids: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # ids known; those beyond are stale
+        self.num_prompt: NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.num_computed: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # positions whose KV is in the cache
+
+        self.temperature: NDArray[np.float32] = np.zeros(num_rows, np.float32)  # 0: greedy
+        self.top_k: NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.top_p: NDArray[np.float32] = np.ones(num_rows, np.float32)
+        self.min_p: NDArray[np.float32] = np.zeros(num_rows, np.float32)
+        self.seed: NDArray[np.uint64] = np.zeros(num_rows, np.uint64)
+        self.num_logprobs: NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # -1: not asked for
+        self.num_prompt_logprobs: NDArray[np.int64] = np.full(num_rows, -1, np.int64)
+        self.edits_logits: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # has a bias or a penalty
+        self.sampling: list[Sampling] = [Sampling()] * num_rows  # whole, for the rows that edit logits
+
+    def open(self, row: RowOpen) -> None:
+        """Forgets what the row held and takes what the message says."""
+        i, sampling = row.row, row.sampling
+        ids = np.frombuffer(row.ids, "<i4")
+        blocks = np.frombuffer(row.block_ids, "<i4")
+        self.ids[i, : len(ids)] = ids
+        self.num_ids[i] = len(ids)
+        self.num_prompt[i] = row.num_prompt
+        self.num_computed[i] = row.num_computed
+        self.blocks[i, : len(blocks)] = blocks
+        self.num_blocks[i] = len(blocks)
+        self.temperature[i] = sampling.temperature
+        self.top_k[i] = sampling.top_k
+        self.top_p[i] = sampling.top_p
+        self.min_p[i] = sampling.min_p
+        self.seed[i] = sampling.seed
+        self.num_logprobs[i] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.num_prompt_logprobs[i] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+        self.edits_logits[i] = bool(
+            sampling.logit_bias
+            or sampling.repetition_penalty != 1
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+        )
+        self.sampling[i] = sampling
+
+    def grow(self, rows: NDArray[np.int32], blocks: NDArray[np.int32]) -> None:
+        """Appends a block to each row's table; a row may appear several times."""
+        for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
+            self.blocks[row, self.num_blocks[row]] = block
+            self.num_blocks[row] += 1
+
+    def append(self, rows: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
+        """Stores the ids drawn for the positions after those computed. An invalid id (-1) is kept as 0: the core fails
+        such a request, but a plan made before it knew may still compute the row once more."""
+        self.ids[rows, self.num_computed[rows]] = np.maximum(ids, 0)
+        self.num_ids[rows] = self.num_computed[rows] + 1

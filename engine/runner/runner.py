@@ -1,0 +1,239 @@
+"""One model on one device: loads it, opens its KV cache, and runs plans.
+
+The worker process calls it and knows nothing of torch. Life: `load`, `offer`, `open_cache`, then `launch` and `collect`
+in turn; plans are answered in the order they were launched. The runner keeps the rows (see `rows.py`); everything else
+about a request is the core's.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...config import EngineConfig
+from ...ipc.messages import RowLogprobs, StepPlan, StepResult
+from ...kernels.ops import Ops, reference_ops
+from ..attention.base import AttentionBackend
+from ..attention.torch_paged import TorchPagedAttention
+from ..cache.kv_cache import KvCache
+from ..device.base import Device, choose_device
+from ..models import registry
+from ..models.decoder import Model
+from ..models.spec import ModelSpec, read_spec
+from ..weights.loader import load_weights
+from ..weights.mapping import checkpoint_targets
+from ..weights.reader import CheckpointReader
+from .logprobs import best_logprobs, row_logprobs
+from .memory import MemoryPlan, workspace_bytes
+from .rows import Rows
+from .sampler import Sampler
+from .step_inputs import StepInputs, step_inputs
+
+_LOGITS_BYTES = 32 << 20  # most float32 logits of prompt positions at once
+
+
+class Runner:
+    """See the head of the file. One thread, which also called `load`."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        model: Model,
+        device: Device,
+        ops: Ops,
+        memory: MemoryPlan,
+        timings: dict[str, float],
+    ) -> None:
+        self.timings = timings  # part of the start → seconds
+        self._config = config
+        self._model = model
+        self._device = device
+        self._ops = ops
+        self._memory = memory
+        self._rows = Rows(num_rows=config.max_num_seqs, max_len=config.max_model_len, block_size=config.block_size)
+        self._sampler = Sampler(vocab_size=config.vocab_size, device=device.torch_device)
+        self._attention: AttentionBackend | None = None
+        self._results: deque[StepResult] = deque()
+
+    @classmethod
+    def load(cls, config: EngineConfig, *, progress: Callable[[int, int], None] | None = None) -> "Runner":
+        """Reads the checkpoint. `progress` is told (bytes done, bytes in all). Raises ConfigError, CheckpointError."""
+        timings = {}
+        started = time.perf_counter()
+        folder = Path(config.model_path)
+        spec = read_spec(folder)
+        device = choose_device(config.device, num_threads=config.num_threads)
+        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        ops = reference_ops()
+        model, weights = _load_model(spec, folder, config.max_model_len, dtype, device.torch_device, ops, progress)
+        timings["weights"] = time.perf_counter() - started
+        block = model.kv_shape.block_bytes(config.block_size)
+        workspace = workspace_bytes(
+            tokens=config.max_num_batched_tokens,
+            rows=config.max_num_seqs,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            vocab_size=spec.vocab_size,
+            itemsize=dtype.itemsize,
+            cache_bytes=_blocks_needed(config) * block // model.kv_shape.num_layers,
+        )
+        memory = MemoryPlan(
+            weights=weights,
+            workspace=workspace,
+            block=block,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+        )
+        return cls(config=config, model=model, device=device, ops=ops, memory=memory, timings=timings)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the operator; the KV cache as it would be offered now."""
+        return self._memory.lines(self.offer())
+
+    @property
+    def num_pending(self) -> int:
+        """Plans launched and not collected."""
+        return len(self._results)
+
+    def offer(self) -> int:
+        """Blocks that there is room for: what `kv_cache_memory` holds, or as many as could ever be used if the device's
+        free memory allows it. At least one."""
+        if self._config.kv_cache_memory is not None:
+            return self._memory.num_blocks(self._config.kv_cache_memory)
+        return min(self._memory.num_blocks(self._device.cache_memory()), _blocks_needed(self._config))
+
+    def open_cache(self, num_blocks: int) -> None:
+        """Allocates the KV cache. Once, before the first `launch`."""
+        assert self._attention is None, "the cache is open already"
+        cache = KvCache(
+            shape=self._model.kv_shape,
+            num_blocks=num_blocks,
+            block_size=self._config.block_size,
+            device=self._device.torch_device,
+        )
+        self._attention = TorchPagedAttention(cache=cache, ops=self._ops)
+
+    def launch(self, plan: StepPlan) -> None:
+        """Runs the plan; its result waits for `collect`."""
+        started = time.perf_counter()
+        for row in plan.open:
+            self._rows.open(row)
+        self._rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
+        with torch.inference_mode():
+            ids, logprobs, prompt_logprobs = self._run(plan)
+        self._device.synchronize()
+        self._results.append(
+            StepResult(
+                step=plan.step,
+                ids=ids.astype("<i4").tobytes(),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                device_ms=(time.perf_counter() - started) * 1000,
+            )
+        )
+
+    def collect(self) -> StepResult:
+        """The result of the oldest plan that was launched. Raises IndexError if there is none."""
+        return self._results.popleft()
+
+    def _run(self, plan: StepPlan) -> tuple[NDArray[np.int64], dict[int, RowLogprobs], dict[int, RowLogprobs]]:
+        """(ids in the plan's order, logprobs, prompt logprobs), and the rows brought up to date."""
+        assert self._attention is not None, "launch before open_cache"
+        if not plan.rows:
+            return np.zeros(0, np.int64), {}, {}
+        device = self._device.torch_device
+        step = step_inputs(plan, self._rows, block_size=self._config.block_size, device=device)
+        self._attention.begin(step.attention)
+        hidden = self._model.hidden(step.ids, step.positions, self._attention)
+
+        prompt_logprobs = self._prompt_logprobs(hidden, step)
+        self._rows.num_computed[step.rows] += step.counts
+        if not len(step.sampled):
+            return np.zeros(0, np.int64), {}, prompt_logprobs
+        last_tokens = (step.first_tokens + step.counts - 1)[step.sampled]
+        if len(last_tokens) < hidden.shape[0]:
+            hidden = hidden.index_select(0, torch.from_numpy(last_tokens).to(device))
+        logits = self._model.logits(hidden)
+        picked = step.rows[step.sampled]
+        ids = self._sampler.sample(logits, self._rows, picked)
+        self._rows.append(picked, ids)
+        logprobs = self._logprobs(logits, ids, step.order[step.sampled], self._rows.num_logprobs[picked])
+        return ids[np.argsort(step.order[step.sampled])], logprobs, prompt_logprobs
+
+    def _logprobs(
+        self, logits: Tensor, ids: NDArray[np.int64], plan_rows: NDArray[np.int64], wanted: NDArray[np.int64]
+    ) -> dict[int, RowLogprobs]:
+        """Of the tokens drawn, for the rows that want them. All arguments are parallel."""
+        asking = np.flatnonzero((wanted >= 0) & (ids >= 0))
+        if not len(asking):
+            return {}
+        index = torch.from_numpy(asking).to(logits.device)
+        chosen = torch.from_numpy(ids[asking]).to(logits.device)
+        best_ids, values = best_logprobs(logits[index], chosen, int(wanted[asking].max()))
+        return {
+            int(plan_rows[i]): row_logprobs(best_ids[j : j + 1, : wanted[i] + 1], values[j : j + 1, : wanted[i] + 1])
+            for j, i in enumerate(asking.tolist())
+        }
+
+    def _prompt_logprobs(self, hidden: Tensor, step: StepInputs) -> dict[int, RowLogprobs]:
+        """For the rows that want them: of each prompt token whose predecessor this step computed."""
+        rows = self._rows
+        result = {}
+        slice_len = max(1, _LOGITS_BYTES // (4 * self._config.vocab_size))
+        for place in np.flatnonzero(rows.num_prompt_logprobs[step.rows] >= 0).tolist():
+            row, start, first = int(step.rows[place]), int(step.starts[place]), int(step.first_tokens[place])
+            num_positions = min(int(step.counts[place]), int(rows.num_prompt[row]) - 1 - start)
+            if num_positions <= 0:
+                continue
+            targets = torch.from_numpy(rows.ids[row, start + 1 : start + 1 + num_positions].astype(np.int64))
+            parts = [
+                best_logprobs(
+                    self._model.logits(hidden[first + at : first + min(at + slice_len, num_positions)]),
+                    targets[at : at + slice_len].to(hidden.device),
+                    int(rows.num_prompt_logprobs[row]),
+                )
+                for at in range(0, num_positions, slice_len)
+            ]
+            ids, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+            result[int(step.order[place])] = row_logprobs(ids, values)
+        return result
+
+
+def _load_model(
+    spec: ModelSpec,
+    folder: Path,
+    max_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[Model, int]:
+    """(the model with its weights, their bytes)."""
+    model = registry.build_native(spec, max_len=max_len, dtype=dtype, device=device, ops=ops)
+    if model is None:
+        from ..models.transformers_fallback import load_fallback
+
+        CheckpointReader(folder).close()  # complains of damaged and missing files in our own words
+        return load_fallback(spec, folder, max_len=max_len, dtype=dtype, device=device)
+    parameters = dict(model.named_parameters())
+    with CheckpointReader(folder) as reader:
+        weights = load_weights(
+            reader,
+            parameters,
+            checkpoint_targets(parameters, model.fused),
+            redundant=model.redundant,
+            progress=progress,
+        )
+    return model, weights
+
+
+def _blocks_needed(config: EngineConfig) -> int:
+    """Blocks for as many requests as may run at once, each as long as it may get."""
+    return config.max_num_seqs * -(-config.max_model_len // config.block_size)

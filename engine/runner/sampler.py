@@ -1,0 +1,161 @@
+"""Draws the next token of each row.
+
+The order is vLLM's: bias and penalties change the raw logits, temperature divides them, min_p, top_k and top_p cut the
+tail, and one token is drawn from what is left. Drawing is the Gumbel-max trick: the token with the greatest
+logit + Gumbel noise is a sample of the softmax. The noise of a token is a hash of (request seed, output position, token
+id), so a request draws the same tokens alone, in any batch, in any row, and again after it was moved or resumed.
+
+The hash is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the
+constants are those of Vigna's splitmix64.c): its generator steps by a constant and mixes the state, so the n-th number
+of the generator that starts at `key` is mix(key + n · step), without the numbers before it.
+"""
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...ipc.messages import Sampling
+from .rows import Rows
+
+_STEP = 0x9E3779B97F4A7C15
+_MULTIPLY_1 = 0xBF58476D1CE4E5B9
+_MULTIPLY_2 = 0x94D049BB133111EB
+_COLDEST = 1e-5  # temperatures below count as this one: float32 could not tell them apart
+_GREATEST = 1e30  # what an edited logit may be at most, so that differences and quotients stay finite
+_FIRST_BEST = 256  # how many of the best tokens to look at before more are sorted
+
+
+class Sampler:
+    """Draws from logits of `vocab_size` tokens. Keeps no state between steps."""
+
+    def __init__(self, *, vocab_size: int, device: torch.device) -> None:
+        self._steps = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device) * _signed(_STEP)
+
+    def sample(self, logits: Tensor, rows: Rows, picked: NDArray[np.int64]) -> NDArray[np.int64]:
+        """One id for each of the rows `picked`, for the position after those computed; -1 where logits are not finite.
+
+        logits: [picked, vocab] float32 and left as they are.
+        """
+        most, best = logits.max(dim=-1)
+        finite = torch.isfinite(most).cpu().numpy()
+        ids = np.where(finite, best.cpu().numpy(), -1)
+        drawn = finite & (rows.temperature[picked] > 0)
+        special = np.flatnonzero(drawn | (finite & rows.edits_logits[picked]))
+        if len(special):
+            edited = logits[torch.from_numpy(special).to(logits.device)]
+            for i in np.flatnonzero(rows.edits_logits[picked[special]]).tolist():
+                row = int(picked[special[i]])
+                end = int(rows.num_computed[row])
+                _edit(edited[i], rows.sampling[row], rows.ids[row, :end], int(rows.num_prompt[row]))
+            ids[special] = edited.argmax(dim=-1).cpu().numpy()
+            if drawn.any():
+                among = np.flatnonzero(drawn[special])
+                if len(among) < len(special):
+                    edited = edited[torch.from_numpy(among).to(logits.device)]
+                ids[drawn] = self._draw(edited, rows, picked[drawn]).cpu().numpy()
+        return ids
+
+    def _draw(self, logits: Tensor, rows: Rows, picked: NDArray[np.int64]) -> Tensor:
+        """ids: [picked] int64. logits: [picked, vocab] float32, changed in place."""
+
+        def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(values).to(logits.device)[:, None]
+
+        temperature = np.maximum(rows.temperature[picked], np.float32(_COLDEST))
+        scaled = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(column(temperature))
+        keys = torch.from_numpy(_keys(rows.seed[picked], (rows.num_computed - rows.num_prompt)[picked]))
+        keys = keys.to(logits.device)
+        top_k, top_p, min_p = rows.top_k[picked], rows.top_p[picked], rows.min_p[picked]
+        if not ((top_k > 0) | (top_p < 1) | (min_p > 0)).any():
+            return scaled.sub_(_exponential(keys[:, None] + self._steps).log_()).argmax(dim=-1)
+        # Only what is left needs noise: usually few tokens of a large vocabulary.
+        left = scaled >= _floors(scaled, column(top_k), column(top_p), column(min_p))
+        row, token = left.nonzero(as_tuple=True)
+        scores = torch.full_like(scaled, -math.inf)
+        scores[row, token] = scaled[row, token] - _exponential(keys[row] + self._steps[token]).log_()
+        return scores.argmax(dim=-1)
+
+
+def _edit(logits: Tensor, sampling: Sampling, ids: NDArray[np.int32], num_prompt: int) -> None:
+    """Adds the bias, then applies the penalties. logits: [vocab], changed in place; ids: prompt and output."""
+
+    def tensor(values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(logits.device)
+
+    if sampling.logit_bias:
+        known = {token: bias for token, bias in sampling.logit_bias.items() if token < logits.shape[0]}
+        tokens = torch.tensor(list(known), dtype=torch.int64, device=logits.device)
+        logits.index_add_(0, tokens, torch.tensor(list(known.values()), dtype=logits.dtype, device=logits.device))
+    if sampling.repetition_penalty != 1:
+        seen = tensor(np.unique(ids))
+        values = logits[seen]
+        penalty = sampling.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        written, counts = np.unique(ids[num_prompt:], return_counts=True)
+        logits[tensor(written)] -= sampling.frequency_penalty * tensor(counts) + sampling.presence_penalty
+    # A bias of 1e300 is a finite number, too. The request gets what it asked for, and everyone else their tokens.
+    logits.nan_to_num_(nan=-_GREATEST, posinf=_GREATEST, neginf=-_GREATEST)
+
+
+def _floors(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The least logit that may be drawn, [rows, 1]. scaled: [rows, vocab] with a maximum of 0; the others [rows, 1].
+
+    Logits equal to the least one stay as well, so the answer depends on no order among equals.
+    """
+    vocab = scaled.shape[1]
+    min_p_floor = min_p.log()  # the best token's logit is 0; min_p 0 gives -inf
+    k = torch.where((top_k == 0) | (top_k > vocab), vocab, top_k)
+    limited = k < vocab
+    look_at = min(vocab, max(_FIRST_BEST, int(torch.where(limited, k, 0).amax())))
+    while True:
+        best = torch.topk(scaled, look_at, dim=-1).values
+        kth = best.gather(1, (k - 1).clamp(max=look_at - 1))
+        floor = torch.where(limited, torch.maximum(kth, min_p_floor), min_p_floor)
+        if bool((top_p >= 1).all()):
+            return floor
+        total = scaled.masked_fill(scaled < floor, -math.inf).logsumexp(dim=-1, keepdim=True)
+        probs = (best - total).exp().masked_fill_(best < floor, 0)
+        before = probs.cumsum(dim=-1) - probs
+        num_inside = (before < top_p).sum(dim=-1, keepdim=True)
+        settled = (num_inside < look_at) | (top_p >= 1) | (best[:, -1:] < floor)
+        if look_at == vocab or bool(settled.all()):
+            least_inside = best.gather(1, (num_inside - 1).clamp(min=0))
+            return torch.where(top_p < 1, torch.maximum(floor, least_inside), floor)
+        look_at = min(vocab, 8 * look_at)
+
+
+def _exponential(state: Tensor) -> Tensor:
+    """Exponentially distributed float32 for each hash state (int64, changed in place); -log of it is Gumbel noise.
+
+    The uniform number u has 31 bits and is used as -log(1 - u), which keeps the small values fine-grained that make a
+    token win.
+    """
+    state ^= (state >> 30) & 0x3FFFFFFFF
+    state *= _signed(_MULTIPLY_1)
+    state ^= (state >> 27) & 0x1FFFFFFFFF
+    state *= _signed(_MULTIPLY_2)
+    # The last step of the mix, z ^ z >> 31, leaves the 31 highest bits alone, and those are all that is used.
+    uniform = ((state >> 33) & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+
+
+def _keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each row's generator starts: a hash of the request's seed and the output position."""
+    with np.errstate(over="ignore"):
+        of_seed = _mix(seeds + np.uint64(_STEP))
+        return _mix(of_seed + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_STEP)).view(np.int64)
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MULTIPLY_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MULTIPLY_2)
+    return z ^ (z >> np.uint64(31))
+
+
+def _signed(constant: int) -> int:
+    """The same 64 bits as a signed number: torch multiplies int64 and wraps."""
+    return constant - (1 << 64) if constant >> 63 else constant

@@ -1,0 +1,73 @@
+"""Turns a plan into the tensors of one pass: which token of which row stands where.
+
+Decode rows (one token) are put first, in ascending order of context; rows with more tokens follow in the plan's order.
+`order` says which of the plan's rows stands at each place.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...ipc.messages import StepPlan
+from ..attention.base import AttentionStep
+from .rows import Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """One pass over `tokens` tokens of `rows` rows, on the device."""
+
+    order: NDArray[np.int64]  # [rows] place → index into the plan's rows
+    rows: NDArray[np.int64]  # [rows] by place
+    starts: NDArray[np.int64]  # [rows] first position each row computes
+    counts: NDArray[np.int64]  # [rows] positions each row computes
+    first_tokens: NDArray[np.int64]  # [rows] where the row's tokens begin
+    sampled: NDArray[np.int64]  # places that draw a token, ascending
+    ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    attention: AttentionStep
+
+
+def step_inputs(plan: StepPlan, rows: Rows, *, block_size: int, device: torch.device) -> StepInputs:
+    """Reads the rows and changes nothing."""
+    planned = np.frombuffer(plan.rows, "<i4").astype(np.int64)
+    counts = np.frombuffer(plan.counts, "<i4").astype(np.int64)
+    sample = np.frombuffer(plan.sample, np.uint8)
+    starts = rows.num_computed[planned]
+
+    order = np.argsort(np.where(counts == 1, starts, np.iinfo(np.int64).max), kind="stable")
+    planned, counts, starts = planned[order], counts[order], starts[order]
+    ends = starts + counts
+    assert (ends <= rows.num_ids[planned]).all(), f"step {plan.step} computes positions whose ids are not known"
+    assert (ends <= rows.num_blocks[planned] * block_size).all(), f"step {plan.step} computes positions without a block"
+
+    bounds = np.cumsum(counts)
+    first_tokens = bounds - counts
+    row_of_token = np.repeat(planned, counts)
+    positions = np.arange(bounds[-1]) + np.repeat(starts - first_tokens, counts)
+    slots = rows.blocks[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+    # A block whose first position is computed now and whose last is not still holds what its last owner left.
+    partly = (ends % block_size != 0) & (ends - ends % block_size >= starts)
+    fresh = rows.blocks[planned[partly], ends[partly] // block_size].astype(np.int64)
+    return StepInputs(
+        order=order,
+        rows=planned,
+        starts=starts,
+        counts=counts,
+        first_tokens=first_tokens,
+        sampled=np.flatnonzero(sample[order]),
+        ids=torch.from_numpy(rows.ids[row_of_token, positions].astype(np.int64)).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        attention=AttentionStep(
+            num_decode=int(np.count_nonzero(counts == 1)),
+            context_lens=ends,
+            query_lens=counts,
+            block_table=rows.blocks[planned, : -(-int(ends.max()) // block_size)],
+            slots=torch.from_numpy(slots).to(device),
+            fresh_blocks=torch.from_numpy(fresh).to(device) if len(fresh) else None,
+        ),
+    )

@@ -1,0 +1,59 @@
+"""Ids to text, a few at a time, in whole characters.
+
+Owns the undecoded bytes at the end of one request's output. Knows nothing of stop strings or messages; used by
+`output.OutputText`.
+"""
+
+import codecs
+from collections.abc import Sequence
+
+from .tokenizer import Tokenizer
+
+_CONTEXT = 8  # ids of the prompt's end that a decoder which looks at neighbours is shown
+
+
+class IncrementalDetokenizer:
+    """The text of one output. All pushes and the flush together are `tokenizer.decode` of all ids, but for the leading
+    space of sentencepiece vocabularies, which is kept where text stands before the output.
+
+    Where the prompt ends inside a character, the output's first bytes complete nothing: they become U+FFFD, and no text
+    of the prompt can appear in the output (vLLM #48853)."""
+
+    def __init__(self, tokenizer: Tokenizer, context_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+        """`context_ids`: the last ids before the output; none at the start of a text."""
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        context = [id for id in context_ids if id not in self._skipped][-_CONTEXT:]
+        self._at_start = not context and tokenizer.leading_space != "keep"
+        self._window = context  # not byte exact: ids of which the first `_num_read` have been given out
+        self._num_read = len(context)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The whole characters that became known with `ids`."""
+        if not self._tokenizer.is_byte_exact:
+            self._window.extend(ids)
+            return self._read_window(last=False)
+        visible = [id for id in ids if id not in self._skipped]
+        data = [self._tokenizer.token_bytes(id) for id in visible]
+        if self._at_start and visible:
+            self._at_start = False
+            data[0] = self._tokenizer.strip_start(self._tokenizer.first_token_bytes(visible[0]))
+        return self._decoder.decode(b"".join(data))
+
+    def flush(self) -> str:
+        """The end: U+FFFD if half a character was left, else nothing."""
+        if not self._tokenizer.is_byte_exact:
+            return self._read_window(last=True)
+        return self._decoder.decode(b"", final=True)
+
+    def _read_window(self, last: bool) -> str:
+        """Decodes from the last border where the text was whole; the difference to before is the news."""
+        before = self._tokenizer.decode_window(self._window[: self._num_read], self._skip_special_tokens)
+        after = self._tokenizer.decode_window(self._window, self._skip_special_tokens)
+        if len(after) <= len(before) or (after.endswith("\ufffd") and not last):
+            return ""
+        self._window = self._window[self._num_read :]
+        self._num_read = len(self._window)
+        return after[len(before) :]

@@ -1,0 +1,97 @@
+"""One request's output on its way to the client: ids in, text out, ended by stop strings.
+
+Joins the detokenizer and the stop strings for the detokenizer process and the offline API, and renders
+log-probabilities. Knows nothing of messages: the values here are plain tuples with the messages' fields in their order.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .detokenize import IncrementalDetokenizer
+from .stop_strings import StopStrings
+from .tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0  # what -inf becomes: JSON has no infinity
+
+
+class Piece(NamedTuple):
+    """What a push gave."""
+
+    text: str
+    num_ids: int  # how many of the pushed ids belong to the output; fewer than all only after a stop string
+    stop: str | None  # the stop string that ended the output here
+
+
+class OutputText:
+    """The text of one output. After a piece with `stop`, nothing more may be pushed."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        detokenize: bool = True,
+    ) -> None:
+        """`detokenize` False: ids are only counted and the text stays empty."""
+        self._detokenize = detokenize
+        self._has_stop = bool(stop)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, context_ids, skip_special_tokens)
+        self._stop_strings = StopStrings(stop, include_stop)
+        self.num_ids = 0
+
+    def push(self, ids: Sequence[int], last: bool = False) -> Piece:
+        """The news of `ids`, with everything that was held back if they are the `last`.
+
+        The id that completes a stop string is the output's last one, so ids are looked at one by one if there are stop
+        strings and several ids."""
+        if not self._detokenize:
+            self.num_ids += len(ids)
+            return Piece("", len(ids), None)
+        shown: list[str] = []
+        groups = [ids[i : i + 1] for i in range(len(ids))] if self._has_stop else [ids]
+        for i, group in enumerate(groups, start=1):
+            text, hit = self._stop_strings.push(self._detokenizer.push(group))
+            shown.append(text)
+            if hit is not None:
+                self.num_ids += i
+                return Piece("".join(shown), i, hit)
+        self.num_ids += len(ids)
+        hit = None
+        if last:
+            text, hit = self._stop_strings.push(self._detokenizer.flush())
+            shown.append(text)
+            if hit is None:
+                shown.append(self._stop_strings.flush())
+        return Piece("".join(shown), len(ids), hit)
+
+
+class Candidate(NamedTuple):
+    """A token that could stand at a position; fields as in `messages.TopLogprob`."""
+
+    id: int
+    token: str
+    bytes: bytes
+    logprob: float
+
+
+class Position(NamedTuple):
+    """The chosen token and the best ones, best first; fields as in `messages.TokenLogprob`."""
+
+    chosen: Candidate
+    top: tuple[Candidate, ...]
+
+
+def render_logprobs(tokenizer: Tokenizer, width: int, ids: bytes, values: bytes) -> list[Position]:
+    """The positions of a `messages.RowLogprobs`: `width` entries each, int32 ids, float32 values, the chosen first."""
+    all_ids, all_values = array("i"), array("f")
+    all_ids.frombytes(ids)
+    all_values.frombytes(values)
+    entries = [
+        Candidate(id, tokenizer.token_text(id), tokenizer.token_bytes(id), max(value, LOWEST_LOGPROB))
+        for id, value in zip(all_ids, all_values, strict=True)
+    ]
+    return [Position(entries[i], tuple(entries[i + 1 : i + width])) for i in range(0, len(entries), width)]

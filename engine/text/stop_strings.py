@@ -1,0 +1,71 @@
+"""Finds stop strings in a text that arrives in pieces, and holds back what could still become one.
+
+Owns the held-back text of one request. The match that is complete first wins; of several that end at the same
+character, the longest. The result does not depend on where the pieces are cut, and the time is linear in the
+text for each stop string (Knuth, Morris, Pratt).
+"""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """One request's stop strings. After a hit, nothing more may be pushed."""
+
+    def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
+        """`include_stop`: the matched string stays in the text."""
+        self._needles = [_Needle(text) for text in stop if text]
+        self._first_chars = {needle.text[0] for needle in self._needles}
+        self._include_stop = include_stop
+        self._held = ""  # as long as the longest match so far; empty: none has begun
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """What may be shown now, and the stop string that was found, if one was."""
+        needles = self._needles
+        if not self._held and not any(char in text for char in self._first_chars):
+            return text, None
+        for end, char in enumerate(text, start=1):
+            hit: _Needle | None = None
+            for needle in needles:
+                if needle.step(char) and (hit is None or len(needle.text) > len(hit.text)):
+                    hit = needle
+            if hit is not None:
+                whole = self._held + text[:end]
+                self._held = ""
+                return whole if self._include_stop else whole[: len(whole) - len(hit.text)], hit.text
+        whole = self._held + text
+        num_shown = len(whole) - max(needle.num_matched for needle in needles)
+        self._held = whole[num_shown:]
+        return whole[:num_shown], None
+
+    def flush(self) -> str:
+        """The text's end: whatever was held back is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Needle:
+    """One stop string and how many of its characters the text so far ends with."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._borders = [0] * (len(text) + 1)  # [n]: longest proper prefix of text[:n] that also ends it
+        length = 0
+        for i in range(1, len(text)):
+            while length and text[i] != text[length]:
+                length = self._borders[length]
+            if text[i] == text[length]:
+                length += 1
+            self._borders[i + 1] = length
+
+    def step(self, char: str) -> bool:
+        """Takes the next character; whether the text now ends with the whole string."""
+        text, matched = self.text, self.num_matched
+        if matched == len(text):
+            matched = self._borders[matched]
+        while matched and text[matched] != char:
+            matched = self._borders[matched]
+        if text[matched] == char:
+            matched += 1
+        self.num_matched = matched
+        return matched == len(text)

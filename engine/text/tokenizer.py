@@ -1,0 +1,328 @@
+"""A model's tokenizer: text to ids, ids to bytes and text.
+
+Owns the `tokenizers` library's object and what tokenizer_config.json adds to it. Knows nothing of requests, templates
+or streams; the tokenizer and detokenizer processes and the offline API each load one.
+
+Special tokens that a *person* wrote (`<|im_end|>` in a chat message) must not become control tokens. `neutralize`
+puts a sentinel in the place of each; the sentinels are added tokens of this tokenizer's own, so the library itself
+splits the rendered template exactly as it would without them, and `encode_rendered` then replaces each sentinel's id by
+the ids of the special token's text. A text without such strings takes the ordinary path.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import tokenizers
+
+from ...errors import ConfigError
+
+SENTINEL = "\ufdd0"  # a noncharacter that no text means; followed by one private-use character for each special token
+_SENTINEL_BASE = 0x10F000
+
+LeadingSpace = Literal["keep", "strip", "strip_token"]
+"""What decoding does at the very start of a text: nothing; drop one space; drop all spaces of the first token."""
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's table: byte-level vocabularies write each byte as one printable character."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()
+
+
+class Tokenizer:
+    """One model's tokenizer. Not for use from several threads at once."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, object]) -> None:
+        """`settings` is tokenizer_config.json (special_tokens_map.json merged in), or what stands in for it."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(settings.get(name)))}
+        _add_declared_tokens(backend, settings, self.special_tokens.values())
+        self.bos_token = self.special_tokens.get("bos_token")
+        self.eos_token = self.special_tokens.get("eos_token")
+        self.bos_token_id = self._id_of(self.bos_token)
+        self.eos_token_id = self._id_of(self.eos_token)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self._added_text = {id: token.content for id, token in added.items()}
+        self._decoding = _Decoding.of(backend)
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
+        self._plain_ids_of: dict[int, list[int]] = {}  # a sentinel's id → the ids of its special token as plain text
+        self._sentinel_of: dict[str, str] = {}
+        self._specials = re.compile("(?!)")
+        self._add_sentinels([added[id].content for id in sorted(self.special_ids) if added[id].content])
+
+    # ── to ids ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`text` as the library encodes it: special tokens in it are parsed."""
+        return self._expand(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def neutralize(self, text: str) -> str:
+        """`text` with a sentinel in the place of each special token's string. For what a person wrote."""
+        return self._specials.sub(lambda match: self._sentinel_of[match[0]], text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """A rendered chat template: its own special tokens are parsed, `neutralize`d ones become plain text."""
+        return self.encode(text, add_special_tokens=False)
+
+    def _expand(self, ids: list[int]) -> list[int]:
+        if not self._plain_ids_of or max(ids, default=0) < self.vocab_size:
+            return ids
+        expanded: list[int] = []
+        for id in ids:
+            expanded.extend(self._plain_ids_of.get(id, (id,)))
+        return expanded
+
+    def _add_sentinels(self, specials: Sequence[str]) -> None:
+        """Encodes every special token as plain text once, and teaches the library the sentinels."""
+        self._backend.encode_special_tokens = True
+        plain = {text: self._encode_plain(text) for text in specials}
+        self._backend.encode_special_tokens = False
+        self._sentinel_of = {text: SENTINEL + chr(_SENTINEL_BASE + i) for i, text in enumerate(plain)}
+        self._backend.add_special_tokens(
+            [tokenizers.AddedToken(sentinel, special=True, normalized=False) for sentinel in self._sentinel_of.values()]
+        )
+        for text, sentinel in self._sentinel_of.items():
+            id = self._backend.token_to_id(sentinel)
+            assert id is not None and id >= self.vocab_size, f"the sentinel of {text!r} has id {id}"
+            self._plain_ids_of[id] = plain[text]
+        if plain:
+            # Literal strings only, longest first, so that a token wins over those that it contains.
+            self._specials = re.compile("|".join(re.escape(text) for text in sorted(plain, key=len, reverse=True)))
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Needs `encode_special_tokens`. Some vocabularies hold a special token's string as an ordinary entry too; it
+        is then spelled in single characters."""
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if self.special_ids.isdisjoint(ids):
+            return ids
+        spelled = [id for char in text for id in self._backend.encode(char, add_special_tokens=False).ids]
+        return [id for id in spelled if id not in self.special_ids]
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._backend.token_to_id(token)
+
+    # ── from ids ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def leading_space(self) -> LeadingSpace:
+        """What happens to a space at the start of a decoded text."""
+        return self._decoding.leading_space
+
+    @property
+    def is_byte_exact(self) -> bool:
+        """Whether a text is the UTF-8 of its tokens' bytes one after the other, but for `leading_space`."""
+        return self._decoding.is_byte_exact
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, from the start of a text. Bytes that are no UTF-8 become U+FFFD; unknown ids vanish.
+
+        The same text that `IncrementalDetokenizer` gives in pieces."""
+        if not self.is_byte_exact:
+            return self.decode_window(ids, skip_special_tokens)
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        visible = [id for id in ids if id not in skipped]
+        data = [self.token_bytes(id) for id in visible]
+        if visible:
+            data[0] = self.first_token_bytes(visible[0])
+        return self.strip_start(b"".join(data)).decode("utf-8", "replace")
+
+    def decode_window(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The library's own decoding, for vocabularies that are not byte exact."""
+        return self._backend.decode([id for id in ids if id < self.vocab_size], skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that this token adds in the middle of a text; nothing for an id that is no token."""
+        data = self._bytes.get(id)
+        if data is None:
+            data = self._bytes[id] = self._find_bytes(id)
+        return data
+
+    def first_token_bytes(self, id: int) -> bytes:
+        """The bytes of a token that begins a text."""
+        data = self.token_bytes(id)
+        return data.replace(b" ", b"") if self.leading_space == "strip_token" and id not in self._added_text else data
+
+    def strip_start(self, data: bytes) -> bytes:
+        """The first bytes of a text, without the space that the vocabulary puts before every text."""
+        return data[1:] if self.leading_space == "strip" and data.startswith(b" ") else data
+
+    def token_text(self, id: int) -> str:
+        """The token for a person to read; U+FFFD stands where it is no whole character."""
+        text = self._texts.get(id)
+        if text is None:
+            text = self._texts[id] = self.token_bytes(id).decode("utf-8", "replace")
+        return text
+
+    def _find_bytes(self, id: int) -> bytes:
+        if id < 0 or id >= self.vocab_size or id in self._plain_ids_of:
+            return b""
+        if id in self._added_text:
+            return self._added_text[id].encode()
+        token = self._backend.id_to_token(id)
+        return b"" if token is None else self._decoding.bytes_of(token)
+
+
+class _Decoding:
+    """What a tokenizer's decoder makes of one vocabulary entry, read from the decoder's own description."""
+
+    def __init__(
+        self,
+        *,
+        byte_level: bool,
+        replaced: tuple[str, str],
+        byte_fallback: bool,
+        leading_space: LeadingSpace,
+        exact: bool,
+    ) -> None:
+        self._byte_level = byte_level
+        self._replaced = replaced
+        self._byte_fallback = byte_fallback
+        self.leading_space: LeadingSpace = leading_space
+        self.is_byte_exact = exact
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> "_Decoding":
+        decoder = backend.decoder
+        described = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+        parts = described["decoders"] if described["type"] == "Sequence" else [described]
+        byte_level = byte_fallback = False
+        exact = True
+        replaced = ("", "")
+        leading_space: LeadingSpace = "keep"
+        for part in parts:
+            match part:
+                case {"type": "ByteLevel"}:
+                    byte_level = True
+                case {"type": "ByteFallback"}:
+                    byte_fallback = True
+                case {"type": "Fuse"}:
+                    pass
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if replaced == ("", ""):
+                    replaced = (old, new)
+                case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                    leading_space = "strip"
+                case {"type": "Metaspace", "replacement": str(old), "prepend_scheme": str(scheme)}:
+                    replaced = (old, " ")
+                    leading_space = "keep" if scheme == "never" else "strip_token"
+                case _:  # WordPiece, CTC and other decoders that look at neighbours
+                    exact = False
+        return cls(
+            byte_level=byte_level,
+            replaced=replaced,
+            byte_fallback=byte_fallback,
+            leading_space=leading_space,
+            exact=exact and decoder is not None,
+        )
+
+    def bytes_of(self, token: str) -> bytes:
+        if self._byte_level:
+            values = [_BYTE_OF.get(char) for char in token]
+            known = [value for value in values if value is not None]
+            return bytes(known) if len(known) == len(values) else token.encode()
+        if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass  # an ordinary token that only looks like one
+        old, new = self._replaced
+        return (token.replace(old, new) if old else token).encode()
+
+
+# ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of the checkpoint in `folder`. Raises ConfigError if there is none or it is damaged."""
+    path = folder / "tokenizer.json"
+    settings = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+    if not path.is_file():
+        return _load_with_transformers(folder, settings)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"{path} is damaged: {error}.") from None
+    return Tokenizer(backend, settings)
+
+
+def _load_with_transformers(folder: Path, settings: Mapping[str, object]) -> Tokenizer:
+    """Checkpoints without tokenizer.json: transformers can build the same kind of object from older files."""
+    if not any(folder.glob("*.model")) and not any((folder / name).is_file() for name in ("vocab.json", "vocab.txt")):
+        raise ConfigError(f"{folder} has no tokenizer: there is no tokenizer.json in it.")
+    from transformers import AutoTokenizer  # seconds of import, so only here
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{folder} has no tokenizer.json, and transformers cannot load its tokenizer: {reason}"
+        ) from None
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ConfigError(f"{folder} has no tokenizer.json, and its tokenizer cannot be turned into one.")
+    return Tokenizer(backend, {**settings, **loaded.special_tokens_map})
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a model's folder; empty if there is no such file. Raises ConfigError if it is damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error}.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged: it holds no JSON object.")
+    return value
+
+
+def _token_text(value: object) -> str | None:
+    """A token in a config file is a string or an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _add_declared_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, object], named: Iterable[str]) -> None:
+    """Tokens that only tokenizer_config.json declares, as transformers adds them."""
+    declared = settings.get("added_tokens_decoder")
+    specials: list[tokenizers.AddedToken] = []
+    plain: list[tokenizers.AddedToken] = []
+    if isinstance(declared, dict):
+        for _, entry in sorted(declared.items(), key=lambda item: int(item[0]) if str(item[0]).isdigit() else 0):
+            text = _token_text(entry)
+            if text is None:
+                continue
+            flags = {
+                name: bool(entry[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in entry
+            }
+            is_special = bool(entry.get("special"))
+            token = tokenizers.AddedToken(text, special=is_special, **flags)
+            (specials if is_special else plain).append(token)
+    more = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or ()
+    values = more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+    known = {token.content for token in specials}
+    for text in (*named, *(text for value in values if (text := _token_text(value)))):
+        # Names of tokens that the vocabulary lacks stay names: a new id would lie outside of the model's embedding.
+        if text not in known and backend.token_to_id(text) is not None:
+            specials.append(tokenizers.AddedToken(text, special=True, normalized=False))
+            known.add(text)
+    present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([token for token in plain if token.content not in present])
+    backend.add_special_tokens(
+        [token for token in specials if token.content not in present or not present[token.content].special]
+    )

@@ -1,0 +1,109 @@
+"""Reads tensors from a checkpoint folder: model.safetensors, or the shards that model.safetensors.index.json names.
+
+Only safetensors: the pickle formats can run code. A file that is damaged, cut short or missing is a CheckpointError
+that names it. Knows nothing of models; called by `loader.py`.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol, Self, cast
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...errors import CheckpointError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class _Slice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+
+class _File(Protocol):
+    """The part of safetensors' reader that is used here; the library has no types for it."""
+
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> _Slice: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+class CheckpointReader:
+    """The tensors of one checkpoint by name. A context manager; tensors are read when asked for and not kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._stack = ExitStack()
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, _File] = {}
+        for file, names in _files(folder).items():
+            opened = self._open_file(file)
+            present = opened.keys()
+            absent = sorted((names or set()) - set(present))
+            if absent:
+                raise CheckpointError(f"{file} lacks {absent[0]}, which {_INDEX} says it holds.")
+            # With an index, what it does not name is not part of the checkpoint.
+            self._file_of.update(dict.fromkeys(present if names is None else names, file))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the files; their tensors can be asked for no more."""
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """Every tensor of the checkpoint, file by file."""
+        return list(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the file's header; reads no data."""
+        return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """On the CPU, in the file's dtype. Raises CheckpointError."""
+        try:
+            return self._open[self._file_of[name]].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as e:
+            raise CheckpointError(f"{name} cannot be read from {self._file_of[name]}: {e}.") from None
+
+    def _open_file(self, file: Path) -> _File:
+        try:
+            opened = cast(_File, self._stack.enter_context(safe_open(file, framework="pt", device="cpu")))
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} is missing, although {_INDEX} names it.") from None
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{file} is damaged or cut short: {str(e).rstrip('.')}.") from None
+        self._open[file] = opened
+        return opened
+
+
+def _files(folder: Path) -> dict[Path, set[str] | None]:
+    """The files of the checkpoint, each with the tensors it should hold (None: whatever it holds)."""
+    index = folder / _INDEX
+    if index.exists():
+        try:
+            weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as e:
+            raise CheckpointError(f"{index} is not a valid index: {e}.") from None
+        files: dict[Path, set[str] | None] = {}
+        for name, file in weight_map.items():
+            if Path(file).name != file:
+                raise CheckpointError(f"{index} names {file!r}, which is not a file of its folder.")
+            held = files.setdefault(folder / file, set())
+            assert held is not None
+            held.add(name)
+        return files
+    if (folder / _SINGLE).exists():
+        return {folder / _SINGLE: None}
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise CheckpointError(f"{folder} holds its weights as pickle files only; convert them to safetensors.")
+    raise CheckpointError(f"{folder} has no {_SINGLE} and no {_INDEX}.")

@@ -1,0 +1,91 @@
+"""The operations a decoder needs, in plain torch: the specification that every faster kernel is tested against.
+
+Tensors only; nothing here knows a model, a config or a request. Called through the table in `ops.py`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) · weight over the last dimension, computed in float32. x: [..., dim], weight: [dim], result as x."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual). All [tokens, dim]; neither input is changed."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up. gate_up: [tokens, 2 · dim], the gates first; result [tokens, dim]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates each pair (x[i], x[i + dim/2]) of every head. x: [tokens, heads, dim]; cos, sin: [tokens, 1, dim].
+
+    `sin` comes with its first half negated, so that the rotation is two products and no negation.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def write_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """Stores the keys and values of a step's tokens in the cache.
+
+    key, value: [tokens, kv_heads, dim]; k_pages, v_pages: [blocks, block_size, kv_heads, dim], changed in place;
+    slots: [tokens] int64, block · block_size + offset.
+    """
+    width = key.shape[1] * key.shape[2]
+    k_pages.view(-1, width).index_copy_(0, slots, key.reshape(-1, width))
+    v_pages.view(-1, width).index_copy_(0, slots, value.reshape(-1, width))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """softmax(query · keyᵀ · scale + mask) · value. All [batch, heads, positions, dim] (key and value may be expanded).
+
+    mask: broadcasts to [batch, heads, queries, keys], 0 or -inf, in query's dtype. Keys and values under -inf must be
+    finite all the same: 0 · NaN is NaN. With `softcap` c the scores become c · tanh(scores / c) before the mask.
+    """
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = torch.matmul(query, key.transpose(-1, -2)).mul_(scale)
+    scores = scores.div_(softcap).tanh_().mul_(softcap).add_(mask)
+    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)
+
+
+def paged_attention(
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    query_lens: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Causal attention of several rows over paged KV, one query at a time: the meaning of every attention backend.
+
+    query: [tokens, heads, dim], the rows one after another; k_pages, v_pages: [blocks, block_size, kv_heads, dim];
+    block_table: [rows, most blocks]; context_lens: [rows], keys of each row, its queries being the last query_lens of
+    them. With `window` w a query sees itself and the w - 1 positions before it. Result as query, computed in float32.
+    """
+    kv_heads, dim = k_pages.shape[2:]
+    group = query.shape[1] // kv_heads
+    out = torch.empty_like(query)
+    token = 0
+    for row, (context, count) in enumerate(zip(context_lens.tolist(), query_lens.tolist(), strict=True)):
+        keys = k_pages[block_table[row].long()].reshape(-1, kv_heads, dim).float().repeat_interleave(group, dim=1)
+        values = v_pages[block_table[row].long()].reshape(-1, kv_heads, dim).float().repeat_interleave(group, dim=1)
+        for position in range(context - count, context):
+            seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+            scores = torch.einsum("hd,khd->hk", query[token].float(), keys[seen]) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[token] = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[seen]).to(out.dtype)
+            token += 1
+    return out

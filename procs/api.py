@@ -1,0 +1,111 @@
+"""The api process: uvicorn and the gateway on one loop. It opens the port when everyone else is ready, and closes last
+what clients see: on `Stop` it refuses new requests, lets open ones go on for the grace time, then ends them in order.
+"""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from .. import __version__
+from ..api.app import create_app
+from ..api.gateway import Gateway
+from ..api.server import server_config
+from ..config import EngineConfig
+from ..ipc.actor import Post
+from ..ipc.messages import Facts, Ping, Serve, Serving, Snapshot, Stop, ToApi
+
+SILENT_LIMIT_S = 10.0  # the core reports twice a second, busy or not
+STEP_LIMIT_S = 120.0  # one step of a large model on a slow CPU takes many seconds
+CLOSE_TIMEOUT_S = 3.0  # for connections to take their last bytes
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that leaves the process's signals alone and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The supervisor decides when to end."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().startup(sockets)
+        self._on_listening()
+
+
+class ApiActor:
+    """HTTP ⇄ pipeline."""
+
+    def __init__(self, config: EngineConfig, *, http_fd: int) -> None:
+        """`http_fd`: a bound TCP socket that does not listen yet."""
+        self._config = config
+        self._http_fd = http_fd
+        self._serving: asyncio.Task[None] | None = None
+        self._heard_at = time.monotonic()  # the core's last report
+
+    def start(self, post: Post) -> Facts:
+        """See `Actor`."""
+        self._post = post
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a descriptor
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the supervisor tells when the port opens and closes
+        self._gateway = Gateway(lambda message: post("tokenizer", message))
+        self._socket = socket.socket(fileno=self._http_fd)
+        app = create_app(self._gateway, self._config, healthy=self._complaint, version=__version__)
+        self._server = _Server(server_config(app), self._on_listening)
+        return Facts()
+
+    def handle(self, messages: list[ToApi]) -> None:
+        """See `Actor`."""
+        news = []
+        for message in messages:
+            match message:
+                case Serve():
+                    self._heard_at = time.monotonic()
+                    self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
+                case Ping() | Stop():
+                    pass
+                case _:
+                    if isinstance(message, Snapshot):
+                        self._heard_at = time.monotonic()
+                    news.append(message)
+        if news:
+            self._gateway.handle(news)
+
+    async def stop(self, grace_s: float) -> None:
+        """See `Actor`."""
+        self._gateway.refuse("The server is shutting down.")
+        if grace_s > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gateway.drained(), grace_s)
+        self._gateway.close("The server is shutting down.")
+        if self._serving is not None:
+            self._server.should_exit = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._serving, CLOSE_TIMEOUT_S)
+
+    def _on_listening(self) -> None:
+        host, port = self._socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
+        self._post("supervisor", Serving(f"http://{shown}:{port}"))
+
+    def _complaint(self) -> str | None:
+        """What is wrong with the engine, for /health. A busy engine is not a dead one."""
+        silent = time.monotonic() - self._heard_at
+        if silent > SILENT_LIMIT_S:
+            return f"The engine core has not reported for {silent:.0f} s."
+        snapshot = self._gateway.snapshot
+        if snapshot is not None and snapshot.step_age_s + silent > STEP_LIMIT_S:
+            return f"The worker has been at one step for {snapshot.step_age_s + silent:.0f} s."
+        return None

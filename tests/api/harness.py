@@ -1,0 +1,271 @@
+"""A verified fake of the engine and a direct driver of the ASGI application.
+
+The engine obeys the messages' contract: each rid gets Accepted or Failed first, exactly one terminal message, and
+nothing after a Cancel. It has no clock: what it says comes one loop turn after another.
+"""
+
+import asyncio
+import json
+from array import array
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from pagewire.api.app import create_app
+from pagewire.api.gateway import Gateway
+from pagewire.config import EngineConfig
+from pagewire.errors import ErrorKind
+from pagewire.ipc.messages import (
+    Accepted,
+    Cancel,
+    ChatPrompt,
+    Chunk,
+    Failed,
+    IdsPrompt,
+    PromptEcho,
+    Submit,
+    TextBatch,
+    TextPrompt,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+    bytes_to_ids,
+    ids_to_bytes,
+)
+
+T = TypeVar("T")
+
+CONFIG = EngineConfig(
+    model_path="model",
+    served_model_names=("demo", "org/demo-alias"),
+    dtype="float32",
+    device="cpu",
+    max_model_len=128,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    kv_cache_memory=None,
+    block_size=16,
+    enable_prefix_caching=True,
+    scheduling_policy="fcfs",
+    max_num_queued_requests=4,
+    pipeline_depth=2,
+    num_threads=1,
+    vocab_size=1000,
+    eos_token_ids=(0,),
+    chat_template=None,
+    host="127.0.0.1",
+    port=0,
+    api_keys=(),
+    start_timeout_s=1.0,
+    shutdown_timeout_s=0.0,
+)
+
+
+def candidate(text: str, logprob: float) -> TopLogprob:
+    return TopLogprob(ord(text[0]) if text else 0, text, text.encode(), logprob)
+
+
+def position(text: str, num_top: int) -> TokenLogprob:
+    top = (candidate(text, -0.5), candidate("~", -2.0), candidate("^", -3.0))[:num_top]
+    return TokenLogprob(candidate(text, -0.5), top)
+
+
+class FakeEngine:
+    """Answers every Submit with `pieces`, one a step; a token is a character and its id the character's number."""
+
+    def __init__(
+        self, pieces: list[str] | None = None, *, finish: str = "stop", stop_reason: str | None = None
+    ) -> None:
+        self.pieces = ["Hel", "lo"] if pieces is None else pieces
+        self.finish = finish
+        self.stop_reason = stop_reason
+        self.refuse: tuple[ErrorKind, str] | None = None  # instead of accepting
+        self.fail_after: int | None = None  # pieces, then Failed
+        self.hold = False  # accept and say nothing more until `go`
+        self.submits: list[Submit] = []
+        self.cancels: list[int] = []
+        self.open: dict[int, tuple[Submit, int]] = {}  # rid → its order and the next piece
+        self.loop: asyncio.AbstractEventLoop | None = None  # once it has heard of a request
+        self.gateway = Gateway(self.post, clock=lambda: 0.0)
+
+    def post(self, message: Submit | Cancel) -> None:
+        self.loop = asyncio.get_running_loop()
+        match message:
+            case Submit():
+                self.submits.append(message)
+                rids = range(message.rid, message.rid + message.n)
+                self.open.update({rid: (message, 0) for rid in rids})
+                self.loop.call_soon(self._admit, list(rids))
+            case Cancel(rids=gone):
+                self.cancels.extend(gone)
+                for rid in gone:
+                    self.open.pop(rid, None)
+
+    def _admit(self, rids: list[int]) -> None:
+        for rid in rids:
+            if rid in self.open and self.refuse is not None:
+                del self.open[rid]
+                self.gateway.handle([Failed(rid, *self.refuse)])
+            elif rid in self.open:
+                self.gateway.handle([Accepted(rid, 3)])
+        if not self.hold:
+            asyncio.get_running_loop().call_soon(self._step)
+
+    def go(self) -> None:
+        self.hold = False
+        self._step()
+
+    def _step(self) -> None:
+        chunks = []
+        for rid, (order, step) in list(self.open.items()):
+            if self.fail_after == step:
+                del self.open[rid]
+                self.gateway.handle([Failed(rid, "internal", "A worker failed.")])
+                continue
+            chunks.append(self._chunk(rid, order, step))
+            if step + 1 >= len(self.pieces):
+                del self.open[rid]
+            else:
+                self.open[rid] = (order, step + 1)
+        self.gateway.handle([TextBatch(tuple(chunks))])
+        if self.open and not self.hold:
+            asyncio.get_running_loop().call_soon(self._step)
+
+    def _chunk(self, rid: int, order: Submit, step: int) -> Chunk:
+        text = self.pieces[step] if self.pieces else ""
+        chunk = Chunk(rid, text, ids_to_bytes([ord(char) for char in text]))
+        if order.sampling.logprobs is not None:
+            chunk = replace(chunk, logprobs=tuple(position(char, order.sampling.logprobs) for char in text))
+        if step == 0 and order.text.prompt:
+            chunk = replace(chunk, prompt=self._echo(order))
+        if step + 1 >= len(self.pieces):
+            usage = Usage(3, sum(map(len, self.pieces)), 1)
+            chunk = replace(chunk, finish=self.finish, stop_reason=self.stop_reason, usage=usage)  # type: ignore[arg-type]
+        return chunk
+
+    def _echo(self, order: Submit) -> PromptEcho:
+        match order.prompt:
+            case TextPrompt(text=text):
+                pass
+            case IdsPrompt(ids=ids):
+                text = "".join(map(chr, bytes_to_ids(ids)))
+            case ChatPrompt():
+                text = "abc"
+        num_top = order.sampling.prompt_logprobs
+        logprobs = None if num_top is None else (None, *(position(char, num_top) for char in text[1:]))
+        return PromptEcho(array("i", map(ord, text)).tobytes(), text, logprobs)
+
+
+class Answer:
+    """A response as the client saw it."""
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        self.status: int = messages[0]["status"] if messages else 0
+        self.headers = {name.decode(): value.decode() for name, value in (messages[0]["headers"] if messages else ())}
+        self.parts = [message["body"] for message in messages[1:]]
+        self.is_complete = bool(messages) and not messages[-1].get("more_body", False)
+        self.body = b"".join(self.parts)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.json["error"]
+        assert set(self.json) == {"error"} and set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str) and isinstance(error["code"], str | None)
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The stream's events; `[DONE]` as that string."""
+        assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
+        blocks = self.body.decode().split("\n\n")
+        assert blocks.pop() == ""
+        lines = [block.removeprefix("data: ") for block in blocks if not block.startswith(":")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+class Client:
+    """One ASGI call; `leave` is the client's disconnect."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._gone = asyncio.Event()
+        self.messages: list[dict[str, Any]] = []
+        self.on_part: Callable[[bytes], None] = lambda part: None
+
+    def leave(self) -> None:
+        self._gone.set()
+
+    async def call(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, *, whole: bool = True
+    ) -> Answer:
+        sent = {"content-type": "application/json", "host": "localhost"} | (headers or {})
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in sent.items()],
+        }
+        incoming = [{"type": "http.request", "body": body, "more_body": not whole}]
+
+        async def receive() -> dict[str, Any]:
+            if incoming:
+                return incoming.pop()
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            self.messages.append(message)
+            self.on_part(message.get("body", b""))
+
+        await self._app(scope, receive, send)
+        return Answer(self.messages)
+
+
+def make_app(engine: FakeEngine, healthy: Callable[[], str | None] = lambda: None, **config: Any) -> Any:
+    return create_app(engine.gateway, replace(CONFIG, **config), healthy=healthy, version="1.2.3")
+
+
+def run(work: Coroutine[Any, Any, T] | Awaitable[T]) -> T:
+    async def bounded() -> T:
+        async with asyncio.timeout(20):
+            return await work
+
+    return asyncio.run(bounded())
+
+
+def request(
+    engine: FakeEngine,
+    path: str,
+    body: Any = None,
+    *,
+    method: str | None = None,
+    headers: dict[str, str] | None = None,
+    **config: Any,
+) -> Answer:
+    """One call from start to end. `body`: bytes as they are, or anything to be sent as JSON."""
+    healthy = config.pop("healthy", lambda: None)
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    answer = run(
+        Client(make_app(engine, healthy, **config)).call(
+            method or ("GET" if body is None else "POST"), path, data, headers
+        )
+    )
+    assert answer.is_complete and answer.headers["x-request-id"]
+    assert not engine.open, "every request must have ended"
+    return answer
+
+
+def chat(engine: FakeEngine, **fields: Any) -> Answer:
+    return request(engine, "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], **fields})
+
+
+def complete(engine: FakeEngine, **fields: Any) -> Answer:
+    return request(engine, "/v1/completions", {"prompt": "abc", **fields})

@@ -1,0 +1,291 @@
+"""Chat completions: the shapes that clients read, streamed and plain."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pagewire.ipc.messages import ChatPrompt
+
+from .harness import FakeEngine, chat
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "n": [1, {"a": "}"}]}}\n</tool_call>'
+
+
+def deltas(events: list[Any], index: int = 0) -> list[dict[str, Any]]:
+    return [c["delta"] for e in events if e != "[DONE]" for c in e["choices"] if c["index"] == index]
+
+
+def content(events: list[Any], index: int = 0) -> str:
+    return "".join(delta.get("content", "") for delta in deltas(events, index))
+
+
+def finishes(events: list[Any], index: int = 0) -> list[str]:
+    choices = [c for e in events if e != "[DONE]" for c in e["choices"] if c["index"] == index]
+    return [c["finish_reason"] for c in choices if c["finish_reason"] is not None]
+
+
+def test_plain() -> None:
+    answer = chat(FakeEngine(stop_reason="END"), model="org/demo-alias")
+    assert answer.status == 200 and answer.headers["content-type"] == "application/json"
+    body = answer.json
+    assert body["id"].startswith("chatcmpl-") and body["object"] == "chat.completion"
+    assert body["model"] == "org/demo-alias" and isinstance(body["created"], int)
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"content": "Hello", "role": "assistant", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": "END",
+        }
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+def test_stream() -> None:
+    answer = chat(FakeEngine(), stream=True)
+    assert answer.headers["cache-control"] == "no-cache" and answer.headers["x-accel-buffering"] == "no"
+    *events, done = answer.events
+    assert done == "[DONE]"
+    assert len({(e["id"], e["created"], e["model"], e["object"]) for e in events}) == 1
+    assert events[0]["object"] == "chat.completion.chunk"
+    assert deltas(events) == [{"role": "assistant", "content": ""}, {"content": "Hel"}, {"content": "lo"}, {}]
+    assert finishes(events) == ["stop"] and all("usage" not in e and e["choices"] for e in events)
+    assert all(part.count(b"data: ") <= 1 for part in answer.parts)
+
+
+def test_stream_with_usage() -> None:
+    *events, usage, done = chat(FakeEngine(), stream=True, stream_options={"include_usage": True}).events
+    assert done == "[DONE]" and usage["choices"] == [] and usage["usage"]["total_tokens"] == 8
+    assert all(e["usage"] is None for e in events)
+
+
+def test_stream_and_plain_give_strange_text_alike() -> None:
+    text = 'quote " back \\ line \n tab \t nul \x00 emoji 🙂 sep \u2028 </script>'
+    assert content(chat(FakeEngine([text, ""]), stream=True).events) == text
+    assert chat(FakeEngine([text, ""])).json["choices"][0]["message"]["content"] == text
+
+
+def test_several_choices_interleave() -> None:
+    engine = FakeEngine()
+    *events, _ = chat(engine, stream=True, n=3).events
+    assert [content(events, i) for i in range(3)] == ["Hello"] * 3
+    assert [finishes(events, i) for i in range(3)] == [["stop"]] * 3
+    assert [e["choices"][0]["index"] for e in events[3:6]] == [0, 1, 2]
+    assert all(deltas(events, i)[0]["role"] == "assistant" for i in range(3))
+    body = chat(FakeEngine(), n=3).json
+    assert [c["index"] for c in body["choices"]] == [0, 1, 2]
+    assert body["usage"]["prompt_tokens"] == 3 and body["usage"]["completion_tokens"] == 15
+
+
+def test_empty_answer() -> None:
+    body = chat(FakeEngine([""])).json
+    assert body["choices"][0]["message"]["content"] == ""
+    *events, _ = chat(FakeEngine([""]), stream=True).events
+    assert deltas(events) == [{"role": "assistant", "content": ""}, {}]
+
+
+def test_length() -> None:
+    assert chat(FakeEngine(finish="length")).json["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_logprobs(stream: bool) -> None:
+    answer = chat(FakeEngine(["hé", "", "y"]), logprobs=True, top_logprobs=2, stream=stream)
+    if stream:
+        entries = [
+            entry
+            for e in answer.events[:-1]
+            for c in e["choices"]
+            if c["logprobs"]
+            for entry in c["logprobs"]["content"]
+        ]
+    else:
+        entries = answer.json["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == ["h", "é", "y"]
+    assert entries[1] == {
+        "token": "é",
+        "logprob": -0.5,
+        "bytes": [195, 169],
+        "top_logprobs": [
+            {"token": "é", "logprob": -0.5, "bytes": [195, 169]},
+            {"token": "~", "logprob": -2.0, "bytes": [126]},
+        ],
+    }
+
+
+def test_logprobs_without_top() -> None:
+    engine = FakeEngine(["h"])
+    assert chat(engine, logprobs=True).json["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    assert engine.submits[0].sampling.logprobs == 0
+    assert chat(FakeEngine(), logprobs=False).json["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_token_ids(stream: bool) -> None:
+    answer = chat(FakeEngine(), return_token_ids=True, stream=stream)
+    if stream:
+        events = answer.events[:-1]
+        prompts = [e["prompt_token_ids"] for e in events if "prompt_token_ids" in e]
+        assert prompts == [[97, 98, 99]]
+        ids = [i for e in events for c in e["choices"] for i in c.get("token_ids", ())]
+    else:
+        assert answer.json["prompt_token_ids"] == [97, 98, 99]
+        ids = answer.json["choices"][0]["token_ids"]
+    assert ids == list(map(ord, "Hello"))
+
+
+# ── tools ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_tool_call_plain() -> None:
+    choice = chat(FakeEngine([CALL]), tools=TOOLS).json["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call["id"].startswith("call_") and call["type"] == "function" and set(call) == {"id", "type", "function"}
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Köln", "n": [1, {"a": "}"}]}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_tool_calls_in_a_stream_however_they_are_cut(size: int) -> None:
+    text = f"Let me see.\n{CALL}\n{CALL}"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    *events, _ = chat(FakeEngine(pieces), tools=TOOLS, stream=True).events
+    assert content(events) == "Let me see." and finishes(events) == ["tool_calls"]
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas(events):
+        for part in delta.get("tool_calls", ()):
+            if "id" in part:
+                assert part["index"] not in calls and part["type"] == "function" and part["function"]["arguments"] == ""
+                calls[part["index"]] = {"id": part["id"], "name": part["function"]["name"], "arguments": ""}
+            else:
+                assert set(part) == {"index", "function"} and set(part["function"]) == {"arguments"}
+            calls[part["index"]]["arguments"] += part["function"]["arguments"]
+    assert sorted(calls) == [0, 1] and calls[0]["id"] != calls[1]["id"]
+    for call in calls.values():
+        assert call["name"] == "weather" and json.loads(call["arguments"])["city"] == "Köln"
+
+
+def test_only_one_call_if_they_must_not_be_parallel() -> None:
+    message = chat(FakeEngine([CALL + CALL]), tools=TOOLS, parallel_tool_calls=False).json["choices"][0]["message"]
+    assert len(message["tool_calls"]) == 1
+    *events, _ = chat(FakeEngine([CALL + CALL]), tools=TOOLS, parallel_tool_calls=False, stream=True).events
+    assert {part["index"] for delta in deltas(events) for part in delta.get("tool_calls", ())} == {0}
+
+
+def test_a_call_cut_by_the_length_limit() -> None:
+    choice = chat(FakeEngine([CALL[:50]], finish="length"), tools=TOOLS).json["choices"][0]
+    assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_logprobs_of_a_tool_call_are_not_lost() -> None:
+    *events, _ = chat(FakeEngine(list(CALL)), tools=TOOLS, stream=True, logprobs=True).events
+    tokens = [t["token"] for e in events for c in e["choices"] if c["logprobs"] for t in c["logprobs"]["content"]]
+    assert "".join(tokens) == CALL
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {"tools": None}])
+def test_without_tools_there_are_no_calls(fields: dict[str, Any]) -> None:
+    engine = FakeEngine([CALL])
+    choice = chat(engine, **fields).json["choices"][0]
+    assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
+    prompt = engine.submits[0].prompt
+    assert isinstance(prompt, ChatPrompt) and prompt.tools == b""
+
+
+# ── what reaches the engine ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_prompt_is_the_clients_json() -> None:
+    engine = FakeEngine()
+    messages = [{"role": "user", "content": "é🙂", "extra": [1, {"a": None}]}]
+    chat(
+        engine,
+        messages=messages,
+        tools=TOOLS,
+        chat_template_kwargs={"enable_thinking": False},
+        documents=[{"text": "d"}],
+    )
+    prompt = engine.submits[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert json.loads(prompt.messages) == messages and json.loads(prompt.tools) == TOOLS
+    assert json.loads(prompt.template_kwargs) == {"enable_thinking": False, "documents": [{"text": "d"}]}
+    assert prompt.add_generation_prompt and not prompt.continue_final_message
+
+
+def test_fields_reach_their_places() -> None:
+    engine = FakeEngine()
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 5}
+    more = {"presence_penalty": -1, "frequency_penalty": 2, "logit_bias": {"5": 1.5}}
+    chat(engine, **fields, **more, max_tokens=9, stop="x", priority=-3, ignore_eos=True, stop_token_ids=[4], n=2)
+    (order,) = engine.submits
+    sampling = order.sampling
+    assert {name: getattr(sampling, name) for name in fields} == fields
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.logit_bias) == (-1, 2, {5: 1.5})
+    assert (order.n, order.priority, order.limits.max_tokens, order.text.stop) == (2, -3, 9, ("x",))
+    assert order.limits.ignore_eos and order.limits.stop_token_ids == (4,)
+
+
+def test_defaults_and_null() -> None:
+    engine = FakeEngine()
+    chat(engine)
+    names = [
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "seed",
+        "max_tokens",
+        "logit_bias",
+        "tools",
+        "stream",
+        "user",
+        "logprobs",
+    ]
+    chat(engine, **dict.fromkeys(names))
+    first, second = engine.submits
+    assert first.limits.max_tokens is None and first.sampling.temperature == 1.0 and first.sampling.logprobs is None
+    assert (first.limits, first.text, first.prompt) == (second.limits, second.text, second.prompt)
+    assert first.sampling.seed != second.sampling.seed, "without a seed, each request draws its own"
+
+
+def test_max_completion_tokens_wins() -> None:
+    engine = FakeEngine()
+    chat(engine, max_tokens=5, max_completion_tokens=6)
+    assert engine.submits[0].limits.max_tokens == 6
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    engine = FakeEngine()
+    chat(engine, temperature=1e-320)
+    assert engine.submits[0].sampling.temperature == 0.0
+
+
+def test_any_seed_leaves_room_for_its_choices() -> None:
+    engine = FakeEngine()
+    for seed in (-(2**63), -1, 0, 2**63 - 1):
+        chat(engine, seed=seed, n=128)
+        assert 0 <= engine.submits[-1].sampling.seed <= 2**63 - 1 - 128
+
+
+def test_continue_final_message() -> None:
+    engine = FakeEngine()
+    chat(engine, messages=[{"role": "assistant", "content": "so"}], continue_final_message=True)
+    prompt = engine.submits[0].prompt
+    assert isinstance(prompt, ChatPrompt) and prompt.continue_final_message and not prompt.add_generation_prompt
+
+
+def test_cache_salts_differ() -> None:
+    engine = FakeEngine()
+    for salt in ("a", "b", None):
+        chat(engine, cache_salt=salt)
+    salts = [order.salt for order in engine.submits]
+    assert len(set(salts)) == 3 and salts[2] == b""

@@ -1,0 +1,155 @@
+"""What every request passes: keys, ids, origins; and the small endpoints."""
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagewire.ipc.messages import Snapshot
+
+from .harness import FakeEngine, chat, make_app, request
+
+ROUTES = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/demo"),
+    ("GET", "/metrics"),
+    ("GET", "/version"),
+    ("GET", "/nothing"),
+    ("OPTIONS", "/v1/models"),
+]
+KEYS = {"api_keys": ("first", "second")}
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer wrong", "first", "Basic first", "Bearer firs", "Bearer first second"]
+)
+def test_without_a_key_nothing_is_served(method: str, path: str, authorization: str | None) -> None:
+    headers = {} if authorization is None else {"authorization": authorization}
+    engine = FakeEngine()
+    answer = request(engine, path, b"{}", method=method, headers=headers, **KEYS)
+    assert (answer.status, answer.error["code"]) == (401, "invalid_api_key") and not engine.submits
+
+
+@pytest.mark.parametrize(
+    "path", ["/health/../metrics", "/health%2f..%2fmetrics", "/HEALTH", "/metrics;/health", "//health"]
+)
+def test_no_way_around_the_key(path: str) -> None:
+    assert request(FakeEngine(), path, **KEYS).status == 401
+
+
+def test_health_needs_no_key() -> None:
+    assert request(FakeEngine(), "/health", **KEYS).json == {"status": "ok"}
+
+
+@pytest.mark.parametrize("key", ["first", "second"])
+def test_every_key_opens_every_route(key: str) -> None:
+    headers = {"authorization": f"Bearer {key}"}
+    assert request(FakeEngine(), "/v1/models", headers=headers, **KEYS).status == 200
+    assert request(FakeEngine(), "/version", headers={"authorization": f"bearer  {key}"}, **KEYS).status == 200
+
+
+def test_every_route_of_the_table_is_tested() -> None:
+    paths = {route.path for route in make_app(FakeEngine())._app.routes}
+    assert paths == {path.replace("/demo", "/{id:path}") for _, path in ROUTES[:6]} | {"/health"}
+
+
+def test_two_keys_never_share_a_prefix() -> None:
+    salts = set()
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    for key in ("first", "second"):
+        engine = FakeEngine()
+        request(engine, "/v1/chat/completions", body, headers={"authorization": f"Bearer {key}"}, **KEYS)
+        salts.add(engine.submits[0].salt)
+    assert len(salts) == 2 and b"" not in salts
+    engine = FakeEngine()
+    request(engine, "/v1/chat/completions", body, headers={"authorization": "Bearer one"}, api_keys=("one",))
+    assert engine.submits[0].salt == b""
+
+
+@pytest.mark.parametrize(
+    ("sent", "echoed"),
+    [("abc-123", True), ("x" * 128, True), ("x" * 129, False), ("", False), ("a b", False), ("é", False)],
+)
+def test_request_ids(sent: str, echoed: bool) -> None:
+    for path in ("/health", "/nothing"):
+        got = request(FakeEngine(), path, headers={"x-request-id": sent}).headers["x-request-id"]
+        assert (got == sent) is echoed and got
+    assert (
+        request(FakeEngine(), "/health").headers["x-request-id"]
+        != request(FakeEngine(), "/health").headers["x-request-id"]
+    )
+
+
+@pytest.mark.parametrize("host", ["a/?x=", "a b", "", "evil\\host", "a:b", "x" * 300, "[::1", "user@host"])
+def test_strange_hosts(host: str) -> None:
+    assert request(FakeEngine(), "/health", headers={"host": host}).status == 400
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "my-host.example.org"])
+def test_good_hosts(host: str) -> None:
+    assert request(FakeEngine(), "/health", headers={"host": host}).status == 200
+    same = {"host": host, "origin": f"http://{host}"}
+    assert request(FakeEngine(), "/health", headers=same).status == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1"])
+def test_other_origins(origin: str) -> None:
+    assert request(FakeEngine(), "/v1/models", headers={"origin": origin}).status == 403
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 30])
+def test_strange_lengths(length: str) -> None:
+    assert request(FakeEngine(), "/v1/completions", b"{}", headers={"content-length": length}).status in (400, 413)
+
+
+def test_models() -> None:
+    cards = request(FakeEngine(), "/v1/models").json
+    assert cards["object"] == "list" and [card["id"] for card in cards["data"]] == ["demo", "org/demo-alias"]
+    card = request(FakeEngine(), "/v1/models/org/demo-alias").json
+    assert (card["id"], card["object"], card["max_model_len"]) == ("org/demo-alias", "model", 128)
+
+
+def test_version() -> None:
+    assert request(FakeEngine(), "/version").json == {"version": "1.2.3"}
+
+
+def test_an_engine_that_does_not_answer() -> None:
+    trouble: Any = {"healthy": lambda: "The engine has not answered for 12 s."}
+    for answer in (
+        request(FakeEngine(), "/health", **trouble),
+        request(FakeEngine(), "/v1/completions", {"prompt": "x"}, **trouble),
+    ):
+        assert (answer.status, answer.error["code"]) == (503, "engine_unavailable")
+        assert answer.headers["retry-after"] == "1" and "12 s" in answer.error["message"]
+
+
+def metrics(engine: FakeEngine) -> dict[str, float]:
+    answer = request(engine, "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    samples = [sample for family in text_string_to_metric_families(answer.body.decode()) for sample in family.samples]
+    assert all(sample.labels["model_name"] == "demo" for sample in samples)
+    return {
+        sample.name
+        + "".join(f"[{sample.labels[k]}]" for k in ("finished_reason", "le") if k in sample.labels): sample.value
+        for sample in samples
+    }
+
+
+def test_metrics() -> None:
+    engine = FakeEngine()
+    chat(engine, n=2)
+    before = metrics(engine)
+    assert before["pagewire:num_requests_running"] == 0
+    assert before["pagewire:request_success_total[stop]"] == 2
+    assert before["pagewire:time_to_first_token_seconds_count"] == 2
+    assert before["pagewire:inter_token_latency_seconds_count"] == 2
+    assert before["pagewire:e2e_request_latency_seconds_bucket[+Inf]"] == 2
+    engine.gateway.handle([Snapshot(9, 3, 2, 100, 25, 1, 70, 30, 44, 0.5)])
+    after = metrics(engine)
+    assert after["pagewire:num_requests_running"] == 3 and after["pagewire:num_requests_waiting"] == 2
+    assert after["pagewire:kv_cache_usage_perc"] == 0.25 and after["pagewire:num_preemptions_total"] == 1
+    assert after["pagewire:prompt_tokens_total"] == 70 and after["pagewire:generation_tokens_total"] == 44
+    assert after["pagewire:prefix_cache_hits_total"] == 30

@@ -1,0 +1,198 @@
+"""The gateway: news reach their streams, every rid ends once, the engine hears of a leaving client once."""
+
+import asyncio
+
+import pytest
+
+from pagewire.api.gateway import ClientGone, Gateway
+from pagewire.errors import RequestError
+from pagewire.ipc.messages import (
+    Accepted,
+    Cancel,
+    Chunk,
+    Failed,
+    Limits,
+    Sampling,
+    Submit,
+    TextBatch,
+    TextPrompt,
+    TextSpec,
+    Usage,
+)
+
+from .harness import run
+
+USAGE = Usage(1, 1, 0)
+
+
+def order(n: int = 1) -> Submit:
+    return Submit(0, n, TextPrompt("x"), Sampling(), Limits(), TextSpec())
+
+
+def chunk(rid: int, text: str = "x", finish: str | None = None) -> Chunk:
+    return Chunk(rid, text, b"\1\0\0\0", finish=finish, usage=USAGE if finish else None)  # type: ignore[arg-type]
+
+
+class Box:
+    """A gateway and what it posted."""
+
+    def __init__(self) -> None:
+        self.posted: list[Submit | Cancel] = []
+        self.now = 0.0
+        self.gateway = Gateway(self.posted.append, api_index=2, clock=lambda: self.now)
+
+    @property
+    def cancelled(self) -> list[tuple[int, ...]]:
+        return [message.rids for message in self.posted if isinstance(message, Cancel)]
+
+
+BASE = 2 << 40
+
+
+def test_rids_hold_the_api_index() -> None:
+    box = Box()
+    box.gateway.submit([order(2), order(1)])
+    box.gateway.submit([order()])
+    assert [m.rid for m in box.posted if isinstance(m, Submit)] == [BASE, BASE + 2, BASE + 3]
+    assert box.gateway.num_open == 4
+
+
+def test_one_wake_up_for_all_news_of_a_step() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order(2)])
+        reader = asyncio.create_task(stream.news())
+        await asyncio.sleep(0)
+        box.gateway.handle([TextBatch((chunk(BASE, "a"), chunk(BASE + 1, "b"))), TextBatch((chunk(BASE, "c"),))])
+        assert [(index, c.text) for index, c in await reader] == [(0, "a"), (1, "b"), (0, "c")]
+
+    run(work())
+
+
+def test_admission_waits_for_every_sequence() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order(3)])
+        admitted = asyncio.create_task(stream.admitted())
+        box.gateway.handle([Accepted(BASE, 1), TextBatch((chunk(BASE + 2),))])
+        await asyncio.sleep(0)
+        assert not admitted.done()
+        box.gateway.handle([TextBatch((chunk(BASE + 1, finish="stop"),))])
+        await admitted
+
+    run(work())
+
+
+def test_a_refusal_ends_the_others() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order(3)])
+        box.gateway.handle([Accepted(BASE, 1), Failed(BASE + 1, "queue_full", "Full.")])
+        with pytest.raises(RequestError, match="Full") as error:
+            await stream.admitted()
+        assert error.value.kind == "queue_full"
+        assert box.cancelled == [(BASE, BASE + 2)] and box.gateway.num_open == 0
+        stream.cancel()
+        assert len(box.cancelled) == 1
+
+    run(work())
+
+
+def test_cancel_names_what_is_open_once() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order(2)])
+        box.gateway.handle([TextBatch((chunk(BASE, finish="stop"),))])
+        stream.cancel()
+        stream.cancel()
+        assert box.cancelled == [(BASE + 1,)]
+        with pytest.raises(ClientGone):
+            await stream.news()
+        box.gateway.handle([TextBatch((chunk(BASE + 1),)), Failed(BASE + 1, "internal", "late"), Accepted(BASE + 1, 1)])
+
+    run(work())
+
+
+def test_a_finished_stream_cancels_nothing() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order()])
+        box.gateway.handle([TextBatch((chunk(BASE, finish="length"),))])
+        assert not stream.finished
+        assert len(await stream.news()) == 1 and stream.finished
+        stream.cancel()
+        assert box.cancelled == []
+
+    run(work())
+
+
+def test_news_before_an_error_are_read_first() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order()])
+        box.gateway.handle([TextBatch((chunk(BASE),)), Failed(BASE, "internal", "Broken.")])
+        assert len(await stream.news()) == 1
+        with pytest.raises(RequestError, match="Broken"):
+            await stream.news()
+
+    run(work())
+
+
+def test_an_abort_that_nobody_asked_for_is_no_success() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order()])
+        box.gateway.handle([TextBatch((chunk(BASE, finish="abort"),))])
+        with pytest.raises(RequestError):
+            await stream.news()
+
+    run(work())
+
+
+def test_close_ends_everything_and_refuses_more() -> None:
+    async def work() -> None:
+        box = Box()
+        streams = [box.gateway.submit([order(2)]) for _ in range(3)]
+        box.gateway.close("The server is shutting down.")
+        for stream in streams:
+            with pytest.raises(RequestError, match="shutting down"):
+                await stream.news()
+        assert box.cancelled == [(BASE, BASE + 1), (BASE + 2, BASE + 3), (BASE + 4, BASE + 5)]
+        with pytest.raises(RequestError, match="shutting down"):
+            box.gateway.submit([order()])
+
+    run(work())
+
+
+def test_draining_lets_open_requests_go_on() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order()])
+        box.gateway.refuse("The server is shutting down.")
+        with pytest.raises(RequestError):
+            box.gateway.submit([order()])
+        drained = asyncio.create_task(box.gateway.drained())
+        await asyncio.sleep(0)
+        assert not drained.done()
+        box.gateway.handle([TextBatch((chunk(BASE, finish="stop"),))])
+        await drained
+        assert len(await stream.news()) == 1
+
+    run(work())
+
+
+def test_counts_and_durations() -> None:
+    box = Box()
+    box.gateway.submit([order(2)])
+    for now, messages in (
+        (1.0, (chunk(BASE),)),
+        (3.0, (chunk(BASE), chunk(BASE + 1))),
+        (4.0, (chunk(BASE, finish="stop"),)),
+    ):
+        box.now = now
+        box.gateway.handle([TextBatch(messages)])
+    box.gateway.handle([Failed(BASE + 1, "internal", "x")])
+    stats = box.gateway.stats
+    assert stats.finished == {"stop": 1, "length": 0, "abort": 0, "error": 1}
+    assert stats.time_to_first_token_s.total == 4.0 and sum(stats.time_to_first_token_s.counts) == 2
+    assert stats.inter_token_latency_s.total == 3.0 and stats.request_latency_s.total == 4.0

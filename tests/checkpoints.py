@@ -1,0 +1,92 @@
+"""Makes tiny checkpoints with random weights, and says what transformers generates from them.
+
+The weights are drawn wide, so that the best token leads clearly and the outputs differ from prompt to prompt.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB_SIZE = 320
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
+    "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": 40}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-sliding": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 24, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}),
+    "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
+    "phi3": ("Phi3Config", {"sliding_window": None}),
+    "granite": ("GraniteConfig", {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
+}
+"""Kind → its config class and what sets it apart. The last four have no page of their own in pagewire."""
+
+
+def make_checkpoint(
+    folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB", **changes: Any
+) -> Path:
+    """Writes config.json and safetensors of a random model of this kind into `folder`."""
+    config_class, own = KINDS[kind]
+    config = getattr(transformers, config_class)(**{**_COMMON, **own, **changes})
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(len(kind))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # zero by default, which would hide a bias in the wrong place
+                parameter.normal_(std=0.2)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    torch.set_rng_state(generator_state)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of this folder, with its plain attention."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+def reference_greedy(folder: Path, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """What transformers' `generate` gives for each prompt, one at a time, in float32; without stopping at eos."""
+    model = load_reference(folder)
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs

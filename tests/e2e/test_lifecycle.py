@@ -1,0 +1,273 @@
+"""How the processes begin and end: ready in order, dead without a trace, one clear sentence when they cannot start."""
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from servers import ROOT, Server, free_port, wait_until
+
+pytestmark = pytest.mark.e2e
+Start = Callable[..., Server]
+ACTORS = {"api", "tokenizer", "core", "worker", "detokenizer"}
+
+
+def open_stream(server: Server, events: list[bytes]) -> threading.Thread:
+    """A long stream that is read in a thread; every event ends up in `events`."""
+    body = {
+        "messages": [{"role": "user", "content": "Count from 1 to 9"}],
+        "stream": True,
+        "max_tokens": 8000,
+        "ignore_eos": True,
+    }
+
+    def read() -> None:
+        request = urllib.request.Request(
+            f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            events.extend(line.strip() for line in response if line.strip())
+        events.append(b"<end of body>")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def test_the_start_is_told_and_adds_up(server: Server) -> None:
+    log = server.log.read_text()
+    parts = [float(x) for x in re.findall(r"^ +(\d+\.\d\d) s  (?!total)", log, re.MULTILINE)]
+    (total,) = re.findall(r"^ +(\d+\.\d\d) s  total", log, re.MULTILINE)
+    assert len(parts) == 4 and abs(sum(parts) - float(total)) <= 0.01 * len(parts)
+    (detail,) = re.findall(r"(\d+\.\d\d) s  worker ready  \((.*)\)", log)
+    inner = [float(part.rpartition(" ")[2]) for part in detail[1].split(", ")]
+    assert sum(inner) <= float(detail[0]) + 0.2  # the process was made a moment before this phase began
+    assert "KV cache" in log and f"curl -N {server.url}" in log
+
+
+def test_every_process_is_named_and_only_the_worker_has_torch(server: Server) -> None:
+    children = server.children()
+    assert set(children) == ACTORS
+    for name, process in children.items():
+        has_torch = any("libtorch" in mapping.path for mapping in process.memory_maps())
+        assert has_torch == (name == "worker"), name
+
+
+def test_the_run_folder_is_private(server: Server) -> None:
+    (folder,) = server.run_root.glob("pagewire-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
+
+
+def test_only_the_http_port_listens(server: Server) -> None:
+    for name, process in server.children().items():
+        listening = {c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        assert listening == ({server.port} if name == "api" else set())
+
+
+def test_sigterm_ends_open_streams_well_and_leaves_nothing(start: Start) -> None:
+    server = start().wait_ready()
+    children = list(server.children().values())
+    streams: list[list[bytes]] = [[] for _ in range(10)]
+    threads = [open_stream(server, events) for events in streams]
+    wait_until(lambda: server.metric("pagewire:num_requests_running") == 10, "ten streams run")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 0, server.log.read_text()
+    for thread in threads:
+        thread.join(10)
+    for events in streams:
+        assert events[-1] == b"<end of body>", "the body was cut"
+        last = json.loads(events[-2].removeprefix(b"data: "))
+        assert "shutting down" in last["error"]["message"] and all(e.startswith(b"data: {") for e in events[:-1])
+    assert not [child for child in children if child.is_running()]
+    assert not list(server.run_root.glob("pagewire-*"))
+
+
+def test_sigterm_lets_requests_finish_within_the_timeout(start: Start) -> None:
+    server = start("--shutdown-timeout-s", "20").wait_ready()
+    answers: list[dict[str, object]] = []
+
+    def ask() -> None:
+        body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answers.append(json.load(response))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: server.metric("pagewire:num_requests_running") == 1, "the request runs")
+    server.process.send_signal(signal.SIGTERM)
+    thread.join(30)
+    assert server.process.wait(20) == 0
+    assert answers[0]["usage"]["completion_tokens"] == 300  # type: ignore[index]
+
+
+def test_a_second_sigint_stops_at_once(start: Start) -> None:
+    server = start("--shutdown-timeout-s", "600").wait_ready()
+    children = list(server.children().values())
+    thread = open_stream(server, [])
+    wait_until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream runs")
+    server.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert server.process.poll() is None, "the first lets open requests go on"
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(5) == 130
+    wait_until(lambda: not any(child.is_running() for child in children), "all are gone", 2.0)
+    thread.join(10)
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process(start: Start) -> None:
+    server = start().wait_ready()
+    children = list(server.children().values())
+    assert len(children) == len(ACTORS)
+    server.process.kill()
+    wait_until(lambda: not any(c.is_running() and c.status() != "zombie" for c in children), "all are gone", 2.0)
+
+
+@pytest.mark.parametrize("name", ["worker", "detokenizer"])
+def test_a_death_in_service_ends_everything_with_the_cause(start: Start, name: str) -> None:
+    server = start().wait_ready()
+    events: list[bytes] = []
+    thread = open_stream(server, events)
+    wait_until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream runs")
+    children = server.children()
+    children[name].kill()
+    assert server.process.wait(20) == 1
+    thread.join(10)
+    assert f"{name} was killed by SIGKILL" in server.log.read_text()
+    assert b"error" in events[-2] and events[-1] == b"<end of body>"
+    assert not [child for child in children.values() if child.is_running()]
+
+
+def test_a_death_while_starting_is_said(start: Start) -> None:
+    server = start()
+    wait_until(lambda: "tokenizer" in " ".join(server.children()), "the processes are there", 30.0)
+    server.children()["worker"].kill() if "worker" in server.children() else next(
+        iter(server.children().values())
+    ).kill()
+    assert server.process.wait(20) == 1
+    assert "was killed by SIGKILL" in server.log.read_text()
+
+
+def test_who_is_late_is_named(start: Start) -> None:
+    server = start("--start-timeout-s", "1")
+    code = server.process.wait(30)
+    log = server.log.read_text()
+    assert code == 1 and "worker" in log and "not ready in time (1 s" in log
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Callable[[str], Path]:
+    """Copies of the demo model with something wrong."""
+
+    def make(what: str) -> Path:
+        folder = tmp_path / "model"
+        shutil.copytree(ROOT / "demo_model", folder)
+        config = json.loads((folder / "config.json").read_text())
+        weights = folder / "model.safetensors"
+        match what:
+            case "no architecture":
+                del config["architectures"]
+            case "unknown architecture":
+                config["architectures"], config["model_type"] = ["FooForCausalLM"], "foo"
+            case "other shape":
+                config["intermediate_size"] += 8
+            case "truncated":
+                weights.write_bytes(weights.read_bytes()[:100_000])
+            case "no weights":
+                weights.unlink()
+            case "no tokenizer":
+                (folder / "tokenizer.json").write_text("{")
+            case "not json":
+                config = None
+        (folder / "config.json").write_text("{" if config is None else json.dumps(config))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("no architecture", "names no architecture"),
+        ("unknown architecture", "FooForCausalLM"),
+        ("other shape", "512"),
+        ("truncated", "model.safetensors"),
+        ("no weights", "safetensors"),
+        ("no tokenizer", "tokenizer.json"),
+        ("not json", "config.json"),
+    ],
+)
+def test_a_broken_model_gives_one_sentence(
+    start: Start, broken: Callable[[str], Path], what: str, sentence: str
+) -> None:
+    server = start(str(broken(what)))
+    assert server.process.wait(60) == 2, server.log.read_text()
+    (line,) = server.log.read_text().strip().splitlines()
+    assert line.startswith("pagewire: ") and sentence in line and line.endswith(".")
+
+
+def test_a_missing_folder_gives_one_sentence(start: Start) -> None:
+    server = start("./nowhere")
+    assert server.process.wait(20) == 2
+    assert server.log.read_text() == "pagewire: There is no folder ./nowhere.\n"
+
+
+def test_a_hub_name_that_cannot_be_had_gives_one_sentence(start: Start) -> None:
+    server = start("nobody/nothing-1b")  # the tests run with HF_HUB_OFFLINE=1
+    assert server.process.wait(20) == 2
+    assert server.log.read_text().count("\n") == 1 and "nobody/nothing-1b" in server.log.read_text()
+
+
+def test_a_port_in_use_gives_one_sentence(start: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = start("--port", str(taken.getsockname()[1]))
+        assert server.process.wait(20) == 2
+    (line,) = server.log.read_text().strip().splitlines()
+    assert "Choose another --port" in line
+
+
+def test_the_parts_run_on_two_launches_over_tcp(start: Start, tmp_path: Path) -> None:
+    ports = {name: free_port() for name in ACTORS}
+    addresses = [f"{name}=tcp://127.0.0.1:{port}" for name, port in ports.items()]
+    launch = ("-m", "pagewire.procs.launch")
+    common = ["--key-file", str(tmp_path / "key"), "--address", *addresses]
+    engine = start("--actors", "worker,core", *common, command=launch)
+    wait_until(lambda: (tmp_path / "key").exists(), "the key is made")
+    door = start("--actors", "tokenizer,detokenizer,api", *common, command=launch).wait_ready()
+    assert set(engine.children()) == {"worker", "core"} and set(door.children()) == {"tokenizer", "detokenizer", "api"}
+    body = {"messages": [{"role": "user", "content": "Count from 1 to 5"}], "temperature": 0}
+    request = urllib.request.Request(
+        f"{door.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert json.load(response)["choices"][0]["message"]["content"] == "1, 2, 3, 4, 5"
+    assert door.stop() == 0 and engine.stop() == 0
+
+
+def test_an_open_address_without_a_key_is_refused(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pagewire.procs.launch",
+        "--actors",
+        "core",
+        "--address",
+        "core=tcp://0.0.0.0:7000",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=tmp_path, check=False)
+    assert result.returncode == 2 and "--key-file" in result.stderr

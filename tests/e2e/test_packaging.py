@@ -1,0 +1,84 @@
+"""The wheel and the sdist: what is in them, and that the wheel serves outside the checkout."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import urllib.request
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from servers import ROOT, free_port, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist of what git tracks, built from a copy."""
+    source, out = tmp_path_factory.mktemp("source") / "pagewire", tmp_path_factory.mktemp("dist")
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if tracked.returncode == 0:
+        for name in tracked.stdout.decode().strip("\0").split("\0"):
+            if (ROOT / name).is_file() and not name.startswith(".typing"):
+                (source / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / name, source / name)
+    else:
+        skip = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+        shutil.copytree(ROOT, source, ignore=skip)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return out
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"pagewire", next(top for top in tops if top.endswith(".dist-info"))}
+    folders = {name.split("/")[1] for name in names if name.startswith("pagewire/")}
+    assert not folders & {"tests", "bench", "tools", "docs"}
+    assert {"api", "engine", "ipc", "kernels", "procs", "demo_model", "cli.py", "py.typed"} <= folders
+    assert {"pagewire/demo_model/model.safetensors", "pagewire/demo_model/tokenizer.json"} <= set(names)
+    assert wheel.stat().st_size < 8 * 2**20
+
+
+def test_the_sdist_can_be_built_again(dist: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"pyproject.toml", "README.md", "engine/core/scheduler.py", "demo_model/model.safetensors"} <= names
+
+
+def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])  # but not its editable pagewire
+    python, port = tmp_path / "venv" / "bin" / "python", free_port()
+    where = subprocess.run(
+        [python, "-c", "import pagewire; print(pagewire.__file__)"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert where.stdout.startswith(str(site)), where.stdout + where.stderr
+    log = (tmp_path / "log").open("wb")
+    server = subprocess.Popen([python, "-m", "pagewire", "serve", "--port", str(port)], cwd=tmp_path, stderr=log)
+    try:
+
+        def answers() -> bool:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+                    return bool(response.status == 200)
+            except OSError:
+                return False
+
+        wait_until(answers, "the wheel's server answers", 60.0)
+    finally:
+        server.terminate()
+        assert server.wait(20) == 0
+        log.close()

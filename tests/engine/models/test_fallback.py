@@ -1,0 +1,130 @@
+"""What the fallback refuses, and that it says so in one sentence. What it computes is in runner/test_exactness."""
+
+import json
+
+import checkpoints
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from pagewire.engine.models.spec import read_spec
+from pagewire.engine.models.transformers_fallback import load_fallback
+from pagewire.errors import CheckpointError, ConfigError, PagewireError
+
+
+def _load(folder, max_len=64):
+    return load_fallback(read_spec(folder), folder, max_len=max_len, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def _refused(folder, error: type[PagewireError], complaint, **how):
+    with pytest.raises(error, match=complaint) as caught:
+        _load(folder, **how)
+    assert "\n" not in str(caught.value)
+
+
+def _change_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return checkpoints.make_checkpoint(tmp_path, "phi3")
+
+
+def test_the_cache_has_the_shape_that_the_layers_show(tmp_path):
+    model, weights = _load(checkpoints.make_checkpoint(tmp_path, "gpt_neox"))
+    assert (model.kv_shape.num_layers, model.kv_shape.num_kv_heads, model.kv_shape.head_dim) == (3, 4, 16)
+    assert weights == sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+
+
+def test_unknown_architectures_are_told_the_known_ones(folder):
+    _change_config(folder, model_type="nobody", architectures=["NobodyForCausalLM"])
+    _refused(
+        folder, ConfigError, "NobodyForCausalLM is neither one of pagewire's own architectures .LlamaForCausalLM, "
+    )
+
+
+def test_code_in_the_folder_is_not_run(folder):
+    (folder / "modeling_evil.py").write_text("raise SystemExit('code of the checkpoint was run')")
+    _change_config(
+        folder,
+        model_type="evil",
+        architectures=["EvilForCausalLM"],
+        auto_map={"AutoConfig": "modeling_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.EvilForCausalLM"},
+    )
+    _refused(folder, ConfigError, "EvilForCausalLM is neither")
+
+
+SIZES = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "architecture", "fields", "complaint"),
+    [
+        ("T5Config", "T5ForConditionalGeneration", {}, "not a decoder-only language model"),
+        ("BertConfig", "BertForMaskedLM", {}, "not a decoder-only language model"),
+        ("MambaConfig", "MambaForCausalLM", {}, "keeps a recurrent state"),
+        ("BloomConfig", "BloomForCausalLM", {}, "does not let its attention be replaced"),
+        (
+            "Llama4TextConfig",
+            "Llama4ForCausalLM",
+            {"num_key_value_heads": 2},
+            "layers of a kind that pagewire does not know: chunked_attention",
+        ),
+    ],
+)
+def test_models_that_cannot_be_served(config_class, architecture, fields, complaint, tmp_path):
+    config = getattr(transformers, config_class)(**{**SIZES, **fields})
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    _change_config(tmp_path, **SIZES)
+    _refused(tmp_path, ConfigError, complaint)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "complaint"),
+    [
+        ("GptOssConfig", {"head_dim": 16, "num_local_experts": 2}, "adds terms to its attention scores"),
+        (
+            "DeepseekV3Config",
+            {"q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 16},
+            "keys and values of different shapes",
+        ),
+    ],
+)
+def test_attention_that_the_trial_shows_to_be_beyond_us(config_class, fields, complaint, tmp_path):
+    config = getattr(transformers, config_class)(
+        **{**SIZES, "num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0, **fields}
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    _refused(tmp_path, ConfigError, complaint)
+
+
+def test_rotary_frequencies_that_depend_on_the_batch(tmp_path):
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "factor": 4.0,
+    }
+    folder = checkpoints.make_checkpoint(
+        tmp_path, "phi3", rope_parameters=longrope, original_max_position_embeddings=256
+    )
+    _refused(folder, ConfigError, "requests of more than 256 tokens, .* set --max-model-len 256", max_len=1024)
+    _load(folder, max_len=256)
+
+
+def test_tensors_that_do_not_fit(folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    fewer = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+    save_file(fewer, file, metadata={"format": "pt"})
+    _refused(folder, CheckpointError, r"The checkpoint lacks 1 of the tensors of .*: model\.norm\.weight\.")
+    save_file({**tensors, "extra.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    _refused(folder, CheckpointError, r"Phi3ForCausalLM does not know 1 of the tensors of .*: extra\.weight\.")
+    wrong = {**tensors, "model.norm.weight": torch.ones(3)}
+    save_file(wrong, file, metadata={"format": "pt"})
+    _refused(folder, CheckpointError, r"model\.norm\.weight has the shape \[3\] .* calls for \[64\]")

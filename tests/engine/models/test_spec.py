@@ -1,0 +1,126 @@
+"""config.json, good and bad."""
+
+import json
+import subprocess
+import sys
+
+import checkpoints
+import pytest
+
+from pagewire.engine.models.spec import model_facts, read_spec
+from pagewire.errors import ConfigError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "torch_dtype": "float16",
+    "eos_token_id": 2,
+}
+
+
+def _folder(path, generation=None, **changes):
+    fields = {name: value for name, value in {**LLAMA, **changes}.items() if value != "absent"}
+    (path / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def test_an_old_llama_file(tmp_path):
+    spec = read_spec(_folder(tmp_path, rope_theta=5e5))
+    assert (spec.num_kv_heads, spec.head_dim, spec.dtype, spec.rope.theta) == (4, 16, "float16", 5e5)
+    assert spec.windows == (None, None)
+    assert not spec.tie_word_embeddings
+
+
+def test_facts(tmp_path):
+    facts = model_facts(read_spec(_folder(tmp_path)), tmp_path, "tiny")
+    assert (facts.path, facts.name, facts.max_position, facts.vocab_size) == (str(tmp_path), "tiny", 128, 100)
+    assert (facts.eos_token_ids, facts.dtype) == ((2,), "float16")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [(2, None, (2,)), ([2, 3], {"eos_token_id": [4, 3]}, (4, 3, 2)), (None, {"eos_token_id": 9}, (9,)), (-1, {}, ())],
+)
+def test_eos_ids_come_from_both_files(config, generation, expected, tmp_path):
+    assert read_spec(_folder(tmp_path, generation, eos_token_id=config)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("kind", list(checkpoints.KINDS))
+def test_files_that_transformers_writes(kind, tmp_path):
+    spec = read_spec(checkpoints.make_checkpoint(tmp_path, kind))
+    assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (checkpoints.VOCAB_SIZE, 64, 3)
+    assert (spec.max_position, spec.eos_token_ids, spec.bos_token_id, spec.dtype) == (1024, (2,), 1, "float32")
+    windows = {"mistral": (40, 40, 40), "qwen2-sliding": (None, 24, 24)}
+    assert spec.windows == windows.get(kind, (None,) * 3)
+
+
+def test_gpt2_spells_its_sizes_differently(tmp_path):
+    fields = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 50,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 2,
+        "n_positions": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    spec = read_spec(tmp_path)
+    assert (spec.hidden_size, spec.num_layers, spec.num_kv_heads, spec.max_position) == (32, 3, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"architectures": "absent"}, "names no architecture"),
+        ({"architectures": []}, "names no architecture"),
+        ({"hidden_size": 0}, "hidden_size = 0, which should be a positive whole number"),
+        ({"vocab_size": -5}, "vocab_size = -5"),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers = 'four'"),
+        ({"num_hidden_layers": 2.5}, r"num_hidden_layers = 2\.5"),
+        ({"vocab_size": "absent"}, "has no vocab_size"),
+        ({"num_key_value_heads": 3}, "4 attention heads, which 3 key/value heads do not divide"),
+        ({"hidden_size": 2}, "has no head_dim, and its other sizes give 0"),
+        ({"head_dim": 5}, "head_dim of 5, which is odd"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
+        ({"rope_scaling": 3}, "rope_scaling = 3, which should be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor = -1"),
+        ({"eos_token_id": "</s>"}, "eos_token_id = '</s>', which should be a token id"),
+        ({"torch_dtype": "int8"}, "dtype = 'int8'; pagewire reads"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, which should be true or false"),
+        ({"quantization_config": {"quant_method": "awq"}}, "weights quantized with awq"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "layer_types": ["x"]},
+            "2 layers but 1 layer_types",
+        ),
+    ],
+)
+def test_bad_fields(changes, complaint, tmp_path):
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_spec(_folder(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+def test_bad_folders(tmp_path):
+    with pytest.raises(ConfigError, match="There is no model folder"):
+        read_spec(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no config\.json, so it is not a model folder"):
+        read_spec(tmp_path)
+    for text in ("", "{", "[1]", "\xff"):
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(ConfigError, match=r"config\.json is not a valid JSON object"):
+            read_spec(tmp_path)
+
+
+def test_the_spec_needs_no_torch():
+    code = "import sys, pagewire.engine.models.spec; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

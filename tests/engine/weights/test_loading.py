@@ -1,0 +1,158 @@
+"""Checkpoints that are wrong in every way there is, each named in one sentence."""
+
+import json
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagewire.engine.models import registry
+from pagewire.engine.models.spec import read_spec
+from pagewire.engine.weights.loader import load_weights
+from pagewire.engine.weights.mapping import Target, checkpoint_targets
+from pagewire.engine.weights.reader import CheckpointReader
+from pagewire.errors import CheckpointError
+from pagewire.kernels.ops import reference_ops
+
+
+def _load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    model = registry.build_native(
+        read_spec(folder), max_len=8, dtype=dtype, device=torch.device("cpu"), ops=reference_ops()
+    )
+    parameters = dict(model.named_parameters())
+    with CheckpointReader(folder) as reader:
+        total = load_weights(reader, parameters, checkpoint_targets(parameters, model.fused), redundant=model.redundant)
+    assert total == sum(parameter.nbytes for parameter in parameters.values())
+    return model
+
+
+def _edit(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return checkpoints.make_checkpoint(tmp_path, "qwen3")
+
+
+def test_every_parameter_is_filled(folder):
+    model = _load(folder)
+    tensors = load_file(folder / "model.safetensors")
+    attention = model.model.layers[1].self_attn
+    parts = [tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"]
+    assert torch.equal(attention.qkv_proj.weight, torch.cat(parts))
+    gate_up = [tensors[f"model.layers.2.mlp.{x}_proj.weight"] for x in ("gate", "up")]
+    assert torch.equal(model.model.layers[2].mlp.gate_up_proj.weight, torch.cat(gate_up))
+    assert model.lm_head is None
+
+
+def test_dtypes_are_cast(tmp_path):
+    folder = checkpoints.make_checkpoint(tmp_path, "llama", dtype=torch.float16)
+    half = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert half.dtype == torch.float16
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(_load(folder, dtype).lm_head.weight, half.to(dtype))
+
+
+def test_what_follows_from_the_config_may_be_there(folder):
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    _edit(folder, change)
+    _load(folder)
+
+
+def test_missing_tensors(folder):
+    _edit(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor that the model needs: model\.layers\.1\.mlp\.up_proj"):
+        _load(folder)
+
+    def drop_norms(tensors):
+        for name in [name for name in tensors if "norm" in name]:
+            del tensors[name]
+
+    _edit(folder, drop_norms)
+    with pytest.raises(CheckpointError, match=r"lacks 14 tensors .* and 11 more\.$"):
+        _load(folder)
+
+
+def test_an_untied_model_needs_its_head(tmp_path):
+    folder = checkpoints.make_checkpoint(tmp_path, "llama")
+    _edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor that the model needs: lm_head\.weight\."):
+        _load(folder)
+
+
+def test_left_over_tensors(folder):
+    _edit(folder, lambda tensors: tensors.update({"model.layers.3.mlp.up_proj.weight": torch.ones(2)}))
+    with pytest.raises(CheckpointError, match=r"holds 1 tensor that the model has no place for: model\.layers\.3"):
+        _load(folder)
+
+
+def test_wrong_shapes(folder):
+    _edit(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(16, 64)}))
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight has the shape \[16, 64\] .* calls for \[32, 64\]\."):
+        _load(folder)
+
+
+def test_a_file_cut_short(folder):
+    file = folder / "model.safetensors"
+    for length in (file.stat().st_size - 100, 50, 4, 0):
+        file.write_bytes(file.read_bytes()[:length])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or cut short: [^.]+\.$"):
+            _load(folder)
+
+
+def test_a_missing_shard(tmp_path):
+    folder = checkpoints.make_checkpoint(tmp_path, "qwen2", shard_size="100KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    _load(folder)
+    kept = load_file(shards[0])
+    shards[0].unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"{shards[0].name} is missing, although model\.safetensors\.index\.json"
+    ):
+        _load(folder)
+    name = sorted(kept)[0]
+    del kept[name]
+    save_file(kept, shards[0])
+    with pytest.raises(CheckpointError, match=rf"{shards[0].name} lacks {name}, which model\.safetensors\.index\.json"):
+        _load(folder)
+
+
+@pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../model.safetensors"}}'])
+def test_a_bad_index(folder, index):
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json (is not a valid index|names)"):
+        _load(folder)
+
+
+def test_no_weights_and_pickles_only(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
+        _load(folder)
+    (folder / "pytest_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="pickle files only; convert them to safetensors"):
+        _load(folder)
+
+
+def test_targets():
+    fused = {"ab_proj": (("a_proj", 2), ("b_proj", 3))}
+    assert checkpoint_targets(["x.ab_proj.weight", "x.ab_proj.bias", "y.weight"], fused) == {
+        "x.a_proj.weight": Target("x.ab_proj.weight", (0, 2)),
+        "x.b_proj.weight": Target("x.ab_proj.weight", (2, 5)),
+        "x.a_proj.bias": Target("x.ab_proj.bias", (0, 2)),
+        "x.b_proj.bias": Target("x.ab_proj.bias", (2, 5)),
+        "y.weight": Target("y.weight"),
+    }
+
+
+def test_tokenizer_and_config_are_not_weights(folder):
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+    with CheckpointReader(folder) as reader:
+        assert all(name.startswith("model.") for name in reader.names())

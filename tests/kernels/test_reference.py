@@ -1,0 +1,59 @@
+"""The reference kernels against formulas written out."""
+
+import pytest
+import torch
+
+from pagewire.kernels import reference
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm(dtype):
+    x, weight = torch.randn(5, 24, dtype=dtype) * 100, torch.randn(24, dtype=dtype)
+    expected = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.float()
+    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), expected.to(dtype))
+
+
+def test_add_rms_norm_changes_neither_input():
+    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    kept = x.clone(), residual.clone()
+    normed, total = reference.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, reference.rms_norm(total, weight, 1e-6))
+    assert torch.equal(x, kept[0])
+    assert torch.equal(residual, kept[1])
+
+
+def test_silu_mul():
+    x = torch.randn(4, 10)
+    torch.testing.assert_close(reference.silu_mul(x), x[:, :5] * torch.sigmoid(x[:, :5]) * x[:, 5:])
+
+
+def test_rotary_turns_pairs():
+    x, angles = torch.randn(3, 2, 8), torch.randn(3, 1, 4)
+    cos, sin = angles.cos(), angles.sin()
+    out = reference.rotary(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    a, b = x[..., :4], x[..., 4:]
+    torch.testing.assert_close(out, torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
+
+
+def test_write_kv_fills_the_slots_and_no_others():
+    k_pages, v_pages = torch.zeros(3, 4, 2, 6), torch.zeros(3, 4, 2, 6)
+    key, value = torch.randn(2, 5, 6).transpose(0, 1)[:3], torch.randn(3, 2, 6)  # keys need not be contiguous
+    reference.write_kv(key, value, k_pages, v_pages, torch.tensor([11, 0, 6]))
+    assert torch.equal(k_pages.view(12, 2, 6)[[11, 0, 6]], key)
+    assert torch.equal(v_pages.view(12, 2, 6)[[11, 0, 6]], value)
+    assert int(k_pages.view(12, -1).any(-1).sum()) == 3
+
+
+def test_attend_with_softcap_bends_scores():
+    query, key, value = torch.randn(3, 1, 2, 4, 8).unbind(0)
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+    scores = torch.tanh(query @ key.transpose(-1, -2) * 0.5 / 3) * 3 + mask
+    torch.testing.assert_close(reference.attend(query, key, value, mask, 0.5, 3.0), scores.softmax(-1) @ value)
+    plain = (query @ key.transpose(-1, -2) * 0.5 + mask).softmax(-1) @ value
+    torch.testing.assert_close(reference.attend(query, key, value, mask, 0.5, None), plain)

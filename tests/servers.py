@@ -1,0 +1,87 @@
+"""Real server processes for the end-to-end tests."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+START_TIMEOUT_S = 90.0
+
+
+class Server:
+    """A `pagewire serve` of our own."""
+
+    def __init__(self, folder: Path, *flags: str, command: tuple[str, ...] = ("-m", "pagewire", "serve")) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.run_root = folder  # where its run folder is made
+        self.log = folder / "log"
+        environment = os.environ | {"XDG_RUNTIME_DIR": str(folder)}
+        environment.pop("PAGEWIRE_API_KEY", None)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command, "--port", str(self.port), "--threads", "1", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=folder,
+            )
+
+    def wait_ready(self) -> "Server":
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.healthy():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+        return self
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            return str(response.read().decode())
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels of a metric."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith((name + "{", name + " "))]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def children(self) -> dict[str, psutil.Process]:
+        """Actor → process."""
+        found = {}
+        for process in psutil.Process(self.process.pid).children():
+            found[" ".join(process.cmdline()).removeprefix("pagewire: ").strip()] = process
+        return found
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
