@@ -23,7 +23,7 @@ from .openai_types import (
     UsageBody,
 )
 from .parsers.hermes import CallArguments, CallStart, Event, HermesParser, Text
-from .reply import UsageCount, chat_logprobs, id_list, new_id
+from .reply import UsageCount, chat_logprobs, id_list, json_text, new_id
 from .sse import as_event
 
 _encode = msgspec.json.Encoder().encode
@@ -56,7 +56,8 @@ class ChatReply:
         self._choices = [_Choice(has_tools, parallel_tool_calls) for _ in range(n)]
         # Most events carry a piece of text and nothing else: two constants around an encoded string.
         self._is_simple = not (has_logprobs or has_token_ids or has_tools)
-        head = f'"id":{_text(self._id)},"object":"chat.completion.chunk","created":{created},"model":{_text(model)}'
+        head = f'"id":{json_text(self._id)},"object":"chat.completion.chunk"'
+        head += f',"created":{created},"model":{json_text(model)}'
         usage = ',"usage":null' if include_usage else ""
         self._heads = [f'data: {{{head},"choices":[{{"index":{i},"delta":{{"content":'.encode() for i in range(n)]
         self._tail = f'}},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
@@ -231,7 +232,3 @@ class _Choice:
             ToolCallBody(FunctionBody("".join(pieces), name), id=id, type="function")
             for id, name, pieces in self._calls
         ]
-
-
-def _text(text: str) -> str:
-    return _encode(text).decode()

@@ -6,7 +6,7 @@ import msgspec
 
 from ..ipc.messages import Chunk, IdsPrompt, PromptEcho, Submit, TextPrompt, TokenLogprob
 from .openai_types import Completion, CompletionChoice, CompletionLogprobs, FinishReason, UsageBody
-from .reply import UsageCount, id_list, new_id
+from .reply import UsageCount, id_list, json_text, new_id
 from .sse import as_event
 
 _encode = msgspec.json.Encoder().encode
@@ -36,7 +36,7 @@ class CompletionReply:
         self._choices = [_Choice(order.prompt, echo, has_logprobs) for order in orders for _ in range(n)]
         # Most events carry a piece of text and nothing else: two constants around an encoded string.
         self._is_simple = not (echo or has_logprobs or has_token_ids)
-        head = f'"id":{_text(self._id)},"object":"text_completion","created":{created},"model":{_text(model)}'
+        head = f'"id":{json_text(self._id)},"object":"text_completion","created":{created},"model":{json_text(model)}'
         usage = ',"usage":null' if include_usage else ""
         self._heads = [f'data: {{{head},"choices":[{{"index":{i},"text":'.encode() for i in range(len(self._choices))]
         self._tail = f',"logprobs":null,"finish_reason":null,"stop_reason":null}}]{usage}}}\n\n'.encode()
@@ -203,7 +203,3 @@ def _join(pieces: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
 def _finish_reason(chunk: Chunk) -> FinishReason | None:
     assert chunk.finish != "abort", "the gateway turns an abort into an error"
     return chunk.finish
-
-
-def _text(text: str) -> str:
-    return _encode(text).decode()

@@ -3,6 +3,8 @@
 import secrets
 from typing import Protocol
 
+import msgspec
+
 from ..ipc.messages import Chunk, TopLogprob, Usage, bytes_to_ids
 from .openai_types import PromptTokensDetails, TokenLogprobBody, TopLogprobBody, UsageBody
 
@@ -56,6 +58,11 @@ class UsageCount:
 def new_id(prefix: str) -> str:
     """An id for OpenAI's clients; nothing here is ever looked up by it."""
     return f"{prefix}{secrets.token_hex(12)}"
+
+
+def json_text(text: str) -> str:
+    """A JSON string, quotes included."""
+    return msgspec.json.encode(text).decode()
 
 
 def id_list(ids: bytes) -> list[int]:

@@ -22,6 +22,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 4096  # of one request: prompts times n
 _GREEDY_BELOW = 1e-5  # a temperature whose inverse is no use in floats
+_MAX_COMPLAINT = 200  # characters; msgspec repeats a value that is not one of the allowed ones
 _SEEDS = 2**63 - 2**16  # leaves room for the seeds `seed + i` of n sequences
 
 _REFUSED = (
@@ -224,8 +225,8 @@ def _decode(decode: Callable[[], T], within: str) -> T:
         return decode()
     except msgspec.ValidationError as error:
         # "Expected `int`, got `str` - at `$.n`", or "… - at `key` in `$.logit_bias`"
-        what = str(error).partition(" - at `")[0]
-        place = str(error).rpartition("`$")[2].rstrip("`") if what != str(error) else ""
+        what = str(error).partition(" - at `")[0][:_MAX_COMPLAINT]
+        place = str(error).rpartition("`$")[2].rstrip("`") if " - at `" in str(error) else ""
         param = (within + place).lstrip(".") or None
         raise HttpError(400, f"{param or 'The body'}: {what}.", param=param) from None
     except RecursionError:

@@ -28,6 +28,7 @@ _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one that templates read
+_MAX_REASON = 500  # characters of what a template says; it may repeat a whole message
 DEFAULT_MAX_CHARS = 1 << 25
 
 
@@ -184,7 +185,7 @@ class ChatTemplate:
                     raise RequestError("invalid_request", f"The chat is longer than {self._max_chars} characters.")
                 parts.append(part)
         except jinja2.TemplateError as error:
-            sentence = (error.message or "no reason given").strip().rstrip(".")
+            sentence = " ".join((error.message or "no reason given").split())[:_MAX_REASON].rstrip(".")
             raise RequestError("invalid_request", f"The chat template refuses this conversation: {sentence}.") from None
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             # Templates are written for well-formed chats and trip over others in every way that Python has.

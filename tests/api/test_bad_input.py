@@ -247,3 +247,8 @@ def test_every_refused_field_is_a_field() -> None:
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     assert set(translate._REFUSED) <= fields
     assert CONFIG.vocab_size == 1000  # the bounds above count on it
+
+
+def test_a_refusal_does_not_repeat_all_that_was_sent() -> None:
+    answer = chat(FakeEngine(), messages=[{"role": "x" * 100_000, "content": "y"}])
+    assert answer.status == 400 and len(answer.body) < 1000 and answer.error["param"] == "messages[0].role"

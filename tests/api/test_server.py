@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import openai
 import pytest
@@ -154,6 +154,18 @@ def test_async_client(served: Served) -> None:
     run(work())
 
 
+class Noticing(list[int]):
+    """Cancelled rids, and an event for the thread that waits for some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = threading.Event()
+
+    def extend(self, rids: Iterable[int]) -> None:
+        super().extend(rids)
+        self.seen.set()
+
+
 def request_bytes(body: bytes, *more: bytes) -> bytes:
     head = [b"POST /v1/completions HTTP/1.1", b"host: localhost", b"authorization: Bearer key"]
     head += [b"content-type: application/json", b"content-length: %d" % len(body), *more]
@@ -163,37 +175,23 @@ def request_bytes(body: bytes, *more: bytes) -> bytes:
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 def test_a_client_that_hangs_up_is_noticed(served: Served, stream: bytes) -> None:
     served.engine.hold = True
-    cancelled = threading.Event()
-    extend = served.engine.cancels.extend
-
-    class Noticing(list[int]):
-        def extend(self, rids: object) -> None:  # type: ignore[override]
-            extend(rids)  # type: ignore[arg-type]
-            cancelled.set()
-
-    served.engine.cancels = Noticing()
+    served.engine.cancels = cancels = Noticing()
     connection = socket.create_connection(("127.0.0.1", served.port), timeout=10)
     connection.sendall(request_bytes(b'{"prompt": "x", "stream": %b}' % stream))
     if stream == b"true":
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     connection.close()
-    assert cancelled.wait(10)
+    assert cancels.seen.wait(10)
     assert served.engine.gateway.num_open == 0
 
 
 def test_a_client_that_does_not_read_is_cut(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STALL_TIMEOUT_S", 0.05)
-    served.engine.pieces = ["x" * (1 << 20)] * 40
+    served.engine.pieces = ["x" * (1 << 16)] * 10_000
+    served.engine.cancels = cancels = Noticing()
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(request_bytes(b'{"prompt": "x", "stream": true}'))
-        closed = threading.Event()
-
-        def watch() -> None:
-            if not served.engine.gateway.num_open and served.engine.cancels:
-                closed.set()
-
-        monkeypatch.setattr(served.engine, "cancels", _Noticing(closed))
-        assert closed.wait(10)
+        assert cancels.seen.wait(10)
 
 
 def test_a_connection_is_used_again(served: Served) -> None:

@@ -1,5 +1,6 @@
 """The wheel and the sdist: what is in them, and that the wheel serves outside the checkout."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -62,12 +63,19 @@ def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path) -> No
         archive.extractall(site)
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])  # but not its editable pagewire
     python, port = tmp_path / "venv" / "bin" / "python", free_port()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     where = subprocess.run(
-        [python, "-c", "import pagewire; print(pagewire.__file__)"], capture_output=True, text=True, cwd=tmp_path
+        [python, "-c", "import pagewire; print(pagewire.__file__)"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
     )
     assert where.stdout.startswith(str(site)), where.stdout + where.stderr
     log = (tmp_path / "log").open("wb")
-    server = subprocess.Popen([python, "-m", "pagewire", "serve", "--port", str(port)], cwd=tmp_path, stderr=log)
+    command = [python, "-m", "pagewire", "serve", "--port", str(port)]
+    server = subprocess.Popen(command, cwd=tmp_path, stderr=log, env=environment)
     try:
 
         def answers() -> bool:

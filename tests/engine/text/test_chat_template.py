@@ -231,3 +231,9 @@ def test_continue_and_generate_exclude_each_other() -> None:
 def test_reasoning_under_any_name_reaches_the_template() -> None:
     for name in ("reasoning", "reasoning_content", "thinking"):
         assert render("{{ messages[0].reasoning_content }}", [{"role": "assistant", "content": "", name: "hm"}]) == "hm"
+
+
+def test_what_a_template_says_is_one_short_line() -> None:
+    with pytest.raises(RequestError) as error:
+        render("{{ raise_exception('no: ' ~ messages[0].content) }}", say("a\n" * 10_000))
+    assert len(str(error.value)) < 700 and "\n" not in str(error.value)

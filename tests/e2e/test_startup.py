@@ -1,0 +1,13 @@
+"""The start is as short as promised, measured beside an import of torch on the same machine at the same time."""
+
+import pytest
+
+from pagewire.bench.startup import BAR, first_answer_s, import_torch_s
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_the_first_answer_comes_within_three_imports_of_torch() -> None:
+    import_torch_s()  # warm the disk cache
+    ratios = [first_answer_s() / import_torch_s() for _ in range(3)]
+    assert min(ratios) <= BAR, f"imports of torch until the first answer: {ratios}"

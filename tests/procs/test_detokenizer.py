@@ -1,0 +1,124 @@
+"""The detokenizer actor: stop strings end a request here first, and the core's late news of it is dropped."""
+
+from pathlib import Path
+
+import pytest
+import vocabulary
+
+from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts, resolve
+from pagewire.ipc import messages as m
+from pagewire.procs.detokenizer import DetokenizerActor
+
+RID = 7
+
+
+class Sent:
+    """Collects what an actor posts."""
+
+    def __init__(self) -> None:
+        self.posts: list[tuple[str, m.Message]] = []
+
+    def __call__(self, receiver: str, message: m.Message) -> None:
+        self.posts.append((receiver, message))
+
+    def chunks(self) -> list[m.Chunk]:
+        return [c for _, message in self.posts if isinstance(message, m.TextBatch) for c in message.chunks]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    facts = ModelFacts(path=str(vocabulary.add_tokenizer(tmp_path)), name="m", max_position=64, vocab_size=320,
+                       eos_token_ids=(2,), dtype="float32")  # fmt: skip
+    return resolve(Config(), facts, MachineFacts(num_cores=1))
+
+
+@pytest.fixture
+def sent() -> Sent:
+    return Sent()
+
+
+@pytest.fixture
+def actor(config: EngineConfig, sent: Sent) -> DetokenizerActor:
+    actor = DetokenizerActor(config)
+    actor.start(sent)
+    return actor
+
+
+def ids_of(text: str) -> bytes:
+    """Ids of the byte-level vocabulary: its letters in the alphabet's order after three specials."""
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    mapped = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return m.ids_to_bytes([3 + letters.index(c) for piece, _ in mapped for c in piece])
+
+
+def opened(**spec: object) -> m.Opened:
+    return m.Opened(RID, 3, 0, ids_of("abc"), m.TextSpec(**spec))  # type: ignore[arg-type]
+
+
+def batch(*tokens: m.Tokens) -> m.TokenBatch:
+    return m.TokenBatch(tokens)
+
+
+def test_a_split_character_waits_for_its_rest(actor: DetokenizerActor, sent: Sent) -> None:
+    ids = ids_of("é")
+    actor.handle([opened(), batch(m.Tokens(RID, ids[:4])), batch(m.Tokens(RID, ids[4:]))])
+    assert [c.text for c in sent.chunks()] == ["", "é"]
+
+
+def test_everything_that_waited_goes_as_one_batch(actor: DetokenizerActor, sent: Sent) -> None:
+    actor.handle([opened(), batch(m.Tokens(RID, ids_of("a"))), batch(m.Tokens(RID, ids_of("b")))])
+    assert len(sent.posts) == 1 and [c.text for c in sent.chunks()] == ["a", "b"]
+
+
+def test_a_stop_string_ends_it_here_and_the_core_is_told(actor: DetokenizerActor, sent: Sent) -> None:
+    actor.handle([opened(stop=("cd",)), batch(m.Tokens(RID, ids_of("abc")))])
+    actor.handle([batch(m.Tokens(RID, ids_of("d")))])
+    actor.handle([batch(m.Tokens(RID, ids_of("e")))])  # was in flight
+    actor.handle([batch(m.Tokens(RID, b"", finish="stop", usage=m.Usage(3, 5, 0)))])  # the core's own end
+    assert ("core", m.StopHit((RID,))) in sent.posts
+    assert "".join(c.text for c in sent.chunks()) == "ab"
+    (last,) = [c for c in sent.chunks() if c.finish]
+    assert last.stop_reason == "cd" and last.usage == m.Usage(3, 4, 0)
+    actor.handle([opened()])  # the rid is forgotten, nothing leaked
+    assert len(actor._outputs) == 1
+
+
+def test_the_stop_token_is_no_text_but_an_id(actor: DetokenizerActor, sent: Sent) -> None:
+    final = m.Tokens(RID, ids_of("b"), finish="stop", stop_token_id=9, usage=m.Usage(3, 2, 0))
+    actor.handle([opened(), batch(m.Tokens(RID, ids_of("a"))), batch(final)])
+    assert [(c.text, c.ids) for c in sent.chunks()] == [("a", ids_of("a")), ("", ids_of("b"))]
+    assert sent.chunks()[-1].stop_reason == 9
+
+
+def test_a_half_character_at_the_end_is_told_once(actor: DetokenizerActor, sent: Sent) -> None:
+    actor.handle([opened(), batch(m.Tokens(RID, ids_of("é")[:4], finish="length", usage=m.Usage(3, 1, 0)))])
+    assert sent.chunks()[-1].text == "\ufffd"
+
+
+def test_the_prompt_comes_back_once_with_its_logprobs(actor: DetokenizerActor, sent: Sent) -> None:
+    scored = m.RowLogprobs(1, ids_of("bc"), b"\0\0\x80\xbf" * 2)
+    actor.handle(
+        [
+            opened(prompt=True),
+            batch(m.Tokens(RID, ids_of("x"), prompt_logprobs=scored)),
+            batch(m.Tokens(RID, ids_of("y"))),
+        ]
+    )
+    first, second = sent.chunks()
+    assert first.prompt is not None and first.prompt.text == "abc" and second.prompt is None
+    assert first.prompt.logprobs is not None and first.prompt.logprobs[0] is None
+    assert [p.chosen.token for p in first.prompt.logprobs[1:] if p] == ["b", "c"]
+    assert first.prompt.logprobs[1] is not None and first.prompt.logprobs[1].chosen.logprob == -1.0
+
+
+def test_what_was_never_opened_still_ends(actor: DetokenizerActor, sent: Sent) -> None:
+    actor.handle([batch(m.Tokens(99, b"", finish="abort", usage=m.Usage(3, 0, 0)))])
+    actor.handle([m.Failed(98, "internal", "why")])
+    assert sent.chunks()[0].finish == "abort" and sent.posts[-1] == ("api", m.Failed(98, "internal", "why"))
+
+
+def test_a_failure_after_a_stop_is_not_told_again(actor: DetokenizerActor, sent: Sent) -> None:
+    actor.handle([opened(stop=("b",)), batch(m.Tokens(RID, ids_of("b"))), m.Failed(RID, "internal", "why")])
+    assert not any(isinstance(message, m.Failed) for _, message in sent.posts) and not actor._outputs

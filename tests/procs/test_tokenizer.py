@@ -1,0 +1,77 @@
+"""The tokenizer actor: what goes to the core, and what is refused with which words."""
+
+from pathlib import Path
+
+import pytest
+import vocabulary
+
+from pagewire.config import Config, MachineFacts, ModelFacts, resolve
+from pagewire.ipc import messages as m
+from pagewire.procs.tokenizer import TokenizerActor
+
+Posts = list[tuple[str, m.Message]]
+
+
+@pytest.fixture
+def posts() -> Posts:
+    return []
+
+
+@pytest.fixture
+def actor(tmp_path: Path, posts: Posts) -> TokenizerActor:
+    facts = ModelFacts(path=str(vocabulary.add_tokenizer(tmp_path)), name="m", max_position=64, vocab_size=320,
+                       eos_token_ids=(2,), dtype="float32")  # fmt: skip
+    actor = TokenizerActor(resolve(Config(), facts, MachineFacts(num_cores=1)))
+    actor.start(lambda receiver, message: posts.append((receiver, message)))
+    return actor
+
+
+def submit(prompt: m.TextPrompt | m.ChatPrompt | m.IdsPrompt, n: int = 1, **more: object) -> m.Submit:
+    fields = {"sampling": m.Sampling(seed=5), "limits": m.Limits(4), "text": m.TextSpec(), **more}
+    return m.Submit(10, n, prompt, **fields)  # type: ignore[arg-type]
+
+
+def test_each_choice_gets_its_rid_and_its_seed(actor: TokenizerActor, posts: Posts) -> None:
+    actor.handle([submit(m.TextPrompt("hi"), n=3, salt=b"s", priority=2)])
+    assert [receiver for receiver, _ in posts] == ["core"] * 3
+    sent = [message for _, message in posts if isinstance(message, m.Enqueue)]
+    assert [(e.rid, e.sampling.seed, e.salt, e.priority) for e in sent] == [(10 + i, 5 + i, b"s", 2) for i in range(3)]
+    assert len({e.prompt_ids for e in sent}) == 1
+
+
+def test_a_chat_is_rendered(actor: TokenizerActor, posts: Posts) -> None:
+    actor.handle([submit(m.ChatPrompt(b'[{"role": "user", "content": "hi"}]'))])
+    (_, enqueue), *_ = posts
+    assert isinstance(enqueue, m.Enqueue) and m.bytes_to_ids(enqueue.prompt_ids)[0] == 1  # <s>
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "words"),
+    [
+        (submit(m.TextPrompt("")), "invalid_request", "empty"),
+        (submit(m.TextPrompt("x" * 64)), "context_length_exceeded", "maximum context length is 64 tokens. However"),
+        (submit(m.IdsPrompt(m.ids_to_bytes([5, 320]))), "invalid_request", "between 0 and 319"),
+        (submit(m.IdsPrompt(m.ids_to_bytes([-1]))), "invalid_request", "prompt"),
+        (submit(m.TextPrompt("x"), limits=m.Limits(4, (400,))), "invalid_request", "stop_token_ids"),
+        (submit(m.TextPrompt("x"), sampling=m.Sampling(logit_bias={400: 1.0})), "invalid_request", "logit_bias"),
+        (submit(m.ChatPrompt(b"{}")), "invalid_request", "messages"),
+        (submit(m.ChatPrompt(b"[", b"")), "invalid_request", "messages"),
+    ],
+)
+def test_a_refusal_goes_to_the_api_for_each_choice(
+    actor: TokenizerActor, posts: Posts, bad: m.Submit, kind: str, words: str
+) -> None:
+    actor.handle([m.Submit(*[getattr(bad, f) if f != "n" else 2 for f in m.Submit.__struct_fields__])])
+    assert [receiver for receiver, _ in posts] == ["api", "api"]
+    for i, (_, failed) in enumerate(posts):
+        assert isinstance(failed, m.Failed) and failed.rid == 10 + i and failed.kind == kind and words in failed.detail
+
+
+def test_a_full_prompt_may_be_scored(actor: TokenizerActor, posts: Posts) -> None:
+    actor.handle([submit(m.TextPrompt("x" * 64), limits=m.Limits(0))])
+    assert posts[0][0] == "core"
+
+
+def test_cancel_follows_its_submit(actor: TokenizerActor, posts: Posts) -> None:
+    actor.handle([submit(m.TextPrompt("x")), m.Cancel((10,))])
+    assert [type(message) for _, message in posts] == [m.Enqueue, m.Cancel]

@@ -1,0 +1,115 @@
+"""The offline API on a tiny random model: what it returns, and that it stays usable after a refusal."""
+
+
+import checkpoints
+import pytest
+import vocabulary
+
+from pagewire import LLM, SamplingParams
+from pagewire.errors import ConfigError, RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("llm")
+    checkpoints.make_checkpoint(folder, "llama")
+    vocabulary.add_tokenizer(folder)
+    return LLM(str(folder), dtype="float32", threads=1, kv_cache_memory="32M")
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["one", "a longer prompt that takes a little more", "x"]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [o.prompt for o in outputs] == prompts and all(o.finished for o in outputs)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [8, 8, 8]
+    assert "generating" in capsys.readouterr().err  # the progress bar
+    assert llm.generate(prompts[1], GREEDY, use_tqdm=False)[0].outputs == outputs[1].outputs
+
+
+def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:
+    (text,) = llm.generate("hello", GREEDY, use_tqdm=False)
+    (ids,) = llm.generate(text.prompt_token_ids, GREEDY, use_tqdm=False)
+    assert ids.outputs == text.outputs and ids.prompt == "hello"
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5)]
+    outputs = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 5]
+    with pytest.raises(ValueError, match="2 prompts but 1"):
+        llm.generate(["a", "b"], params[:1])
+
+
+def test_a_seed_is_repeatable_and_choices_differ(llm: LLM) -> None:
+    params = SamplingParams(n=4, seed=3, temperature=1.5, max_tokens=12, ignore_eos=True)
+    (first,) = llm.generate("hello", params, use_tqdm=False)
+    many = llm.generate(["hello", *["other"] * 20], params, use_tqdm=False)
+    assert first.outputs == many[0].outputs
+    assert len({tuple(o.token_ids) for o in first.outputs}) > 1
+
+
+def test_logprobs_of_output_and_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (output,) = llm.generate("hello", params, use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.logprobs is not None and len(completion.logprobs) == 3
+    for token_id, candidates in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert candidates[token_id].rank == 1 and candidates[token_id].logprob == max(
+            c.logprob for c in candidates.values()
+        )
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 5
+    assert output.prompt_logprobs[0] is None and output.prompt_token_ids[1] in (output.prompt_logprobs[1] or {})
+
+
+def test_stop_strings_and_stop_tokens(llm: LLM) -> None:
+    (free,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), use_tqdm=False)
+    ids = free.outputs[0].token_ids
+    stop = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[ids[4]])
+    (by_id,) = llm.generate("hello", stop, use_tqdm=False)
+    assert by_id.outputs[0].token_ids == ids[: ids.index(ids[4]) + 1]
+    assert by_id.outputs[0].finish_reason == "stop" and by_id.outputs[0].stop_reason == ids[4]
+    text = free.outputs[0].text
+    piece = text[2:4]
+    (by_text,) = llm.generate(
+        "hello", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=piece), use_tqdm=False
+    )
+    assert by_text.outputs[0].text == text[: text.index(piece)] and by_text.outputs[0].stop_reason == piece
+
+
+def test_a_refused_prompt_raises_and_leaves_nothing_behind(llm: LLM) -> None:
+    for prompts in (["fine", "x" * 5000], [[1, 2], [99999]], [[]]):
+        with pytest.raises(RequestError):
+            llm.generate(prompts, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+        assert llm._engine.scheduler.num_running == llm._engine.scheduler.num_waiting == 0
+        assert llm._engine.scheduler.pool.num_held == 0
+    assert llm.generate("fine", GREEDY, use_tqdm=False)[0].finished
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"top_p": 0}, {"n": 0}, {"logprobs": 50}, {"max_tokens": -1}, {"min_p": 2}]
+)
+def test_parameters_out_of_bounds_are_named(llm: LLM, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="SamplingParams"):
+        llm.generate("x", SamplingParams(**wrong), use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    (output,) = llm.chat(conversation, GREEDY, use_tqdm=False)
+    assert output.prompt == "<s>user\nhi</s>\n<s>assistant\n"
+    assert len(llm.chat([conversation, conversation], GREEDY, use_tqdm=False)) == 2
+
+
+def test_max_tokens_0_scores_the_prompt(llm: LLM) -> None:
+    (output,) = llm.generate("hello", SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
+    assert output.outputs[0].token_ids == [] and output.outputs[0].finish_reason == "length"
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 5
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="unknown field"):
+        LLM("", nonsense=1)
+    with pytest.raises(ConfigError, match=r"no folder \./nowhere"):
+        LLM("./nowhere")
