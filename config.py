@@ -78,6 +78,16 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0.0
 
 
+class SamplingDefaults(Struct, frozen=True, kw_only=True):
+    """How to sample where a client of the server does not say: what the model's authors recommend."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """What `engine.models.spec` reads from a checkpoint's config files, as far as the configuration depends on it."""
 
@@ -87,6 +97,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: float32, bfloat16, float16
+    sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
 
 
 class MachineFacts(Struct, frozen=True, kw_only=True):
@@ -114,6 +125,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     num_threads: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults
     chat_template: str | None
     host: str
     port: int
@@ -154,6 +166,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         num_threads=config.threads or max(1, machine.num_cores - 1),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
+        sampling=model.sampling,
         chat_template=config.chat_template,
         host=config.host,
         port=config.port,

@@ -51,7 +51,7 @@ class Service:
         """POST /v1/chat/completions"""
         request = decode_body(self._chat_decoder, await _read_json(scope, receive))
         model = self._model_name(request.model)
-        orders = chat_orders(request, self._config.vocab_size, scope["state"]["salt"])
+        orders = chat_orders(request, self._config, scope["state"]["salt"])
         reply = ChatReply(
             model=model,
             created=int(time.time()),
@@ -68,7 +68,7 @@ class Service:
         """POST /v1/completions"""
         request = decode_body(self._completion_decoder, await _read_json(scope, receive))
         model = self._model_name(request.model)
-        orders = completion_orders(request, self._config.vocab_size, scope["state"]["salt"])
+        orders = completion_orders(request, self._config, scope["state"]["salt"])
         reply = CompletionReply(
             model=model,
             created=int(time.time()),

@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from ..config import EngineConfig, SamplingDefaults
 from ..ipc.messages import ChatPrompt, IdsPrompt, Limits, Sampling, Submit, TextPrompt, TextSpec, ids_to_bytes
 from .http_error import HttpError
 from .openai_types import ChatRequest, CompletionRequest, GenerationRequest, Message, Tool
@@ -45,9 +46,9 @@ def decode_body(decoder: "msgspec.json.Decoder[R]", body: bytes) -> R:
     return _decode(lambda: decoder.decode(text), "")
 
 
-def chat_orders(request: ChatRequest, vocab_size: int, salt: bytes) -> list[Submit]:
+def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
     """The one prompt of a chat request."""
-    _check_common(request, vocab_size)
+    _check_common(request, config.vocab_size)
     messages = _decode(lambda: _messages_decoder.decode(request.messages), "messages")
     if not messages:
         raise HttpError(400, "messages must not be empty.", param="messages")
@@ -85,7 +86,7 @@ def chat_orders(request: ChatRequest, vocab_size: int, salt: bytes) -> list[Subm
     if max_tokens == 0:
         raise HttpError(400, "max_tokens must be at least 1.", param="max_tokens")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _orders(request, [prompt], max_tokens=max_tokens, logprobs=logprobs, salt=salt)
+    return _orders(request, [prompt], max_tokens=max_tokens, logprobs=logprobs, salt=salt, defaults=config.sampling)
 
 
 def shows_tools(request: ChatRequest) -> bool:
@@ -97,9 +98,9 @@ def _sends_tools(request: ChatRequest) -> bool:
     return bytes(request.tools).translate(None, b" \t\r\n") not in (b"", b"null", b"[]")
 
 
-def completion_orders(request: CompletionRequest, vocab_size: int, salt: bytes) -> list[Submit]:
+def completion_orders(request: CompletionRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
     """The prompts of a completion request, in order."""
-    _check_common(request, vocab_size)
+    _check_common(request, config.vocab_size)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise HttpError(400, "best_of is not supported.", code="unsupported_value", param="best_of")
     prompts = _prompts(request)
@@ -115,6 +116,7 @@ def completion_orders(request: CompletionRequest, vocab_size: int, salt: bytes) 
         logprobs=request.logprobs,
         echo=bool(request.echo),
         salt=salt,
+        defaults=config.sampling,
     )
 
 
@@ -141,6 +143,10 @@ def _prompts(request: CompletionRequest) -> list[TextPrompt | IdsPrompt]:
     return [IdsPrompt(ids_to_bytes(part)) for part in lists]
 
 
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
 def _orders(
     request: GenerationRequest,
     prompts: Sequence[TextPrompt | ChatPrompt | IdsPrompt],
@@ -148,15 +154,16 @@ def _orders(
     max_tokens: int | None,
     logprobs: int | None,
     salt: bytes,
+    defaults: SamplingDefaults,
     echo: bool = False,
 ) -> list[Submit]:
-    temperature = 1.0 if request.temperature is None else request.temperature
+    temperature = _or(request.temperature, defaults.temperature)
     sampling = Sampling(
         temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_k=max(request.top_k or 0, 0),
-        top_p=1.0 if request.top_p is None else request.top_p,
-        min_p=request.min_p or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        top_k=max(_or(request.top_k, defaults.top_k), 0),
+        top_p=_or(request.top_p, defaults.top_p),
+        min_p=_or(request.min_p, defaults.min_p),
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=request.logit_bias or None,

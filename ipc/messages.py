@@ -90,7 +90,7 @@ class TextSpec(Struct, frozen=True, array_like=True):
 
 
 class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
-    """A plain prompt; special tokens written in it are text."""
+    """A plain prompt. Special tokens written in it are parsed, so that a client may send a rendered conversation."""
 
     text: str
     add_special_tokens: bool = True  # what the model's tokenizer adds by itself, such as a BOS

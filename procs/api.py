@@ -8,14 +8,14 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import uvicorn
 
 from .. import __version__
 from ..api.app import create_app
 from ..api.gateway import Gateway
-from ..api.server import server_config
+from ..api.server import HttpServer, server_config
 from ..config import EngineConfig
 from ..ipc.actor import Post
 from ..ipc.messages import Facts, Ping, Serve, Serving, Snapshot, Stop, ToApi
@@ -25,17 +25,12 @@ STEP_LIMIT_S = 120.0  # one step of a large model on a slow CPU takes many secon
 CLOSE_TIMEOUT_S = 3.0  # for connections to take their last bytes
 
 
-class _Server(uvicorn.Server):
-    """uvicorn that leaves the process's signals alone and says when it listens."""
+class _Server(HttpServer):
+    """Says when it listens."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_listening = on_listening
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """The supervisor decides when to end."""
-        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""

@@ -1,6 +1,5 @@
 """The offline API on a tiny random model: what it returns, and that it stays usable after a refusal."""
 
-
 import checkpoints
 import pytest
 import vocabulary

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ...config import ModelFacts
+from ...config import ModelFacts, SamplingDefaults
 from ...errors import ConfigError
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
@@ -54,6 +54,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     dtype: str  # of the checkpoint: float32, bfloat16, float16
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -109,6 +110,7 @@ def read_spec(folder: Path) -> ModelSpec:
         windows=_windows(config, model_type, num_layers),
         dtype=_dtype(config),
         bos_token_id=next(iter(config.ids("bos_token_id")), None),
+        sampling=_sampling_defaults(generation),
         eos_token_ids=tuple(dict.fromkeys([*generation.ids("eos_token_id"), *config.ids("eos_token_id")])),
     )
 
@@ -122,6 +124,20 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         dtype=spec.dtype,
+        sampling=spec.sampling,
+    )
+
+
+def _sampling_defaults(generation: "_Fields") -> SamplingDefaults:
+    """What generation_config.json recommends. As in transformers, do_sample = false means greedy."""
+    if not generation.flag("do_sample", True):
+        return SamplingDefaults(temperature=0.0, repetition_penalty=generation.number("repetition_penalty", 1.0))
+    return SamplingDefaults(
+        temperature=generation.number("temperature", 1.0),
+        top_k=generation.size("top_k") if generation.raw.get("top_k") else 0,
+        top_p=min(1.0, generation.number("top_p", 1.0)),
+        min_p=min(1.0, generation.number("min_p", 0.0)) if generation.raw.get("min_p") else 0.0,
+        repetition_penalty=generation.number("repetition_penalty", 1.0),
     )
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from pagewire.api.app import create_app
 from pagewire.api.gateway import Gateway
-from pagewire.config import EngineConfig
+from pagewire.config import EngineConfig, SamplingDefaults
 from pagewire.errors import ErrorKind
 from pagewire.ipc.messages import (
     Accepted,
@@ -53,6 +53,7 @@ CONFIG = EngineConfig(
     num_threads=1,
     vocab_size=1000,
     eos_token_ids=(0,),
+    sampling=SamplingDefaults(),
     chat_template=None,
     host="127.0.0.1",
     port=0,

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from pagewire.config import SamplingDefaults
 from pagewire.ipc.messages import ChatPrompt
 
-from .harness import FakeEngine, chat
+from .harness import FakeEngine, chat, request
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "n": [1, {"a": "}"}]}}\n</tool_call>'
@@ -186,8 +187,9 @@ def test_a_call_cut_by_the_length_limit() -> None:
     assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
-def test_logprobs_of_a_tool_call_are_not_lost() -> None:
-    *events, _ = chat(FakeEngine(list(CALL)), tools=TOOLS, stream=True, logprobs=True).events
+@pytest.mark.parametrize("pieces", [list(CALL), [CALL]])
+def test_logprobs_of_a_tool_call_come_once(pieces: list[str]) -> None:
+    *events, _ = chat(FakeEngine(pieces), tools=TOOLS, stream=True, logprobs=True).events
     tokens = [t["token"] for e in events for c in e["choices"] if c["logprobs"] for t in c["logprobs"]["content"]]
     assert "".join(tokens) == CALL
 
@@ -261,6 +263,16 @@ def test_max_completion_tokens_wins() -> None:
     engine = FakeEngine()
     chat(engine, max_tokens=5, max_completion_tokens=6)
     assert engine.submits[0].limits.max_tokens == 6
+
+
+def test_what_the_client_leaves_open_is_as_the_model_recommends() -> None:
+    engine = FakeEngine()
+    recommended = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, repetition_penalty=1.05)
+    body = {"messages": [{"role": "user", "content": "hi"}], "top_p": 1.0}
+    request(engine, "/v1/chat/completions", body, sampling=recommended)
+    sampling = engine.submits[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (0.6, 20, 0.05, 1.05)
+    assert sampling.top_p == 1.0  # the client's word
 
 
 def test_a_tiny_temperature_is_greedy() -> None:

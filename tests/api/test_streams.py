@@ -168,8 +168,10 @@ def test_a_bug_of_ours_in_a_stream_says_nothing_of_our_insides(
         raise KeyError("secret")
 
     monkeypatch.setattr("pagewire.api.chat.ChatReply.events", broken)
-    answer = chat(FakeEngine(), stream=True)
+    engine = FakeEngine(["x"] * 100)
+    answer = chat(engine, stream=True)
     assert answer.is_complete and answer.events[-1]["error"]["type"] == "server_error"
+    assert engine.cancels == [0], "the engine must not go on for nobody"
     assert b"secret" not in answer.body and "secret" in caplog.text
 
 

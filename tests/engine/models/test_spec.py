@@ -7,6 +7,7 @@ import sys
 import checkpoints
 import pytest
 
+from pagewire.config import SamplingDefaults
 from pagewire.engine.models.spec import model_facts, read_spec
 from pagewire.errors import ConfigError
 
@@ -51,6 +52,22 @@ def test_facts(tmp_path):
 )
 def test_eos_ids_come_from_both_files(config, generation, expected, tmp_path):
     assert read_spec(_folder(tmp_path, generation, eos_token_id=config)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, SamplingDefaults()),
+        ({"do_sample": False, "temperature": 0.6}, SamplingDefaults(temperature=0.0)),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
+            SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95),
+        ),
+        ({"min_p": 0, "top_k": 0, "repetition_penalty": 1.1}, SamplingDefaults(repetition_penalty=1.1)),
+    ],
+)
+def test_recommended_sampling(generation, expected, tmp_path):
+    assert read_spec(_folder(tmp_path, generation)).sampling == expected
 
 
 @pytest.mark.parametrize("kind", list(checkpoints.KINDS))
