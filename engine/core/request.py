@@ -29,6 +29,7 @@ class Request:
         "key",
         "keys",
         "limits",
+        "max_len",
         "max_tokens",
         "num_cached",
         "num_committed",
@@ -44,10 +45,19 @@ class Request:
         "row",
         "sampling",
         "state",
+        "stops",
         "text",
     )
 
-    def __init__(self, message: Enqueue, *, key: tuple[int, int], max_model_len: int, root: bytes) -> None:
+    def __init__(
+        self,
+        message: Enqueue,
+        *,
+        key: tuple[int, int],
+        max_model_len: int,
+        root: bytes,
+        eos_token_ids: frozenset[int],
+    ) -> None:
         self.rid = message.rid
         self.key = key  # its place among the waiting and the running: smaller goes first
         self.ids: array[int] = bytes_to_ids(message.prompt_ids)  # prompt and the output applied so far
@@ -57,6 +67,9 @@ class Request:
         self.text = message.text
         room = max_model_len - self.num_prompt
         self.max_tokens = room if message.limits.max_tokens is None else min(room, message.limits.max_tokens)
+        self.max_len = self.num_prompt + self.max_tokens  # ids when it ends at the latest
+        stops = frozenset(message.limits.stop_token_ids)
+        self.stops = stops if message.limits.ignore_eos else stops | eos_token_ids  # drawing one of them ends it
         self.end = self.num_prompt + max(0, self.max_tokens - 1)  # the last token drawn needs no KV
         self.state = State.WAITING
         self.row = -1  # on the worker, while it holds one

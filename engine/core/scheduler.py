@@ -103,7 +103,8 @@ class Scheduler:
         self._running: list[Request] = []  # by key: RUNNING, LEAVING, and the ended ones not yet swept
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._in_flight: deque[_InFlight] = deque()
-        self._news: list[Opened | Tokens | Failed] = []
+        self._news: list[News] = []
+        self._tokens: list[Tokens] = []  # what comes after _news
 
     # ── requests come and go ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -137,6 +138,7 @@ class Scheduler:
             key=(message.priority if self.by_priority else 0, self._num_arrived),
             max_model_len=self.max_model_len,
             root=root_key(self.model_key, message.salt),
+            eos_token_ids=self.eos_token_ids,
         )
         if request.max_tokens < 0 or (request.max_tokens == 0 and message.limits.max_tokens != 0):
             return Failed(
@@ -161,20 +163,14 @@ class Scheduler:
 
     def take_news(self) -> list[News]:
         """What happened since the last call, in order; consecutive tokens in one batch."""
-        news: list[News] = []
-        batch: list[Tokens] = []
-        for item in self._news:
-            if isinstance(item, Tokens):
-                batch.append(item)
-                continue
-            if batch:
-                news.append(TokenBatch(tuple(batch)))
-                batch = []
-            news.append(item)
-        if batch:
-            news.append(TokenBatch(tuple(batch)))
-        self._news.clear()
+        self._close_batch()
+        news, self._news = self._news, []
         return news
+
+    def _close_batch(self) -> None:
+        if self._tokens:
+            self._news.append(TokenBatch(tuple(self._tokens)))
+            self._tokens.clear()
 
     # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -186,15 +182,24 @@ class Scheduler:
         draft = _Draft(self.max_num_batched_tokens)
         long: list[Request] = []
         for request in tuple(self._running):
-            if request.state is not State.RUNNING:
-                continue  # leaving, perhaps since this loop began
-            num = min(request.num_total, request.end) - request.num_planned
-            if num == 1:
-                if draft.budget == 0:
-                    break
-                self._plan_row(draft, request, 1)
-            elif num > 1:
+            position = request.num_planned
+            if request.state is not State.RUNNING or position == request.end:
+                continue  # leaving, perhaps since this loop began; or all of its tokens are drawn
+            if request.num_total - position > 1:
                 long.append(request)
+            elif draft.budget == 0:
+                break
+            elif position == len(request.blocks) * self.block_size or not request.max_tokens:
+                self._plan_row(draft, request, 1)
+            else:  # nearly every row of nearly every step: `_take` of one position, written out
+                request.num_planned = position + 1
+                request.num_total += 1
+                request.num_in_flight += 1
+                draft.budget -= 1
+                draft.requests.append(request)
+                draft.rows.append(request.row)
+                draft.counts.append(1)
+                draft.sample.append(1)
         for request in long:
             if draft.budget == 0:
                 break
@@ -317,6 +322,7 @@ class Scheduler:
         self.counters.num_cached_tokens += num_cached
         first = 0 if request.text.prompt else max(0, request.num_prompt - _NUM_CONTEXT_IDS)
         prompt_ids = request.ids[first : request.num_prompt].tobytes()
+        self._close_batch()
         self._news.append(Opened(request.rid, request.num_prompt, num_cached, prompt_ids, request.text))
 
     def _commit(self, request: Request) -> None:
@@ -345,13 +351,32 @@ class Scheduler:
         if len(drawn) != sum(flight.sample):
             raise ValueError(f"step {result.step} drew {len(drawn)} tokens where {sum(flight.sample)} were due")
         next_drawn = iter(drawn)
+        num_plain = 0
+        plain = not result.logprobs and not result.prompt_logprobs
         for i, request in enumerate(flight.requests):
             request.num_in_flight -= 1
-            token = next(next_drawn) if flight.sample[i] else None
+            token = next(next_drawn) if flight.sample[i] else -1
+            ids = request.ids
+            if (
+                plain
+                and token >= 0
+                and token not in request.stops
+                and len(ids) + 1 < request.max_len
+                and request.state is State.RUNNING
+            ):  # nearly every row of nearly every step: `_apply_row` of a token that ends nothing, written out
+                num_plain += 1
+                ids.append(token)
+                request.num_computed += flight.counts[i]
+                if request.num_computed % self.block_size == 0:
+                    self._commit(request)
+                self._tokens.append(Tokens(request.rid, _pack_id(token)))
+                continue
             if request.state is not State.ENDED:
-                self._apply_row(request, flight.counts[i], token, result.logprobs.get(i), result.prompt_logprobs.get(i))
+                drew = token if flight.sample[i] else None
+                self._apply_row(request, flight.counts[i], drew, result.logprobs.get(i), result.prompt_logprobs.get(i))
             if request.num_in_flight == 0 and request.state is not State.RUNNING:
                 self._release(request)
+        self.counters.num_output_tokens += num_plain
 
     def _apply_row(
         self,
@@ -369,7 +394,7 @@ class Scheduler:
             if request.max_tokens == 0 and request.num_computed == request.end:
                 self._end(request, self._terminal(request, "length", prompt_logprobs=prompt_logprobs))
             elif prompt_logprobs is not None:
-                self._news.append(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
+                self._tokens.append(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
             return
         if token < 0:
             detail = "The model gave numbers that are not finite for this request."
@@ -379,15 +404,14 @@ class Scheduler:
         self.counters.num_output_tokens += 1
         if request.num_computed % self.block_size == 0:
             self._commit(request)
-        stop_token = not request.limits.ignore_eos and token in self.eos_token_ids
         stop_token_id = token if token in request.limits.stop_token_ids else None
         finish: FinishReason | None = None
-        if stop_token or stop_token_id is not None:
+        if token in request.stops:
             finish = "stop"
-        elif request.num_output >= request.max_tokens:
+        elif len(request.ids) >= request.max_len:
             finish = "length"
         if finish is None:
-            self._news.append(Tokens(request.rid, _pack_id(token), logprobs, prompt_logprobs))
+            self._tokens.append(Tokens(request.rid, _pack_id(token), logprobs, prompt_logprobs))
         else:
             self._end(
                 request, self._terminal(request, finish, _pack_id(token), logprobs, prompt_logprobs, stop_token_id)
@@ -427,7 +451,11 @@ class Scheduler:
             del self._waiting[bisect_left(self._waiting, request.key, key=_key)]
         request.state = State.ENDED
         del self._requests[request.rid]
-        self._news.append(terminal)
+        if isinstance(terminal, Tokens):
+            self._tokens.append(terminal)
+        else:
+            self._close_batch()
+            self._news.append(terminal)
         if request.num_in_flight == 0:
             self._release(request)
 

@@ -58,6 +58,7 @@ class Runner:
         self._memory = memory
         self._rows = Rows(num_rows=config.max_num_seqs, max_len=config.max_model_len, block_size=config.block_size)
         self._sampler = Sampler(vocab_size=config.vocab_size, device=device.torch_device)
+        self._num_blocks = 0  # of the cache, once it is open
         self._attention: AttentionBackend | None = None
         self._results: deque[StepResult] = deque()
 
@@ -94,8 +95,8 @@ class Runner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the operator; the KV cache as it would be offered now."""
-        return self._memory.lines(self.offer())
+        """Lines for the operator; the KV cache as it was opened, or before that as it would be offered."""
+        return self._memory.lines(self._num_blocks or self.offer())
 
     @property
     def num_pending(self) -> int:
@@ -118,6 +119,7 @@ class Runner:
             block_size=self._config.block_size,
             device=self._device.torch_device,
         )
+        self._num_blocks = num_blocks
         self._attention = TorchPagedAttention(cache=cache, ops=self._ops)
 
     def launch(self, plan: StepPlan) -> None:

@@ -15,7 +15,7 @@ from fakes import EOS, FakeWorker, enqueue, expected_output
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.request import Request, State
 from pagewire.engine.core.scheduler import Scheduler
-from pagewire.ipc.messages import Accepted, Failed, Opened, TokenBatch, bytes_to_ids
+from pagewire.ipc.messages import Accepted, Failed, Opened, TokenBatch, Tokens, bytes_to_ids
 
 NUM_HISTORIES = 2000
 BLOCK_SIZE = 4
@@ -183,13 +183,12 @@ def _keys_without_parent(request: Request, num: int, block_size: int) -> list[by
 
 def _terminal_twice(scheduler: Scheduler, request: Request, terminal: object) -> None:
     Scheduler_end(scheduler, request, terminal)  # type: ignore[arg-type]
-    scheduler._news.append(terminal)  # type: ignore[arg-type]
+    (scheduler._tokens if isinstance(terminal, Tokens) else scheduler._news).append(terminal)  # type: ignore[arg-type]
 
 
 def _terminal_never(scheduler: Scheduler, request: Request, terminal: object) -> None:
-    before = len(scheduler._news)
     Scheduler_end(scheduler, request, terminal)  # type: ignore[arg-type]
-    del scheduler._news[before:]
+    (scheduler._tokens if isinstance(terminal, Tokens) else scheduler._news).pop()
 
 
 def _commit_too_early(scheduler: Scheduler, request: Request) -> None:

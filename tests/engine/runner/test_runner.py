@@ -185,6 +185,8 @@ def test_offers(checkpoint, resolved):
     assert Runner.load(resolved(folder, kv_cache_memory=1)).offer() == 1
     assert list(runner.timings) == ["weights"]
     assert "KV cache 336.0 kB = 28 blocks of 16 tokens, 4 requests of 100 tokens" in runner.notes[0]
+    runner.open_cache(7)
+    assert "KV cache 84.0 kB = 7 blocks of 16 tokens, 1 request of 100 tokens" in runner.notes[0]
 
 
 def test_progress_and_its_end(checkpoint, resolved):
