@@ -38,7 +38,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10 $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m pagewire.bench.offline --json bench/results/offline.json

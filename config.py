@@ -7,6 +7,7 @@ of the model (`ModelFacts`) and the machine (`MachineFacts`), into `EngineConfig
 
 import os
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -34,7 +35,11 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ()
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        _doc("model", "type of weights and KV cache; auto: the checkpoint's, float16 becoming bfloat16"),
+        _doc(
+            "model",
+            "type of weights and KV cache; auto: bfloat16, but float32 if the checkpoint is, or on a CPU that has no "
+            "bfloat16 instructions and memory enough",
+        ),
     ] = "auto"
     max_model_len: Annotated[
         _Positive | None,
@@ -97,6 +102,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: float32, bfloat16, float16
+    weight_bytes: int = 0  # of the safetensors files
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
 
 
@@ -104,6 +110,9 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     """What `resolve` may know of the machine."""
 
     num_cores: int
+    memory_bytes: int = 0
+    has_gpu: bool = False
+    has_bfloat16: bool = True  # the CPU multiplies bfloat16 itself; without, float32 is several times faster
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -135,9 +144,14 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
 
 def machine_facts() -> MachineFacts:
-    """The cores this process may use."""
+    """What there is to work with."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else {"bf16"}
     return MachineFacts(
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        has_gpu=Path("/dev/nvidiactl").exists(),
+        has_bfloat16=bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}),
     )
 
 
@@ -148,11 +162,10 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens {model.name} was made for."
         )
-    dtype: Dtype = "float32" if (config.dtype if config.dtype != "auto" else model.dtype) == "float32" else "bfloat16"
     return EngineConfig(
         model_path=model.path,
         served_model_names=config.served_model_name or (model.name,),
-        dtype=dtype,
+        dtype=_choose_dtype(config, model, machine),
         device=config.device,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -174,6 +187,16 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         start_timeout_s=config.start_timeout_s,
         shutdown_timeout_s=config.shutdown_timeout_s,
     )
+
+
+def _choose_dtype(config: Config, model: ModelFacts, machine: MachineFacts) -> Dtype:
+    if config.dtype != "auto":
+        return config.dtype
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not machine.has_gpu)
+    wide = model.weight_bytes * (1 if model.dtype == "float32" else 2)  # as float32
+    if model.dtype == "float32" or (on_cpu and not machine.has_bfloat16 and wide <= machine.memory_bytes // 2):
+        return "float32"
+    return "bfloat16"
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)

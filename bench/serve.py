@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=16, help="requests")
     parser.add_argument("--input-len", type=int, default=64, help="prompt tokens of each")
     parser.add_argument("--output-len", type=int, default=64, help="output tokens of each")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV")
+    parser.add_argument("--dtype", default="float32", choices=("bfloat16", "float32"), help="of weights and KV")
     parser.add_argument("--threads", type=int, default=1, help="torch threads, for everyone in the table")
     parser.add_argument("--repeat", type=int, default=5, help="repetitions")
     parser.add_argument("--json", type=Path, default=Path("bench/results/serve.json"), help="where to write")

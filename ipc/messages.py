@@ -44,7 +44,7 @@ def bytes_to_ids(data: bytes) -> "array[int]":
 class Sampling(Struct, frozen=True, array_like=True):
     """How the next token is drawn. Bounds are checked by every decoder that reads it, NaN and infinity included."""
 
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0  # 0: greedy, and then everything below but bias rests
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0  # 0: greedy
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # 0: off
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0

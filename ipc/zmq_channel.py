@@ -29,6 +29,7 @@ from .messages import Message
 M = TypeVar("M")
 
 _MAX_MESSAGE_BYTES = 64 * 2**20
+_MAX_PATH_BYTES = 107  # of a socket's path, unix(7)
 _HIGH_WATER_MARK = 100_000  # messages; the engine's own bounds are far below
 _LINGER_MS = 500  # how long closing waits for the other end to take what is queued
 
@@ -59,9 +60,16 @@ def make_run_folder() -> Path:
 
     Folders of launchers that were killed are removed on the way.
     """
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    if not os.access(base, os.W_OK):
-        base = Path(tempfile.gettempdir())
+    candidates = [
+        Path(folder) for folder in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp") if folder
+    ]
+    name_bytes = len(f"/pagewire-{os.getpid()}-________/detokenizer")
+    usable = [c for c in candidates if os.access(c, os.W_OK) and len(os.fsencode(c)) + name_bytes <= _MAX_PATH_BYTES]
+    if not usable:
+        raise ConfigError(
+            f"None of {', '.join(map(str, candidates))} can hold sockets: not writable, or too long a path."
+        )
+    base = usable[0]
     for old in base.glob("pagewire-*-*"):
         pid = old.name.split("-")[1]
         if old.is_dir() and old.stat().st_uid == os.getuid() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
@@ -80,8 +88,8 @@ def remove_run_folder(folder: Path) -> None:
 def check_address(address: str, keys: Keys | None) -> None:
     """Raises ConfigError if `address` is none, or is open to the network without keys."""
     if address.startswith("ipc://"):
-        if len(address.removeprefix("ipc://")) > 107:
-            raise ConfigError(f"{address} is too long: a socket's path has at most 107 bytes.")
+        if len(os.fsencode(address.removeprefix("ipc://"))) > _MAX_PATH_BYTES:
+            raise ConfigError(f"{address} is too long: a socket's path has at most {_MAX_PATH_BYTES} bytes.")
         return
     url = urlsplit(address)
     if url.scheme != "tcp" or url.hostname is None or url.port is None:

@@ -1,10 +1,12 @@
 """Real server processes for the end-to-end tests."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
@@ -23,9 +25,9 @@ class Server:
         folder.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.run_root = folder  # where its run folder is made
+        self.run_root = Path(tempfile.mkdtemp(prefix="pw-"))  # where its run folder is made: sockets need short paths
         self.log = folder / "log"
-        environment = os.environ | {"XDG_RUNTIME_DIR": str(folder)}
+        environment = os.environ | {"XDG_RUNTIME_DIR": str(self.run_root)}
         environment.pop("PAGEWIRE_API_KEY", None)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -71,7 +73,9 @@ class Server:
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        code = self.process.wait(30)
+        shutil.rmtree(self.run_root, ignore_errors=True)
+        return code
 
 
 def free_port() -> int:

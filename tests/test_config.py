@@ -2,6 +2,7 @@
 
 import argparse
 
+import msgspec
 import pytest
 
 from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts, parse_size, resolve
@@ -83,6 +84,24 @@ def test_resolve_fills_in_what_was_left_open() -> None:
     assert engine.max_model_len == 4096 and engine.dtype == "bfloat16" and engine.num_threads == 3
     assert engine.served_model_names == ("m",) and engine.eos_token_ids == (2,)
     assert decide(Config(dtype="float32", threads=1, max_model_len=100)).num_threads == 1
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "machine", "dtype"),
+    [
+        ("bfloat16", {"has_bfloat16": False, "memory_bytes": 100}, "float32"),
+        ("bfloat16", {"has_bfloat16": False, "memory_bytes": 30}, "bfloat16"),  # it would not fit
+        ("bfloat16", {"has_bfloat16": False, "memory_bytes": 100, "has_gpu": True}, "bfloat16"),
+        ("bfloat16", {}, "bfloat16"),
+        ("float16", {}, "bfloat16"),
+        ("float32", {}, "float32"),
+    ],
+)
+def test_the_type_that_the_machine_is_fast_with(checkpoint: str, machine: dict[str, int], dtype: str) -> None:
+    model = msgspec.structs.replace(MODEL, dtype=checkpoint, weight_bytes=10)
+    facts = MachineFacts(num_cores=1, **machine)  # type: ignore[arg-type]
+    assert resolve(Config(), model, facts).dtype == dtype
+    assert resolve(Config(dtype="bfloat16"), model, facts).dtype == "bfloat16"
 
 
 def test_resolve_refuses_more_context_than_there_is() -> None:

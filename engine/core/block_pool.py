@@ -43,7 +43,7 @@ class BlockPool:
             else:
                 block = next(iter(self._idle))
                 del self._idle[block]
-                self._forget(block)
+                self._drop_key(block)
             self._holders[block] = 1
             blocks.append(block)
         return blocks
@@ -87,6 +87,13 @@ class BlockPool:
             self._by_key[key] = block
             self._key[block] = key
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """What these held blocks hold is no longer to be found."""
+        for block in blocks:
+            assert self._holders[block] > 0, block
+            if self._key[block] is not None:
+                self._drop_key(block)
+
     def forget_all(self) -> None:
         """Drops the prefix index; idle blocks become empty."""
         for block in self._by_key.values():
@@ -95,7 +102,7 @@ class BlockPool:
         self._empty.extend(self._idle)
         self._idle.clear()
 
-    def _forget(self, block: int) -> None:
+    def _drop_key(self, block: int) -> None:
         key = self._key[block]
         assert key is not None, block
         del self._by_key[key]

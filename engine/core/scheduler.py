@@ -10,12 +10,10 @@ it. The in-flight rule follows from that: a request's row and blocks return to t
 been preempted *and* no plan in flight touches it.
 """
 
-from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from operator import attrgetter
 from struct import Struct as Pack
-from typing import NamedTuple
 
 from ...ipc.messages import (
     Accepted,
@@ -35,7 +33,9 @@ from ...ipc.messages import (
 )
 from .block_hash import root_key
 from .block_pool import BlockPool
+from .draft import Draft, InFlight
 from .request import Request, State
+from .stats import Counters
 
 News = Opened | TokenBatch | Failed
 """What the detokenizer is told, in order."""
@@ -43,25 +43,6 @@ News = Opened | TokenBatch | Failed
 _NUM_CONTEXT_IDS = 16  # prompt ids that the detokenizer gets as context for the first output token
 _key = attrgetter("key")
 _pack_id = Pack("<i").pack
-
-
-class _InFlight(NamedTuple):
-    """What a plan that was sent touches."""
-
-    step: int
-    requests: list[Request]
-    counts: list[int]
-    sample: list[int]
-
-
-class Counters:
-    """Running totals since the start."""
-
-    def __init__(self) -> None:
-        self.num_preemptions = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_output_tokens = 0
 
 
 class Scheduler:
@@ -102,7 +83,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # by key
         self._running: list[Request] = []  # by key: RUNNING, LEAVING, and the ended ones not yet swept
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._news: list[News] = []
         self._tokens: list[Tokens] = []  # what comes after _news
 
@@ -179,7 +160,7 @@ class Scheduler:
         if len(self._in_flight) >= self.depth:
             return None
         self._running = [r for r in self._running if r.state is State.RUNNING or r.state is State.LEAVING]
-        draft = _Draft(self.max_num_batched_tokens)
+        draft = Draft(self.max_num_batched_tokens)
         long: list[Request] = []
         for request in tuple(self._running):
             position = request.num_planned
@@ -214,7 +195,7 @@ class Scheduler:
             if count > 1:  # a single position fills a block only when its result is applied
                 self._commit(request)
         self.step += 1
-        self._in_flight.append(_InFlight(self.step, draft.requests, draft.counts, draft.sample))
+        self._in_flight.append(InFlight(self.step, draft.requests, draft.counts, draft.sample))
         return StepPlan(
             step=self.step,
             open=tuple(draft.open),
@@ -225,7 +206,7 @@ class Scheduler:
             sample=bytes(draft.sample),
         )
 
-    def _plan_row(self, draft: "_Draft", request: Request, num: int) -> None:
+    def _plan_row(self, draft: Draft, request: Request, num: int) -> None:
         """Plans `num` positions of a running request, if there are blocks for them or someone can be preempted."""
         need = self._num_blocks(request.num_planned + num) - len(request.blocks)
         if need > 0:
@@ -238,7 +219,7 @@ class Scheduler:
         self._take(draft, request, num)
 
     @staticmethod
-    def _take(draft: "_Draft", request: Request, num: int) -> None:
+    def _take(draft: Draft, request: Request, num: int) -> None:
         """Puts `num` positions of a request that has the blocks for them into the plan."""
         request.num_planned += num
         request.num_in_flight += 1
@@ -251,7 +232,7 @@ class Scheduler:
         draft.counts.append(num)
         draft.sample.append(int(draws))
 
-    def _make_room(self, draft: "_Draft", request: Request, need: int) -> bool:
+    def _make_room(self, draft: Draft, request: Request, need: int) -> bool:
         """Preempts from the back of the line until `need` blocks are free. False: not in this step."""
         while self.pool.num_free < need:
             coming = sum(len(r.blocks) for r in self._running if r.state is State.LEAVING)
@@ -264,7 +245,7 @@ class Scheduler:
                 return False
         return True
 
-    def _victim(self, draft: "_Draft") -> Request | None:
+    def _victim(self, draft: Draft) -> Request | None:
         """The last in line that is not in this plan."""
         planned = set(map(id, draft.requests))
         for request in reversed(self._running):
@@ -272,7 +253,7 @@ class Scheduler:
                 return request
         return None
 
-    def _admit(self, draft: "_Draft") -> None:
+    def _admit(self, draft: Draft) -> None:
         """Takes waiting requests in, strictly in their order, while rows, blocks and budget last."""
         if any(r.state is State.LEAVING for r in self._running):
             return  # they come first
@@ -397,6 +378,7 @@ class Scheduler:
                 self._tokens.append(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
             return
         if token < 0:
+            self.pool.forget(request.blocks)  # whoever found them would fail as well
             detail = "The model gave numbers that are not finite for this request."
             self._end(request, Failed(request.rid, "internal", detail))
             return
@@ -511,18 +493,3 @@ class Scheduler:
                 assert 0 <= request.num_computed <= request.num_planned <= request.num_total
                 assert request.num_total <= request.num_prompt + request.max_tokens, "too many tokens drawn"
         assert [r.key for r in self._waiting] == sorted(r.key for r in self._requests.values() if r.row < 0)
-
-
-class _Draft:
-    """A plan being made."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget  # tokens left
-        self.open: list[RowOpen] = []
-        self.grow_rows: array[int] = array("i")
-        self.grow_blocks: array[int] = array("i")
-        self.requests: list[Request] = []
-        self.rows: array[int] = array("i")
-        self.counts: list[int] = []
-        self.sample: list[int] = []
-        self.preempted = False

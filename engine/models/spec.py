@@ -124,13 +124,14 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         dtype=spec.dtype,
+        weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         sampling=spec.sampling,
     )
 
 
 def _sampling_defaults(generation: "_Fields") -> SamplingDefaults:
     """What generation_config.json recommends. As in transformers, do_sample = false means greedy."""
-    if not generation.flag("do_sample", True):
+    if not generation.flag("do_sample", True) or generation.raw.get("temperature") == 0:
         return SamplingDefaults(temperature=0.0, repetition_penalty=generation.number("repetition_penalty", 1.0))
     return SamplingDefaults(
         temperature=generation.number("temperature", 1.0),

@@ -29,4 +29,4 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     for server in servers:
         if server.process.poll() is None:
             server.process.kill()
-        server.process.wait()
+        server.stop()

@@ -153,6 +153,17 @@ def test_a_peer_without_the_key_is_not_heard(tmp_path: Path) -> None:
     theirs.close()
 
 
+def test_a_runtime_folder_whose_path_is_too_long_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    folder = make_run_folder()
+    assert deep not in folder.parents
+    remove_run_folder(folder)
+
+
 def test_the_run_folder_is_private_and_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     left_behind = tmp_path / "pagewire-999999999-x"

@@ -126,6 +126,17 @@ def test_priority_is_served_first() -> None:
     assert list(drain(scheduler, worker)) == [4, 2, 1, 3]
 
 
+def test_what_a_failed_request_computed_is_not_found_again() -> None:
+    scheduler = make()
+    worker = worker_for(scheduler)
+    worker.fail_seeds.add(1)
+    scheduler.add(enqueue(1, list(range(17)), seed=1))
+    drain(scheduler, worker)
+    scheduler.add(enqueue(2, list(range(17)), seed=2))
+    news = drain(scheduler, worker)[2]
+    assert news[-1].usage is not None and news[-1].usage.num_cached == 0
+
+
 def test_the_queue_is_bounded_and_a_prompt_must_fit() -> None:
     scheduler = make(num_blocks=4, max_num_queued_requests=2)
     assert isinstance(scheduler.add(enqueue(1, [1])), Accepted)

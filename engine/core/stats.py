@@ -1,0 +1,11 @@
+"""What the scheduler counts."""
+
+
+class Counters:
+    """Running totals since the start."""
+
+    def __init__(self) -> None:
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
