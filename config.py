@@ -62,11 +62,13 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts that begin alike")] = True
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"], _doc("engine", "who is admitted first: by arrival, or by the request's priority")
+        Literal["fcfs", "priority", "fair"],
+        _doc("engine", "who goes first: by arrival, by the request's priority, or tenants in turn"),
     ] = "fcfs"
-    max_num_queued_requests: Annotated[int, _doc("engine", "most requests that wait; further ones get 429", ge=1)] = (
-        10_000
-    )
+    max_queued_requests: Annotated[int, _doc("engine", "most requests that wait; further ones get 429", ge=1)] = 10_000
+    max_queued_tokens: Annotated[
+        int, _doc("engine", "most prompt tokens that wait; further requests get 429; 4M is 4194304", ge=1)
+    ] = 4_194_304
     pipeline_depth: Annotated[
         int, _doc("engine", "steps in flight at once; 1: wait for each step's tokens before the next", ge=1, le=8)
     ] = 2
@@ -128,8 +130,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_cache_memory: int | None
     block_size: int
     enable_prefix_caching: bool
-    scheduling_policy: Literal["fcfs", "priority"]
-    max_num_queued_requests: int
+    scheduling_policy: Literal["fcfs", "priority", "fair"]
+    max_queued_requests: int
+    max_queued_tokens: int
     pipeline_depth: int
     num_threads: int
     vocab_size: int
@@ -174,7 +177,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         block_size=16,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
-        max_num_queued_requests=config.max_num_queued_requests,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
         pipeline_depth=config.pipeline_depth,
         num_threads=config.threads or max(1, machine.num_cores - 1),
         vocab_size=model.vocab_size,

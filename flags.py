@@ -10,7 +10,7 @@ import msgspec
 from .config import Config, parse_size
 from .errors import ConfigError
 
-_SIZES = {"kv_cache_memory", "max_model_len", "max_num_batched_tokens"}  # may be written 2G, 8k
+_SIZES = {"kv_cache_memory", "max_model_len", "max_num_batched_tokens", "max_queued_tokens"}  # may be written 2G, 8k
 
 
 def add_flags(parser: argparse.ArgumentParser, *, groups: Sequence[str] = ("model", "engine", "server")) -> None:

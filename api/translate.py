@@ -174,6 +174,7 @@ def _orders(
         max_tokens=max_tokens,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
+        queue_timeout_s=request.timeout,
     )
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     text = TextSpec(
@@ -194,6 +195,7 @@ def _orders(
             limits=limits,
             text=text,
             priority=request.priority or 0,
+            tenant=request.user or salt.hex(),
             salt=salt,
         )
         for prompt in prompts

@@ -24,7 +24,8 @@ def measure(num_rows: int, num_steps: int) -> dict[str, float]:
         max_num_seqs=num_rows,
         max_num_batched_tokens=max(2048, num_rows),
         max_model_len=1024,
-        max_num_queued_requests=num_rows,
+        max_queued_requests=num_rows,
+        max_queued_tokens=num_rows * 1024,
         depth=2,
         eos_token_ids=(7,),
     )

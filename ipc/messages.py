@@ -77,6 +77,7 @@ class Limits(Struct, frozen=True, array_like=True):
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # None: to the end of the context; 0: score the prompt only
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own eos ids
     ignore_eos: bool = False
+    queue_timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # fail rather than wait longer for a row
 
 
 class TextSpec(Struct, frozen=True, array_like=True):
@@ -126,6 +127,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     text: TextSpec
     priority: int = 0  # lower is served first
     salt: bytes = b""  # keeps prefix-cache entries of different owners apart
+    tenant: str = ""  # who shares the engine fairly: the API key's digest or the `user` of the request
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -138,6 +140,7 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     text: TextSpec
     priority: int = 0
     salt: bytes = b""
+    tenant: str = ""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=True):

@@ -48,7 +48,7 @@ class CoreActor:
                 case Enqueue() | Cancel() if self._scheduler is None:
                     self._early.append(message)
                 case Enqueue():
-                    self._post("api", self.scheduler.add(message))
+                    self._post("api", self.scheduler.add(message, time.monotonic()))
                 case Cancel():
                     for rid in message.rids:
                         self.scheduler.cancel(rid)
@@ -83,11 +83,12 @@ class CoreActor:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
-            max_num_queued_requests=config.max_num_queued_requests,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
             depth=config.pipeline_depth,
             eos_token_ids=config.eos_token_ids,
             prefix_caching=config.enable_prefix_caching,
-            by_priority=config.scheduling_policy == "priority",
+            policy=config.scheduling_policy,
             model_key=f"{config.model_path} {config.dtype}".encode(),
         )
         early, self._early = self._early, []
@@ -95,6 +96,7 @@ class CoreActor:
 
     def _advance(self, scheduler: Scheduler) -> None:
         """Keeps the worker supplied first, and tells the news while it computes."""
+        scheduler.expire(time.monotonic())
         while (plan := scheduler.plan()) is not None:
             if scheduler.num_in_flight == 1:
                 self._oldest_plan_at = time.monotonic()

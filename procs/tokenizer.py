@@ -79,7 +79,16 @@ class TokenizerActor:
                 sampling = replace(sampling, seed=(sampling.seed + i) % 2**63)
             self._post(
                 "core",
-                Enqueue(submit.rid + i, prompt_ids, sampling, submit.limits, submit.text, submit.priority, submit.salt),
+                Enqueue(
+                    submit.rid + i,
+                    prompt_ids,
+                    sampling,
+                    submit.limits,
+                    submit.text,
+                    submit.priority,
+                    submit.salt,
+                    submit.tenant,
+                ),
             )
 
     def _fail(self, submit: Submit, failed: Failed) -> None:

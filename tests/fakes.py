@@ -54,6 +54,7 @@ def enqueue(
     max_tokens: int | None = 16,
     seed: int = 0,
     priority: int = 0,
+    tenant: str = "",
     ignore_eos: bool = False,
     salt: bytes = b"",
     prompt_logprobs: int | None = None,
@@ -67,6 +68,7 @@ def enqueue(
         TextSpec(),
         priority,
         salt,
+        tenant,
     )
 
 

@@ -62,6 +62,10 @@ class BlockPool:
         """How many of `blocks` would leave the free ones if they were held."""
         return sum(block in self._idle for block in blocks)
 
+    def num_only_held(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` one release would free."""
+        return sum(self._holders[block] == 1 for block in blocks)
+
     def hold(self, blocks: Iterable[int]) -> None:
         """One more block table has these blocks, which are held or idle."""
         for block in blocks:

@@ -1,6 +1,7 @@
 """One sequence as the scheduler sees it: a few integers, its ids, and what it holds."""
 
 from array import array
+from collections.abc import Hashable
 from enum import Enum
 
 from ...ipc.messages import Enqueue, bytes_to_ids
@@ -23,12 +24,13 @@ class Request:
     """
 
     __slots__ = (
+        "arrival",
         "blocks",
         "end",
         "ids",
-        "key",
         "keys",
         "limits",
+        "line",
         "max_len",
         "max_tokens",
         "num_cached",
@@ -53,13 +55,15 @@ class Request:
         self,
         message: Enqueue,
         *,
-        key: tuple[int, int],
+        arrival: int,
+        line: Hashable,
         max_model_len: int,
         root: bytes,
         eos_token_ids: frozenset[int],
     ) -> None:
         self.rid = message.rid
-        self.key = key  # its place among the waiting and the running: smaller goes first
+        self.arrival = arrival  # its place among its equals
+        self.line = line  # of the policy
         self.ids: array[int] = bytes_to_ids(message.prompt_ids)  # prompt and the output applied so far
         self.num_prompt = len(self.ids)
         self.sampling = message.sampling

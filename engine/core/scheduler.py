@@ -12,6 +12,7 @@ been preempted *and* no plan in flight touches it.
 
 from bisect import bisect_left, insort
 from collections import deque
+from heapq import heappop, heappush
 from operator import attrgetter
 from struct import Struct as Pack
 
@@ -34,14 +35,17 @@ from ...ipc.messages import (
 from .block_hash import root_key
 from .block_pool import BlockPool
 from .draft import Draft, InFlight
+from .policy import PolicyName, make_policy
+from .preemption import choose_interrupted, choose_victim, order
 from .request import Request, State
 from .stats import Counters
+from .waiting import Waiting
 
 News = Opened | TokenBatch | Failed
 """What the detokenizer is told, in order."""
 
 _NUM_CONTEXT_IDS = 16  # prompt ids that the detokenizer gets as context for the first output token
-_key = attrgetter("key")
+_arrival = attrgetter("arrival")
 _pack_id = Pack("<i").pack
 
 
@@ -56,32 +60,34 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        max_num_queued_requests: int,
+        max_queued_requests: int,
+        max_queued_tokens: int,
         depth: int,
         eos_token_ids: tuple[int, ...],
         prefix_caching: bool = True,
-        by_priority: bool = False,
+        policy: PolicyName = "fcfs",
         model_key: bytes = b"",
     ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = min(
-            max_model_len, pool.num_blocks * block_size
-        )  # any admitted request fits the pool alone
-        self.max_num_queued_requests = max_num_queued_requests
+        # Any admitted request fits the pool alone.
+        self.max_model_len = min(max_model_len, pool.num_blocks * block_size)
+        self.max_queued_requests = max_queued_requests
+        self.max_queued_tokens = max_queued_tokens
         self.depth = depth
         self.eos_token_ids = frozenset(eos_token_ids)
         self.prefix_caching = prefix_caching
-        self.by_priority = by_priority
         self.model_key = model_key
         self.counters = Counters()
         self.step = 0  # of the last plan
         self._num_arrived = 0
         self._requests: dict[int, Request] = {}  # every request that has not ended
-        self._waiting: list[Request] = []  # by key
-        self._running: list[Request] = []  # by key: RUNNING, LEAVING, and the ended ones not yet swept
+        self._policy = make_policy(policy)
+        self._waiting = Waiting(self._policy)
+        self._running: list[Request] = []  # by arrival: RUNNING, LEAVING, and the ended ones not yet swept
+        self._deadlines: list[tuple[float, int]] = []  # a heap: when a request stops waiting, and its rid
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._in_flight: deque[InFlight] = deque()
         self._news: list[News] = []
@@ -104,24 +110,31 @@ class Scheduler:
         """Plans that were sent and not yet applied."""
         return len(self._in_flight)
 
-    def add(self, message: Enqueue) -> Accepted | Failed:
-        """Takes a request in, or refuses it. `Accepted` is a promise of exactly one terminal message in the news."""
+    def add(self, message: Enqueue, now: float = 0.0) -> Accepted | Failed:
+        """Takes a request in, or refuses it. `Accepted` is a promise of exactly one terminal message in the news.
+
+        `now`: seconds on the clock that `expire` is asked with.
+        """
         rid, num_prompt = message.rid, len(message.prompt_ids) // 4
         if rid in self._requests:
             return Failed(rid, "internal", "Two requests have the same number.")
         if num_prompt == 0:
             return Failed(rid, "invalid_request", "The prompt is empty.")
-        if len(self._waiting) >= self.max_num_queued_requests:
-            return Failed(rid, "queue_full", f"{len(self._waiting)} requests are waiting already; try again later.")
+        waiting = self._waiting
+        if len(waiting) >= self.max_queued_requests or waiting.num_tokens + num_prompt > self.max_queued_tokens:
+            detail = f"{len(waiting)} requests with {waiting.num_tokens} tokens are waiting already; try again later."
+            return Failed(rid, "queue_full", detail)
         self._num_arrived += 1
         request = Request(
             message,
-            key=(message.priority if self.by_priority else 0, self._num_arrived),
+            arrival=self._num_arrived,
+            line=self._policy.join(message),
             max_model_len=self.max_model_len,
             root=root_key(self.model_key, message.salt),
             eos_token_ids=self.eos_token_ids,
         )
         if request.max_tokens < 0 or (request.max_tokens == 0 and message.limits.max_tokens != 0):
+            self._policy.leave(request.line)
             return Failed(
                 rid,
                 "context_length_exceeded",
@@ -129,7 +142,9 @@ class Scheduler:
                 f"{num_prompt}. Shorten it, or start the server with more --max-model-len or --kv-cache-memory.",
             )
         self._requests[rid] = request
-        insort(self._waiting, request, key=_key)
+        self._waiting.add(request)
+        if message.limits.queue_timeout_s is not None:
+            heappush(self._deadlines, (now + message.limits.queue_timeout_s, rid))
         return Accepted(rid, num_prompt)
 
     def cancel(self, rid: int) -> None:
@@ -141,6 +156,15 @@ class Scheduler:
         """The detokenizer found a stop string in its text."""
         if (request := self._requests.get(rid)) is not None:
             self._end(request, self._terminal(request, "stop"))
+
+    def expire(self, now: float) -> None:
+        """Fails the requests that have waited for their first step longer than they were willing to."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = self._requests.get(heappop(self._deadlines)[1])
+            if request is not None and not request.opened:
+                seconds = request.limits.queue_timeout_s
+                detail = f"The request has waited {seconds:g} s without being started; try again later."
+                self._end(request, Failed(request.rid, "unavailable", detail))
 
     def take_news(self) -> list[News]:
         """What happened since the last call, in order; consecutive tokens in one batch."""
@@ -181,6 +205,8 @@ class Scheduler:
                 draft.rows.append(request.row)
                 draft.counts.append(1)
                 draft.sample.append(1)
+        if len(long) > 1:
+            long.sort(key=order(self._policy))
         for request in long:
             if draft.budget == 0:
                 break
@@ -192,6 +218,7 @@ class Scheduler:
         if not draft.requests:
             return None
         for request, count in zip(draft.requests, draft.counts, strict=True):
+            self._policy.serve(request.line, count)
             if count > 1:  # a single position fills a block only when its result is applied
                 self._commit(request)
         self.step += 1
@@ -238,34 +265,31 @@ class Scheduler:
             coming = sum(len(r.blocks) for r in self._running if r.state is State.LEAVING)
             if self.pool.num_free + coming >= need:
                 return False  # they return when the steps in flight are applied
-            victim = self._victim(draft)
-            self._preempt(victim or request)
+            victim = choose_victim(self._running, draft.requests, need, pool=self.pool, policy=self._policy)
+            self._preempt(victim)
             draft.preempted = True
-            if victim is None or victim is request:
+            if victim is request:
                 return False
         return True
-
-    def _victim(self, draft: Draft) -> Request | None:
-        """The last in line that is not in this plan."""
-        planned = set(map(id, draft.requests))
-        for request in reversed(self._running):
-            if request.state is State.RUNNING and id(request) not in planned:
-                return request
-        return None
 
     def _admit(self, draft: Draft) -> None:
         """Takes waiting requests in, strictly in their order, while rows, blocks and budget last."""
         if any(r.state is State.LEAVING for r in self._running):
             return  # they come first
-        while self._waiting and self._free_rows and draft.budget > 0:
-            request = self._waiting[0]
+        while draft.budget > 0 and (request := self._waiting.first()) is not None:
             hits = self._hits(request)
             num_cached = len(hits) * self.block_size
             need = self._num_blocks(len(request.ids)) - len(hits)
             reserve = len(self._running)  # every running row may want its next block soon
-            if self.pool.num_free - self.pool.num_idle(hits) < need + reserve:
+            short = need + reserve - (self.pool.num_free - self.pool.num_idle(hits))
+            if short > 0 or not self._free_rows:
+                victims = choose_interrupted(
+                    self._running, request, short, bool(self._free_rows), self.pool, self._policy
+                )
+                for victim in victims:  # they give up what is missing; the next plan admits the request
+                    self._preempt(victim)
                 return
-            del self._waiting[0]
+            self._waiting.remove(request)
             self.pool.hold(hits)
             num = min(min(request.num_total, request.end) - num_cached, draft.budget)
             request.blocks = hits + self.pool.allocate(self._num_blocks(num_cached + num) - len(hits))
@@ -273,7 +297,7 @@ class Scheduler:
             request.state = State.RUNNING
             request.num_computed = request.num_planned = num_cached
             request.num_committed = len(hits)
-            insort(self._running, request, key=_key)
+            insort(self._running, request, key=_arrival)
             draft.open.append(
                 RowOpen(
                     row=request.row,
@@ -430,7 +454,8 @@ class Scheduler:
         """The one way out: finished, cancelled or failed."""
         assert request.state is not State.ENDED, request.rid
         if request.state is State.WAITING:
-            del self._waiting[bisect_left(self._waiting, request.key, key=_key)]
+            self._waiting.remove(request)
+        self._policy.leave(request.line)
         request.state = State.ENDED
         del self._requests[request.rid]
         if isinstance(terminal, Tokens):
@@ -460,36 +485,8 @@ class Scheduler:
             request.state = State.WAITING
             request.num_computed = request.num_planned = 0
             request.num_total = len(request.ids)
-            del self._running[bisect_left(self._running, request.key, key=_key)]
-            insort(self._waiting, request, key=_key)
+            del self._running[bisect_left(self._running, request.arrival, key=_arrival)]
+            self._waiting.add(request)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    # ── for tests ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def check(self) -> None:
-        """Asserts every invariant that holds between calls. Linear in everything; for tests and simulation."""
-        in_flight: dict[int, list[Request]] = {}
-        for flight in self._in_flight:
-            for request in flight.requests:
-                in_flight.setdefault(id(request), []).append(request)
-        touched = [group[0] for group in in_flight.values()]
-        everyone = {id(r): r for r in [*self._requests.values(), *self._running, *touched]}.values()
-        holding = [r for r in everyone if r.row >= 0]
-        self.pool.check([r.blocks for r in holding])
-        rows = [r.row for r in holding]
-        assert sorted(rows + self._free_rows) == list(range(self.max_num_seqs)), "a row is lost or held twice"
-        for request in everyone:
-            assert request.num_in_flight == len(in_flight.get(id(request), [])), "in-flight count is wrong"
-            assert request.num_in_flight == 0 or request.row >= 0, "a row was given back while in flight"
-            assert (request.rid in self._requests) == (request.state is not State.ENDED), "ended but kept, or lost"
-            if request.state is State.WAITING:
-                assert request.row < 0 and not request.blocks, "a waiting request holds something"
-                assert request.num_total == len(request.ids), "a waiting request has tokens in flight"
-            elif request.state is not State.ENDED:
-                assert request.row >= 0, "a running request has no row"
-                assert len(request.blocks) * self.block_size >= request.num_planned, "positions without blocks"
-                assert 0 <= request.num_computed <= request.num_planned <= request.num_total
-                assert request.num_total <= request.num_prompt + request.max_tokens, "too many tokens drawn"
-        assert [r.key for r in self._waiting] == sorted(r.key for r in self._requests.values() if r.row < 0)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 from fakes import EOS, FakeWorker, enqueue, expected_output
+from invariants import check
 
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.request import Request, State
@@ -49,11 +50,12 @@ def run_history(seed: int) -> dict[str, int]:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_tokens_per_step,
         max_model_len=max_len,
-        max_num_queued_requests=1000,
+        max_queued_requests=1000,
+        max_queued_tokens=10**6,
         depth=depth,
         eos_token_ids=(EOS,),
         prefix_caching=rng.random() < 0.8,
-        by_priority=rng.random() < 0.3,
+        policy=rng.choice(["fcfs", "priority", "fair"]),
     )
     worker = FakeWorker(
         num_blocks=num_blocks,
@@ -83,6 +85,7 @@ def run_history(seed: int) -> dict[str, int]:
             max_tokens=max_tokens,
             seed=rid,
             priority=rng.randint(0, 2),
+            tenant=rng.choice("ab"),
             ignore_eos=ignore_eos,
             salt=rng.choice([b"", b"", b"other"]),
             prompt_logprobs=0 if rng.random() < 0.1 else None,
@@ -130,7 +133,7 @@ def run_history(seed: int) -> dict[str, int]:
                 arrive()
         elif results:
             scheduler.apply(results.pop(0))
-        scheduler.check()
+        check(scheduler)
         hear()
     else:
         raise AssertionError("requests starve")

@@ -1,7 +1,9 @@
 """What the scheduler promises, one rule a test."""
 
+import msgspec
 import pytest
 from fakes import EOS, FakeWorker, enqueue, expected_output
+from invariants import check
 
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.scheduler import Scheduler
@@ -11,7 +13,13 @@ BLOCK_SIZE = 4
 
 
 def make(*, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, depth: int = 1, **more: object) -> Scheduler:
-    options = {"max_model_len": 100, "max_num_queued_requests": 100, "eos_token_ids": (EOS,), **more}
+    options = {
+        "max_model_len": 100,
+        "max_queued_requests": 100,
+        "max_queued_tokens": 10**6,
+        "eos_token_ids": (EOS,),
+        **more,
+    }
     return Scheduler(
         pool=BlockPool(num_blocks=num_blocks),
         block_size=BLOCK_SIZE,
@@ -31,16 +39,19 @@ def worker_for(scheduler: Scheduler) -> FakeWorker:
     )
 
 
-def drain(scheduler: Scheduler, worker: FakeWorker) -> dict[int, list[Tokens]]:
-    """Runs to the end; the news of each request."""
-    news: dict[int, list[Tokens]] = {}
+def run_all(scheduler: Scheduler, worker: FakeWorker) -> list[Tokens]:
+    """Runs to the end; all tokens in order."""
     while (plan := scheduler.plan()) is not None:
         scheduler.apply(worker.run(plan))
-        scheduler.check()
-    for item in scheduler.take_news():
-        if isinstance(item, TokenBatch):
-            for tokens in item.tokens:
-                news.setdefault(tokens.rid, []).append(tokens)
+        check(scheduler)
+    return [t for item in scheduler.take_news() if isinstance(item, TokenBatch) for t in item.tokens]
+
+
+def drain(scheduler: Scheduler, worker: FakeWorker) -> dict[int, list[Tokens]]:
+    """Runs to the end; the tokens of each request."""
+    news: dict[int, list[Tokens]] = {}
+    for tokens in run_all(scheduler, worker):
+        news.setdefault(tokens.rid, []).append(tokens)
     return news
 
 
@@ -119,7 +130,7 @@ def test_preempted_requests_resume_with_their_output() -> None:
 
 
 def test_priority_is_served_first() -> None:
-    scheduler = make(max_num_seqs=1, by_priority=True)
+    scheduler = make(max_num_seqs=1, policy="priority")
     worker = worker_for(scheduler)
     for rid, priority in ((1, 5), (2, 0), (3, 5), (4, -1)):
         scheduler.add(enqueue(rid, [rid], max_tokens=1, priority=priority))
@@ -137,8 +148,98 @@ def test_what_a_failed_request_computed_is_not_found_again() -> None:
     assert news[-1].usage is not None and news[-1].usage.num_cached == 0
 
 
+def test_a_better_priority_interrupts_a_worse_one_which_keeps_its_place() -> None:
+    scheduler = make(max_num_seqs=2, policy="priority")
+    worker = worker_for(scheduler)
+    for rid in (1, 2, 3):
+        scheduler.add(enqueue(rid, [rid], max_tokens=6, priority=5, seed=rid, ignore_eos=True))
+    scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
+    scheduler.add(enqueue(4, [4], max_tokens=6, priority=1, seed=4, ignore_eos=True))
+    tokens = run_all(scheduler, worker)
+    assert [t.rid for t in tokens if t.finish] == [1, 4, 2, 3]  # 2 was interrupted, and goes before 3 again
+    for rid in (1, 2, 3, 4):
+        assert output([t for t in tokens if t.rid == rid]) == expected_output([rid], 6, 100, rid, ignore_eos=True)
+    assert scheduler.counters.num_preemptions == 1
+
+
+def test_equals_are_not_interrupted() -> None:
+    scheduler = make(max_num_seqs=1, policy="priority")
+    worker = worker_for(scheduler)
+    for rid in (1, 2):
+        scheduler.add(enqueue(rid, [rid], max_tokens=6, priority=3, ignore_eos=True))
+    drain(scheduler, worker)
+    assert scheduler.counters.num_preemptions == 0
+
+
+def test_fair_serves_tenants_alike_however_many_requests_each_has() -> None:
+    scheduler = make(max_num_seqs=2, policy="fair", num_blocks=200)
+    worker = worker_for(scheduler)
+    for rid in range(1, 41):
+        scheduler.add(enqueue(rid, [rid % 50], max_tokens=10, tenant="many", ignore_eos=True))
+    for rid in range(41, 45):
+        scheduler.add(enqueue(rid, [rid % 50], max_tokens=10, tenant="few", ignore_eos=True))
+    for _ in range(60):
+        scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
+    done = {t.rid for item in scheduler.take_news() if isinstance(item, TokenBatch) for t in item.tokens if t.finish}
+    assert {41, 42, 43, 44} <= done and len(done) < 15
+
+
+def test_fair_interrupts_who_is_far_ahead_and_nobody_saves_up() -> None:
+    scheduler = make(max_num_seqs=1, policy="fair", num_blocks=1000, max_model_len=4000)
+    worker = worker_for(scheduler)
+    scheduler.add(enqueue(1, [1], max_tokens=3000, tenant="long", ignore_eos=True))
+    for _ in range(1500):
+        scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
+    scheduler.add(enqueue(2, [2], max_tokens=5, tenant="new", ignore_eos=True))
+    scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
+    assert scheduler.counters.num_preemptions == 0  # a newcomer starts level, it has saved nothing up
+    drain(scheduler, worker)
+
+
+def test_the_cheapest_of_the_last_in_line_is_preempted() -> None:
+    scheduler = make(num_blocks=12, max_model_len=48, budget=64)
+    worker = worker_for(scheduler)
+    lengths = {1: 7, 2: 4, 3: 15, 4: 3}
+    for rid, length in lengths.items():
+        scheduler.add(enqueue(rid, [rid * 9 + i for i in range(length)], max_tokens=24, seed=rid, ignore_eos=True))
+    news = drain(scheduler, worker)
+    assert scheduler.counters.num_preemptions > 0
+    for rid, length in lengths.items():
+        prompt = [rid * 9 + i for i in range(length)]
+        assert output(news[rid]) == expected_output(prompt, 24, 100, rid, ignore_eos=True)
+
+
+def test_a_request_may_refuse_to_wait() -> None:
+    scheduler = make(max_num_seqs=1)
+    worker = worker_for(scheduler)
+    scheduler.add(enqueue(1, [1], max_tokens=5, ignore_eos=True), now=10.0)
+    for rid, timeout in ((2, 5.0), (3, 50.0)):
+        message = enqueue(rid, [rid], max_tokens=5, ignore_eos=True)
+        limits = msgspec.structs.replace(message.limits, queue_timeout_s=timeout)
+        scheduler.add(msgspec.structs.replace(message, limits=limits), now=10.0)
+    scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
+    scheduler.take_news()
+    scheduler.expire(14.9)
+    assert scheduler.take_news() == [] and scheduler.num_waiting == 2
+    scheduler.expire(15.0)
+    (failed,) = scheduler.take_news()
+    assert isinstance(failed, Failed) and failed.rid == 2 and failed.kind == "unavailable"
+    assert set(drain(scheduler, worker)) == {1, 3}
+    scheduler.expire(1e9)
+    assert scheduler.take_news() == []
+
+
+def test_the_queue_is_bounded_in_tokens() -> None:
+    scheduler = make(max_queued_tokens=10)
+    assert isinstance(scheduler.add(enqueue(1, [1] * 8)), Accepted)
+    assert isinstance(scheduler.add(enqueue(2, [1] * 3)), Failed)
+    assert isinstance(scheduler.add(enqueue(3, [1] * 2)), Accepted)
+    scheduler.cancel(1)
+    assert isinstance(scheduler.add(enqueue(4, [1] * 8)), Accepted)
+
+
 def test_the_queue_is_bounded_and_a_prompt_must_fit() -> None:
-    scheduler = make(num_blocks=4, max_num_queued_requests=2)
+    scheduler = make(num_blocks=4, max_queued_requests=2)
     assert isinstance(scheduler.add(enqueue(1, [1])), Accepted)
     refused = scheduler.add(enqueue(2, list(range(16)), max_tokens=None))
     assert isinstance(refused, Failed) and refused.kind == "context_length_exceeded" and "16 tokens" in refused.detail
@@ -173,5 +274,5 @@ def test_cancelled_requests_leave_nothing_in_a_long_queue() -> None:
         scheduler.add(enqueue(rid, [rid]))
     for rid in range(1, 60):
         scheduler.cancel(rid)
-        scheduler.check()
+        check(scheduler)
     assert scheduler.num_waiting == 0 and scheduler.plan() is None

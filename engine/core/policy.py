@@ -1,0 +1,126 @@
+"""Who goes first: `fcfs`, `priority` or `fair`.
+
+Requests wait in lines, in each by arrival; a policy says which line a request joins and how the lines are ranked. It
+has no part in anything else, so a new policy is these few answers.
+"""
+
+from collections.abc import Hashable
+from typing import Literal, Protocol, assert_never
+
+from ...ipc.messages import Enqueue
+
+PolicyName = Literal["fcfs", "priority", "fair"]
+
+FAIR_QUANTUM = 1024
+"""Tokens that a tenant may be ahead of another before its running requests are interrupted for the other's."""
+
+
+class Policy(Protocol):
+    """See the head of the file."""
+
+    def join(self, message: Enqueue) -> Hashable:
+        """The line of a request that arrives; called once for each."""
+
+    def rank(self, line: Hashable) -> int:
+        """Smaller goes first. May change as tokens are served."""
+
+    def serve(self, line: Hashable, num_tokens: int) -> None:
+        """So many tokens of a request of this line go into a step."""
+
+    def leave(self, line: Hashable) -> None:
+        """A request of this line has ended; called once for each."""
+
+    def interrupts(self, line: Hashable, running: Hashable) -> bool:
+        """Whether a waiting request of `line` may take the place of a running one of the line `running`."""
+
+
+class Fcfs:
+    """One line."""
+
+    def join(self, message: Enqueue) -> Hashable:
+        """See `Policy`."""
+        return None
+
+    def rank(self, line: Hashable) -> int:
+        """See `Policy`."""
+        return 0
+
+    def serve(self, line: Hashable, num_tokens: int) -> None:
+        """See `Policy`."""
+
+    def leave(self, line: Hashable) -> None:
+        """See `Policy`."""
+
+    def interrupts(self, line: Hashable, running: Hashable) -> bool:
+        """See `Policy`."""
+        return False
+
+
+class Priority(Fcfs):
+    """A line for each priority; the lower number goes first and interrupts."""
+
+    def join(self, message: Enqueue) -> Hashable:
+        """See `Policy`."""
+        return message.priority
+
+    def rank(self, line: Hashable) -> int:
+        """See `Policy`."""
+        assert isinstance(line, int)
+        return line
+
+    def interrupts(self, line: Hashable, running: Hashable) -> bool:
+        """See `Policy`."""
+        return self.rank(line) < self.rank(running)
+
+
+class Fair:
+    """A line for each tenant; who was served the fewest tokens goes first (virtual token counters, Sheng et al. 2024).
+
+    A tenant that comes back from idling starts level with the least served of those present, so nobody saves up.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[Hashable, int] = {}  # tenant → tokens, computed and drawn; only of tenants with requests
+        self._open: dict[Hashable, int] = {}  # tenant → its requests that have not ended
+        self._floor = 0  # where the next tenant starts if nobody is present
+
+    def join(self, message: Enqueue) -> Hashable:
+        """See `Policy`."""
+        tenant = message.tenant
+        if tenant not in self._open:
+            self._served[tenant] = min(self._served.values(), default=self._floor)
+            self._open[tenant] = 0
+        self._open[tenant] += 1
+        return tenant
+
+    def rank(self, line: Hashable) -> int:
+        """See `Policy`."""
+        return self._served[line]
+
+    def serve(self, line: Hashable, num_tokens: int) -> None:
+        """See `Policy`."""
+        self._served[line] += num_tokens
+
+    def leave(self, line: Hashable) -> None:
+        """See `Policy`."""
+        self._open[line] -= 1
+        if self._open[line] == 0:
+            del self._open[line]
+            self._floor = max(self._floor, self._served.pop(line))
+
+    def interrupts(self, line: Hashable, running: Hashable) -> bool:
+        """See `Policy`."""
+        return self.rank(running) - self.rank(line) > FAIR_QUANTUM
+
+
+def make_policy(name: PolicyName) -> Policy:
+    """The policy of that name."""
+    match name:
+        case "fcfs":
+            return Fcfs()
+        case "priority":
+            return Priority()
+        case "fair":
+            return Fair()
+        case _:
+            assert_never(name)

@@ -1,0 +1,54 @@
+"""Whom to preempt: when blocks run out, and when somebody of a better line waits.
+
+Pure choices over the running requests; the scheduler carries them out.
+"""
+
+from collections.abc import Callable, Sequence
+
+from .block_pool import BlockPool
+from .policy import Policy
+from .request import Request, State
+
+_NUM_CANDIDATES = 8  # running requests whose preemption is priced when blocks run out
+
+
+def order(policy: Policy) -> Callable[[Request], tuple[int, int]]:
+    """A sort key for running requests: who goes first comes first."""
+    return lambda request: (policy.rank(request.line), request.arrival)
+
+
+def choose_victim(
+    running: Sequence[Request], planned: Sequence[Request], need: int, *, pool: BlockPool, policy: Policy
+) -> Request:
+    """Whom it costs least to preempt so that `need` blocks become free, among the last few that are not `planned`.
+
+    The cost is what must be computed again for each block that is wanted and freed. The first in line is taken only if
+    it is alone, so somebody always gets on.
+    """
+    in_plan = set(map(id, planned))
+    candidates = [r for r in running if r.state is State.RUNNING and id(r) not in in_plan]
+    candidates.sort(key=order(policy))
+
+    def cost(request: Request) -> float:
+        freed = pool.num_only_held(request.blocks)
+        return request.num_planned / min(freed, need) if freed else float("inf")
+
+    return min(reversed(candidates[1:][-_NUM_CANDIDATES:] or candidates), key=cost)
+
+
+def choose_interrupted(
+    running: Sequence[Request], request: Request, short: int, has_row: bool, pool: BlockPool, policy: Policy
+) -> list[Request]:
+    """Running requests that the policy ranks so far behind the waiting `request` that it may have their place.
+
+    `short`: blocks that are missing; `has_row`: whether a row is free. Empty if the whole of it cannot be had.
+    """
+    victims: list[Request] = []
+    for candidate in sorted(running, key=order(policy), reverse=True):
+        if short <= 0 and (victims or has_row):
+            break
+        if not policy.interrupts(request.line, candidate.line):
+            return []
+        victims.append(candidate)
+        short -= pool.num_only_held(candidate.blocks) + 1  # and the block that was reserved for its next one
+    return victims if short <= 0 else []
