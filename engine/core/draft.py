@@ -29,3 +29,4 @@ class Draft:
         self.counts: list[int] = []
         self.sample: list[int] = []
         self.preempted = False
+        self.fresh: set[bytes] = set()  # keys of the blocks that this plan fills with known ids

@@ -245,10 +245,12 @@ class Scheduler:
             draft.grow_rows.extend([request.row] * need)
         self._take(draft, request, num)
 
-    @staticmethod
-    def _take(draft: Draft, request: Request, num: int) -> None:
+    def _take(self, draft: Draft, request: Request, num: int) -> None:
         """Puts `num` positions of a request that has the blocks for them into the plan."""
         request.num_planned += num
+        if num > 1 and self.prefix_caching:
+            full = min(request.num_planned, len(request.ids)) // self.block_size
+            draft.fresh.update(request.block_keys(full, self.block_size)[request.num_committed :])
         request.num_in_flight += 1
         draws = request.num_planned == request.num_total and request.max_tokens > 0
         if draws:
@@ -278,6 +280,8 @@ class Scheduler:
             return  # they come first
         while draft.budget > 0 and (request := self._waiting.first()) is not None:
             hits = self._hits(request)
+            if request.keys[len(hits) : len(hits) + 1] and request.keys[len(hits)] in draft.fresh:
+                return  # what it lacks is computed in this very plan: the next one finds it
             num_cached = len(hits) * self.block_size
             need = self._num_blocks(len(request.ids)) - len(hits)
             reserve = len(self._running)  # every running row may want its next block soon

@@ -85,6 +85,21 @@ def test_equal_prefixes_are_computed_once_and_salts_keep_them_apart() -> None:
     assert cached == {2: 16, 3: 0, 4: 12}  # one position is always computed
 
 
+def test_twins_that_arrive_together_share_one_prefill() -> None:
+    scheduler = make(budget=64, depth=2)
+    worker = worker_for(scheduler)
+    prompt = list(range(18))
+    for rid in range(1, 6):
+        scheduler.add(enqueue(rid, prompt, max_tokens=3, seed=rid))
+    first, second = scheduler.plan(), scheduler.plan()
+    assert first is not None and list(bytes_to_ids(first.counts)) == [18]
+    assert second is not None and list(bytes_to_ids(second.counts)) == [1, 2, 2, 2, 2]
+    for plan in (first, second):
+        scheduler.apply(worker.run(plan))
+    drain(scheduler, worker)
+    assert scheduler.counters.num_cached_tokens == 4 * 16
+
+
 def test_prompt_logprobs_bypass_the_prefix_cache() -> None:
     scheduler = make()
     worker = worker_for(scheduler)
