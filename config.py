@@ -22,6 +22,7 @@ def _doc(group: str, text: str, *, ge: int | None = None, le: int | None = None)
 
 
 _Positive = Annotated[int, Meta(ge=1)]
+_PositiveFloat = Annotated[float, Meta(gt=0)]
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +66,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["fcfs", "priority", "fair"],
         _doc("engine", "who goes first: by arrival, by the request's priority, or tenants in turn"),
     ] = "fcfs"
+    itl_target_ms: Annotated[
+        _PositiveFloat | None,
+        _doc("engine", "how long a prompt's chunk may make streams wait for a token, in ms (default: no bound)"),
+    ] = None
     max_queued_requests: Annotated[int, _doc("engine", "most requests that wait; further ones get 429", ge=1)] = 10_000
     max_queued_tokens: Annotated[
         int, _doc("engine", "most prompt tokens that wait; further requests get 429; 4M is 4194304", ge=1)
@@ -131,6 +136,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     block_size: int
     enable_prefix_caching: bool
     scheduling_policy: Literal["fcfs", "priority", "fair"]
+    itl_target_ms: float | None
     max_queued_requests: int
     max_queued_tokens: int
     pipeline_depth: int
@@ -177,6 +183,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         block_size=16,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
+        itl_target_ms=config.itl_target_ms,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         pipeline_depth=config.pipeline_depth,

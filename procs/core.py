@@ -89,6 +89,7 @@ class CoreActor:
             eos_token_ids=config.eos_token_ids,
             prefix_caching=config.enable_prefix_caching,
             policy=config.scheduling_policy,
+            itl_target_ms=config.itl_target_ms,
             model_key=f"{config.model_path} {config.dtype}".encode(),
         )
         early, self._early = self._early, []

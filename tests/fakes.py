@@ -122,7 +122,11 @@ class FakeWorker:
                 failing = state["sampling"].seed in self.fail_seeds
                 drawn.append(-1 if failing else token)
                 state["ids"].append(token)
-        return StepResult(plan.step, ids_to_bytes(drawn), {}, prompt_logprobs, 0.0)
+        return StepResult(plan.step, ids_to_bytes(drawn), {}, prompt_logprobs, self.device_ms(counts))
+
+    def device_ms(self, counts: "array[int]") -> float:
+        """How long a step takes: linear in what it computes."""
+        return 1.0 + 0.01 * sum(counts)
 
     def _slot(self, state: dict, position: int) -> int:
         return self.kv[state["blocks"][position // self.block_size]][position % self.block_size]

@@ -4,6 +4,7 @@ from array import array
 from typing import NamedTuple
 
 from ...ipc.messages import RowOpen
+from .cost import Work
 from .request import Request
 
 
@@ -14,6 +15,7 @@ class InFlight(NamedTuple):
     requests: list[Request]
     counts: list[int]
     sample: list[int]
+    work: Work
 
 
 class Draft:
@@ -29,4 +31,5 @@ class Draft:
         self.counts: list[int] = []
         self.sample: list[int] = []
         self.preempted = False
+        self.work = Work(0, 0, 0, 0)
         self.fresh: set[bytes] = set()  # keys of the blocks that this plan fills with known ids

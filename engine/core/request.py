@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Hashable
 from enum import Enum
 
-from ...ipc.messages import Enqueue, bytes_to_ids
+from ...ipc.messages import Enqueue, FinishReason, RowLogprobs, RowOpen, Tokens, Usage, bytes_to_ids, ids_to_bytes
 from .block_hash import block_key
 
 
@@ -103,3 +103,37 @@ class Request:
             parent = keys[-1] if keys else self.root
             keys.append(block_key(parent, self.ids[start : start + block_size].tobytes()))
         return keys[:num]
+
+    def as_row(self) -> RowOpen:
+        """How the worker is told of it when it gets a row."""
+        return RowOpen(
+            row=self.row,
+            ids=self.ids.tobytes(),
+            num_prompt=self.num_prompt,
+            num_computed=self.num_computed,
+            block_ids=ids_to_bytes(self.blocks),
+            sampling=self.sampling,
+        )
+
+    def terminal(
+        self,
+        finish: FinishReason,
+        ids: bytes = b"",
+        logprobs: RowLogprobs | None = None,
+        prompt_logprobs: RowLogprobs | None = None,
+        stop_token_id: int | None = None,
+    ) -> Tokens:
+        """The news that ends it."""
+        usage = Usage(self.num_prompt, self.num_output, self.num_cached)
+        return Tokens(self.rid, ids, logprobs, prompt_logprobs, finish, stop_token_id, usage)
+
+    def take_undelivered(self, start: int, logprobs: RowLogprobs) -> RowLogprobs | None:
+        """Leaves out the prompt positions that were delivered before a preemption. `start`: first of the chunk."""
+        skip = (self.num_prompt_logprobs - start) * logprobs.width * 4
+        num = len(logprobs.ids) // (4 * logprobs.width)
+        self.num_prompt_logprobs = max(self.num_prompt_logprobs, start + num)
+        if skip <= 0:
+            return logprobs
+        if skip >= len(logprobs.ids):
+            return None
+        return RowLogprobs(logprobs.width, logprobs.ids[skip:], logprobs.values[skip:])

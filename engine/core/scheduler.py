@@ -23,17 +23,16 @@ from ...ipc.messages import (
     FinishReason,
     Opened,
     RowLogprobs,
-    RowOpen,
     StepPlan,
     StepResult,
     TokenBatch,
     Tokens,
-    Usage,
     bytes_to_ids,
     ids_to_bytes,
 )
 from .block_hash import root_key
 from .block_pool import BlockPool
+from .cost import MIN_OBSERVED, CostModel, Work, with_chunk
 from .draft import Draft, InFlight
 from .policy import PolicyName, make_policy
 from .preemption import choose_interrupted, choose_victim, order
@@ -45,6 +44,7 @@ News = Opened | TokenBatch | Failed
 """What the detokenizer is told, in order."""
 
 _NUM_CONTEXT_IDS = 16  # prompt ids that the detokenizer gets as context for the first output token
+_MIN_CHUNK = 16  # positions of a prompt that a step computes whatever the latency target
 _arrival = attrgetter("arrival")
 _pack_id = Pack("<i").pack
 
@@ -66,6 +66,7 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         prefix_caching: bool = True,
         policy: PolicyName = "fcfs",
+        itl_target_ms: float | None = None,
         model_key: bytes = b"",
     ) -> None:
         self.pool = pool
@@ -80,6 +81,8 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.prefix_caching = prefix_caching
         self.model_key = model_key
+        self.itl_target_ms = itl_target_ms
+        self._cost = CostModel()
         self.counters = Counters()
         self.step = 0  # of the last plan
         self._num_arrived = 0
@@ -107,7 +110,7 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Plans that were sent and not yet applied."""
+        """Plans sent and not yet applied."""
         return len(self._in_flight)
 
     def add(self, message: Enqueue, now: float = 0.0) -> Accepted | Failed:
@@ -150,12 +153,12 @@ class Scheduler:
     def cancel(self, rid: int) -> None:
         """Its client is gone. Unknown rids have ended already."""
         if (request := self._requests.get(rid)) is not None:
-            self._end(request, self._terminal(request, "abort"))
+            self._end(request, request.terminal("abort"))
 
     def stop_hit(self, rid: int) -> None:
         """The detokenizer found a stop string in its text."""
         if (request := self._requests.get(rid)) is not None:
-            self._end(request, self._terminal(request, "stop"))
+            self._end(request, request.terminal("stop"))
 
     def expire(self, now: float) -> None:
         """Fails the requests that have waited for their first step longer than they were willing to."""
@@ -186,6 +189,7 @@ class Scheduler:
         self._running = [r for r in self._running if r.state is State.RUNNING or r.state is State.LEAVING]
         draft = Draft(self.max_num_batched_tokens)
         long: list[Request] = []
+        context = 0
         for request in tuple(self._running):
             position = request.num_planned
             if request.state is not State.RUNNING or position == request.end:
@@ -200,11 +204,13 @@ class Scheduler:
                 request.num_planned = position + 1
                 request.num_total += 1
                 request.num_in_flight += 1
+                context += position
                 draft.budget -= 1
                 draft.requests.append(request)
                 draft.rows.append(request.row)
                 draft.counts.append(1)
                 draft.sample.append(1)
+        draft.work = Work(len(draft.requests), context, 0, 0)
         if len(long) > 1:
             long.sort(key=order(self._policy))
         for request in long:
@@ -212,7 +218,8 @@ class Scheduler:
                 break
             if request.state is State.RUNNING:  # it may have been preempted for an earlier one
                 num = min(request.num_total, request.end) - request.num_planned
-                self._plan_row(draft, request, min(num, draft.budget))
+                if (chunk := self._chunk(draft, request.num_planned, num)) > 0:
+                    self._plan_row(draft, request, chunk)
         if not draft.preempted:
             self._admit(draft)
         if not draft.requests:
@@ -222,7 +229,7 @@ class Scheduler:
             if count > 1:  # a single position fills a block only when its result is applied
                 self._commit(request)
         self.step += 1
-        self._in_flight.append(InFlight(self.step, draft.requests, draft.counts, draft.sample))
+        self._in_flight.append(InFlight(self.step, draft.requests, draft.counts, draft.sample, draft.work))
         return StepPlan(
             step=self.step,
             open=tuple(draft.open),
@@ -247,6 +254,7 @@ class Scheduler:
 
     def _take(self, draft: Draft, request: Request, num: int) -> None:
         """Puts `num` positions of a request that has the blocks for them into the plan."""
+        draft.work = with_chunk(draft.work, request.num_planned, num)
         request.num_planned += num
         if num > 1 and self.prefix_caching:
             full = min(request.num_planned, len(request.ids)) // self.block_size
@@ -260,6 +268,25 @@ class Scheduler:
         draft.rows.append(request.row)
         draft.counts.append(num)
         draft.sample.append(int(draws))
+
+    def _chunk(self, draft: Draft, past: int, num: int) -> int:
+        """How many of a prompt's next `num` positions, after `past` computed ones, go into this plan.
+
+        Beside streams that wait for their next token, as many as keep the step within the latency target; at least
+        `_MIN_CHUNK` for the first prompt of a step, so that every prompt gets on. Otherwise what the budget allows.
+        """
+        num = min(num, draft.budget)
+        if self.itl_target_ms is None or draft.work.rows == 0:
+            return num
+        if self._cost.num_prefill_steps < MIN_OBSERVED:
+            chunk = min(num, _MIN_CHUNK)
+        else:
+            chunk = self._cost.longest_chunk(draft.work, past, self.itl_target_ms, num)
+        if draft.work.prefill == 0:
+            chunk = max(chunk, min(num, _MIN_CHUNK))
+        if chunk < num:
+            draft.budget = chunk  # nothing more fits this step
+        return chunk
 
     def _make_room(self, draft: Draft, request: Request, need: int) -> bool:
         """Preempts from the back of the line until `need` blocks are free. False: not in this step."""
@@ -293,25 +320,18 @@ class Scheduler:
                 for victim in victims:  # they give up what is missing; the next plan admits the request
                     self._preempt(victim)
                 return
+            num = self._chunk(draft, num_cached, min(request.num_total, request.end) - num_cached)
+            if num == 0:
+                return
             self._waiting.remove(request)
             self.pool.hold(hits)
-            num = min(min(request.num_total, request.end) - num_cached, draft.budget)
             request.blocks = hits + self.pool.allocate(self._num_blocks(num_cached + num) - len(hits))
             request.row = self._free_rows.pop()
             request.state = State.RUNNING
             request.num_computed = request.num_planned = num_cached
             request.num_committed = len(hits)
             insort(self._running, request, key=_arrival)
-            draft.open.append(
-                RowOpen(
-                    row=request.row,
-                    ids=request.ids.tobytes(),
-                    num_prompt=request.num_prompt,
-                    num_computed=num_cached,
-                    block_ids=ids_to_bytes(request.blocks),
-                    sampling=request.sampling,
-                )
-            )
+            draft.open.append(request.as_row())
             if not request.opened:
                 self._open(request, num_cached)
             self._take(draft, request, num)
@@ -359,6 +379,8 @@ class Scheduler:
         drawn = bytes_to_ids(result.ids)
         if len(drawn) != sum(flight.sample):
             raise ValueError(f"step {result.step} drew {len(drawn)} tokens where {sum(flight.sample)} were due")
+        if self.itl_target_ms is not None:
+            self._cost.observe(flight.work, result.device_ms)
         next_drawn = iter(drawn)
         num_plain = 0
         plain = not result.logprobs and not result.prompt_logprobs
@@ -398,10 +420,10 @@ class Scheduler:
         start = request.num_computed
         request.num_computed += count
         if prompt_logprobs is not None:
-            prompt_logprobs = self._undelivered(request, start, prompt_logprobs)
+            prompt_logprobs = request.take_undelivered(start, prompt_logprobs)
         if token is None:
             if request.max_tokens == 0 and request.num_computed == request.end:
-                self._end(request, self._terminal(request, "length", prompt_logprobs=prompt_logprobs))
+                self._end(request, request.terminal("length", prompt_logprobs=prompt_logprobs))
             elif prompt_logprobs is not None:
                 self._tokens.append(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
             return
@@ -423,36 +445,9 @@ class Scheduler:
         if finish is None:
             self._tokens.append(Tokens(request.rid, _pack_id(token), logprobs, prompt_logprobs))
         else:
-            self._end(
-                request, self._terminal(request, finish, _pack_id(token), logprobs, prompt_logprobs, stop_token_id)
-            )
-
-    @staticmethod
-    def _undelivered(request: Request, start: int, logprobs: RowLogprobs) -> RowLogprobs | None:
-        """Leaves out the positions that were delivered before a preemption. `start`: first position of the chunk."""
-        skip = (request.num_prompt_logprobs - start) * logprobs.width * 4
-        request.num_prompt_logprobs = max(
-            request.num_prompt_logprobs, start + len(logprobs.ids) // (4 * logprobs.width)
-        )
-        if skip <= 0:
-            return logprobs
-        if skip >= len(logprobs.ids):
-            return None
-        return RowLogprobs(logprobs.width, logprobs.ids[skip:], logprobs.values[skip:])
+            self._end(request, request.terminal(finish, _pack_id(token), logprobs, prompt_logprobs, stop_token_id))
 
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    @staticmethod
-    def _terminal(
-        request: Request,
-        finish: FinishReason,
-        ids: bytes = b"",
-        logprobs: RowLogprobs | None = None,
-        prompt_logprobs: RowLogprobs | None = None,
-        stop_token_id: int | None = None,
-    ) -> Tokens:
-        usage = Usage(request.num_prompt, request.num_output, request.num_cached)
-        return Tokens(request.rid, ids, logprobs, prompt_logprobs, finish, stop_token_id, usage)
 
     def _end(self, request: Request, terminal: Tokens | Failed) -> None:
         """The one way out: finished, cancelled or failed."""

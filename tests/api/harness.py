@@ -48,6 +48,7 @@ CONFIG = EngineConfig(
     block_size=16,
     enable_prefix_caching=True,
     scheduling_policy="fcfs",
+    itl_target_ms=None,
     max_queued_requests=4,
     max_queued_tokens=1000,
     pipeline_depth=2,

@@ -56,6 +56,7 @@ def run_history(seed: int) -> dict[str, int]:
         eos_token_ids=(EOS,),
         prefix_caching=rng.random() < 0.8,
         policy=rng.choice(["fcfs", "priority", "fair"]),
+        itl_target_ms=rng.choice([None, None, 0.5, 5.0]),
     )
     worker = FakeWorker(
         num_blocks=num_blocks,

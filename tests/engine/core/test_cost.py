@@ -1,0 +1,98 @@
+"""The cost model learns what steps cost, follows changes, and bounds chunks by it."""
+
+import random
+
+import pytest
+from fakes import FakeWorker, enqueue
+from invariants import check
+
+from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.cost import CostModel, Work, with_chunk
+from pagewire.engine.core.scheduler import Scheduler
+from pagewire.ipc.messages import TokenBatch, bytes_to_ids
+
+
+def true_ms(work: Work, slower: float = 1.0) -> float:
+    return slower * (2.0 + 0.05 * work.rows + 1e-4 * work.context + 0.02 * work.prefill + 2e-6 * work.pairs)
+
+
+def random_work(rng: random.Random) -> Work:
+    work = Work(rng.randint(0, 64), rng.randint(0, 64) * rng.randint(1, 2000), 0, 0)
+    return with_chunk(work, rng.randint(0, 30_000), rng.randint(1, 2048)) if rng.random() < 0.5 else work
+
+
+def trained(rng: random.Random, steps: int = 300) -> CostModel:
+    model = CostModel()
+    for _ in range(steps):
+        work = random_work(rng)
+        model.observe(work, true_ms(work) * rng.uniform(0.97, 1.03))
+    return model
+
+
+def test_it_learns_what_steps_cost() -> None:
+    rng = random.Random(1)
+    model = trained(rng)
+    for _ in range(50):
+        work = random_work(rng)
+        assert model.predict(work) == pytest.approx(true_ms(work), rel=0.15, abs=1.0)
+
+
+def test_it_follows_a_machine_that_gets_slower() -> None:
+    rng = random.Random(2)
+    model = trained(rng)
+    for _ in range(600):
+        work = random_work(rng)
+        model.observe(work, true_ms(work, slower=3.0))
+    work = with_chunk(Work(32, 30_000, 0, 0), 1000, 500)
+    assert model.predict(work) == pytest.approx(true_ms(work, slower=3.0), rel=0.2)
+
+
+def test_nothing_blows_up_while_only_decoding() -> None:
+    rng = random.Random(3)
+    model = trained(rng)
+    for _ in range(20_000):
+        model.observe(Work(32, 32_000, 0, 0), true_ms(Work(32, 32_000, 0, 0)))
+    work = with_chunk(Work(32, 32_000, 0, 0), 0, 1000)
+    assert model.predict(work) == pytest.approx(true_ms(work), rel=0.5)
+
+
+def test_the_longest_chunk_stays_below_the_target() -> None:
+    model = trained(random.Random(4))
+    beside = Work(32, 32_000, 0, 0)
+    for past in (0, 1000, 30_000):
+        num = model.longest_chunk(beside, past, 15.0, 2048)
+        assert model.predict(with_chunk(beside, past, num)) <= 15.0 < model.predict(with_chunk(beside, past, num + 1))
+    assert model.longest_chunk(beside, 30_000, 15.0, 2048) < model.longest_chunk(beside, 0, 15.0, 2048)
+    assert model.longest_chunk(beside, 0, 0.1, 2048) == 0 and model.longest_chunk(beside, 0, 1e9, 2048) == 2048
+
+
+def test_a_long_prompt_beside_streams_keeps_to_the_target() -> None:
+    target_ms = 3.0  # the fake worker takes 1 ms and 0.01 ms a position
+    scheduler = Scheduler(
+        pool=BlockPool(num_blocks=4000),
+        block_size=4,
+        max_num_seqs=16,
+        max_num_batched_tokens=2048,
+        max_model_len=9000,
+        max_queued_requests=100,
+        max_queued_tokens=10**6,
+        depth=2,
+        eos_token_ids=(),
+        itl_target_ms=target_ms,
+    )
+    worker = FakeWorker(num_blocks=4000, block_size=4, max_num_seqs=16, max_num_batched_tokens=2048)
+    for rid in range(1, 9):
+        scheduler.add(enqueue(rid, [rid], max_tokens=200, ignore_eos=True))
+    results, times, chunks = [], [], []
+    for step in range(150):
+        if step == 20:
+            scheduler.add(enqueue(9, [i % 50 for i in range(8000)], max_tokens=4))
+        while (plan := scheduler.plan()) is not None:
+            results.append(worker.run(plan))
+            times.append(results[-1].device_ms)
+            chunks.append(max(bytes_to_ids(plan.counts)))
+        scheduler.apply(results.pop(0))
+        check(scheduler)
+    done = [t for item in scheduler.take_news() if isinstance(item, TokenBatch) for t in item.tokens if t.rid == 9]
+    assert done, "the long prompt got on"
+    assert max(times[20:]) <= target_ms * 1.1 and max(chunks) > 150  # and uses what the target leaves
