@@ -32,4 +32,5 @@ class Draft:
         self.sample: list[int] = []
         self.preempted = False
         self.work = Work(0, 0, 0, 0)
+        self.chunked: list[Request] = []  # those with more than one position
         self.fresh: set[bytes] = set()  # keys of the blocks that this plan fills with known ids

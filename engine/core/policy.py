@@ -18,6 +18,9 @@ FAIR_QUANTUM = 1024
 class Policy(Protocol):
     """See the head of the file."""
 
+    counts_tokens: bool
+    """Whether `serve` must be called."""
+
     def join(self, message: Enqueue) -> Hashable:
         """The line of a request that arrives; called once for each."""
 
@@ -36,6 +39,8 @@ class Policy(Protocol):
 
 class Fcfs:
     """One line."""
+
+    counts_tokens = False
 
     def join(self, message: Enqueue) -> Hashable:
         """See `Policy`."""
@@ -78,6 +83,8 @@ class Fair:
 
     A tenant that comes back from idling starts level with the least served of those present, so nobody saves up.
     """
+
+    counts_tokens = True
 
     def __init__(self) -> None:
         self._served: dict[Hashable, int] = {}  # tenant → tokens, computed and drawn; only of tenants with requests

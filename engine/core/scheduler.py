@@ -91,6 +91,7 @@ class Scheduler:
         self._waiting = Waiting(self._policy)
         self._running: list[Request] = []  # by arrival: RUNNING, LEAVING, and the ended ones not yet swept
         self._deadlines: list[tuple[float, int]] = []  # a heap: when a request stops waiting, and its rid
+        self._has_ended = False  # somebody in _running
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._in_flight: deque[InFlight] = deque()
         self._news: list[News] = []
@@ -186,7 +187,9 @@ class Scheduler:
         """The next step, or None if there is nothing to compute or `depth` plans are in flight already."""
         if len(self._in_flight) >= self.depth:
             return None
-        self._running = [r for r in self._running if r.state is State.RUNNING or r.state is State.LEAVING]
+        if self._has_ended:
+            self._running = [r for r in self._running if r.state is not State.ENDED]
+            self._has_ended = False
         draft = Draft(self.max_num_batched_tokens)
         long: list[Request] = []
         context = 0
@@ -224,10 +227,11 @@ class Scheduler:
             self._admit(draft)
         if not draft.requests:
             return None
-        for request, count in zip(draft.requests, draft.counts, strict=True):
-            self._policy.serve(request.line, count)
-            if count > 1:  # a single position fills a block only when its result is applied
-                self._commit(request)
+        for request in draft.chunked:
+            self._commit(request)  # a single position fills a block only when its result is applied
+        if self._policy.counts_tokens:
+            for request, count in zip(draft.requests, draft.counts, strict=True):
+                self._policy.serve(request.line, count)
         self.step += 1
         self._in_flight.append(InFlight(self.step, draft.requests, draft.counts, draft.sample, draft.work))
         return StepPlan(
@@ -258,6 +262,7 @@ class Scheduler:
         request.num_planned += num
         if num > 1 and self.prefix_caching:
             full = min(request.num_planned, len(request.ids)) // self.block_size
+            draft.chunked.append(request)
             draft.fresh.update(request.block_keys(full, self.block_size)[request.num_committed :])
         request.num_in_flight += 1
         draws = request.num_planned == request.num_total and request.max_tokens > 0
@@ -454,6 +459,8 @@ class Scheduler:
         assert request.state is not State.ENDED, request.rid
         if request.state is State.WAITING:
             self._waiting.remove(request)
+        else:
+            self._has_ended = True
         self._policy.leave(request.line)
         request.state = State.ENDED
         del self._requests[request.rid]
