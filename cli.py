@@ -1,10 +1,10 @@
-"""The `pagewire` command: serve, chat, complete."""
+"""The `pagewire` command: serve, chat, complete, replay."""
 
 import argparse
 import sys
 
 from . import __version__
-from .errors import PagewireError
+from .errors import ConfigError, PagewireError
 from .flags import add_flags, read_flags
 
 
@@ -43,6 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     complete.add_argument("--model", default=None, help="a folder or Hub name to start a server for")
 
+    replay = commands.add_parser(
+        "replay",
+        help="run a step trace again",
+        description="Runs the scheduler again on what `serve --record-trace FILE` wrote; every plan must be the same.",
+    )
+    replay.add_argument("trace", metavar="FILE", help="the trace")
+
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "serve":
@@ -51,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
             from .procs.supervisor import Supervisor
 
             return run(Supervisor(prepare(read_flags(arguments))))
+        if arguments.command == "replay":
+            return _replay(arguments.trace)
         from . import terminal
 
         return terminal.main(arguments)
@@ -61,3 +70,15 @@ def main(argv: list[str] | None = None) -> int:
         return exit_code(error)
     except KeyboardInterrupt:
         return 130
+
+
+def _replay(path: str) -> int:
+    from .engine.core import trace
+
+    try:
+        with open(path, "rb") as file:
+            num_plans, difference = trace.replay(trace.read(file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be replayed: {error}.") from error
+    print(difference or f"{num_plans} plans, all reproduced")
+    return 0 if difference is None else 1

@@ -74,6 +74,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_queued_tokens: Annotated[
         int, _doc("engine", "most prompt tokens that wait; further requests get 429; 4M is 4194304", ge=1)
     ] = 4_194_304
+    record_trace: Annotated[
+        str | None, _doc("engine", "write every arrival, plan and result to this file, for `pagewire replay`")
+    ] = None
     pipeline_depth: Annotated[
         int, _doc("engine", "steps in flight at once; 1: wait for each step's tokens before the next", ge=1, le=8)
     ] = 2
@@ -139,6 +142,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     itl_target_ms: float | None
     max_queued_requests: int
     max_queued_tokens: int
+    record_trace: str | None
     pipeline_depth: int
     num_threads: int
     vocab_size: int
@@ -186,6 +190,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         itl_target_ms=config.itl_target_ms,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
+        record_trace=config.record_trace,
         pipeline_depth=config.pipeline_depth,
         num_threads=config.threads or max(1, machine.num_cores - 1),
         vocab_size=model.vocab_size,

@@ -116,6 +116,10 @@ class LLM:
         self._next_rid = 1
         self._engine = Inline(prepare(config), on_chunk=self._on_chunk, on_failed=self._on_failed)
 
+    def close(self) -> None:
+        """Closes what the engine has open. Only needed with `record_trace`."""
+        self._engine.close()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -1,10 +1,10 @@
 """The core process: the scheduler behind a mailbox. It decides; it computes nothing and touches no text."""
 
 import time
-from typing import assert_never
+from typing import BinaryIO, assert_never
 
 from ..config import EngineConfig
-from ..engine.core.block_pool import BlockPool
+from ..engine.core import trace
 from ..engine.core.scheduler import Scheduler
 from ..ipc.actor import Post
 from ..ipc.messages import (
@@ -28,6 +28,7 @@ class CoreActor:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._scheduler: Scheduler | None = None
+        self._trace: BinaryIO | None = None
         self._early: list[Enqueue | Cancel] = []  # what came before the worker's offer
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
 
@@ -41,6 +42,7 @@ class CoreActor:
         for message in messages:
             match message:
                 case StepResult():
+                    self._record(message)
                     self.scheduler.apply(message)
                     self._oldest_plan_at = time.monotonic()
                 case CacheOffer():
@@ -48,11 +50,15 @@ class CoreActor:
                 case Enqueue() | Cancel() if self._scheduler is None:
                     self._early.append(message)
                 case Enqueue():
-                    self._post("api", self.scheduler.add(message, time.monotonic()))
+                    now = time.monotonic()
+                    self._record(trace.Arrived(message, now))
+                    self._post("api", self.scheduler.add(message, now))
                 case Cancel():
+                    self._record(message)
                     for rid in message.rids:
                         self.scheduler.cancel(rid)
                 case StopHit():
+                    self._record(message)
                     for rid in message.rids:
                         self.scheduler.stop_hit(rid)
                 case Ping():
@@ -66,6 +72,13 @@ class CoreActor:
 
     async def stop(self, grace_s: float) -> None:
         """See `Actor`. The api has ended every request before."""
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+
+    def _record(self, event: trace.Event) -> None:
+        if self._trace is not None:
+            trace.write(self._trace, event)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -77,28 +90,24 @@ class CoreActor:
         """One worker: its offer is what all ranks have room for."""
         config = self._config
         self._post("worker", OpenCache(num_blocks))
-        self._scheduler = Scheduler(
-            pool=BlockPool(num_blocks=num_blocks),
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            max_queued_requests=config.max_queued_requests,
-            max_queued_tokens=config.max_queued_tokens,
-            depth=config.pipeline_depth,
-            eos_token_ids=config.eos_token_ids,
-            prefix_caching=config.enable_prefix_caching,
-            policy=config.scheduling_policy,
-            itl_target_ms=config.itl_target_ms,
-            model_key=f"{config.model_path} {config.dtype}".encode(),
-        )
+        self._scheduler = trace.make_scheduler(config, num_blocks)
+        if config.record_trace is not None:
+            self._trace = open(config.record_trace, "wb")  # noqa: SIM115  # closed by `stop`
+        self._record(trace.Opened(config, num_blocks))
         early, self._early = self._early, []
         self.handle(list(early))
 
     def _advance(self, scheduler: Scheduler) -> None:
         """Keeps the worker supplied first, and tells the news while it computes."""
-        scheduler.expire(time.monotonic())
-        while (plan := scheduler.plan()) is not None:
+        if scheduler.deadlines:
+            now = time.monotonic()
+            self._record(trace.Expired(now))
+            scheduler.expire(now)
+        while True:
+            plan = scheduler.plan()
+            self._record(trace.Planned(plan))
+            if plan is None:
+                break
             if scheduler.num_in_flight == 1:
                 self._oldest_plan_at = time.monotonic()
             self._post("worker", plan)

@@ -4,6 +4,7 @@ Messages go from actor to actor as they are. `run` lets everyone who has mail ha
 takes one plan at a time.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,11 @@ class Inline:
                 busy = True
             if not busy:
                 return
+
+    def close(self) -> None:
+        """Ends every actor."""
+        for actor in self._actors.values():
+            asyncio.run(actor.stop(0.0))
 
     def _hear(self, message: Message) -> None:
         match message:

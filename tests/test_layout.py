@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "procs": {"procs", "ipc", "engine", "api", "flags", "prepare", "__init__"},
     "llm": {"procs", "ipc.messages", "prepare"},
     "terminal": set(),
-    "cli": {"flags", "prepare", "procs", "terminal", "__init__"},
+    "cli": {"flags", "prepare", "procs", "terminal", "engine.core.trace", "__init__"},
     "__init__": {"llm"},
     "__main__": {"cli"},
 }

@@ -90,7 +90,7 @@ class Scheduler:
         self._policy = make_policy(policy)
         self._waiting = Waiting(self._policy)
         self._running: list[Request] = []  # by arrival: RUNNING, LEAVING, and the ended ones not yet swept
-        self._deadlines: list[tuple[float, int]] = []  # a heap: when a request stops waiting, and its rid
+        self.deadlines: list[tuple[float, int]] = []  # a heap: when a request stops waiting, and its rid
         self._has_ended = False  # somebody in _running
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._in_flight: deque[InFlight] = deque()
@@ -148,7 +148,7 @@ class Scheduler:
         self._requests[rid] = request
         self._waiting.add(request)
         if message.limits.queue_timeout_s is not None:
-            heappush(self._deadlines, (now + message.limits.queue_timeout_s, rid))
+            heappush(self.deadlines, (now + message.limits.queue_timeout_s, rid))
         return Accepted(rid, num_prompt)
 
     def cancel(self, rid: int) -> None:
@@ -163,8 +163,8 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """Fails the requests that have waited for their first step longer than they were willing to."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = self._requests.get(heappop(self._deadlines)[1])
+        while self.deadlines and self.deadlines[0][0] <= now:
+            request = self._requests.get(heappop(self.deadlines)[1])
             if request is not None and not request.opened:
                 seconds = request.limits.queue_timeout_s
                 detail = f"The request has waited {seconds:g} s without being started; try again later."

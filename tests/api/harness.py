@@ -51,6 +51,7 @@ CONFIG = EngineConfig(
     itl_target_ms=None,
     max_queued_requests=4,
     max_queued_tokens=1000,
+    record_trace=None,
     pipeline_depth=2,
     num_threads=1,
     vocab_size=1000,

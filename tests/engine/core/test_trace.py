@@ -1,0 +1,61 @@
+"""A recorded history gives the same plans again, bit by bit; a changed one is noticed."""
+
+from io import BytesIO
+from pathlib import Path
+
+import checkpoints
+import msgspec
+import pytest
+import vocabulary
+
+from pagewire import LLM, SamplingParams
+from pagewire.cli import main
+from pagewire.engine.core import trace
+from pagewire.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trace of a small engine that preempted, refused and hit stop strings."""
+    folder = tmp_path_factory.mktemp("trace")
+    checkpoints.make_checkpoint(folder, "llama")
+    vocabulary.add_tokenizer(folder)
+    llm = LLM(str(folder), dtype="float32", threads=1, max_model_len=128, kv_cache_memory=140_000, pipeline_depth=2,
+              record_trace=str(folder / "steps"))  # fmt: skip
+    prompts = [[(7 * i + j) % 300 + 3 for j in range(5 + 5 * i)] for i in range(8)]
+    llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, seed=1), use_tqdm=False)
+    llm.generate(["hello"] * 3, SamplingParams(max_tokens=30, seed=2, stop=["a", "e", "b", "c"]), use_tqdm=False)
+    with pytest.raises(RequestError):
+        llm.generate(["x", "y" * 200], use_tqdm=False)
+    assert llm._engine.scheduler.counters.num_preemptions > 0
+    llm.close()
+    return folder / "steps"
+
+
+def test_every_plan_is_reproduced(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(recorded)]) == 0
+    assert int(capsys.readouterr().out.split()[0]) > 40
+
+
+def test_a_changed_history_is_noticed(recorded: Path) -> None:
+    with recorded.open("rb") as file:
+        events = list(trace.read(file))
+    arrivals = [i for i, event in enumerate(events) if isinstance(event, trace.Arrived)]
+    del events[arrivals[2]]
+    num_plans, difference = trace.replay(events)
+    assert num_plans == 0 and difference is not None and "differs" in difference
+
+
+def test_a_cut_trace_replays_to_its_last_whole_frame(recorded: Path) -> None:
+    data = recorded.read_bytes()
+    num_plans, difference = trace.replay(trace.read(BytesIO(data[: len(data) // 2])))
+    assert num_plans > 5 and difference is None
+
+
+def test_what_is_no_trace_gives_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").write_bytes(b"\x05\0\0\0hello")
+    assert main(["replay", str(tmp_path / "x")]) == 2
+    assert main(["replay", str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err.count("pagewire: ") == 2
+    with pytest.raises(msgspec.ValidationError):
+        list(trace.read(BytesIO(b"\x01\0\0\0\x01")))
