@@ -156,6 +156,7 @@ class Supervisor:
             await self._until(lambda: self._url is not None, "the api did not open its port")
             self._mark("port open")
         self._announce(slowest)
+        next_ping = 0.0
         while not self._signals:
             died = self._first_dead()
             if died is not None:
@@ -164,8 +165,10 @@ class Supervisor:
                 await self._stop(f"{died.name} has died", grace_s=0.0)
                 return max(1, self._faults[died.name].exit_code if died.name in self._faults else 1)
             await self._next_event(PING_INTERVAL_S)
-            for name in self._actors:
-                self._outboxes[name].send(Ping())
+            if time.monotonic() >= next_ping:  # an answer is an event, too
+                next_ping = time.monotonic() + PING_INTERVAL_S
+                for name in self._actors:
+                    self._outboxes[name].send(Ping())
         return await self._stop(f"{self._signals[0].name}", grace_s=self._config.shutdown_timeout_s)
 
     async def _wait_ready(self) -> None:

@@ -63,6 +63,14 @@ def test_every_process_is_named_and_only_the_worker_has_torch(server: Server) ->
         assert has_torch == (name == "worker"), name
 
 
+def test_an_idle_server_costs_next_to_nothing(server: Server) -> None:
+    processes = [psutil.Process(server.process.pid), *server.children().values()]
+    before = sum(sum(p.cpu_times()[:2]) for p in processes)
+    time.sleep(2.0)
+    spent = sum(sum(p.cpu_times()[:2]) for p in processes) - before
+    assert spent < 0.1 * 2.0, f"{spent:.2f} s of CPU in 2 s of idling"
+
+
 def test_the_run_folder_is_private(server: Server) -> None:
     (folder,) = server.run_root.glob("pagewire-*")
     assert folder.stat().st_mode & 0o777 == 0o700
