@@ -73,20 +73,21 @@ def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path) -> No
         check=False,
     )
     assert where.stdout.startswith(str(site)), where.stdout + where.stderr
-    log = (tmp_path / "log").open("wb")
     command = [python, "-m", "pagewire", "serve", "--port", str(port)]
-    server = subprocess.Popen(command, cwd=tmp_path, stderr=log, env=environment)
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(command, cwd=tmp_path, stderr=log, env=environment)
+
+    def answers() -> bool:
+        assert server.poll() is None, (tmp_path / "log").read_text()
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
     try:
-
-        def answers() -> bool:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
-                    return bool(response.status == 200)
-            except OSError:
-                return False
-
         wait_until(answers, "the wheel's server answers", 60.0)
     finally:
         server.terminate()
-        assert server.wait(20) == 0
-        log.close()
+        code = server.wait(20)
+    assert code == 0

@@ -9,5 +9,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 def test_the_first_answer_comes_within_three_imports_of_torch() -> None:
     import_torch_s()  # warm the disk cache
-    ratios = [first_answer_s() / import_torch_s() for _ in range(3)]
+    ratios: list[float] = []
+    while len(ratios) < 3 and (not ratios or min(ratios) > BAR):  # a noisy moment may spoil one try
+        ratios.append(first_answer_s() / import_torch_s())
     assert min(ratios) <= BAR, f"imports of torch until the first answer: {ratios}"
