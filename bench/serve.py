@@ -16,12 +16,11 @@ import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..engine.weights.source import locate
 from .report import Row, machine, percentile, print_table, repeat, write_json
-from .workload import Transformers, prompts
+from .workload import Transformers, parser, prompts, settings
 
 _START_TIMEOUT_S = 120.0
 
@@ -89,20 +88,12 @@ async def stream(url: str, model: str, prompt: list[int], num_tokens: int) -> li
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--url", default="", help="a running server; empty: start one")
-    parser.add_argument("--model", default="", help="a folder or Hub name; empty: the demo model")
-    parser.add_argument("--streams", type=int, default=16, help="requests")
-    parser.add_argument("--input-len", type=int, default=64, help="prompt tokens of each")
-    parser.add_argument("--output-len", type=int, default=64, help="output tokens of each")
-    parser.add_argument("--dtype", default="float32", choices=("bfloat16", "float32"), help="of weights and KV")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads, for everyone in the table")
-    parser.add_argument("--repeat", type=int, default=5, help="repetitions")
-    parser.add_argument("--json", type=Path, default=Path("bench/results/serve.json"), help="where to write")
-    arguments = parser.parse_args(argv)
+    flags = parser(__doc__, json="bench/results/serve.json")
+    flags.add_argument("--url", default="", help="a running server; empty: start one")
+    arguments = flags.parse_args(argv)
     folder, name = locate(arguments.model, None)
     facts = machine()
-    num, length = arguments.streams, arguments.output_len
+    num, length = arguments.num_prompts, arguments.output_len
     batch = prompts(folder, num, arguments.input_len)
     together, alone = Row(f"pagewire, {num} streams at once"), Row(f"pagewire, {num} streams one after another")
     peer_together, peer_alone = Row(f"transformers, one batch of {num}"), Row("transformers, one after another")
@@ -158,8 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{name}, {num} × {arguments.input_len} in, {length} out, {arguments.dtype}, {arguments.threads} thread(s)")
     print_table(rows)
     print(f"at once against one after another: {alone.median('seconds') / together.median('seconds'):.1f} × faster")
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if k != "json"}
-    write_json(arguments.json, "serving over HTTP", rows, facts, settings | {"model": name})
+    write_json(arguments.json, "serving over HTTP", rows, facts, settings(arguments, name))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The requests that the benchmarks send: fixed prompts, fixed lengths, the same for everyone."""
 
+import argparse
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,26 @@ def prompts(folder: Path, num: int, num_tokens: int, seed: int = 0) -> list[list
             ids += tokenizer.encode(next(text)[0]["content"] + "\n", add_special_tokens=False).ids
         found.append(ids[:num_tokens])
     return found
+
+
+def parser(description: str | None, *, json: str) -> argparse.ArgumentParser:
+    """The flags that say what to send and how often. `json`: where the results go by default."""
+    flags = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    flags.add_argument("--model", default="", help="a folder or Hub name; empty: the demo model")
+    flags.add_argument("--num-prompts", type=int, default=16, help="requests")
+    flags.add_argument("--input-len", type=int, default=64, help="prompt tokens of each")
+    flags.add_argument("--output-len", type=int, default=64, help="output tokens of each")
+    flags.add_argument("--dtype", default="float32", choices=("bfloat16", "float32"), help="of weights and KV")
+    flags.add_argument("--threads", type=int, default=1, help="torch threads, for everyone in the table")
+    flags.add_argument("--repeat", type=int, default=5, help="repetitions")
+    flags.add_argument("--json", type=Path, default=Path(json), help="where to write the results")
+    return flags
+
+
+def settings(arguments: argparse.Namespace, name: str) -> dict[str, object]:
+    """What a results file says of the flags it was made with."""
+    given = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
+    return given | {"model": name}
 
 
 class Transformers:
