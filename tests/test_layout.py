@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,13 +60,14 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 
+@cache
 def sources() -> list[tuple[str, Path]]:
     """Dotted name inside the package (`engine.core.request`) and file, of everything that is shipped."""
+    folders = [path.parent for path in ROOT.glob("[!.]*/__init__.py") if path.parent.name not in NOT_SHIPPED]
     found = []
-    for path in ROOT.rglob("*.py"):
+    for path in [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]:
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[0] not in NOT_SHIPPED and not any(part.startswith(".") for part in parts):
-            found.append((".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts), path))
+        found.append((".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts), path))
     return found
 
 
