@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +153,19 @@ def test_long_chat(reference: evaluate.Reference) -> None:
 
 def test_size() -> None:
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 6_000_000
+
+
+@pytest.mark.slow
+def test_training_is_deterministic_from_its_seed(tmp_path: Path) -> None:
+    small = ["--stop-after", "3", "--short-rows", "4", "--short-length", "64"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # the compiler only costs time here
+    runs = []
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        command = [sys.executable, "-m", "pagewire.tools.demo_model.train", "--out", str(tmp_path / name), *small]
+        runs.append(subprocess.Popen([*command, "--seed", seed], env=environment, stderr=subprocess.DEVNULL))
+    assert [run.wait(120) for run in runs] == [0, 0, 0]
+
+    def files(name: str) -> list[bytes]:
+        return [(tmp_path / name / file).read_bytes() for file in ("model.safetensors", "tokenizer.json")]
+
+    assert files("a") == files("b") != files("c")
