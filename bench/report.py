@@ -79,7 +79,7 @@ def write_json(
     """Everything that was measured, and on what."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"title": title, "machine": facts, "settings": settings, "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=1, default=lambda x: round(x, 6)) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def repeat(times: int, *measures: Callable[[], None]) -> None:
