@@ -199,16 +199,24 @@ def test_fair_serves_tenants_alike_however_many_requests_each_has() -> None:
     assert {41, 42, 43, 44} <= done and len(done) < 15
 
 
-def test_fair_interrupts_who_is_far_ahead_and_nobody_saves_up() -> None:
+def test_fair_interrupts_who_is_far_ahead() -> None:
     scheduler = make(max_num_seqs=1, policy="fair", num_blocks=1000, max_model_len=4000)
     worker = worker_for(scheduler)
-    scheduler.add(enqueue(1, [1], max_tokens=3000, tenant="long", ignore_eos=True))
+    scheduler.add(enqueue(1, [1], max_tokens=1500, tenant="long", ignore_eos=True))
+    scheduler.add(enqueue(2, [2], max_tokens=5, tenant="short", ignore_eos=True))
+    finished = [t.rid for t in run_all(scheduler, worker) if t.finish]
+    assert finished == [2, 1] and scheduler.counters.num_preemptions == 1
+
+
+def test_fair_lets_nobody_save_up() -> None:
+    scheduler = make(max_num_seqs=1, policy="fair", num_blocks=1000, max_model_len=4000)
+    worker = worker_for(scheduler)
+    scheduler.add(enqueue(1, [1], max_tokens=1600, tenant="long", ignore_eos=True))
     for _ in range(1500):
         scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
     scheduler.add(enqueue(2, [2], max_tokens=5, tenant="new", ignore_eos=True))
-    scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
-    assert scheduler.counters.num_preemptions == 0  # a newcomer starts level, it has saved nothing up
-    drain(scheduler, worker)
+    finished = [t.rid for t in run_all(scheduler, worker) if t.finish]
+    assert finished == [1, 2] and scheduler.counters.num_preemptions == 0  # a newcomer starts level
 
 
 def test_the_cheapest_of_the_last_in_line_is_preempted() -> None:
