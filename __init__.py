@@ -1,22 +1,23 @@
 """pagewire: an LLM serving engine made of small processes.
 
-Importing the package costs nothing: `LLM` and `SamplingParams` are loaded on first use, so that the processes which do
+Importing the package costs nothing: `LLM` and its parameters are loaded on first use, so that the processes which do
 not need torch never see it.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .beam import BeamSearchParams as BeamSearchParams
     from .llm import LLM as LLM
     from .llm import RequestOutput as RequestOutput
     from .llm import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("LLM", "RequestOutput", "SamplingParams"):
+    if name in ("LLM", "BeamSearchParams", "RequestOutput", "SamplingParams"):
         from . import llm
 
         return getattr(llm, name)

@@ -7,6 +7,7 @@ of the model (`ModelFacts`) and the machine (`MachineFacts`), into `EngineConfig
 
 import os
 import re
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -72,8 +73,32 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     max_queued_requests: Annotated[int, _doc("engine", "most requests that wait; further ones get 429", ge=1)] = 10_000
     max_queued_tokens: Annotated[
-        int, _doc("engine", "most prompt tokens that wait; further requests get 429; 4M is 4194304", ge=1)
-    ] = 4_194_304
+        int,
+        _doc(
+            "engine",
+            "most tokens that wait, prompts and longest outputs; further requests get 429; 4M is 4194304",
+            ge=1,
+        ),
+    ] = 16_777_216
+    kv_connector: Annotated[
+        tuple[str, ...],
+        _doc(
+            "engine",
+            "where KV is kept behind the device, nearest first: host, disk, shared, p2p or module:Class, each with its "
+            "options, such as host,size=4G disk,path=DIR,size=20G",
+        ),
+    ] = ()
+    kv_events: Annotated[
+        str | None,
+        _doc("engine", "tell routers here what KV is cached: ipc:///path or tcp://127.0.0.1:port, a ZeroMQ PUB socket"),
+    ] = None
+    kv_events_replay: Annotated[
+        str | None, _doc("engine", "repeat KV events here to routers that missed some, a ZeroMQ ROUTER socket")
+    ] = None
+    extension: Annotated[
+        str | None,
+        _doc("engine", "module:Class,option=value: what says more about each plan, and attention that knows it"),
+    ] = None
     record_trace: Annotated[
         str | None, _doc("engine", "write every arrival, plan and result to this file, for `pagewire replay`")
     ] = None
@@ -113,6 +138,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: float32, bfloat16, float16
     weight_bytes: int = 0  # of the safetensors files
+    fingerprint: str = ""  # hex; another one for other weights or another config
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
 
 
@@ -142,10 +168,15 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     itl_target_ms: float | None
     max_queued_requests: int
     max_queued_tokens: int
+    kv_connector: tuple[str, ...] = ()
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    extension: str | None = None
     record_trace: str | None
     pipeline_depth: int
     num_threads: int
     vocab_size: int
+    model_fingerprint: str = ""  # hex
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
     chat_template: str | None
@@ -154,6 +185,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...]
     start_timeout_s: float
     shutdown_timeout_s: float
+
+    @property
+    def kv_model_key(self) -> bytes:
+        """32 bytes that differ wherever equal tokens may have different KV, or KV of a different layout."""
+        who = self.model_fingerprint or self.model_path
+        return sha256(repr((who, self.dtype, self.block_size, self.extension)).encode()).digest()
 
 
 def machine_facts() -> MachineFacts:
@@ -175,6 +212,10 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens {model.name} was made for."
         )
+    if config.kv_events_replay is not None and config.kv_events is None:
+        raise ConfigError("--kv-events-replay repeats what --kv-events tells; give that address as well.")
+    if config.kv_events is not None and not config.enable_prefix_caching:
+        raise ConfigError("--kv-events has nothing to tell with --no-enable-prefix-caching; leave one of them out.")
     return EngineConfig(
         model_path=model.path,
         served_model_names=config.served_model_name or (model.name,),
@@ -190,10 +231,15 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         itl_target_ms=config.itl_target_ms,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
+        kv_connector=config.kv_connector,
+        kv_events=config.kv_events,
+        kv_events_replay=config.kv_events_replay,
+        extension=config.extension,
         record_trace=config.record_trace,
         pipeline_depth=config.pipeline_depth,
         num_threads=config.threads or max(1, machine.num_cores - 1),
         vocab_size=model.vocab_size,
+        model_fingerprint=model.fingerprint,
         eos_token_ids=model.eos_token_ids,
         sampling=model.sampling,
         chat_template=config.chat_template,

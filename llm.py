@@ -7,10 +7,12 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import msgspec
 
+from .beam import BeamSearchOutput, BeamSearchParams, search
 from .config import Config, parse_size
 from .errors import ConfigError, RequestError
 from .ipc.messages import (
@@ -114,7 +116,8 @@ class LLM:
         self._open: set[int] = set()
         self._failures: list[RequestError] = []
         self._next_rid = 1
-        self._engine = Inline(prepare(config), on_chunk=self._on_chunk, on_failed=self._on_failed)
+        self._config = prepare(config)
+        self._engine = Inline(self._config, on_chunk=self._on_chunk, on_failed=self._on_failed)
 
     def close(self) -> None:
         """Closes what the engine has open. Only needed with `record_trace`."""
@@ -159,6 +162,27 @@ class LLM:
             for conversation in many
         ]
         return self._run(wire, [None] * len(wire), sampling_params, use_tqdm)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The `beam_width` best outputs of each prompt. Raises RequestError if one is refused, ValueError."""
+        from .engine.text.tokenizer import load_tokenizer
+
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        tokenizer = load_tokenizer(Path(self._config.model_path))
+
+        def expand(beams: list[list[int]], num: int) -> list[dict[int, Logprob]]:
+            draw = SamplingParams(temperature=0, max_tokens=1, logprobs=num, ignore_eos=True, detokenize=False)
+            outputs = [request.outputs[0].logprobs for request in self.generate(beams, draw, use_tqdm=False)]
+            return [logprobs[0] if logprobs else {} for logprobs in outputs]
+
+        results = []
+        for prompt in cast("Sequence[Prompt]", [prompts] if one else prompts):
+            ids = tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
+            result = search(ids, params, frozenset(self._config.eos_token_ids), expand)
+            for sequence in result.sequences:
+                sequence.text = tokenizer.decode(sequence.tokens[len(ids) :], skip_special_tokens=True)
+            results.append(result)
+        return results
 
     def _run(
         self,

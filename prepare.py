@@ -1,11 +1,16 @@
 """From what a person says to what every process receives: find the checkpoint, read its config, decide the rest."""
 
 from .config import Config, EngineConfig, machine_facts, resolve
+from .engine.extension.load import load_extension
+from .engine.kv_connector import registry
 from .engine.models.spec import model_facts, read_spec
 from .engine.weights.source import locate
 
 
 def prepare(config: Config) -> EngineConfig:
-    """Downloads the model if need be. Raises ConfigError."""
+    """Downloads the model if need be. Raises ConfigError, also for what only the engine's processes will open."""
+    registry.check(config.kv_connector)
+    if config.extension is not None:
+        load_extension(config.extension)
     folder, name = locate(config.model, config.revision)
     return resolve(config, model_facts(read_spec(folder), folder, name), machine_facts())

@@ -36,7 +36,9 @@ class _GatewayCollector(Collector):
         self._model = model_name
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._of_the_core(self._gateway.snapshot or Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0))
+        core = self._gateway.snapshot or Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+        yield from self._of_the_core(core)
+        yield from self._of_the_tiers(core)
         stats = self._gateway.stats
         finished = CounterMetricFamily(
             "pagewire:request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
@@ -80,6 +82,36 @@ class _GatewayCollector(Collector):
             counter = CounterMetricFamily(f"pagewire:{name}", text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+
+    def _of_the_tiers(self, core: Snapshot) -> Iterator[Metric]:
+        """Nothing without a KV connector. What a tier serves again after a preemption counts among its hits."""
+        if not core.tiers:
+            return
+        missed = max(0, core.num_prompt_tokens - core.num_cached_tokens)
+        queries = CounterMetricFamily(
+            "pagewire:external_prefix_cache_queries",
+            "Prompt tokens that the device's prefix cache did not have and the KV tiers were asked for.",
+            labels=["model_name"],
+        )
+        queries.add_metric([self._model], missed)
+        yield queries
+        labels = ["model_name", "tier"]
+        families = (
+            (GaugeMetricFamily, "kv_tier_blocks", "KV blocks that the tier holds."),
+            (GaugeMetricFamily, "kv_tier_capacity_blocks", "KV blocks that the tier can hold; 0: no bound of its own."),
+            (CounterMetricFamily, "external_prefix_cache_hits", "Tokens whose KV was loaded from the tier."),
+            (CounterMetricFamily, "kv_tier_stored_blocks", "KV blocks written to the tier."),
+            (CounterMetricFamily, "kv_tier_evicted_blocks", "KV blocks that the tier dropped for others."),
+            (CounterMetricFamily, "kv_tier_failed_blocks", "KV blocks that could not be loaded from the tier."),
+        )
+        values = [
+            (t.num_blocks, t.capacity, t.num_hit_tokens, t.num_stored, t.num_evicted, t.num_failed) for t in core.tiers
+        ]
+        for column, (kind, name, text) in enumerate(families):
+            family = kind(f"pagewire:{name}", text, labels=labels)
+            for tier, row in zip(core.tiers, values, strict=True):
+                family.add_metric([self._model, tier.name], row[column])
+            yield family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(f"pagewire:{name}", text, labels=["model_name"])

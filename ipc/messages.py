@@ -4,7 +4,7 @@ A message is a fact: frozen, complete, and encoded as a msgpack array (`array_li
 Columns of integers travel as the bytes of little-endian int32 (`ids_to_bytes`), never as lists: an 8k-token prompt then
 decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both ends compare it in `Ready`.
 
-    api ─Submit, Cancel─▶ tokenizer ─Enqueue, Cancel─▶ core ═StepPlan▶ worker ═StepResult▶ core
+    api ─Submit, Cancel─▶ tokenizer ─Enqueue, Cancel─▶ core ═StepPlan▶ worker ═StepResult, Transferred▶ core
     core ─Opened, TokenBatch─▶ detokenizer ─TextBatch─▶ api          detokenizer ─StopHit─▶ core
     tokenizer, core ─Accepted, Failed, Snapshot─▶ api                anyone ─Ready, Fault, Pong─▶ supervisor
 
@@ -14,13 +14,14 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
 
 import math
 from array import array
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from ..errors import ErrorKind
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a request ended: an eos/stop token or stop string; a length limit; cancelled by its client."""
@@ -131,7 +132,11 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
-    """tokenizer → core: one sequence, tokenized and checked against the context length."""
+    """tokenizer → core: `n` sequences of one prompt, tokenized and checked against the context length.
+
+    Their rids are `rid` … `rid + n - 1`, their seeds `seed + i`. `resume_ids`: output that was delivered before the
+    engine lost the sequence; it goes on after them (only with n = 1).
+    """
 
     rid: int
     prompt_ids: bytes
@@ -141,6 +146,8 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     priority: int = 0
     salt: bytes = b""
     tenant: str = ""
+    n: Annotated[int, Meta(ge=1)] = 1
+    resume_ids: bytes = b""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=True):
@@ -153,10 +160,11 @@ class Cancel(Struct, frozen=True, array_like=True, tag=True):
 
 
 class CacheOffer(Struct, frozen=True, array_like=True, tag=True):
-    """worker → core: how many KV blocks this rank has room for."""
+    """worker → core: how many KV blocks this rank has room for, and how large one is."""
 
     rank: int
     num_blocks: int
+    block_bytes: int = 0
 
 
 class OpenCache(Struct, frozen=True, array_like=True, tag=True):
@@ -179,9 +187,11 @@ class RowOpen(Struct, frozen=True, array_like=True):
 class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     """core → worker: one forward pass. A diff against what the rows already hold, in columns.
 
-    Applied in this order: `open`, then `grow` (append a block to a row's table), then the pass over `rows`, where row
-    `rows[i]` computes its next `counts[i]` positions and, if `sample[i]` is 1, draws one token that becomes the id of
-    the position after them. The worker keeps ids, so a decode row is planned before its last id is known to the core.
+    Applied in this order: `open`, then `grow` (append a block to a row's table), then what `kv` tells the KV connector
+    (which first reads the blocks it is to keep, then writes those it loads), then `copies`, then the pass over `rows`,
+    where row `rows[i]` computes its next `counts[i]` positions and, if `sample[i]` is 1, draws one token that becomes
+    the id of the position after them. The worker keeps ids, so a decode row is planned before its last id is known to
+    the core. A plan may have no rows.
     """
 
     step: int
@@ -191,6 +201,9 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     rows: bytes  # int32, each row at most once
     counts: bytes  # int32, ≥ 1
     sample: bytes  # uint8, 0 or 1
+    copies: bytes = b""  # int32 pairs (from block, to block); all are read before any is written
+    kv: bytes = b""  # metadata for the worker half of the KV connector; empty: nothing to do
+    extension: bytes = b""  # per-step metadata of a plan extension, for the attention backend that it wraps
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):
@@ -209,6 +222,16 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     logprobs: dict[int, RowLogprobs]  # index into the plan's rows → the sampled token's
     prompt_logprobs: dict[int, RowLogprobs]  # index into the plan's rows → those of the prompt positions it computed
     device_ms: float
+
+
+class Transferred(Struct, frozen=True, array_like=True, tag=True):
+    """worker → core: what became of KV transfers that plans asked for. Sent after the step that finished them."""
+
+    loaded: tuple[int, ...]  # rids whose load is over, well or not
+    failed_blocks: bytes  # int32: of those loads, the blocks that do not hold what they should
+    sent: tuple[int, ...]  # ended rids whose blocks the connector no longer needs
+    num_blocks: int = 0  # that were loaded
+    load_ms: float = 0.0  # what loading them took
 
 
 # ── core → detokenizer → api ─────────────────────────────────────────────────────────────────────────────────────────
@@ -245,9 +268,16 @@ class Tokens(Struct, frozen=True, array_like=True):
 
 
 class TokenBatch(Struct, frozen=True, array_like=True, tag=True):
-    """core → detokenizer: one step's news of all requests."""
+    """core → detokenizer: one step's news of all requests, each of them either in the columns or in `tokens`."""
 
     tokens: tuple[Tokens, ...]
+    rids: bytes = b""  # int64, of the requests that got one token and nothing else
+    ids: bytes = b""  # int32, parallel to rids
+
+    def columns(self) -> Iterator[tuple[int, bytes]]:
+        """(rid, the int32 bytes of its one token) of each entry of the columns."""
+        ids = self.ids
+        return ((rid, ids[4 * i : 4 * i + 4]) for i, rid in enumerate(memoryview(self.rids).cast("q")))
 
 
 class StopHit(Struct, frozen=True, array_like=True, tag=True):
@@ -317,6 +347,18 @@ class Failed(Struct, frozen=True, array_like=True, tag=True):
     detail: str
 
 
+class TierSnapshot(Struct, frozen=True, array_like=True):
+    """One KV tier behind the device: gauges and running totals."""
+
+    name: str
+    num_blocks: int  # it holds
+    capacity: int  # blocks; 0: no bound of its own
+    num_hit_tokens: int  # prompt tokens that were loaded from it
+    num_stored: int  # blocks written to it
+    num_evicted: int  # blocks it dropped for others
+    num_failed: int  # loads of blocks that gave nothing
+
+
 class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     """core → api, a few times a second while it works: gauges and running totals for /metrics and /health."""
 
@@ -330,6 +372,7 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     num_cached_tokens: int  # of those, from the prefix cache
     num_output_tokens: int
     step_age_s: float  # how long the oldest plan in flight has been out; 0 with none
+    tiers: tuple[TierSnapshot, ...] = ()  # the KV tiers behind the device
 
 
 # ── anyone ⇄ supervisor ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -389,7 +432,7 @@ class Stop(Struct, frozen=True, array_like=True, tag=True):
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
 
 ToTokenizer = Submit | Cancel | Ping | Stop
-ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Ping | Stop
+ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Ping | Stop
 ToWorker = OpenCache | StepPlan | Ping | Stop
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Stop
 ToApi = Accepted | TextBatch | Failed | Snapshot | Serve | Ping | Stop

@@ -1,11 +1,16 @@
 """The core process: the scheduler behind a mailbox. It decides; it computes nothing and touches no text."""
 
+import asyncio
+import contextlib
 import time
 from typing import BinaryIO, assert_never
 
 from ..config import EngineConfig
 from ..engine.core import trace
 from ..engine.core.scheduler import Scheduler
+from ..engine.extension.load import load_extension
+from ..engine.kv_connector.base import ConnectorFacts
+from ..engine.kv_connector.registry import core_connector
 from ..ipc.actor import Post
 from ..ipc.messages import (
     CacheOffer,
@@ -19,7 +24,11 @@ from ..ipc.messages import (
     Stop,
     StopHit,
     ToCore,
+    Transferred,
 )
+from .kv_events import KvEventPublisher
+
+_ASK_AGAIN_S = 0.001  # until a KV connector that has not made up its mind is asked again
 
 
 class CoreActor:
@@ -29,12 +38,16 @@ class CoreActor:
         self._config = config
         self._scheduler: Scheduler | None = None
         self._trace: BinaryIO | None = None
+        self._kv_events: KvEventPublisher | None = None
         self._early: list[Enqueue | Cancel] = []  # what came before the worker's offer
+        self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
 
     def start(self, post: Post) -> Facts:
         """See `Actor`."""
         self._post = post
+        if self._config.kv_events is not None:
+            self._kv_events = KvEventPublisher(address=self._config.kv_events, replay=self._config.kv_events_replay)
         return Facts()
 
     def handle(self, messages: list[ToCore]) -> None:
@@ -45,14 +58,18 @@ class CoreActor:
                     self._record(message)
                     self.scheduler.apply(message)
                     self._oldest_plan_at = time.monotonic()
+                case Transferred():
+                    self._record(message)
+                    self.scheduler.transferred(message)
                 case CacheOffer():
-                    self._open(message.num_blocks)
+                    self._open(message)
                 case Enqueue() | Cancel() if self._scheduler is None:
                     self._early.append(message)
                 case Enqueue():
                     now = time.monotonic()
                     self._record(trace.Arrived(message, now))
-                    self._post("api", self.scheduler.add(message, now))
+                    for reply in self.scheduler.add(message, now):
+                        self._post("api", reply)
                 case Cancel():
                     self._record(message)
                     for rid in message.rids:
@@ -75,6 +92,11 @@ class CoreActor:
         if self._trace is not None:
             self._trace.close()
             self._trace = None
+        if self._kv_events is not None:
+            self._kv_events.close()
+            self._kv_events = None
+        if self._scheduler is not None and self._scheduler.connector is not None:
+            self._scheduler.connector.close()
 
     def _record(self, event: trace.Event) -> None:
         if self._trace is not None:
@@ -86,14 +108,23 @@ class CoreActor:
         assert self._scheduler is not None, "the worker has not offered its cache"
         return self._scheduler
 
-    def _open(self, num_blocks: int) -> None:
+    def _open(self, offer: CacheOffer) -> None:
         """One worker: its offer is what all ranks have room for."""
         config = self._config
-        self._post("worker", OpenCache(num_blocks))
-        self._scheduler = trace.make_scheduler(config, num_blocks)
+        self._post("worker", OpenCache(offer.num_blocks))
+        facts = ConnectorFacts(
+            block_size=config.block_size, block_bytes=offer.block_bytes, model_key=config.kv_model_key
+        )
+        connector = core_connector(config.kv_connector, facts)
         if config.record_trace is not None:
             self._trace = open(config.record_trace, "wb")  # noqa: SIM115  # closed by `stop`
-        self._record(trace.Opened(config, num_blocks))
+            connector = trace.TracedConnector(connector, self._record) if connector is not None else None
+        extension = None
+        if config.extension is not None:
+            kind, options = load_extension(config.extension)
+            extension = kind.core(options)
+        self._scheduler = trace.make_scheduler(config, offer.num_blocks, connector, extension)
+        self._record(trace.Opened(config, offer.num_blocks))
         early, self._early = self._early, []
         self.handle(list(early))
 
@@ -113,6 +144,16 @@ class CoreActor:
             self._post("worker", plan)
         for news in scheduler.take_news():
             self._post("detokenizer", news)
+        if self._kv_events is not None:
+            self._kv_events.publish(scheduler.take_kv_events())
+        if scheduler.asks_again and not self._asks_again:
+            with contextlib.suppress(RuntimeError):  # without a loop, whoever runs the actors calls `handle` again
+                asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
+                self._asks_again = True
+
+    def _ask_again(self) -> None:
+        self._asks_again = False
+        self._advance(self.scheduler)
 
     def _report(self) -> None:
         scheduler = self._scheduler
@@ -132,5 +173,6 @@ class CoreActor:
                 num_cached_tokens=counters.num_cached_tokens,
                 num_output_tokens=counters.num_output_tokens,
                 step_age_s=time.monotonic() - self._oldest_plan_at if scheduler.num_in_flight else 0.0,
+                tiers=() if scheduler.connector is None else scheduler.connector.tiers(),
             ),
         )

@@ -79,6 +79,8 @@ class DetokenizerActor:
                 case Opened():
                     self._outputs[message.rid] = _Output(self._tokenizer, message)
                 case TokenBatch():
+                    for rid, data in message.columns():
+                        self._push(Tokens(rid, data), chunks, hits)
                     for tokens in message.tokens:
                         self._push(tokens, chunks, hits)
                 case Failed():

@@ -1,10 +1,11 @@
 """The same actors in one process, for the offline API and for tests: no sockets, no loop, one thread.
 
-Messages go from actor to actor as they are. `run` lets everyone who has mail handle it until nobody has; the worker
-takes one plan at a time.
+Messages go from actor to actor as they are. `run` lets everyone who has mail handle it until nobody has and no KV is
+on its way; the worker takes one plan at a time.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from .core import CoreActor
 from .detokenizer import DetokenizerActor
 from .tokenizer import TokenizerActor
 from .worker import Worker
+
+_TRANSFER_WAIT_S = 0.0005  # between looks at KV transfers under way, when there is nothing else to do
 
 
 class Inline:
@@ -58,7 +61,7 @@ class Inline:
         self._mail[receiver].append(message)
 
     def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
-        """Works until nobody has mail or `until()`, which is asked after each step."""
+        """Works until nobody has mail and no transfer is under way, or `until()`, which is asked after each step."""
         while not until():
             busy = False
             for name, actor in self._actors.items():
@@ -77,13 +80,23 @@ class Inline:
                 elif isinstance(message, OpenCache):
                     self.facts = self._worker.open(message)
                 busy = True
-            if not busy:
+            if self._worker.num_transfers:
+                self._worker.poll()
+            if busy or any(self._mail.values()):
+                continue
+            if self._core.scheduler.asks_again:
+                time.sleep(_TRANSFER_WAIT_S)
+                self._core.handle([])
+            elif self._worker.num_transfers:
+                time.sleep(_TRANSFER_WAIT_S)
+            else:
                 return
 
     def close(self) -> None:
         """Ends every actor."""
         for actor in self._actors.values():
             asyncio.run(actor.stop(0.0))
+        self._worker.close()
 
     def _hear(self, message: Message) -> None:
         match message:

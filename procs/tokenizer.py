@@ -73,23 +73,20 @@ class TokenizerActor:
             log.exception("request %d could not be tokenized", submit.rid)
             self._fail(submit, Failed(0, "internal", "The prompt could not be tokenized."))
             return
-        for i in range(submit.n):
-            sampling = submit.sampling
-            if i:
-                sampling = replace(sampling, seed=(sampling.seed + i) % 2**63)
-            self._post(
-                "core",
-                Enqueue(
-                    submit.rid + i,
-                    prompt_ids,
-                    sampling,
-                    submit.limits,
-                    submit.text,
-                    submit.priority,
-                    submit.salt,
-                    submit.tenant,
-                ),
-            )
+        self._post(
+            "core",
+            Enqueue(
+                submit.rid,
+                prompt_ids,
+                submit.sampling,
+                submit.limits,
+                submit.text,
+                submit.priority,
+                submit.salt,
+                submit.tenant,
+                submit.n,
+            ),
+        )
 
     def _fail(self, submit: Submit, failed: Failed) -> None:
         for i in range(submit.n):

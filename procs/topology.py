@@ -20,7 +20,7 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("tokenizer", "core"): (m.Enqueue, m.Cancel),
     ("tokenizer", "api"): (m.Failed,),
     ("core", "worker"): (m.OpenCache, m.StepPlan),
-    ("worker", "core"): (m.CacheOffer, m.StepResult),
+    ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred),
     ("core", "detokenizer"): (m.Opened, m.TokenBatch, m.Failed),
     ("core", "api"): (m.Accepted, m.Failed, m.Snapshot),
     ("detokenizer", "api"): (m.TextBatch, m.Failed),

@@ -6,14 +6,18 @@ answer. On a CPU a launched step is done when `launch` returns.
 
 import time
 from collections.abc import Callable
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from ..config import EngineConfig
 from ..ipc.actor import Post
 from ..ipc.channel import Inbox
 from ..ipc.messages import CacheOffer, Facts, OpenCache, Ping, StepPlan, Stop, ToWorker
 
+if TYPE_CHECKING:
+    from ..engine.runner.runner import Runner
+
 _IDLE_WAIT_S = 1.0
+_TRANSFER_WAIT_S = 0.001  # between looks at KV transfers under way
 
 
 class Worker:
@@ -23,6 +27,7 @@ class Worker:
         """`progress` is told the bytes of weights that were read, and of all."""
         self._config = config
         self._progress = progress
+        self._runner: Runner | None = None
 
     def start(self, post: Post) -> None:
         """Loads the model and offers the core what memory is left for KV. Raises a PagewireError."""
@@ -33,18 +38,40 @@ class Worker:
         from ..engine.runner.runner import Runner
 
         self._post = post
-        self._runner = Runner.load(self._config, progress=self._progress)
-        post("core", CacheOffer(0, self._runner.offer()))
+        runner = self._runner = Runner.load(self._config, progress=self._progress)
+        post("core", CacheOffer(0, runner.offer(), runner.block_bytes))
 
     def open(self, message: OpenCache) -> Facts:
-        """Allocates the KV cache."""
-        self._runner.open_cache(message.num_blocks)
-        return Facts(self._timings | self._runner.timings, self._runner.notes)
+        """Allocates the KV cache. Raises ConfigError."""
+        runner = self._started()
+        runner.open_cache(message.num_blocks)
+        return Facts(self._timings | runner.timings, runner.notes)
 
     def step(self, plan: StepPlan) -> None:
         """Runs a plan and answers the core."""
-        self._runner.launch(plan)
-        self._post("core", self._runner.collect())
+        runner = self._started()
+        runner.launch(plan)
+        self._post("core", runner.collect())
+        self.poll()
+
+    @property
+    def num_transfers(self) -> int:
+        """KV transfers under way: as long as there are any, `poll` is to be called."""
+        return self._started().num_transfers
+
+    def poll(self) -> None:
+        """Tells the core which KV transfers are over."""
+        if (transferred := self._started().take_transferred()) is not None:
+            self._post("core", transferred)
+
+    def close(self) -> None:
+        """Ends the threads and sockets of the KV connector."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def _started(self) -> "Runner":
+        assert self._runner is not None, "the worker was not started"
+        return self._runner
 
 
 def run(
@@ -52,17 +79,22 @@ def run(
 ) -> None:
     """Serves the mailbox until told to stop."""
     worker.start(post)
-    while True:
-        inbox.wait(_IDLE_WAIT_S)
-        for message in inbox.drain():
-            match message:
-                case StepPlan():
-                    worker.step(message)
-                case OpenCache():
-                    on_ready(worker.open(message))
-                case Ping():
-                    on_ping()
-                case Stop():
-                    return
-                case _:
-                    assert_never(message)
+    try:
+        while True:
+            inbox.wait(_TRANSFER_WAIT_S if worker.num_transfers else _IDLE_WAIT_S)
+            for message in inbox.drain():
+                match message:
+                    case StepPlan():
+                        worker.step(message)
+                    case OpenCache():
+                        on_ready(worker.open(message))
+                    case Ping():
+                        on_ping()
+                    case Stop():
+                        return
+                    case _:
+                        assert_never(message)
+            if worker.num_transfers:
+                worker.poll()
+    finally:
+        worker.close()

@@ -6,6 +6,7 @@ every token after it.
 """
 
 from array import array
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from zlib import crc32
 
@@ -13,17 +14,25 @@ from pagewire.ipc.messages import (
     Enqueue,
     Limits,
     RowLogprobs,
+    RowOpen,
     Sampling,
     StepPlan,
     StepResult,
     TextSpec,
+    TokenBatch,
+    Tokens,
     bytes_to_ids,
     ids_to_bytes,
 )
 
 VOCAB = 50
 EOS = 7
-UNWRITTEN = 0
+KV_BYTES = 4  # of one position
+
+
+def all_tokens(batch: TokenBatch) -> list[Tokens]:
+    """Everything in a batch, columns first."""
+    return [*(Tokens(rid, data) for rid, data in batch.columns()), *batch.tokens]
 
 
 def next_kv(before: int, token_id: int) -> int:
@@ -31,19 +40,28 @@ def next_kv(before: int, token_id: int) -> int:
     return crc32(token_id.to_bytes(4, "little"), before)
 
 
-def next_token(kv: list[int], seed: int) -> int:
+def kv_of(ids: Sequence[int]) -> bytes:
+    """The KV of a whole sequence, `KV_BYTES` a position."""
+    return array("I", list(accumulate(ids, next_kv, initial=0))[1:]).tobytes()
+
+
+def next_token(kv: bytes | bytearray, seed: int) -> int:
     """The token after the positions with this KV. About one in 50 is EOS."""
-    return crc32(array("I", kv).tobytes(), seed) % VOCAB
+    return crc32(kv, seed) % VOCAB
 
 
-def expected_output(prompt: list[int], max_tokens: int, max_len: int, seed: int, ignore_eos: bool) -> list[int]:
+def expected_output(
+    prompt: list[int], max_tokens: int, max_len: int, seed: int, ignore_eos: bool, stops: Sequence[int] = ()
+) -> list[int]:
     """What a request must give, whatever else happens."""
-    ids, kv = list(prompt), list(accumulate(prompt, next_kv, initial=0))[1:]
+    ids, kv = list(prompt), bytearray(kv_of(prompt))
+    last = int.from_bytes(kv[-KV_BYTES:], "little")
     while len(ids) - len(prompt) < max_tokens and len(ids) < max_len:
         ids.append(next_token(kv, seed))
-        kv.append(next_kv(kv[-1], ids[-1]))
-        if ids[-1] == EOS and not ignore_eos:
+        if ids[-1] in stops or (ids[-1] == EOS and not ignore_eos):
             break
+        last = next_kv(last, ids[-1])
+        kv += last.to_bytes(KV_BYTES, "little")
     return ids[len(prompt) :]
 
 
@@ -56,77 +74,148 @@ def enqueue(
     priority: int = 0,
     tenant: str = "",
     ignore_eos: bool = False,
+    stop_token_ids: tuple[int, ...] = (),
+    queue_timeout_s: float | None = None,
     salt: bytes = b"",
+    logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    n: int = 1,
+    resume_ids: Sequence[int] = (),
 ) -> Enqueue:
     """A request as the tokenizer would send it."""
     return Enqueue(
         rid,
         ids_to_bytes(prompt),
-        Sampling(seed=seed, prompt_logprobs=prompt_logprobs),
-        Limits(max_tokens=max_tokens, ignore_eos=ignore_eos),
+        Sampling(seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+        Limits(
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            stop_token_ids=stop_token_ids,
+            queue_timeout_s=queue_timeout_s,
+        ),
         TextSpec(),
         priority,
         salt,
         tenant,
+        n,
+        ids_to_bytes(list(resume_ids)),
     )
+
+
+class FakeRow:
+    """What the worker knows of a row."""
+
+    __slots__ = ("blocks", "ids", "num_computed", "num_prompt", "sampling")
+
+    def __init__(self, message: RowOpen) -> None:
+        self.ids = bytes_to_ids(message.ids)
+        self.num_prompt = message.num_prompt
+        self.num_computed = message.num_computed
+        self.blocks = list(bytes_to_ids(message.block_ids))
+        self.sampling = message.sampling
 
 
 class FakeWorker:
     """Runs plans at once, in order. Raises AssertionError if a plan breaks the contract."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        carry_out: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """`carry_out`: the worker half of a KV connector, given what each plan tells it."""
         self.block_size = block_size
+        self.block_bytes = KV_BYTES * block_size
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.kv = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
-        self.rows: list[dict | None] = [None] * max_num_seqs
-        self.last_step = 0
+        self.memory = bytearray(num_blocks * self.block_bytes)  # the KV of every block
+        self.rows: list[FakeRow | None] = [None] * max_num_seqs
+        self.last_step: int | None = None
         self.fail_seeds: set[int] = set()  # requests whose logits are "not finite"
+        self._carry_out = carry_out
+
+    def read_block(self, block: int) -> bytes:
+        """What a block holds."""
+        return bytes(self.memory[block * self.block_bytes : (block + 1) * self.block_bytes])
+
+    def write_block(self, block: int, content: bytes) -> None:
+        """Overwrites a whole block."""
+        assert len(content) == self.block_bytes, len(content)
+        self.memory[block * self.block_bytes : (block + 1) * self.block_bytes] = content
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step."""
-        assert plan.step == self.last_step + 1, "plans must come in order"
+        assert self.last_step is None or plan.step == self.last_step + 1, "plans must come in order"
         self.last_step = plan.step
         for opened in plan.open:
-            self.rows[opened.row] = {
-                "ids": bytes_to_ids(opened.ids),
-                "num_prompt": opened.num_prompt,
-                "computed": opened.num_computed,
-                "blocks": list(bytes_to_ids(opened.block_ids)),
-                "sampling": opened.sampling,
-            }
+            self.rows[opened.row] = FakeRow(opened)
         for row, block in zip(bytes_to_ids(plan.grow_rows), bytes_to_ids(plan.grow_blocks), strict=True):
-            self.rows[row]["blocks"].append(block)
+            self._row(row).blocks.append(block)
+        if plan.kv:
+            assert self._carry_out is not None, "metadata without a connector"
+            self._carry_out(plan.kv)
+        pairs = bytes_to_ids(plan.copies)
+        assert not set(pairs[::2]) & set(pairs[1::2]), "a block is copied from and to"
+        for block, content in zip(pairs[1::2], list(map(self.read_block, pairs[::2])), strict=True):
+            self.write_block(block, content)
         rows, counts = bytes_to_ids(plan.rows), bytes_to_ids(plan.counts)
-        assert len(rows) == len(counts) == len(plan.sample) > 0
+        assert len(rows) == len(counts) == len(plan.sample)
+        assert rows or plan.kv, "a plan with nothing to do"
         assert len(set(rows)) == len(rows), "a row is twice in a plan"
         assert sum(counts) <= self.max_num_batched_tokens, "over the token budget"
-        drawn, prompt_logprobs = [], {}
+        drawn: list[int] = []
+        logprobs: dict[int, RowLogprobs] = {}
+        prompt_logprobs: dict[int, RowLogprobs] = {}
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            state = self.rows[row]
-            start, end = state["computed"], state["computed"] + count
-            assert count >= 1 and end <= len(state["ids"]), "positions without ids"
-            kv = [self._slot(state, p) for p in range(start)]
-            for p in range(start, end):
-                kv.append(next_kv(kv[-1] if kv else 0, state["ids"][p]))
-                self.kv[state["blocks"][p // self.block_size]][p % self.block_size] = kv[-1]
-            state["computed"] = end
-            if state["sampling"].prompt_logprobs is not None:
-                scored = [state["ids"][p + 1] for p in range(start, end) if p + 1 < state["num_prompt"]]
+            state = self._row(row)
+            ids, start, end = state.ids, state.num_computed, state.num_computed + count
+            assert count >= 1 and end <= len(ids), "positions without ids"
+            kv = self._compute(state, start, end)
+            sampling = state.sampling
+            if sampling.prompt_logprobs is not None:
+                scored = ids[start + 1 : min(end + 1, state.num_prompt)]
                 if scored:
-                    values = array("f", [-1.0] * len(scored)).tobytes()
-                    prompt_logprobs[i] = RowLogprobs(1, ids_to_bytes(scored), values)
+                    prompt_logprobs[i] = _certain(scored)
             if plan.sample[i]:
-                assert end == len(state["ids"]), "a token may only be drawn after the last id"
-                token = next_token(kv, state["sampling"].seed)
-                failing = state["sampling"].seed in self.fail_seeds
-                drawn.append(-1 if failing else token)
-                state["ids"].append(token)
-        return StepResult(plan.step, ids_to_bytes(drawn), {}, prompt_logprobs, self.device_ms(counts))
+                assert end == len(ids), "a token may only be drawn after the last id"
+                token = next_token(kv, sampling.seed)
+                ids.append(token)
+                if sampling.seed in self.fail_seeds:
+                    token = -1
+                elif sampling.logprobs is not None:
+                    logprobs[i] = _certain(ids[-1:])
+                drawn.append(token)
+        return StepResult(plan.step, ids_to_bytes(drawn), logprobs, prompt_logprobs, self.device_ms(counts))
 
     def device_ms(self, counts: "array[int]") -> float:
         """How long a step takes: linear in what it computes."""
         return 1.0 + 0.01 * sum(counts)
 
-    def _slot(self, state: dict, position: int) -> int:
-        return self.kv[state["blocks"][position // self.block_size]][position % self.block_size]
+    def _row(self, row: int) -> FakeRow:
+        state = self.rows[row]
+        assert state is not None, f"row {row} was never opened"
+        return state
+
+    def _compute(self, state: FakeRow, start: int, end: int) -> bytes:
+        """Writes the KV of these positions; the KV of all positions before `end`, read through the block table."""
+        size, memory = self.block_size, self.memory
+        last = self._slot(state, start - 1) if start else None
+        before = 0 if last is None else int.from_bytes(memory[last : last + KV_BYTES], "little")
+        for position in range(start, end):
+            before = next_kv(before, state.ids[position])
+            slot = self._slot(state, position)
+            memory[slot : slot + KV_BYTES] = before.to_bytes(KV_BYTES, "little")
+        state.num_computed = end
+        return b"".join(map(self.read_block, state.blocks[: -(-end // size)]))[: end * KV_BYTES]
+
+    def _slot(self, state: FakeRow, position: int) -> int:
+        block, place = divmod(position, self.block_size)
+        return state.blocks[block] * self.block_bytes + place * KV_BYTES
+
+
+def _certain(ids: "array[int]") -> RowLogprobs:
+    """Log-probabilities of these positions: of each, its own id alone."""
+    return RowLogprobs(1, ids.tobytes(), array("f", [-1.0] * len(ids)).tobytes())

@@ -25,6 +25,8 @@ class AttentionStep:
     block_table: NDArray[np.int32]  # [rows, most blocks]; beyond a row's own blocks anything
     slots: Tensor  # [tokens] int64: where each token's key and value go
     fresh_blocks: Tensor | None  # int64: blocks this step starts to fill and leaves partly empty
+    order: NDArray[np.int64]  # [rows] which of the plan's rows each one is
+    extension: bytes = b""  # `StepPlan.extension`, for backends that a plan extension wrapped
 
 
 class AttentionBackend(Protocol):

@@ -42,6 +42,7 @@ class KvCache:
         # Not zeroed: the pages of memory behind it are then taken from the system only as blocks come into use.
         storage = torch.empty(size, dtype=shape.dtype, device=device)
         storage[:, :, self.zero_block].zero_()
+        self._storage = storage
         self.pages: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in storage]
 
     def clear(self, blocks: Tensor) -> None:
@@ -49,3 +50,7 @@ class KvCache:
         for keys, values in self.pages:
             keys.index_fill_(0, blocks, 0)
             values.index_fill_(0, blocks, 0)
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies whole blocks in every layer; all are read before any is written. sources, targets: [n] int64."""
+        self._storage.index_copy_(2, targets, self._storage.index_select(2, sources))

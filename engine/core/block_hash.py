@@ -13,5 +13,5 @@ def root_key(model: bytes, salt: bytes) -> bytes:
 
 
 def block_key(parent: bytes, ids: bytes) -> bytes:
-    """The key of the block that follows `parent` and holds `ids` (int32 bytes of exactly one full block)."""
+    """The key of the block that follows `parent` and holds `ids`: int32 bytes of a block or of its beginning."""
     return sha256(parent + ids).digest()

@@ -6,9 +6,16 @@ request, so there is no fragmentation to mend. A block is in exactly one of thre
     held    reference count ≥ 1: in that many block tables
     idle    count 0, but its content has a key: found again by `match`, evicted oldest first when blocks run out
     empty   count 0 and no key
+
+A key names either a full block or the beginning of one whose owner may still be writing behind it. The latter can only
+be copied, and gives way to the key of the full block.
 """
 
 from collections.abc import Iterable, Sequence
+
+from .kv_connector import Evicted
+
+_PARTIAL = -1  # place of a block whose key names its beginning only
 
 
 class BlockPool:
@@ -19,9 +26,13 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._holders = [0] * num_blocks  # block → number of block tables it is in
         self._key: list[bytes | None] = [None] * num_blocks  # block → its key in _by_key, if it has one
+        self._place = [0] * num_blocks  # which block of its sequence a keyed block is, from 0, or _PARTIAL
+        self._parent: list[bytes | None] = [None] * num_blocks  # key of the block before a keyed full one
         self._by_key: dict[bytes, int] = {}  # key → the one block registered for it
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack, so that low blocks go first
         self._idle: dict[int, None] = {}  # in the order of eviction
+        self.evicted: list[Evicted] = []  # full blocks that `allocate` gave to others; whoever reads them clears them
+        self.removed: list[bytes] | None = None  # keys of full blocks that are no longer found; None: nobody reads them
 
     @property
     def num_free(self) -> int:
@@ -43,6 +54,10 @@ class BlockPool:
             else:
                 block = next(iter(self._idle))
                 del self._idle[block]
+                if self._place[block] != _PARTIAL:
+                    key = self._key[block]
+                    assert key is not None, block
+                    self.evicted.append(Evicted(block, key, self._place[block], self._parent[block]))
                 self._drop_key(block)
             self._holders[block] = 1
             blocks.append(block)
@@ -57,6 +72,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def find(self, key: bytes) -> int | None:
+        """The block with this key, full or partial. It is not yet held."""
+        return self._by_key.get(key)
 
     def num_idle(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` would leave the free ones if they were held."""
@@ -84,12 +103,29 @@ class BlockPool:
                 else:
                     self._idle[block] = None
 
-    def register(self, block: int, key: bytes) -> None:
-        """`block`, which is held, now holds the full content named `key`. The first block with a key keeps it."""
+    def register(self, block: int, key: bytes, place: int, parent: bytes | None = None) -> bool:
+        """`block`, which is held, now holds the full content named `key`: block `place` of a sequence, from 0, after
+        the block named `parent`.
+
+        The first block with a key keeps it; False: this is not the first.
+        """
         assert self._holders[block] > 0, block
-        if key not in self._by_key and self._key[block] is None:
-            self._by_key[key] = block
-            self._key[block] = key
+        if self._key[block] is not None:
+            if self._place[block] != _PARTIAL:
+                return False
+            self._drop_key(block)
+        if key in self._by_key:
+            return False
+        self._by_key[key] = block
+        self._key[block] = key
+        self._place[block] = place
+        self._parent[block] = parent
+        return True
+
+    def register_partial(self, block: int, key: bytes) -> None:
+        """`block`, which is held, begins with the content named `key`. A longer beginning replaces a shorter one."""
+        if self._key[block] is None or self._place[block] == _PARTIAL:
+            self.register(block, key, _PARTIAL)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """What these held blocks hold is no longer to be found."""
@@ -100,9 +136,8 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Drops the prefix index; idle blocks become empty."""
-        for block in self._by_key.values():
-            self._key[block] = None
-        self._by_key.clear()
+        for block in list(self._by_key.values()):
+            self._drop_key(block)
         self._empty.extend(self._idle)
         self._idle.clear()
 
@@ -111,6 +146,8 @@ class BlockPool:
         assert key is not None, block
         del self._by_key[key]
         self._key[block] = None
+        if self.removed is not None and self._place[block] != _PARTIAL:
+            self.removed.append(key)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Asserts every invariant against the block tables that exist. For tests; linear in the pool."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 _FORGETTING = 0.995  # weight of the past at each step: a memory of some 200 steps
 _PRIOR = 1e4  # variance of the unknown coefficients before the first step
 _SCALES = (1.0, 0.01, 1e-4, 1e-3, 1e-6)  # bring the features to one magnitude
-MIN_OBSERVED = 4  # steps with prefill before predictions are trusted
+_MIN_OBSERVED = 4  # steps with prefill before predictions are trusted
 
 
 class Work(NamedTuple):
@@ -25,6 +25,9 @@ class Work(NamedTuple):
     pairs: int  # query–key pairs of their attention
 
 
+NO_WORK = Work(0, 0, 0, 0)
+
+
 class CostModel:
     """Learns from steps that ran; predicts steps that might."""
 
@@ -34,6 +37,11 @@ class CostModel:
         self._covariance = [[_PRIOR if i == j else 0.0 for j in range(n)] for i in range(n)]
         self.num_prefill_steps = 0  # observed steps that had prefill in them
         self._most_prefill = 0  # in one of them
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its predictions can be trusted."""
+        return self.num_prefill_steps >= _MIN_OBSERVED
 
     def observe(self, work: Work, ms: float) -> None:
         """A step of this work took `ms`."""
@@ -57,6 +65,10 @@ class CostModel:
         """Milliseconds. A coefficient that noise has made negative counts as zero."""
         x = [1.0, *work]
         return sum(max(0.0, c) * v * s for c, v, s in zip(self._coefficients, x, _SCALES, strict=True))
+
+    def predict_more(self, work: Work) -> float:
+        """Milliseconds that this work adds to a step that is made anyway."""
+        return self.predict(work) - self.predict(NO_WORK)
 
     def longest_chunk(self, beside: Work, past: int, target_ms: float, limit: int) -> int:
         """The most positions of one row, `past` of it computed, that keep a step with `beside` below `target_ms`.

@@ -1,21 +1,26 @@
 """A plan being made, and what is remembered of it until its result is applied."""
 
 from array import array
+from operator import attrgetter
 from typing import NamedTuple
 
-from ...ipc.messages import RowOpen
-from .cost import Work
+from ...ipc.messages import RowOpen, StepPlan, ids_to_bytes
+from .cost import NO_WORK, Work
 from .request import Request
+
+_row = attrgetter("row")
+_one = array("i", [1])
 
 
 class InFlight(NamedTuple):
-    """What a plan that was sent touches."""
+    """What a plan that was sent touches: its rows are `decodes`, one position and one token each, and then `others`."""
 
     step: int
-    requests: list[Request]
-    counts: list[int]
-    sample: list[int]
-    work: Work
+    decodes: list[Request]
+    others: list[Request]
+    counts: list[int]  # of others
+    sample: list[int]  # of others, 0 or 1
+    work: Work | None  # None: what it costs is not to be learnt from
 
 
 class Draft:
@@ -26,11 +31,36 @@ class Draft:
         self.open: list[RowOpen] = []
         self.grow_rows: array[int] = array("i")
         self.grow_blocks: array[int] = array("i")
-        self.requests: list[Request] = []
-        self.rows: array[int] = array("i")
-        self.counts: list[int] = []
-        self.sample: list[int] = []
+        self.decodes: list[Request] = []  # those that need one position, which draws a token, and no new block
+        self.others: list[Request] = []
+        self.counts: list[int] = []  # of others
+        self.sample: list[int] = []  # of others
+        self.copies: list[int] = []  # pairs of blocks
+        self.pinned: list[int] = []  # blocks that are copied from: not to be given to others by this plan
         self.preempted = False
-        self.work = Work(0, 0, 0, 0)
+        self.work = NO_WORK
         self.chunked: list[Request] = []  # those with more than one position
-        self.fresh: set[bytes] = set()  # keys of the blocks that this plan fills with known ids
+        self.fresh: set[bytes] = set()  # keys of what this plan computes of known ids
+
+    @property
+    def num_rows(self) -> int:
+        """Rows planned so far."""
+        return len(self.decodes) + len(self.others)
+
+    def finish(self, step: int, kv: bytes, extension: bytes) -> StepPlan:
+        """The message."""
+        rows = array("i", map(_row, self.decodes))
+        rows.extend(map(_row, self.others))
+        num_decodes = len(self.decodes)
+        return StepPlan(
+            step=step,
+            open=tuple(self.open),
+            grow_rows=self.grow_rows.tobytes(),
+            grow_blocks=self.grow_blocks.tobytes(),
+            rows=rows.tobytes(),
+            counts=(_one * num_decodes).tobytes() + ids_to_bytes(self.counts),
+            sample=b"\1" * num_decodes + bytes(self.sample),
+            copies=ids_to_bytes(self.copies),
+            kv=kv,
+            extension=extension,
+        )

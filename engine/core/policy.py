@@ -33,8 +33,9 @@ class Policy(Protocol):
     def leave(self, line: Hashable) -> None:
         """A request of this line has ended; called once for each."""
 
-    def interrupts(self, line: Hashable, running: Hashable) -> bool:
-        """Whether a waiting request of `line` may take the place of a running one of the line `running`."""
+    def interrupts(self, line: Hashable, running: Hashable, num_tokens: int) -> bool:
+        """Whether a waiting request of `line` may take the place of a running one of the line `running`. `num_tokens`:
+        what the waiting one has to compute, perhaps again, before it gets on."""
 
 
 class Fcfs:
@@ -56,7 +57,7 @@ class Fcfs:
     def leave(self, line: Hashable) -> None:
         """See `Policy`."""
 
-    def interrupts(self, line: Hashable, running: Hashable) -> bool:
+    def interrupts(self, line: Hashable, running: Hashable, num_tokens: int) -> bool:
         """See `Policy`."""
         return False
 
@@ -73,7 +74,7 @@ class Priority(Fcfs):
         assert isinstance(line, int)
         return line
 
-    def interrupts(self, line: Hashable, running: Hashable) -> bool:
+    def interrupts(self, line: Hashable, running: Hashable, num_tokens: int) -> bool:
         """See `Policy`."""
         return self.rank(line) < self.rank(running)
 
@@ -115,9 +116,10 @@ class Fair:
             del self._open[line]
             self._floor = max(self._floor, self._served.pop(line))
 
-    def interrupts(self, line: Hashable, running: Hashable) -> bool:
+    def interrupts(self, line: Hashable, running: Hashable, num_tokens: int) -> bool:
         """See `Policy`."""
-        return self.rank(running) - self.rank(line) > FAIR_QUANTUM
+        # Taking turns must bring everyone further than it costs to start again, or nobody would ever end.
+        return self.rank(running) - self.rank(line) > FAIR_QUANTUM + num_tokens
 
 
 def make_policy(name: PolicyName) -> Policy:

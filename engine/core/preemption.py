@@ -18,22 +18,20 @@ def order(policy: Policy) -> Callable[[Request], tuple[int, int]]:
 
 
 def choose_victim(
-    running: Sequence[Request], planned: Sequence[Request], need: int, *, pool: BlockPool, policy: Policy
-) -> Request:
-    """Whom it costs least to preempt so that `need` blocks become free, among the last few that are not `planned`.
+    running: Sequence[Request], need: int, *, pool: BlockPool, policy: Policy, price: Callable[[Request], float]
+) -> Request | None:
+    """Whom it costs least to preempt so that `need` blocks become free, among the last few in line.
 
-    The cost is what must be computed again for each block that is wanted and freed. The first in line is taken only if
-    it is alone, so somebody always gets on.
+    The cost is the `price` of bringing its KV back, for each block that is wanted and freed. The first in line is never
+    taken, so somebody always gets on; None if it is alone.
     """
-    in_plan = set(map(id, planned))
-    candidates = [r for r in running if r.state is State.RUNNING and id(r) not in in_plan]
-    candidates.sort(key=order(policy))
+    candidates = sorted((r for r in running if r.state is State.RUNNING), key=order(policy))
 
     def cost(request: Request) -> float:
         freed = pool.num_only_held(request.blocks)
-        return request.num_planned / min(freed, need) if freed else float("inf")
+        return price(request) / min(freed, need) if freed else float("inf")
 
-    return min(reversed(candidates[1:][-_NUM_CANDIDATES:] or candidates), key=cost)
+    return min(reversed(candidates[1:][-_NUM_CANDIDATES:]), key=cost, default=None)
 
 
 def choose_interrupted(
@@ -47,7 +45,7 @@ def choose_interrupted(
     for candidate in sorted(running, key=order(policy), reverse=True):
         if short <= 0 and (victims or has_row):
             break
-        if not policy.interrupts(request.line, candidate.line):
+        if not policy.interrupts(request.line, candidate.line, len(request.ids)):
             return []
         victims.append(candidate)
         short -= pool.num_only_held(candidate.blocks) + 1  # and the block that was reserved for its next one

@@ -3,15 +3,19 @@
 from array import array
 from collections.abc import Hashable
 from enum import Enum
+from hashlib import sha256
+
+from msgspec.structs import replace
 
 from ...ipc.messages import Enqueue, FinishReason, RowLogprobs, RowOpen, Tokens, Usage, bytes_to_ids, ids_to_bytes
 from .block_hash import block_key
 
 
 class State(Enum):
-    """Where a request is. Only RUNNING is planned; RUNNING, LEAVING and ENDED may still hold a row and blocks."""
+    """Where a request is. Only RUNNING is planned; all but WAITING may hold a row and blocks."""
 
     WAITING = "waiting"  # holds nothing
+    LOADING = "loading"  # the KV connector fills some of its blocks: RUNNING once it has said how that went
     RUNNING = "running"
     LEAVING = "leaving"  # preempted while steps in flight touch its row: WAITING again once they are applied
     ENDED = "ended"  # its terminal message is out
@@ -25,24 +29,32 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "block_size",
         "blocks",
         "end",
         "ids",
+        "is_open",
+        "is_poisoned",
         "keys",
         "limits",
         "line",
+        "mark",
         "max_len",
         "max_tokens",
         "num_cached",
         "num_committed",
         "num_computed",
+        "num_found",
         "num_in_flight",
+        "num_loading",
         "num_planned",
         "num_prompt",
         "num_prompt_logprobs",
+        "num_resumed",
         "num_total",
         "opened",
         "rid",
+        "room",
         "root",
         "row",
         "sampling",
@@ -55,18 +67,26 @@ class Request:
         self,
         message: Enqueue,
         *,
+        choice: int,
         arrival: int,
         line: Hashable,
         max_model_len: int,
+        block_size: int,
         root: bytes,
         eos_token_ids: frozenset[int],
     ) -> None:
-        self.rid = message.rid
+        """`choice`: which of the message's `n` sequences."""
+        self.rid = message.rid + choice
+        self.block_size = block_size
         self.arrival = arrival  # its place among its equals
         self.line = line  # of the policy
         self.ids: array[int] = bytes_to_ids(message.prompt_ids)  # prompt and the output applied so far
         self.num_prompt = len(self.ids)
+        self.ids.frombytes(message.resume_ids)
+        self.num_resumed = len(self.ids) - self.num_prompt  # output that was delivered before the engine lost it
         self.sampling = message.sampling
+        if choice:
+            self.sampling = replace(message.sampling, seed=(message.sampling.seed + choice) % 2**63)
         self.limits = message.limits
         self.text = message.text
         room = max_model_len - self.num_prompt
@@ -80,10 +100,16 @@ class Request:
         self.blocks: list[int] = []  # its block table
         self.num_computed = 0  # positions whose KV is known to be there
         self.num_planned = 0  # positions computed once every plan in flight is applied
-        self.num_total = self.num_prompt  # ids including those drawn by plans in flight
-        self.num_in_flight = 0  # plans in flight that touch it; row and blocks stay while there is one
+        self.num_total = len(self.ids)  # ids including those drawn by plans in flight
+        self.num_in_flight = 0  # plans in flight, and loads, that touch it; row and blocks stay while there is one
+        self.num_loading = 0  # blocks that the KV connector fills, after those that the prefix index had
+        self.is_open = False  # the worker knows its row
+        self.room = -1  # a position below it needs no block, is to be computed, and draws; -1 unless RUNNING
+        self.mark = 0  # once so many positions are computed, applying a token is more than storing it
+        self.is_poisoned = False  # its KV gave numbers that are not finite
         self.root = root  # parent key of its first block
         self.keys: list[bytes] = []  # keys of its full blocks, as far as they were needed
+        self.num_found = 0  # positions that the device had when it was last admitted
         self.num_committed = 0  # its leading blocks that were offered to the prefix index
         self.num_cached = 0  # prompt tokens found in the prefix index when it was first scheduled
         self.num_prompt_logprobs = 0  # prompt positions whose log-probabilities were delivered
@@ -103,6 +129,50 @@ class Request:
             parent = keys[-1] if keys else self.root
             keys.append(block_key(parent, self.ids[start : start + block_size].tobytes()))
         return keys[:num]
+
+    def partial_keys(self, num_full: int, num: int, block_size: int) -> list[bytes]:
+        """Keys of the first 1, 2 … `num` positions of the block after `num_full` full ones; fewer than a block."""
+        digest = sha256(self.block_keys(num_full, block_size)[-1] if num_full else self.root)
+        keys = []
+        start = num_full * block_size
+        for i in range(start, start + num):
+            digest.update(self.ids[i : i + 1].tobytes())
+            keys.append(digest.digest())
+        return keys
+
+    @property
+    def num_computable(self) -> int:
+        """Positions whose ids are known, here or on the device, and whose KV somebody will need."""
+        return min(self.num_total, self.end)
+
+    @property
+    def has_work(self) -> bool:
+        """There is something that a plan could compute of it."""
+        return self.state is State.RUNNING and self.num_planned < self.num_computable
+
+    def finish_of(self, token: int) -> FinishReason | None:
+        """Why it ends with `token`, its last; None: it goes on."""
+        if token in self.stops:
+            return "stop"
+        return "length" if len(self.ids) >= self.max_len else None
+
+    def forget_row(self) -> None:
+        """It has given its row and its blocks back."""
+        self.blocks = []
+        self.row = -1
+        self.is_open = False
+        self.num_loading = 0
+        self.num_computed = self.num_planned = 0
+        self.num_total = len(self.ids)
+
+    def settle(self) -> None:
+        """Works out `room` and `mark` anew: after its state, its blocks or what is computed have changed."""
+        block_size = self.block_size
+        if self.state is not State.RUNNING:
+            self.room, self.mark = -1, 0
+            return
+        self.room = min(self.end, len(self.blocks) * block_size) if self.max_tokens and self.is_open else -1
+        self.mark = min((self.num_computed // block_size + 1) * block_size, self.end)
 
     def as_row(self) -> RowOpen:
         """How the worker is told of it when it gets a row."""

@@ -1,52 +1,49 @@
-"""Who computes what in the next step: continuous batching, chunked prefill, preemption by recomputation.
+"""Who computes what in the next step: continuous batching, chunked prefill, preemption.
 
 Plain Python without I/O, clock or randomness, so that histories can be simulated and replayed. The core process calls
-`add`, `cancel`, `stop_hit`, `plan` and `apply`, and sends on what `take_news` returns.
+`add`, `cancel`, `stop_hit`, `plan`, `apply` and `transferred`, and sends on what `take_news` returns.
 
-Prefill and decode are not kinds of step. Every running request has positions to compute up to the tokens it has, one
-budget covers all rows, and rows that need a single position go first, so that a long prompt delays no stream by more
-than its chunk. Several plans may be in flight: a sampled token stays on the worker, so the next plan does not wait for
-it. The in-flight rule follows from that: a request's row and blocks return to their pools only once it has ended or
-been preempted *and* no plan in flight touches it.
+Several plans may be in flight: a sampled token stays on the worker, so the next plan does not wait for it.
+
+Who comes and goes is the roster's, who is in a step the planner's; here plans are sent and their results applied.
 """
 
-from bisect import bisect_left, insort
+from array import array
 from collections import deque
 from heapq import heappop, heappush
 from operator import attrgetter
-from struct import Struct as Pack
 
 from ...ipc.messages import (
     Accepted,
     Enqueue,
     Failed,
     FinishReason,
-    Opened,
     RowLogprobs,
     StepPlan,
     StepResult,
-    TokenBatch,
     Tokens,
+    Transferred,
     bytes_to_ids,
     ids_to_bytes,
 )
+from ..extension.core import PlanExtension
 from .block_hash import root_key
 from .block_pool import BlockPool
-from .cost import MIN_OBSERVED, CostModel, Work, with_chunk
+from .cost import CostModel
 from .draft import Draft, InFlight
+from .kv_connector import CoreConnector
+from .kv_events import KvCacheEvent, Removed, Stored
+from .loads import Loads
+from .news import Item, News
+from .planner import Planner
 from .policy import PolicyName, make_policy
-from .preemption import choose_interrupted, choose_victim, order
+from .prefix import PrefixCache
 from .request import Request, State
+from .roster import Roster
 from .stats import Counters
-from .waiting import Waiting
 
-News = Opened | TokenBatch | Failed
-"""What the detokenizer is told, in order."""
-
-_NUM_CONTEXT_IDS = 16  # prompt ids that the detokenizer gets as context for the first output token
-_MIN_CHUNK = 16  # positions of a prompt that a step computes whatever the latency target
-_arrival = attrgetter("arrival")
-_pack_id = Pack("<i").pack
+_LEARN_EVERY = 8  # steps; from those with prefill the cost model always learns
+_rid = attrgetter("rid")
 
 
 class Scheduler:
@@ -68,6 +65,9 @@ class Scheduler:
         policy: PolicyName = "fcfs",
         itl_target_ms: float | None = None,
         model_key: bytes = b"",
+        connector: CoreConnector | None = None,
+        extension: PlanExtension | None = None,
+        kv_events: bool = False,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
@@ -79,299 +79,198 @@ class Scheduler:
         self.max_queued_tokens = max_queued_tokens
         self.depth = depth
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.prefix_caching = prefix_caching
         self.model_key = model_key
-        self.itl_target_ms = itl_target_ms
-        self._cost = CostModel()
+        self.connector = connector
         self.counters = Counters()
+        self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
         self.step = 0  # of the last plan
-        self._num_arrived = 0
-        self._requests: dict[int, Request] = {}  # every request that has not ended
-        self._policy = make_policy(policy)
-        self._waiting = Waiting(self._policy)
-        self._running: list[Request] = []  # by arrival: RUNNING, LEAVING, and the ended ones not yet swept
         self.deadlines: list[tuple[float, int]] = []  # a heap: when a request stops waiting, and its rid
-        self._has_ended = False  # somebody in _running
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._extension = extension
+        self._news = News()
+        self._policy = make_policy(policy)
+        self._cost = CostModel()
+        self._loads = Loads(connector, self._cost, block_size) if connector is not None and prefix_caching else None
+        self._num_arrived = 0
         self._in_flight: deque[InFlight] = deque()
-        self._news: list[News] = []
-        self._tokens: list[Tokens] = []  # what comes after _news
+        self.roster = Roster(
+            pool=pool,
+            prefix=self.prefix,
+            policy=self._policy,
+            news=self._news,
+            counters=self.counters,
+            connector=connector if prefix_caching else None,
+            num_rows=max_num_seqs,
+        )
+        self._planner = Planner(
+            roster=self.roster,
+            pool=pool,
+            prefix=self.prefix,
+            policy=self._policy,
+            loads=self._loads,
+            cost=self._cost,
+            news=self._news,
+            counters=self.counters,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            itl_target_ms=itl_target_ms,
+        )
 
     # ── requests come and go ─────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold no row."""
-        return len(self._waiting)
+        return len(self.roster.waiting)
 
     @property
     def num_running(self) -> int:
         """Requests that have not ended and hold a row."""
-        return len(self._requests) - len(self._waiting)
+        return len(self.roster.requests) - len(self.roster.waiting)
 
     @property
     def num_in_flight(self) -> int:
         """Plans sent and not yet applied."""
         return len(self._in_flight)
 
-    def add(self, message: Enqueue, now: float = 0.0) -> Accepted | Failed:
-        """Takes a request in, or refuses it. `Accepted` is a promise of exactly one terminal message in the news.
+    @property
+    def asks_again(self) -> bool:
+        """The connector has not made up its mind about a waiting request: `plan` is worth another call soon."""
+        return self._loads is not None and self._loads.asks_again
+
+    def add(self, message: Enqueue, now: float = 0.0) -> list[Accepted | Failed]:
+        """Takes its sequences in, or refuses them all. `Accepted` is a promise of exactly one terminal message in the
+        news.
 
         `now`: seconds on the clock that `expire` is asked with.
         """
-        rid, num_prompt = message.rid, len(message.prompt_ids) // 4
-        if rid in self._requests:
+        rids, num_prompt = range(message.rid, message.rid + message.n), len(message.prompt_ids) // 4
+        if (refusal := self._refusal(message, num_prompt)) is not None:
+            return [Failed(rid, refusal.kind, refusal.detail) for rid in rids]
+        root = root_key(self.model_key, message.salt)
+        keys: list[bytes] = []
+        for choice in range(message.n):
+            self._num_arrived += 1
+            request = Request(
+                message,
+                choice=choice,
+                arrival=self._num_arrived,
+                line=self._policy.join(message),
+                max_model_len=self.max_model_len,
+                block_size=self.block_size,
+                root=root,
+                eos_token_ids=self.eos_token_ids,
+            )
+            if message.n > 1 and self.prefix.enabled:  # one prompt is hashed once
+                keys = keys or request.block_keys(num_prompt // self.block_size, self.block_size)
+                request.keys = keys.copy()
+            self.roster.join(request)
+            if message.limits.queue_timeout_s is not None:
+                heappush(self.deadlines, (now + message.limits.queue_timeout_s, request.rid))
+            if message.resume_ids and (finish := request.finish_of(request.ids[-1])) is not None:
+                self.roster.end(request, request.terminal(finish))  # only the word that it has ended was lost
+        return [Accepted(rid, num_prompt) for rid in rids]
+
+    def _refusal(self, message: Enqueue, num_prompt: int) -> Failed | None:
+        """Why a request is not taken in. Decided before anything of it is copied."""
+        rid, waiting = message.rid, self.roster.waiting
+        if any(rid + i in self.roster.requests for i in range(message.n)):
             return Failed(rid, "internal", "Two requests have the same number.")
         if num_prompt == 0:
             return Failed(rid, "invalid_request", "The prompt is empty.")
-        waiting = self._waiting
-        if len(waiting) >= self.max_queued_requests or waiting.num_tokens + num_prompt > self.max_queued_tokens:
-            detail = f"{len(waiting)} requests with {waiting.num_tokens} tokens are waiting already; try again later."
-            return Failed(rid, "queue_full", detail)
-        self._num_arrived += 1
-        request = Request(
-            message,
-            arrival=self._num_arrived,
-            line=self._policy.join(message),
-            max_model_len=self.max_model_len,
-            root=root_key(self.model_key, message.salt),
-            eos_token_ids=self.eos_token_ids,
-        )
-        if request.max_tokens < 0 or (request.max_tokens == 0 and message.limits.max_tokens != 0):
-            self._policy.leave(request.line)
+        room, asked = self.max_model_len - num_prompt, message.limits.max_tokens
+        if room < 0 or (room == 0 and asked != 0):
             return Failed(
                 rid,
                 "context_length_exceeded",
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt alone has "
                 f"{num_prompt}. Shorten it, or start the server with more --max-model-len or --kv-cache-memory.",
             )
-        self._requests[rid] = request
-        self._waiting.add(request)
-        if message.limits.queue_timeout_s is not None:
-            heappush(self.deadlines, (now + message.limits.queue_timeout_s, rid))
-        return Accepted(rid, num_prompt)
+        price = message.n * (num_prompt + (room if asked is None else min(room, asked)))
+        if price > self.max_queued_tokens or message.n > self.max_queued_requests:
+            detail = (
+                f"The request asks for up to {price} tokens in {message.n} sequences, prompts included; at most "
+                f"{self.max_queued_tokens} in {self.max_queued_requests} are taken. Ask for a smaller n or max_tokens."
+            )
+            return Failed(rid, "invalid_request", detail)
+        if len(waiting) + message.n > self.max_queued_requests or waiting.num_tokens + price > self.max_queued_tokens:
+            detail = f"{len(waiting)} requests with {waiting.num_tokens} tokens are waiting already; try again later."
+            return Failed(rid, "queue_full", detail)
+        return None
 
     def cancel(self, rid: int) -> None:
         """Its client is gone. Unknown rids have ended already."""
-        if (request := self._requests.get(rid)) is not None:
-            self._end(request, request.terminal("abort"))
+        self._end_early(rid, "abort")
 
     def stop_hit(self, rid: int) -> None:
         """The detokenizer found a stop string in its text."""
-        if (request := self._requests.get(rid)) is not None:
-            self._end(request, request.terminal("stop"))
+        self._end_early(rid, "stop")
+
+    def _end_early(self, rid: int, finish: FinishReason) -> None:
+        if (request := self.roster.requests.get(rid)) is not None:
+            self._news.close_batch()  # the last step may have news of it
+            self.roster.end(request, request.terminal(finish))
 
     def expire(self, now: float) -> None:
         """Fails the requests that have waited for their first step longer than they were willing to."""
         while self.deadlines and self.deadlines[0][0] <= now:
-            request = self._requests.get(heappop(self.deadlines)[1])
+            request = self.roster.requests.get(heappop(self.deadlines)[1])
             if request is not None and not request.opened:
                 seconds = request.limits.queue_timeout_s
                 detail = f"The request has waited {seconds:g} s without being started; try again later."
-                self._end(request, Failed(request.rid, "unavailable", detail))
+                self.roster.end(request, Failed(request.rid, "unavailable", detail))
 
-    def take_news(self) -> list[News]:
-        """What happened since the last call, in order; consecutive tokens in one batch."""
-        self._close_batch()
-        news, self._news = self._news, []
-        return news
+    def take_news(self) -> list[Item]:
+        """What the detokenizer is told of everything since the last call, in order."""
+        return self._news.take()
 
-    def _close_batch(self) -> None:
-        if self._tokens:
-            self._news.append(TokenBatch(tuple(self._tokens)))
-            self._tokens.clear()
+    def take_kv_events(self) -> list[KvCacheEvent]:
+        """What became findable, on the device and behind it, and what no longer is, since the last call."""
+        events = self.prefix.take_events()
+        for event in self.connector.take_events() if self.connector is not None else ():
+            if event.stored:
+                events.append(Stored(event.keys, None, b"", self.block_size, event.tier))
+            else:
+                events.append(Removed(event.keys, event.tier))
+        return events
 
     # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute or `depth` plans are in flight already."""
+        """The next step, or None if there is nothing to do or `depth` plans are in flight already."""
         if len(self._in_flight) >= self.depth:
             return None
-        if self._has_ended:
-            self._running = [r for r in self._running if r.state is not State.ENDED]
-            self._has_ended = False
-        draft = Draft(self.max_num_batched_tokens)
-        long: list[Request] = []
-        context = 0
-        for request in tuple(self._running):
-            position = request.num_planned
-            if request.state is not State.RUNNING or position == request.end:
-                continue  # leaving, perhaps since this loop began; or all of its tokens are drawn
-            if request.num_total - position > 1:
-                long.append(request)
-            elif draft.budget == 0:
-                break
-            elif position == len(request.blocks) * self.block_size or not request.max_tokens:
-                self._plan_row(draft, request, 1)
-            else:  # nearly every row of nearly every step: `_take` of one position, written out
-                request.num_planned = position + 1
-                request.num_total += 1
-                request.num_in_flight += 1
-                context += position
-                draft.budget -= 1
-                draft.requests.append(request)
-                draft.rows.append(request.row)
-                draft.counts.append(1)
-                draft.sample.append(1)
-        draft.work = Work(len(draft.requests), context, 0, 0)
-        if len(long) > 1:
-            long.sort(key=order(self._policy))
-        for request in long:
-            if draft.budget == 0:
-                break
-            if request.state is State.RUNNING:  # it may have been preempted for an earlier one
-                num = min(request.num_total, request.end) - request.num_planned
-                if (chunk := self._chunk(draft, request.num_planned, num)) > 0:
-                    self._plan_row(draft, request, chunk)
-        if not draft.preempted:
-            self._admit(draft)
-        if not draft.requests:
+        return self._send(self._planner.draft())
+
+    def _send(self, draft: Draft) -> StepPlan | None:
+        """The plan, if there is anything in it, and what follows from its being sent."""
+        evicted, self.pool.evicted = self.pool.evicted, []
+        kv = b""
+        if self.connector is not None:
+            if evicted and self._loads is not None and self._loads.keeps:
+                self.connector.blocks_evicted(evicted)
+            kv = self.connector.build_connector_meta()
+        if not draft.num_rows and not kv:
             return None
-        for request in draft.chunked:
-            self._commit(request)  # a single position fills a block only when its result is applied
+        for request in draft.chunked:  # a single position fills a block only when its result is applied
+            self.prefix.commit(request)
+            if request.num_planned >= len(request.ids):
+                self.prefix.commit_beginning(request, len(request.ids) - 1)
         if self._policy.counts_tokens:
-            for request, count in zip(draft.requests, draft.counts, strict=True):
+            for request in draft.decodes:
+                self._policy.serve(request.line, 1)
+            for request, count in zip(draft.others, draft.counts, strict=True):
                 self._policy.serve(request.line, count)
         self.step += 1
-        self._in_flight.append(InFlight(self.step, draft.requests, draft.counts, draft.sample, draft.work))
-        return StepPlan(
-            step=self.step,
-            open=tuple(draft.open),
-            grow_rows=draft.grow_rows.tobytes(),
-            grow_blocks=draft.grow_blocks.tobytes(),
-            rows=draft.rows.tobytes(),
-            counts=ids_to_bytes(draft.counts),
-            sample=bytes(draft.sample),
+        learns = draft.work.prefill > 0 or self.step % _LEARN_EVERY == 0
+        self._in_flight.append(
+            InFlight(self.step, draft.decodes, draft.others, draft.counts, draft.sample, draft.work if learns else None)
         )
-
-    def _plan_row(self, draft: Draft, request: Request, num: int) -> None:
-        """Plans `num` positions of a running request, if there are blocks for them or someone can be preempted."""
-        need = self._num_blocks(request.num_planned + num) - len(request.blocks)
-        if need > 0:
-            if not self._make_room(draft, request, need):
-                return
-            blocks = self.pool.allocate(need)
-            request.blocks += blocks
-            draft.grow_blocks.extend(blocks)
-            draft.grow_rows.extend([request.row] * need)
-        self._take(draft, request, num)
-
-    def _take(self, draft: Draft, request: Request, num: int) -> None:
-        """Puts `num` positions of a request that has the blocks for them into the plan."""
-        draft.work = with_chunk(draft.work, request.num_planned, num)
-        request.num_planned += num
-        if num > 1 and self.prefix_caching:
-            full = min(request.num_planned, len(request.ids)) // self.block_size
-            draft.chunked.append(request)
-            draft.fresh.update(request.block_keys(full, self.block_size)[request.num_committed :])
-        request.num_in_flight += 1
-        draws = request.num_planned == request.num_total and request.max_tokens > 0
-        if draws:
-            request.num_total += 1
-        draft.budget -= num
-        draft.requests.append(request)
-        draft.rows.append(request.row)
-        draft.counts.append(num)
-        draft.sample.append(int(draws))
-
-    def _chunk(self, draft: Draft, past: int, num: int) -> int:
-        """How many of a prompt's next `num` positions, after `past` computed ones, go into this plan.
-
-        Beside streams that wait for their next token, as many as keep the step within the latency target; at least
-        `_MIN_CHUNK` for the first prompt of a step, so that every prompt gets on. Otherwise what the budget allows.
-        """
-        num = min(num, draft.budget)
-        if self.itl_target_ms is None or draft.work.rows == 0:
-            return num
-        if self._cost.num_prefill_steps < MIN_OBSERVED:
-            chunk = min(num, _MIN_CHUNK)
-        else:
-            chunk = self._cost.longest_chunk(draft.work, past, self.itl_target_ms, num)
-        if draft.work.prefill == 0:
-            chunk = max(chunk, min(num, _MIN_CHUNK))
-        if chunk < num:
-            draft.budget = chunk  # nothing more fits this step
-        return chunk
-
-    def _make_room(self, draft: Draft, request: Request, need: int) -> bool:
-        """Preempts from the back of the line until `need` blocks are free. False: not in this step."""
-        while self.pool.num_free < need:
-            coming = sum(len(r.blocks) for r in self._running if r.state is State.LEAVING)
-            if self.pool.num_free + coming >= need:
-                return False  # they return when the steps in flight are applied
-            victim = choose_victim(self._running, draft.requests, need, pool=self.pool, policy=self._policy)
-            self._preempt(victim)
-            draft.preempted = True
-            if victim is request:
-                return False
-        return True
-
-    def _admit(self, draft: Draft) -> None:
-        """Takes waiting requests in, strictly in their order, while rows, blocks and budget last."""
-        if any(r.state is State.LEAVING for r in self._running):
-            return  # they come first
-        while draft.budget > 0 and (request := self._waiting.first()) is not None:
-            hits = self._hits(request)
-            if request.keys[len(hits) : len(hits) + 1] and request.keys[len(hits)] in draft.fresh:
-                return  # what it lacks is computed in this very plan: the next one finds it
-            num_cached = len(hits) * self.block_size
-            need = self._num_blocks(len(request.ids)) - len(hits)
-            reserve = len(self._running)  # every running row may want its next block soon
-            short = need + reserve - (self.pool.num_free - self.pool.num_idle(hits))
-            if short > 0 or not self._free_rows:
-                victims = choose_interrupted(
-                    self._running, request, short, bool(self._free_rows), self.pool, self._policy
-                )
-                for victim in victims:  # they give up what is missing; the next plan admits the request
-                    self._preempt(victim)
-                return
-            num = self._chunk(draft, num_cached, min(request.num_total, request.end) - num_cached)
-            if num == 0:
-                return
-            self._waiting.remove(request)
-            self.pool.hold(hits)
-            request.blocks = hits + self.pool.allocate(self._num_blocks(num_cached + num) - len(hits))
-            request.row = self._free_rows.pop()
-            request.state = State.RUNNING
-            request.num_computed = request.num_planned = num_cached
-            request.num_committed = len(hits)
-            insort(self._running, request, key=_arrival)
-            draft.open.append(request.as_row())
-            if not request.opened:
-                self._open(request, num_cached)
-            self._take(draft, request, num)
-
-    def _hits(self, request: Request) -> list[int]:
-        """Blocks of its longest known prefix, leaving at least one position to compute."""
-        if not self.prefix_caching or request.sampling.prompt_logprobs is not None:
-            return []  # log-probabilities of the prompt need a pass over all of it
-        num = (len(request.ids) - 1) // self.block_size
-        return self.pool.match(request.block_keys(num, self.block_size))
-
-    def _open(self, request: Request, num_cached: int) -> None:
-        """Its first step: tells the detokenizer."""
-        request.opened = True
-        request.num_cached = num_cached
-        self.counters.num_prompt_tokens += request.num_prompt
-        self.counters.num_cached_tokens += num_cached
-        first = 0 if request.text.prompt else max(0, request.num_prompt - _NUM_CONTEXT_IDS)
-        prompt_ids = request.ids[first : request.num_prompt].tobytes()
-        self._close_batch()
-        self._news.append(Opened(request.rid, request.num_prompt, num_cached, prompt_ids, request.text))
-
-    def _commit(self, request: Request) -> None:
-        """Offers its full blocks to the prefix index.
-
-        Those of the plan being made count as well: plans run in order, so whoever hits them is computed after them.
-        """
-        if not self.prefix_caching:
-            return
-        full = min(request.num_planned, len(request.ids)) // self.block_size
-        if full > request.num_committed:
-            keys = request.block_keys(full, self.block_size)
-            for i in range(request.num_committed, full):
-                self.pool.register(request.blocks[i], keys[i])
-            request.num_committed = full
+        extension = b""
+        if self._extension is not None:
+            requests, counts = draft.decodes + draft.others, [1] * len(draft.decodes) + draft.counts
+            starts = [r.num_planned - count for r, count in zip(requests, counts, strict=True)]
+            extension = self._extension.extend(self.step, list(map(_rid, requests)), counts, starts)
+        return draft.finish(self.step, kv, extension)
 
     # ── apply ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -381,38 +280,55 @@ class Scheduler:
             expected = self._in_flight[0].step if self._in_flight else None
             raise ValueError(f"the worker answered step {result.step} where step {expected} was due")
         flight = self._in_flight.popleft()
+        decodes = flight.decodes
         drawn = bytes_to_ids(result.ids)
-        if len(drawn) != sum(flight.sample):
-            raise ValueError(f"step {result.step} drew {len(drawn)} tokens where {sum(flight.sample)} were due")
-        if self.itl_target_ms is not None:
+        if len(drawn) != len(decodes) + sum(flight.sample):
+            due = len(decodes) + sum(flight.sample)
+            raise ValueError(f"step {result.step} drew {len(drawn)} tokens where {due} were due")
+        if flight.work is not None and flight.work.rows + flight.work.prefill:
             self._cost.observe(flight.work, result.device_ms)
-        next_drawn = iter(drawn)
-        num_plain = 0
-        plain = not result.logprobs and not result.prompt_logprobs
-        for i, request in enumerate(flight.requests):
-            request.num_in_flight -= 1
-            token = next(next_drawn) if flight.sample[i] else -1
-            ids = request.ids
-            if (
-                plain
-                and token >= 0
-                and token not in request.stops
-                and len(ids) + 1 < request.max_len
-                and request.state is State.RUNNING
-            ):  # nearly every row of nearly every step: `_apply_row` of a token that ends nothing, written out
-                num_plain += 1
-                ids.append(token)
-                request.num_computed += flight.counts[i]
-                if request.num_computed % self.block_size == 0:
-                    self._commit(request)
-                self._tokens.append(Tokens(request.rid, _pack_id(token)))
-                continue
-            if request.state is not State.ENDED:
-                drew = token if flight.sample[i] else None
-                self._apply_row(request, flight.counts[i], drew, result.logprobs.get(i), result.prompt_logprobs.get(i))
-            if request.num_in_flight == 0 and request.state is not State.RUNNING:
-                self._release(request)
-        self.counters.num_output_tokens += num_plain
+        self._news.close_batch()
+        logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
+        odd: set[int] = set()  # rids of decodes whose news is no plain token
+        if logprobs or (drawn and min(drawn) < 0):
+            for i, request in enumerate(decodes):
+                if not self._apply_row(request, 1, drawn[i], logprobs.get(i), None):
+                    odd.add(request.rid)
+        else:
+            for request, token in zip(decodes, drawn):  # noqa: B905  # the others' tokens come after theirs
+                computed = request.num_computed + 1
+                if computed < request.mark and token not in request.stops:
+                    request.num_computed = computed
+                    request.num_in_flight -= 1
+                    request.ids.append(token)
+                elif not self._apply_mark(request, token):
+                    odd.add(request.rid)
+        rids, ids = array("q", map(_rid, decodes)), drawn[: len(decodes)]
+        if odd:
+            plain = [i for i, rid in enumerate(rids) if rid not in odd]
+            rids, ids = array("q", [rids[i] for i in plain]), array("i", [ids[i] for i in plain])
+        next_drawn = iter(drawn[len(decodes) :])
+        for i, request in enumerate(flight.others):
+            drew = next(next_drawn) if flight.sample[i] else None
+            row = len(decodes) + i
+            if self._apply_row(request, flight.counts[i], drew, logprobs.get(row), prompt_logprobs.get(row)):
+                rids.append(request.rid)
+                ids.append(request.ids[-1])
+        if rids:
+            self._news.set_columns(rids, ids)
+            self.counters.num_output_tokens += len(rids)
+
+    def _apply_mark(self, request: Request, token: int) -> bool:
+        """A decode row's token that is more than the next one of many. See `_apply_row`."""
+        ids = request.ids
+        if request.state is not State.RUNNING or token in request.stops or len(ids) + 1 >= request.max_len:
+            return self._apply_row(request, 1, token, None, None)
+        ids.append(token)
+        request.num_computed += 1
+        request.num_in_flight -= 1
+        self.prefix.commit(request)  # a block is full
+        request.mark = min(request.mark + self.block_size, request.end)
+        return True
 
     def _apply_row(
         self,
@@ -421,78 +337,73 @@ class Scheduler:
         token: int | None,
         logprobs: RowLogprobs | None,
         prompt_logprobs: RowLogprobs | None,
-    ) -> None:
-        start = request.num_computed
-        request.num_computed += count
-        if prompt_logprobs is not None:
-            prompt_logprobs = request.take_undelivered(start, prompt_logprobs)
-        if token is None:
-            if request.max_tokens == 0 and request.num_computed == request.end:
-                self._end(request, request.terminal("length", prompt_logprobs=prompt_logprobs))
-            elif prompt_logprobs is not None:
-                self._tokens.append(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
-            return
-        if token < 0:
-            self.pool.forget(request.blocks)  # whoever found them would fail as well
-            detail = "The model gave numbers that are not finite for this request."
-            self._end(request, Failed(request.rid, "internal", detail))
-            return
+    ) -> bool:
+        """One row of a step. True: its news is the token and nothing else, which the caller tells."""
+        request.num_in_flight -= 1
+        is_plain = False
+        if request.state is not State.ENDED:
+            start = request.num_computed
+            request.num_computed += count
+            if prompt_logprobs is not None:
+                prompt_logprobs = request.take_undelivered(start, prompt_logprobs)
+            if token is None:
+                if request.max_tokens == 0 and request.num_computed == request.end:
+                    self.roster.end(request, request.terminal("length", prompt_logprobs=prompt_logprobs))
+                elif prompt_logprobs is not None:
+                    self._news.add(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
+            elif token < 0:
+                self.pool.forget(request.blocks)  # whoever found them would fail as well
+                request.is_poisoned = True
+                detail = "The model gave numbers that are not finite for this request."
+                self.roster.end(request, Failed(request.rid, "internal", detail))
+            else:
+                is_plain = self._apply_token(request, token, logprobs, prompt_logprobs)
+            request.settle()
+        if request.num_in_flight == 0 and request.state in (State.ENDED, State.LEAVING):
+            self.roster.release(request)
+        return is_plain
+
+    def _apply_token(
+        self, request: Request, token: int, logprobs: RowLogprobs | None, prompt_logprobs: RowLogprobs | None
+    ) -> bool:
+        """See `_apply_row`."""
         request.ids.append(token)
+        self.prefix.commit(request)
+        finish = request.finish_of(token)
+        if finish is None and logprobs is None and prompt_logprobs is None:
+            return True
         self.counters.num_output_tokens += 1
-        if request.num_computed % self.block_size == 0:
-            self._commit(request)
-        stop_token_id = token if token in request.limits.stop_token_ids else None
-        finish: FinishReason | None = None
-        if token in request.stops:
-            finish = "stop"
-        elif len(request.ids) >= request.max_len:
-            finish = "length"
+        data = ids_to_bytes([token])
         if finish is None:
-            self._tokens.append(Tokens(request.rid, _pack_id(token), logprobs, prompt_logprobs))
+            self._news.add(Tokens(request.rid, data, logprobs, prompt_logprobs))
         else:
-            self._end(request, request.terminal(finish, _pack_id(token), logprobs, prompt_logprobs, stop_token_id))
+            stop_token_id = token if token in request.limits.stop_token_ids else None
+            self.roster.end(request, request.terminal(finish, data, logprobs, prompt_logprobs, stop_token_id))
+        return False
 
-    # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def transferred(self, message: Transferred) -> None:
+        """Takes in what the worker half of the KV connector reports."""
+        assert self._loads is not None and self.connector is not None, message
+        self.connector.update_connector_output(message)
+        for request, num_good in self._loads.finish(message):
+            request.num_in_flight -= 1
+            if request.state is State.LOADING:
+                request.state = State.RUNNING
+                num_hits = len(request.blocks) - request.num_loading
+                request.num_computed = request.num_planned = (num_hits + num_good) * self.block_size
+                self.prefix.commit(request)
+            elif request.num_in_flight == 0:
+                self.roster.release(request)
+        for rid in message.sent:
+            self.pool.release(self.roster.held.pop(rid))
 
-    def _end(self, request: Request, terminal: Tokens | Failed) -> None:
-        """The one way out: finished, cancelled or failed."""
-        assert request.state is not State.ENDED, request.rid
-        if request.state is State.WAITING:
-            self._waiting.remove(request)
-        else:
-            self._has_ended = True
-        self._policy.leave(request.line)
-        request.state = State.ENDED
-        del self._requests[request.rid]
-        if isinstance(terminal, Tokens):
-            self._tokens.append(terminal)
-        else:
-            self._close_batch()
-            self._news.append(terminal)
-        if request.num_in_flight == 0:
-            self._release(request)
-
-    def _preempt(self, request: Request) -> None:
-        """Its blocks go to others; it waits again in its old place with its output as part of the prompt."""
-        self.counters.num_preemptions += 1
-        request.state = State.LEAVING
-        if request.num_in_flight == 0:
-            self._release(request)
-
-    def _release(self, request: Request) -> None:
-        """Gives row and blocks back, and a preempted request its place in the line. No plan in flight touches it."""
-        assert request.num_in_flight == 0, request.rid
-        if request.row >= 0:
-            self.pool.release(request.blocks)
-            self._free_rows.append(request.row)
-            request.blocks = []
-            request.row = -1
-        if request.state is State.LEAVING:
-            request.state = State.WAITING
-            request.num_computed = request.num_planned = 0
-            request.num_total = len(request.ids)
-            del self._running[bisect_left(self._running, request.arrival, key=_arrival)]
-            self._waiting.add(request)
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def reset(self) -> None:
+        """The worker was replaced: its rows, its KV and everything in flight are gone. Who ran waits again."""
+        touched = [r for flight in self._in_flight for r in (*flight.decodes, *flight.others)]
+        if self._loads is not None:
+            touched += self._loads.forget()
+        self._in_flight.clear()
+        self.roster.reset(touched)
+        self.pool.forget_all()
+        if self.connector is not None:
+            self.connector.reset()

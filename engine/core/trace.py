@@ -1,18 +1,22 @@
 """The step trace: everything that went into the scheduler and every plan that came out, in order.
 
 The scheduler has no clock, no I/O and no randomness, so the same calls must give the same plans bit by bit; `replay`
-checks it. A trace is a row of frames, each 4 bytes of little-endian length and a msgpack message.
+checks it. A KV connector has all three, so what it answered is written as well and told again. A trace is a row of
+frames, each 4 bytes of little-endian length and a msgpack message.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO, assert_never
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ...config import EngineConfig
-from ...ipc.messages import Cancel, Enqueue, StepPlan, StepResult, StopHit
+from ...ipc.messages import Cancel, Enqueue, StepPlan, StepResult, StopHit, TierSnapshot, Transferred
+from ..extension.core import PlanExtension
 from .block_pool import BlockPool
+from .kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .scheduler import Scheduler
 
 
@@ -42,7 +46,20 @@ class Planned(Struct, frozen=True, array_like=True, tag=True):
     plan: StepPlan | None
 
 
-Event = Opened | Arrived | Cancel | StopHit | Expired | Planned | StepResult
+class Matched(Struct, frozen=True, array_like=True, tag=True):
+    """The connector answered `get_num_new_matched_tokens`; stands before the plan that asked."""
+
+    num: int | None
+    is_async: bool
+
+
+class Kept(Struct, frozen=True, array_like=True, tag=True):
+    """The connector answered `request_finished`; stands after the call that ended the request."""
+
+    kept: bool
+
+
+Event = Matched | Kept | Opened | Arrived | Cancel | StopHit | Expired | Planned | StepResult | Transferred
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Event).decode
@@ -63,7 +80,88 @@ def read(file: BinaryIO) -> Iterator[Event]:
         yield _decode(data)
 
 
-def make_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
+class TracedConnector:
+    """A connector whose answers are written down. See `CoreConnector`."""
+
+    def __init__(self, connector: CoreConnector, record: Callable[[Event], None]) -> None:
+        self._record = record
+        self.update_state_after_alloc = connector.update_state_after_alloc
+        self.build_connector_meta = connector.build_connector_meta
+        self.blocks_evicted = connector.blocks_evicted
+        self.update_connector_output = connector.update_connector_output
+        self.take_events = connector.take_events
+        self.tiers = connector.tiers
+        self.reset = connector.reset
+        self.close = connector.close
+        self._connector = connector
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `CoreConnector`."""
+        num, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._record(Matched(num, is_async))
+        return num, is_async
+
+    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
+        """See `CoreConnector`."""
+        kept = self._connector.request_finished(request, block_ids)
+        self._record(Kept(kept))
+        return kept
+
+
+class ReplayedConnector:
+    """Gives the answers of a trace again. See `CoreConnector`."""
+
+    def __init__(self, events: Iterator[Event]) -> None:
+        self._events = events
+        self.matches: deque[Matched] = deque()
+        self.metadata = b""  # of the next plan
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `CoreConnector`."""
+        if not self.matches:
+            return 0, False  # the plan differs from the recorded one, which its comparison tells
+        match = self.matches.popleft()
+        return match.num, match.is_async
+
+    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
+        """See `CoreConnector`."""
+        event = next(self._events, None)
+        return isinstance(event, Kept) and event.kept
+
+    def build_connector_meta(self) -> bytes:
+        """See `CoreConnector`."""
+        return self.metadata
+
+    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """See `CoreConnector`."""
+
+    def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
+        """See `CoreConnector`."""
+
+    def update_connector_output(self, output: Transferred) -> None:
+        """See `CoreConnector`."""
+
+    def take_events(self) -> list[KvEvent]:
+        """See `CoreConnector`."""
+        return []
+
+    def tiers(self) -> tuple[TierSnapshot, ...]:
+        """See `CoreConnector`."""
+        return ()
+
+    def reset(self) -> None:
+        """See `CoreConnector`."""
+
+    def close(self) -> None:
+        """See `CoreConnector`."""
+
+
+def make_scheduler(
+    config: EngineConfig,
+    num_blocks: int,
+    connector: CoreConnector | None = None,
+    extension: PlanExtension | None = None,
+) -> Scheduler:
     """The scheduler of an engine with this configuration and so many KV blocks."""
     return Scheduler(
         pool=BlockPool(num_blocks=num_blocks),
@@ -78,7 +176,10 @@ def make_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
         prefix_caching=config.enable_prefix_caching,
         policy=config.scheduling_policy,
         itl_target_ms=config.itl_target_ms,
-        model_key=f"{config.model_path} {config.dtype}".encode(),
+        model_key=config.kv_model_key,
+        connector=connector,
+        extension=extension,
+        kv_events=config.kv_events is not None,
     )
 
 
@@ -86,9 +187,12 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
     """Runs a trace again. How many plans were reproduced, and one sentence about the first that was not."""
     scheduler: Scheduler | None = None
     num_plans = 0
+    events = iter(events)
+    connector = ReplayedConnector(events)
     for event in events:
         if isinstance(event, Opened):
-            scheduler = make_scheduler(event.config, event.num_blocks)
+            config = structs.replace(event.config, kv_events=None)
+            scheduler = make_scheduler(config, event.num_blocks, connector if config.kv_connector else None)
             continue
         if scheduler is None:
             return 0, "This is no step trace: its first frame does not say how the scheduler was made."
@@ -105,8 +209,17 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
                 scheduler.expire(event.now)
             case StepResult():
                 scheduler.apply(event)
+            case Transferred():
+                scheduler.transferred(event)
+            case Matched():
+                connector.matches.append(event)
+            case Kept():
+                return num_plans, f"After {num_plans} plans the connector was asked about a request that has not ended."
             case Planned():
+                connector.metadata = event.plan.kv if event.plan is not None else b""
                 plan = scheduler.plan()
+                if plan is not None and event.plan is not None:
+                    plan = structs.replace(plan, extension=event.plan.extension)  # nothing depends on it
                 if plan != event.plan:
                     return num_plans, f"The plan after {num_plans} differs: {plan} instead of {event.plan}."
                 num_plans += plan is not None

@@ -17,7 +17,7 @@ class Waiting:
         self._policy = policy
         self._lines: dict[Hashable, list[Request]] = {}  # only lines with somebody in them
         self._num = 0
-        self.num_tokens = 0  # ids of all of them
+        self.num_tokens = 0  # prompt and longest output of all of them
 
     def __len__(self) -> int:
         return self._num
@@ -29,7 +29,7 @@ class Waiting:
         """Takes its place by arrival: a preempted request stands where it stood."""
         insort(self._lines.setdefault(request.line, []), request, key=_arrival)
         self._num += 1
-        self.num_tokens += len(request.ids)
+        self.num_tokens += request.max_len
 
     def remove(self, request: Request) -> None:
         """Leaves its line, wherever it stands."""
@@ -40,7 +40,7 @@ class Waiting:
         if not line:
             del self._lines[request.line]
         self._num -= 1
-        self.num_tokens -= len(request.ids)
+        self.num_tokens -= request.max_len
 
     def first(self) -> Request | None:
         """Who goes first; equal lines by arrival."""

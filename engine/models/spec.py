@@ -5,6 +5,7 @@ the checkpoint. Every complaint is one sentence in a ConfigError.
 """
 
 import math
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -116,7 +117,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
-    """The part of a spec that the configuration depends on."""
+    """The part of a spec that the configuration depends on, and which checkpoint it is. Raises ConfigError."""
     return ModelFacts(
         path=str(folder),
         name=name,
@@ -125,8 +126,34 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         eos_token_ids=spec.eos_token_ids,
         dtype=spec.dtype,
         weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        fingerprint=fingerprint(folder),
         sampling=spec.sampling,
     )
+
+
+_MAX_HEADER_BYTES = 100 << 20  # what the safetensors format allows
+
+
+def fingerprint(folder: Path) -> str:
+    """Hex SHA-256 that tells checkpoints apart without reading their weights: config.json, and of each safetensors file
+    its name, size, time of change and header. Raises ConfigError."""
+    digest = sha256()
+
+    def add(part: bytes) -> None:
+        digest.update(len(part).to_bytes(8, "little") + part)
+
+    try:
+        add((folder / "config.json").read_bytes())
+        for path in sorted(folder.glob("*.safetensors")):
+            status = path.stat()
+            add(path.name.encode())
+            add(f"{status.st_size} {status.st_mtime_ns}".encode())
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                add(file.read(min(length, _MAX_HEADER_BYTES)))
+    except OSError as e:
+        raise ConfigError(f"{e.filename} cannot be read: {e.strerror}.") from None
+    return digest.hexdigest()
 
 
 def _sampling_defaults(generation: "_Fields") -> SamplingDefaults:

@@ -16,12 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...config import EngineConfig
-from ...ipc.messages import RowLogprobs, StepPlan, StepResult
+from ...ipc.messages import RowLogprobs, StepPlan, StepResult, Transferred, ids_to_bytes
 from ...kernels.ops import Ops, reference_ops
 from ..attention.base import AttentionBackend
 from ..attention.torch_paged import TorchPagedAttention
 from ..cache.kv_cache import KvCache
 from ..device.base import Device, choose_device
+from ..extension.load import load_extension
+from ..kv_connector.attention import ConnectorAttention
+from ..kv_connector.base import ConnectorFacts, WorkerConnector
+from ..kv_connector.registry import worker_connector
 from ..models import registry
 from ..models.decoder import Model
 from ..models.spec import ModelSpec, read_spec
@@ -59,7 +63,10 @@ class Runner:
         self._rows = Rows(num_rows=config.max_num_seqs, max_len=config.max_model_len, block_size=config.block_size)
         self._sampler = Sampler(vocab_size=config.vocab_size, device=device.torch_device)
         self._num_blocks = 0  # of the cache, once it is open
+        self._cache: KvCache | None = None
         self._attention: AttentionBackend | None = None
+        self._connector: WorkerConnector | None = None
+        self._connector_attention: ConnectorAttention | None = None
         self._results: deque[StepResult] = deque()
 
     @classmethod
@@ -99,9 +106,19 @@ class Runner:
         return self._memory.lines(self._num_blocks or self.offer())
 
     @property
+    def block_bytes(self) -> int:
+        """Of one KV block, all layers."""
+        return self._memory.block
+
+    @property
     def num_pending(self) -> int:
         """Plans launched and not collected."""
         return len(self._results)
+
+    @property
+    def num_transfers(self) -> int:
+        """KV transfers under way, of which `take_transferred` will tell."""
+        return 0 if self._connector is None else self._connector.num_pending
 
     def offer(self) -> int:
         """Blocks that there is room for: what `kv_cache_memory` holds, or as many as could ever be used if the device's
@@ -111,7 +128,8 @@ class Runner:
         return min(self._memory.num_blocks(self._device.cache_memory()), _blocks_needed(self._config))
 
     def open_cache(self, num_blocks: int) -> None:
-        """Allocates the KV cache. Once, before the first `launch`."""
+        """Allocates the KV cache, and starts what the configuration puts beside it. Once, before the first `launch`.
+        Raises ConfigError."""
         assert self._attention is None, "the cache is open already"
         cache = KvCache(
             shape=self._model.kv_shape,
@@ -120,16 +138,37 @@ class Runner:
             device=self._device.torch_device,
         )
         self._num_blocks = num_blocks
+        self._cache = cache
         self._attention = TorchPagedAttention(cache=cache, ops=self._ops)
+        if self._config.extension is not None:
+            extension, options = load_extension(self._config.extension)
+            self._attention = extension.wrap_attention(options, self._attention, cache)
+        if self._config.kv_connector:
+            facts = ConnectorFacts(
+                block_size=self._config.block_size, block_bytes=self.block_bytes, model_key=self._config.kv_model_key
+            )
+            self._connector = worker_connector(self._config.kv_connector, facts)
+            assert self._connector is not None, self._config.kv_connector
+            self._connector.register_kv_caches(cache)
+            self._attention = self._connector_attention = ConnectorAttention(self._attention, self._connector)
 
     def launch(self, plan: StepPlan) -> None:
         """Runs the plan; its result waits for `collect`."""
-        started = time.perf_counter()
         for row in plan.open:
             self._rows.open(row)
         self._rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
+        connector = self._connector if plan.kv else None
+        if self._connector_attention is not None:
+            self._connector_attention.is_active = connector is not None
         with torch.inference_mode():
+            if connector is not None:
+                connector.bind_connector_metadata(plan.kv)
+                connector.start_load_kv()
+            started = time.perf_counter()  # the connector says itself what its transfers cost
+            self._copy_blocks(plan)
             ids, logprobs, prompt_logprobs = self._run(plan)
+            if connector is not None:
+                connector.wait_for_save()
         self._device.synchronize()
         self._results.append(
             StepResult(
@@ -144,6 +183,30 @@ class Runner:
     def collect(self) -> StepResult:
         """The result of the oldest plan that was launched. Raises IndexError if there is none."""
         return self._results.popleft()
+
+    def take_transferred(self) -> Transferred | None:
+        """KV transfers that are over and were not told before, if there are any."""
+        connector = self._connector
+        if connector is None:
+            return None
+        sent, loaded = connector.get_finished()
+        if not sent and not loaded:
+            return None
+        failed = sorted(connector.get_block_ids_with_load_errors())
+        num_blocks, load_ms = connector.take_load_cost()
+        return Transferred(tuple(sorted(loaded)), ids_to_bytes(failed), tuple(sorted(sent)), num_blocks, load_ms)
+
+    def close(self) -> None:
+        """Ends what the KV connector has running."""
+        if self._connector is not None:
+            self._connector.close()
+            self._connector = None
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        if plan.copies:
+            assert self._cache is not None, "launch before open_cache"
+            pairs = torch.from_numpy(np.frombuffer(plan.copies, "<i4").astype(np.int64)).to(self._device.torch_device)
+            self._cache.copy(pairs[::2], pairs[1::2])
 
     def _run(self, plan: StepPlan) -> tuple[NDArray[np.int64], dict[int, RowLogprobs], dict[int, RowLogprobs]]:
         """(ids in the plan's order, logprobs, prompt logprobs), and the rows brought up to date."""

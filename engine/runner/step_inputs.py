@@ -69,5 +69,7 @@ def step_inputs(plan: StepPlan, rows: Rows, *, block_size: int, device: torch.de
             block_table=rows.blocks[planned, : -(-int(ends.max()) // block_size)],
             slots=torch.from_numpy(slots).to(device),
             fresh_blocks=torch.from_numpy(fresh).to(device) if len(fresh) else None,
+            order=order,
+            extension=plan.extension,
         ),
     )

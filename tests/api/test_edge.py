@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.ipc.messages import Snapshot
+from pagewire.ipc.messages import Snapshot, TierSnapshot
 
 from .harness import FakeEngine, chat, make_app, request
 
@@ -133,7 +133,9 @@ def metrics(engine: FakeEngine) -> dict[str, float]:
     assert all(sample.labels["model_name"] == "demo" for sample in samples)
     return {
         sample.name
-        + "".join(f"[{sample.labels[k]}]" for k in ("finished_reason", "le") if k in sample.labels): sample.value
+        + "".join(
+            f"[{sample.labels[k]}]" for k in ("finished_reason", "tier", "le") if k in sample.labels
+        ): sample.value
         for sample in samples
     }
 
@@ -153,3 +155,26 @@ def test_metrics() -> None:
     assert after["pagewire:kv_cache_usage_perc"] == 0.25 and after["pagewire:num_preemptions_total"] == 1
     assert after["pagewire:prompt_tokens_total"] == 70 and after["pagewire:generation_tokens_total"] == 44
     assert after["pagewire:prefix_cache_hits_total"] == 30
+    assert not any("external" in name or "tier" in name for name in after)
+
+
+def test_metrics_of_the_kv_tiers() -> None:
+    engine = FakeEngine()
+    tiers = (TierSnapshot("host", 10, 64, 320, 40, 30, 0), TierSnapshot("disk", 7, 0, 16, 9, 2, 1))
+    engine.gateway.handle([Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, tiers)])
+    seen = {name: value for name, value in metrics(engine).items() if "external" in name or "tier" in name}
+    assert seen == {
+        "pagewire:external_prefix_cache_queries_total": 670,
+        "pagewire:external_prefix_cache_hits_total[host]": 320,
+        "pagewire:external_prefix_cache_hits_total[disk]": 16,
+        "pagewire:kv_tier_blocks[host]": 10,
+        "pagewire:kv_tier_blocks[disk]": 7,
+        "pagewire:kv_tier_capacity_blocks[host]": 64,
+        "pagewire:kv_tier_capacity_blocks[disk]": 0,
+        "pagewire:kv_tier_stored_blocks_total[host]": 40,
+        "pagewire:kv_tier_stored_blocks_total[disk]": 9,
+        "pagewire:kv_tier_evicted_blocks_total[host]": 30,
+        "pagewire:kv_tier_evicted_blocks_total[disk]": 2,
+        "pagewire:kv_tier_failed_blocks_total[host]": 0,
+        "pagewire:kv_tier_failed_blocks_total[disk]": 1,
+    }

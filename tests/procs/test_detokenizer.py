@@ -1,7 +1,9 @@
 """The detokenizer actor: stop strings end a request here first, and the core's late news of it is dropped."""
 
+from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 import vocabulary
 
@@ -59,6 +61,18 @@ def opened(**spec: object) -> m.Opened:
 
 def batch(*tokens: m.Tokens) -> m.TokenBatch:
     return m.TokenBatch(tokens)
+
+
+def test_columns_are_tokens_that_come_before_the_other_news(actor: DetokenizerActor, sent: Sent) -> None:
+    other = msgspec.structs.replace(opened(), rid=RID + 1)
+    ids = ids_of("ab")
+    columns = m.TokenBatch(
+        (m.Tokens(RID, ids[4:], finish="length", usage=m.Usage(1, 2, 0)),),
+        array("q", [RID + 1, RID]).tobytes(),
+        ids[4:8] + ids[:4],
+    )
+    actor.handle([opened(), other, columns])
+    assert [(c.rid, c.text) for c in sent.chunks()] == [(RID + 1, "b"), (RID, "a"), (RID, "b")]
 
 
 def test_a_split_character_waits_for_its_rest(actor: DetokenizerActor, sent: Sent) -> None:

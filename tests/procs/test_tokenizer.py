@@ -31,12 +31,11 @@ def submit(prompt: m.TextPrompt | m.ChatPrompt | m.IdsPrompt, n: int = 1, **more
     return m.Submit(10, n, prompt, **fields)  # type: ignore[arg-type]
 
 
-def test_each_choice_gets_its_rid_and_its_seed(actor: TokenizerActor, posts: Posts) -> None:
+def test_the_choices_of_a_prompt_stay_one_message(actor: TokenizerActor, posts: Posts) -> None:
     actor.handle([submit(m.TextPrompt("hi"), n=3, salt=b"s", priority=2)])
-    assert [receiver for receiver, _ in posts] == ["core"] * 3
-    sent = [message for _, message in posts if isinstance(message, m.Enqueue)]
-    assert [(e.rid, e.sampling.seed, e.salt, e.priority) for e in sent] == [(10 + i, 5 + i, b"s", 2) for i in range(3)]
-    assert len({e.prompt_ids for e in sent}) == 1
+    ((receiver, enqueue),) = posts
+    assert receiver == "core" and isinstance(enqueue, m.Enqueue)
+    assert (enqueue.rid, enqueue.n, enqueue.sampling.seed, enqueue.salt, enqueue.priority) == (10, 3, 5, b"s", 2)
 
 
 def test_a_chat_is_rendered(actor: TokenizerActor, posts: Posts) -> None:

@@ -44,6 +44,7 @@ def _step(rng, cache, *, contiguous):
         block_table=table,
         slots=torch.tensor(slots),
         fresh_blocks=torch.tensor(fresh) if fresh else None,
+        order=np.arange(len(lens)),
     )
 
 

@@ -37,3 +37,16 @@ def test_clear_and_the_zero_block():
         for page in pair:
             assert page[:5].isnan().all(-1).all(-1).all(-1).tolist() == [True, False, True, True, False]
             assert not page[[1, 4]].any()
+
+
+def test_copies_are_read_before_any_is_written():
+    _, cache = _cache()
+    for layer, pair in enumerate(cache.pages):
+        for part, page in enumerate(pair):
+            for block in range(5):
+                page[block] = 100 * layer + 10 * part + block
+    cache.copy(torch.tensor([0, 1, 0]), torch.tensor([1, 0, 4]))
+    for layer, pair in enumerate(cache.pages):
+        for part, page in enumerate(pair):
+            assert (page[:5, 0, 0, 0] - 100 * layer - 10 * part).tolist() == [1, 0, 2, 3, 0]
+            assert not page[cache.zero_block].any()

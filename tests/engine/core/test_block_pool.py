@@ -8,8 +8,8 @@ def test_idle_blocks_are_found_again_and_evicted_tail_first() -> None:
     pool = BlockPool(num_blocks=4)
     blocks = pool.allocate(3)
     keys = [b"a", b"b", b"c"]
-    for block, key in zip(blocks, keys, strict=True):
-        pool.register(block, key)
+    for place, (block, key) in enumerate(zip(blocks, keys, strict=True)):
+        pool.register(block, key, place)
     pool.release(blocks)
     assert pool.match(keys) == blocks and pool.num_free == 4
     pool.allocate(2)  # the empty one, then the tail of the released table
@@ -20,7 +20,7 @@ def test_idle_blocks_are_found_again_and_evicted_tail_first() -> None:
 def test_a_hit_keeps_its_block_from_eviction() -> None:
     pool = BlockPool(num_blocks=2)
     (block,) = pool.allocate(1)
-    pool.register(block, b"a")
+    pool.register(block, b"a", 0)
     pool.release([block])
     pool.hold(pool.match([b"a"]))
     assert pool.num_free == 1 and pool.allocate(1) != [block]
@@ -30,8 +30,8 @@ def test_a_hit_keeps_its_block_from_eviction() -> None:
 def test_the_first_block_with_a_key_keeps_it() -> None:
     pool = BlockPool(num_blocks=2)
     first, second = pool.allocate(2)
-    pool.register(first, b"a")
-    pool.register(second, b"a")
+    pool.register(first, b"a", 0)
+    pool.register(second, b"a", 0)
     assert pool.match([b"a"]) == [first]
     pool.release([second])
     pool.release([first])

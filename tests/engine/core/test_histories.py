@@ -10,11 +10,13 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
-from fakes import EOS, FakeWorker, enqueue, expected_output
+from fakes import EOS, FakeWorker, all_tokens, enqueue, expected_output
 from invariants import check
 
 from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.prefix import PrefixCache
 from pagewire.engine.core.request import Request, State
+from pagewire.engine.core.roster import Roster
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.ipc.messages import Accepted, Failed, Opened, TokenBatch, Tokens, bytes_to_ids
 
@@ -91,7 +93,7 @@ def run_history(seed: int) -> dict[str, int]:
             salt=rng.choice([b"", b"", b"other"]),
             prompt_logprobs=0 if rng.random() < 0.1 else None,
         )
-        assert isinstance(scheduler.add(message), Accepted)
+        assert isinstance(scheduler.add(message)[0], Accepted)
 
     def hear() -> None:
         for item in scheduler.take_news():
@@ -101,7 +103,7 @@ def run_history(seed: int) -> dict[str, int]:
                 clients[item.rid].terminals.append("failed")
             else:
                 assert isinstance(item, TokenBatch)
-                for tokens in item.tokens:
+                for tokens in all_tokens(item):
                     client = clients[tokens.rid]
                     assert not client.terminals, "news after the terminal message"
                     client.output += bytes_to_ids(tokens.ids)
@@ -120,7 +122,7 @@ def run_history(seed: int) -> dict[str, int]:
             arrive()
         elif action < 0.15 + cancel_rate and clients:
             rid = rng.choice(list(clients))
-            request = scheduler._requests.get(rid)
+            request = scheduler.roster.requests.get(rid)
             seen["in flight on cancel"] += request is not None and request.num_in_flight > 0
             seen["cancelled"] += request is not None
             clients[rid].wanted = False
@@ -147,7 +149,7 @@ def run_history(seed: int) -> dict[str, int]:
         assert client.opened <= 1
     assert scheduler.num_in_flight == 0 and scheduler.num_running == 0 and scheduler.num_waiting == 0
     assert scheduler.pool.num_free == num_blocks, "blocks leaked"
-    assert len(scheduler._free_rows) == max_num_seqs, "rows leaked"
+    assert len(scheduler.roster.free_rows) == max_num_seqs, "rows leaked"
     seen["preempted"] = scheduler.counters.num_preemptions
     seen["cached"] = scheduler.counters.num_cached_tokens
     return seen
@@ -169,12 +171,11 @@ def _leak_a_block(pool: BlockPool, blocks: list[int]) -> None:
     BlockPool_release(pool, blocks[1:])
 
 
-def _release_in_flight(scheduler: Scheduler, request: Request, terminal: object) -> None:
-    Scheduler_end(scheduler, request, terminal)  # type: ignore[arg-type]
+def _release_in_flight(roster: Roster, request: Request, terminal: object) -> None:
+    Roster_end(roster, request, terminal)  # type: ignore[arg-type]
     if request.row >= 0:
-        scheduler.pool.release(request.blocks)
-        scheduler._free_rows.append(request.row)
-        request.blocks, request.row = [], -1
+        roster._pool.release(request.blocks)
+        roster.free_rows.append(request.row)
 
 
 def _hold_nothing(pool: BlockPool, blocks: list[int]) -> None:
@@ -185,52 +186,52 @@ def _keys_without_parent(request: Request, num: int, block_size: int) -> list[by
     return [request.ids[i * block_size : (i + 1) * block_size].tobytes() for i in range(num)]
 
 
-def _terminal_twice(scheduler: Scheduler, request: Request, terminal: object) -> None:
-    Scheduler_end(scheduler, request, terminal)  # type: ignore[arg-type]
-    (scheduler._tokens if isinstance(terminal, Tokens) else scheduler._news).append(terminal)  # type: ignore[arg-type]
+def _terminal_twice(roster: Roster, request: Request, terminal: object) -> None:
+    Roster_end(roster, request, terminal)  # type: ignore[arg-type]
+    (roster._news._tokens if isinstance(terminal, Tokens) else roster._news._items).append(terminal)  # type: ignore[arg-type]
 
 
-def _terminal_never(scheduler: Scheduler, request: Request, terminal: object) -> None:
-    Scheduler_end(scheduler, request, terminal)  # type: ignore[arg-type]
-    (scheduler._tokens if isinstance(terminal, Tokens) else scheduler._news).pop()
+def _terminal_never(roster: Roster, request: Request, terminal: object) -> None:
+    Roster_end(roster, request, terminal)  # type: ignore[arg-type]
+    (roster._news._tokens if isinstance(terminal, Tokens) else roster._news._items).pop()
 
 
-def _commit_too_early(scheduler: Scheduler, request: Request) -> None:
+def _commit_too_early(prefix: PrefixCache, request: Request) -> None:
     """Offers blocks to the index that no plan has filled."""
     full = len(request.ids) // BLOCK_SIZE
-    for block, key in zip(request.blocks, request.block_keys(full, BLOCK_SIZE), strict=False):
-        scheduler.pool.register(block, key)
+    for i, (block, key) in enumerate(zip(request.blocks, request.block_keys(full, BLOCK_SIZE), strict=False)):
+        prefix._pool.register(block, key, i)
 
 
-def _row_kept(scheduler: Scheduler, request: Request) -> None:
+def _row_kept(roster: Roster, request: Request) -> None:
     row = request.row
-    Scheduler_release(scheduler, request)
+    Roster_release(roster, request)
     if row >= 0 and request.state is State.ENDED:
-        scheduler._free_rows.pop()
+        roster.free_rows.pop()
 
 
-def _preempt_while_in_flight(scheduler: Scheduler, request: Request) -> None:
+def _preempt_while_in_flight(roster: Roster, request: Request) -> None:
     """Frees a preempted request's blocks at once although the worker still writes to them."""
-    scheduler.pool.release(request.blocks)
+    roster._pool.release(request.blocks)
     request.blocks = []
-    Scheduler_preempt(scheduler, request)
+    Roster_preempt(roster, request)
 
 
 BlockPool_release = BlockPool.release
-Scheduler_end = Scheduler._end
-Scheduler_release = Scheduler._release
-Scheduler_preempt = Scheduler._preempt
+Roster_end = Roster.end
+Roster_release = Roster.release
+Roster_preempt = Roster.preempt
 
 MUTANTS: dict[str, tuple[type, str, Callable[..., object]]] = {
     "a block leaks": (BlockPool, "release", _leak_a_block),
     "a block is owned twice": (BlockPool, "hold", _hold_nothing),
-    "row and blocks are reused in flight": (Scheduler, "_end", _release_in_flight),
-    "blocks of a preempted request are reused in flight": (Scheduler, "_preempt", _preempt_while_in_flight),
-    "a row leaks": (Scheduler, "_release", _row_kept),
-    "two terminal messages": (Scheduler, "_end", _terminal_twice),
-    "no terminal message": (Scheduler, "_end", _terminal_never),
+    "row and blocks are reused in flight": (Roster, "end", _release_in_flight),
+    "blocks of a preempted request are reused in flight": (Roster, "preempt", _preempt_while_in_flight),
+    "a row leaks": (Roster, "release", _row_kept),
+    "two terminal messages": (Roster, "end", _terminal_twice),
+    "no terminal message": (Roster, "end", _terminal_never),
     "a key does not name the whole prefix": (Request, "block_keys", _keys_without_parent),
-    "a block is found before it is computed": (Scheduler, "_commit", _commit_too_early),
+    "a block is found before it is computed": (PrefixCache, "commit", _commit_too_early),
 }
 
 

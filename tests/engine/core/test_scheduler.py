@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from fakes import EOS, FakeWorker, enqueue, expected_output
+from fakes import EOS, FakeWorker, all_tokens, enqueue, expected_output
 from invariants import check
 
 from pagewire.engine.core.block_pool import BlockPool
@@ -44,7 +44,7 @@ def run_all(scheduler: Scheduler, worker: FakeWorker) -> list[Tokens]:
     while (plan := scheduler.plan()) is not None:
         scheduler.apply(worker.run(plan))
         check(scheduler)
-    return [t for item in scheduler.take_news() if isinstance(item, TokenBatch) for t in item.tokens]
+    return [t for item in scheduler.take_news() if isinstance(item, TokenBatch) for t in all_tokens(item)]
 
 
 def drain(scheduler: Scheduler, worker: FakeWorker) -> dict[int, list[Tokens]]:
@@ -82,7 +82,7 @@ def test_equal_prefixes_are_computed_once_and_salts_keep_them_apart() -> None:
     scheduler.add(enqueue(4, prompt[:16], max_tokens=1))
     news = drain(scheduler, worker)
     cached = {rid: n[-1].usage.num_cached for rid, n in news.items() if n[-1].usage}
-    assert cached == {2: 16, 3: 0, 4: 12}  # one position is always computed
+    assert cached == {2: 16, 3: 0, 4: 15}  # one position is always computed, in a copy of the last block
 
 
 def test_twins_that_arrive_together_share_one_prefill() -> None:
@@ -93,11 +93,12 @@ def test_twins_that_arrive_together_share_one_prefill() -> None:
         scheduler.add(enqueue(rid, prompt, max_tokens=3, seed=rid))
     first, second = scheduler.plan(), scheduler.plan()
     assert first is not None and list(bytes_to_ids(first.counts)) == [18]
-    assert second is not None and list(bytes_to_ids(second.counts)) == [1, 2, 2, 2, 2]
+    assert second is not None and list(bytes_to_ids(second.counts)) == [1, 1, 1, 1, 1]
+    assert len(bytes_to_ids(second.copies)) == 2 * 4, "each copies the block that the prompt fills only partly"
     for plan in (first, second):
         scheduler.apply(worker.run(plan))
     drain(scheduler, worker)
-    assert scheduler.counters.num_cached_tokens == 4 * 16
+    assert scheduler.counters.num_cached_tokens == 4 * 17
 
 
 def test_prompt_logprobs_bypass_the_prefix_cache() -> None:
@@ -195,7 +196,9 @@ def test_fair_serves_tenants_alike_however_many_requests_each_has() -> None:
         scheduler.add(enqueue(rid, [rid % 50], max_tokens=10, tenant="few", ignore_eos=True))
     for _ in range(60):
         scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
-    done = {t.rid for item in scheduler.take_news() if isinstance(item, TokenBatch) for t in item.tokens if t.finish}
+    done = {
+        t.rid for item in scheduler.take_news() if isinstance(item, TokenBatch) for t in all_tokens(item) if t.finish
+    }
     assert {41, 42, 43, 44} <= done and len(done) < 15
 
 
@@ -253,23 +256,34 @@ def test_a_request_may_refuse_to_wait() -> None:
 
 
 def test_the_queue_is_bounded_in_tokens() -> None:
-    scheduler = make(max_queued_tokens=10)
-    assert isinstance(scheduler.add(enqueue(1, [1] * 8)), Accepted)
-    assert isinstance(scheduler.add(enqueue(2, [1] * 3)), Failed)
-    assert isinstance(scheduler.add(enqueue(3, [1] * 2)), Accepted)
+    scheduler = make(max_queued_tokens=30)
+
+    def add(rid: int, num_prompt: int, n: int = 1) -> set[type]:
+        return {type(reply) for reply in scheduler.add(enqueue(rid, [1] * num_prompt, max_tokens=4, n=n))}
+
+    assert add(1, 8) == {Accepted}
+    assert add(2, 6, n=2) == {Failed}  # 2 · (6 + 4) tokens beside the 12 that wait: none of the two
+    assert scheduler.num_waiting == 1
+    assert add(4, 5, n=2) == {Accepted}
     scheduler.cancel(1)
-    assert isinstance(scheduler.add(enqueue(4, [1] * 8)), Accepted)
+    assert add(6, 8) == {Accepted}
+
+
+def test_a_request_that_could_never_be_taken_is_told_so() -> None:
+    scheduler = make(max_queued_tokens=30)
+    (refused, _) = scheduler.add(enqueue(1, [1] * 12, max_tokens=4, n=2))
+    assert isinstance(refused, Failed) and refused.kind == "invalid_request" and "32 tokens" in refused.detail
 
 
 def test_the_queue_is_bounded_and_a_prompt_must_fit() -> None:
     scheduler = make(num_blocks=4, max_queued_requests=2)
-    assert isinstance(scheduler.add(enqueue(1, [1])), Accepted)
-    refused = scheduler.add(enqueue(2, list(range(16)), max_tokens=None))
+    assert isinstance(scheduler.add(enqueue(1, [1]))[0], Accepted)
+    (refused,) = scheduler.add(enqueue(2, list(range(16)), max_tokens=None))
     assert isinstance(refused, Failed) and refused.kind == "context_length_exceeded" and "16 tokens" in refused.detail
-    assert isinstance(scheduler.add(enqueue(3, [1])), Accepted)
-    refused = scheduler.add(enqueue(4, [1]))
+    assert isinstance(scheduler.add(enqueue(3, [1]))[0], Accepted)
+    (refused,) = scheduler.add(enqueue(4, [1]))
     assert isinstance(refused, Failed) and refused.kind == "queue_full"
-    refused = scheduler.add(enqueue(5, []))
+    (refused,) = scheduler.add(enqueue(5, []))
     assert isinstance(refused, Failed) and refused.kind == "invalid_request"
 
 
@@ -299,3 +313,70 @@ def test_cancelled_requests_leave_nothing_in_a_long_queue() -> None:
         scheduler.cancel(rid)
         check(scheduler)
     assert scheduler.num_waiting == 0 and scheduler.plan() is None
+
+
+def test_the_choices_of_one_prompt_are_numbered_seeded_and_forked() -> None:
+    scheduler = make(budget=64)
+    worker = worker_for(scheduler)
+    prompt = list(range(10))
+    assert [reply.rid for reply in scheduler.add(enqueue(5, prompt, max_tokens=6, seed=40, n=3))] == [5, 6, 7]
+    news = drain(scheduler, worker)
+    for choice in range(3):
+        assert output(news[5 + choice]) == expected_output(prompt, 6, 100, 40 + choice, ignore_eos=False)
+    cached = {rid: n[-1].usage.num_cached for rid, n in news.items() if n[-1].usage}
+    assert cached == {5: 0, 6: 9, 7: 9}, "all but the last position is shared: two blocks, and a copy of the third"
+
+
+def test_a_fork_does_not_see_what_the_other_writes_behind_it() -> None:
+    scheduler = make(depth=2)
+    worker = worker_for(scheduler)
+    prompt = list(range(6))
+    scheduler.add(enqueue(1, prompt, max_tokens=8, seed=1, ignore_eos=True))
+    for _ in range(2):
+        scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
+    scheduler.add(enqueue(2, prompt, max_tokens=8, seed=2, ignore_eos=True))
+    news = drain(scheduler, worker)
+    assert output(news[2]) == expected_output(prompt, 8, 100, 2, ignore_eos=True)
+    assert news[2][-1].usage is not None and news[2][-1].usage.num_cached == 5
+
+
+def test_a_conversation_goes_on_after_its_last_position() -> None:
+    scheduler = make()
+    worker = worker_for(scheduler)
+    scheduler.add(enqueue(1, list(range(6)), max_tokens=8, seed=1, ignore_eos=True))
+    said = output(drain(scheduler, worker)[1])
+    turn = [*range(6), *said, 30, 31, 32]
+    scheduler.add(enqueue(2, turn, max_tokens=4, seed=2, ignore_eos=True))
+    news = drain(scheduler, worker)[2]
+    assert output(news) == expected_output(turn, 4, 100, 2, ignore_eos=True)
+    assert news[-1].usage is not None and news[-1].usage.num_cached == 6 + 8 - 1, "the last token drawn has no KV yet"
+
+
+@pytest.mark.parametrize("num_delivered", range(9))
+def test_a_request_that_was_lost_goes_on_where_it_was(num_delivered: int) -> None:
+    whole = expected_output([1, 2, 3], 8, 100, 5, ignore_eos=True)
+    scheduler = make()
+    worker = worker_for(scheduler)
+    message = enqueue(1, [1, 2, 3], max_tokens=8, seed=5, ignore_eos=True, resume_ids=whole[:num_delivered])
+    assert isinstance(scheduler.add(message)[0], Accepted)
+    news = drain(scheduler, worker)[1]
+    assert output(news) == whole[num_delivered:]
+    assert news[-1].finish == "length" and news[-1].usage is not None and news[-1].usage.num_output == 8
+
+
+def test_a_new_worker_is_given_everything_again() -> None:
+    scheduler = make(depth=2)
+    worker = worker_for(scheduler)
+    prompts = {rid: [rid * 3 + i for i in range(6)] for rid in range(1, 5)}
+    for rid, prompt in prompts.items():
+        scheduler.add(enqueue(rid, prompt, max_tokens=9, seed=rid, ignore_eos=True))
+    for _ in range(3):
+        scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
+    scheduler.plan()
+    scheduler.cancel(2)
+    scheduler.reset()
+    check(scheduler)
+    assert scheduler.num_in_flight == 0 and scheduler.pool.num_held == 0 and scheduler.num_waiting == 3
+    news = drain(scheduler, worker_for(scheduler))
+    for rid in (1, 3, 4):
+        assert output(news[rid]) == expected_output(prompts[rid], 9, 100, rid, ignore_eos=True)

@@ -1,14 +1,16 @@
 """config.json, good and bad."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 
 import checkpoints
 import pytest
 
-from pagewire.config import SamplingDefaults
-from pagewire.engine.models.spec import model_facts, read_spec
+from pagewire.config import Config, MachineFacts, SamplingDefaults, resolve
+from pagewire.engine.models.spec import fingerprint, model_facts, read_spec
 from pagewire.errors import ConfigError
 
 LLAMA = {
@@ -44,6 +46,52 @@ def test_facts(tmp_path):
     facts = model_facts(read_spec(_folder(tmp_path)), tmp_path, "tiny")
     assert (facts.path, facts.name, facts.max_position, facts.vocab_size) == (str(tmp_path), "tiny", 128, 100)
     assert (facts.eos_token_ids, facts.dtype) == ((2,), "float16")
+
+
+def test_fingerprints_tell_checkpoints_apart(tmp_path):
+    """Weights, config and headers count; what else lies in the folder, and where the folder is, do not."""
+    checkpoints.make_checkpoint(tmp_path / "a", "llama")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # keeps times
+    seen = [fingerprint(tmp_path / "a")]
+    assert fingerprint(tmp_path / "b") == seen[0] and len(bytes.fromhex(seen[0])) == 32
+    (tmp_path / "b" / "notes.txt").write_text("x")
+    assert fingerprint(tmp_path / "b") == seen[0]
+    weights = tmp_path / "b" / "model.safetensors"
+    data, times = bytearray(weights.read_bytes()), weights.stat()
+
+    def changed():
+        seen.append(fingerprint(tmp_path / "b"))
+        assert len(set(seen)) == len(seen)
+
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    changed()
+    data[20] ^= 1  # in the header
+    weights.write_bytes(data)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    changed()
+    weights.write_bytes(data + b"x")
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    changed()
+    weights.rename(weights.with_name("other.safetensors"))
+    changed()
+    (tmp_path / "b" / "config.json").write_text("{}")
+    changed()
+    (tmp_path / "b" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        fingerprint(tmp_path / "b")
+
+
+def test_the_model_key_depends_on_what_kv_depends_on(tmp_path):
+    checkpoints.make_checkpoint(tmp_path, "llama")
+    facts = model_facts(read_spec(tmp_path), tmp_path, "tiny")
+    plain = resolve(Config(), facts, MachineFacts(num_cores=1))
+    assert len(plain.kv_model_key) == 32
+    assert (
+        resolve(Config(max_model_len=64, port=1), facts, MachineFacts(num_cores=2)).kv_model_key == plain.kv_model_key
+    )
+    others = [Config(dtype="bfloat16"), Config(extension="some:Extension")]
+    keys = {resolve(config, facts, MachineFacts(num_cores=1)).kv_model_key for config in others}
+    assert len(keys | {plain.kv_model_key}) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""KV that a connector brings from behind the device: what is under way, and whether it pays.
+
+A request whose load is under way holds its row and blocks and computes nothing. A block that could not be loaded is
+computed instead, so a load that fails costs time and nothing else.
+"""
+
+from ...ipc.messages import Transferred, bytes_to_ids
+from .cost import NO_WORK, CostModel, with_chunk
+from .kv_connector import CoreConnector
+from .request import Request
+
+_WEIGHT = 0.2  # of a load that took longer than expected in the running mean of what a block costs
+_LONG = 1024  # positions
+_DOUBT = 0.98  # what a load that was not worth its while does to that mean, so that it is tried again one day
+
+
+class Loads:
+    """Everything that the connector fills for requests that wait for it."""
+
+    def __init__(self, connector: CoreConnector, cost: CostModel, block_size: int) -> None:
+        self._connector = connector
+        self._cost = cost
+        self._block_size = block_size
+        self._requests: dict[int, tuple[Request, tuple[bytes, ...]]] = {}  # rid → whose load is under way, and its keys
+        self._ms_per_block: float | None = None  # nothing was loaded yet
+        self.keys: set[bytes] = set()  # of all blocks under way
+        self.asks_again = False  # the connector has not made up its mind about somebody
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def match(self, request: Request, num_cached: int) -> int | None:
+        """How many positions after the first `num_cached` are to be loaded. None: ask again soon."""
+        num, _ = self._connector.get_num_new_matched_tokens(request, num_cached)
+        if num is None:
+            self.asks_again = True
+            return None
+        assert num % self._block_size == 0 and num_cached + num < len(request.ids), (num, num_cached)
+        return num if num > 0 and self._pays(num_cached, num) else 0
+
+    def start(self, request: Request, num: int) -> None:
+        """The last blocks of the request's table are to be loaded: `num` positions."""
+        request.num_loading = num // self._block_size
+        request.num_in_flight += 1
+        keys = tuple(request.block_keys(len(request.blocks), self._block_size)[-request.num_loading :])
+        self._requests[request.rid] = (request, keys)
+        self.keys.update(keys)
+        self._connector.update_state_after_alloc(request, request.blocks, num)
+
+    def finish(self, message: Transferred) -> list[tuple[Request, int]]:
+        """(request, how many of its blocks were loaded before the first that was not) of each load that is over."""
+        if message.num_blocks:
+            ms = message.load_ms / message.num_blocks
+            mean = self._ms_per_block
+            # Good news counts at once: trying again what does not pay costs little, never trying it costs much.
+            self._ms_per_block = ms if mean is None or ms < mean else mean + _WEIGHT * (ms - mean)
+        failed = set(bytes_to_ids(message.failed_blocks))
+        done = []
+        for rid in message.loaded:
+            request, keys = self._requests.pop(rid)
+            self.keys.difference_update(keys)
+            blocks = request.blocks[-request.num_loading :]
+            good = next((i for i, block in enumerate(blocks) if block in failed), len(blocks))
+            done.append((request, good))
+        return done
+
+    def forget(self) -> list[Request]:
+        """The worker that carried them out is gone. Whose they were."""
+        requests = [request for request, _ in self._requests.values()]
+        self._requests.clear()
+        self.keys.clear()
+        return requests
+
+    def ms_to_load(self, num_blocks: int) -> float | None:
+        """What it would cost; None if nothing is known."""
+        return None if self._ms_per_block is None else self._ms_per_block * num_blocks
+
+    @property
+    def keeps(self) -> bool:
+        """Whether blocks that leave the device are worth keeping behind it: whether loading a long prefix would pay."""
+        return self._pays(0, _LONG)
+
+    def _pays(self, past: int, num: int) -> bool:
+        """Whether loading costs less than computing, as far as both are known."""
+        load_ms = self.ms_to_load(num // self._block_size)
+        if load_ms is None or not self._cost.is_ready:
+            return True
+        if load_ms <= self._cost.predict_more(with_chunk(NO_WORK, past, num)):
+            return True
+        assert self._ms_per_block is not None
+        self._ms_per_block *= _DOUBT
+        return False

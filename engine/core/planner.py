@@ -1,0 +1,310 @@
+"""Fills a draft of the next step: who computes how many positions, who gets blocks, who is preempted, who is admitted.
+
+Every running request has positions to compute up to the tokens it has, and one budget covers all rows. Rows that need a
+single position go first, so that a long prompt delays no stream by more than its chunk. The first in line that runs has
+a position in every plan and is never preempted while another can be; `docs/scheduling.md` draws a bound from it.
+"""
+
+from operator import attrgetter
+
+from ...ipc.messages import Opened
+from .block_pool import BlockPool
+from .cost import NO_WORK, CostModel, Work, with_chunk
+from .draft import Draft
+from .loads import Loads
+from .news import News
+from .policy import Policy
+from .preemption import choose_interrupted, choose_victim, order
+from .prefix import PrefixCache
+from .request import Request, State
+from .roster import Roster
+from .stats import Counters
+
+_NUM_CONTEXT_IDS = 16  # ids before the next token that the detokenizer gets as context for it
+_MIN_CHUNK = 16  # positions of a prompt that a step computes whatever the latency target
+_num_planned = attrgetter("num_planned")
+
+
+class Planner:
+    """Decides; what becomes of the draft is the scheduler's."""
+
+    def __init__(
+        self,
+        *,
+        roster: Roster,
+        pool: BlockPool,
+        prefix: PrefixCache,
+        policy: Policy,
+        loads: Loads | None,
+        cost: CostModel,
+        news: News,
+        counters: Counters,
+        block_size: int,
+        max_num_batched_tokens: int,
+        itl_target_ms: float | None,
+    ) -> None:
+        self._roster = roster
+        self._pool = pool
+        self._prefix = prefix
+        self._policy = policy
+        self._loads = loads
+        self._cost = cost
+        self._news = news
+        self._counters = counters
+        self._block_size = block_size
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._itl_target_ms = itl_target_ms
+
+    def draft(self) -> Draft:
+        """The next step, possibly empty."""
+        roster = self._roster
+        roster.sweep()
+        draft = Draft(self._max_num_batched_tokens)
+        rest = self._plan_decodes(draft)
+        draft.work = Work(len(draft.decodes), sum(map(_num_planned, draft.decodes)), 0, 0)
+        if self._loads is not None:
+            self._loads.asks_again = False
+        for request in rest:
+            self._admit(draft, ahead_of=request)
+            if draft.budget == 0:
+                break
+            self._plan_rest(draft, request)
+        self._admit(draft)
+        self._pool.release(draft.pinned)
+        return draft
+
+    def _plan_decodes(self, draft: Draft) -> list[Request]:
+        """Plans the rows that need one position and no block: nearly every row of nearly every step. Returns the others
+        that have something to compute, the first in line first, then those with one position."""
+        roster = self._roster
+        running = roster.running
+        limit = draft.budget
+        front: Request | None = None
+        if self._pool.num_free < len(roster.running) or limit < len(roster.running):
+            front = self._make_room(draft)
+            running = sorted(roster.running, key=order(self._policy))
+            if front is not None and (front.num_planned >= front.room or front.num_total - front.num_planned > 1):
+                limit -= 1  # it is none of the rows below, and must have a position all the same
+            elif (first := roster.waiting.first()) is not None and self._goes_before(first, running[-1]):
+                limit -= 1
+        decodes = draft.decodes
+        take = decodes.append
+        growing: list[Request] = []
+        single: list[Request] = []
+        long: list[Request] = []
+        for request in running:
+            position = request.num_planned
+            if position < request.room and position + 1 == request.num_total:
+                request.num_planned = position + 1
+                request.num_total = position + 2
+                request.num_in_flight += 1
+                take(request)
+            elif request.has_work:
+                if request.num_total - position > 1:
+                    long.append(request)
+                else:
+                    (growing if position == request.room else single).append(request)
+        over = decodes[limit:]
+        for request in over:
+            request.num_planned -= 1
+            request.num_total -= 1
+            request.num_in_flight -= 1
+        del decodes[limit:]
+        if growing:
+            single += self._grow(draft, growing, limit - len(decodes))
+        draft.budget -= len(decodes)
+        if len(long) > 1:
+            long.sort(key=order(self._policy))
+        rest = single + long + over
+        if front is not None and front in rest:
+            rest.remove(front)
+            rest.insert(0, front)
+        return rest
+
+    def _grow(self, draft: Draft, growing: list[Request], limit: int) -> list[Request]:
+        """Plans rows that need one position and a block for it, as far as blocks and limit last. Returns the others."""
+        num = min(len(growing), limit, self._pool.num_free)
+        blocks = self._pool.allocate(num)
+        draft.grow_blocks.extend(blocks)
+        for request, block in zip(growing, blocks):  # noqa: B905  # those without a block are returned
+            request.blocks.append(block)
+            request.room = min(request.end, request.room + self._block_size)
+            request.num_planned += 1
+            request.num_total += 1
+            request.num_in_flight += 1
+            draft.grow_rows.append(request.row)
+            draft.decodes.append(request)
+        return growing[num:]
+
+    def _make_room(self, draft: Draft) -> Request | None:
+        """When blocks are short: preempts until the first in line can have its chunk and each row that needs one
+        position its block, as far as that is possible. Returns the first in line."""
+        roster = self._roster
+        working = [r for r in roster.running if r.has_work]
+        front = min(working, key=order(self._policy), default=None)
+
+        def need(request: Request) -> int:
+            num = request.num_computable - request.num_planned
+            if num > 1 and request is not front:
+                return 0  # it takes what is left
+            return max(0, self._num_blocks(request.num_planned + min(num, draft.budget)) - len(request.blocks))
+
+        total = sum(map(need, working))
+        while self._pool.num_free < total:
+            coming = sum(len(r.blocks) for r in roster.running if r.state is State.LEAVING)
+            if coming and self._pool.num_free + coming >= total:
+                break  # they return when the steps in flight are applied
+            victim = choose_victim(roster.running, total, pool=self._pool, policy=self._policy, price=self._price)
+            if victim is None:
+                break
+            if victim.has_work:
+                total -= need(victim)
+            roster.preempt(victim)
+            draft.preempted = True
+        return front
+
+    def _price(self, request: Request) -> float:
+        """What it costs to bring the KV of a preempted request back: computed again or, if that is cheaper, loaded."""
+        if not self._cost.is_ready:
+            return request.num_planned
+        price = self._cost.predict_more(with_chunk(NO_WORK, 0, request.num_planned))
+        load_ms = self._loads.ms_to_load(len(request.blocks)) if self._loads is not None else None
+        return price if load_ms is None else min(price, load_ms)
+
+    def _plan_rest(self, draft: Draft, request: Request) -> None:
+        """Plans a running request that needs a block or has more than one position, as far as blocks allow."""
+        if not request.has_work:
+            return
+        have = (len(request.blocks) + self._pool.num_free) * self._block_size - request.num_planned
+        num = self._chunk(draft, request.num_planned, min(request.num_computable - request.num_planned, have))
+        if num <= 0:
+            return
+        need = self._num_blocks(request.num_planned + num) - len(request.blocks)
+        if need > 0:
+            blocks = self._pool.allocate(need)
+            request.blocks += blocks
+            if request.is_open:
+                draft.grow_blocks.extend(blocks)
+                draft.grow_rows.extend([request.row] * need)
+        self._take(draft, request, num)
+
+    def _take(self, draft: Draft, request: Request, num: int) -> None:
+        """Puts `num` positions of a request that has the blocks for them into the plan."""
+        if not request.is_open:
+            self._open(draft, request)
+        if num == 1:
+            work = draft.work
+            draft.work = work._replace(rows=work.rows + 1, context=work.context + request.num_planned)
+        else:
+            draft.work = with_chunk(draft.work, request.num_planned, num)
+        request.num_planned += num
+        if num > 1:
+            draft.chunked.append(request)
+            draft.fresh.update(self._prefix.upcoming(request))
+        request.num_in_flight += 1
+        draws = request.num_planned == request.num_total and request.max_tokens > 0
+        if draws:
+            request.num_total += 1
+        draft.budget -= num
+        draft.others.append(request)
+        draft.counts.append(num)
+        draft.sample.append(int(draws))
+        request.settle()
+
+    def _chunk(self, draft: Draft, past: int, num: int) -> int:
+        """How many of a prompt's next `num` positions, after `past` computed ones, go into this plan.
+
+        Beside streams that wait for their next token, as many as keep the step within the latency target; at least
+        `_MIN_CHUNK` for the first prompt of a step, so that every prompt gets on. Otherwise what the budget allows.
+        """
+        num = min(num, draft.budget)
+        if self._itl_target_ms is None or draft.work.rows == 0 or num <= 1:
+            return num
+        if not self._cost.is_ready:
+            chunk = min(num, _MIN_CHUNK)
+        else:
+            chunk = self._cost.longest_chunk(draft.work, past, self._itl_target_ms, num)
+        if draft.work.prefill == 0:
+            chunk = max(chunk, min(num, _MIN_CHUNK))
+        if chunk < num:
+            draft.budget = chunk  # nothing more fits this step
+        return chunk
+
+    def _goes_before(self, waiting: Request, running: Request) -> bool:
+        return self._policy.interrupts(waiting.line, running.line, len(waiting.ids))
+
+    def _admit(self, draft: Draft, ahead_of: Request | None = None) -> None:
+        """Takes waiting requests in, strictly in their order, while rows, blocks and budget last; with `ahead_of`, only
+        those that may interrupt that running one."""
+        roster, loads, size = self._roster, self._loads, self._block_size
+        while draft.budget > 0 and (request := roster.waiting.first()) is not None:
+            if draft.preempted or roster.num_leaving:
+                return  # those that leave come first
+            if ahead_of is not None and not self._goes_before(request, ahead_of):
+                return
+            found = self._prefix.find(request)
+            if not draft.fresh.isdisjoint(found.missing) or (loads and not loads.keys.isdisjoint(found.missing)):
+                return  # what it lacks is on its way: a later plan finds it
+            hits = found.blocks
+            num_cached = len(hits) * size
+            pinned = [] if found.source is None else [found.source]
+            need = self._num_blocks(len(request.ids)) - len(hits)
+            reserve = len(roster.running)  # every running row may want its next block soon
+            short = need + reserve - (self._pool.num_free - self._pool.num_idle(hits))
+            if pinned and short + self._pool.num_idle(pinned) > 0:
+                found, pinned = found._replace(source=None, num_copied=0), []  # no room to copy from it
+            if short > 0 or not roster.free_rows:
+                victims = choose_interrupted(
+                    roster.running, request, short, bool(roster.free_rows), self._pool, self._policy
+                )
+                for victim in victims:  # they give up what is missing; the next plan admits the request
+                    roster.preempt(victim)
+                return
+            external = 0
+            if loads is not None and self._prefix.enabled and request.sampling.prompt_logprobs is None:
+                asked = loads.match(request, num_cached)
+                if asked is None:
+                    return
+                external = asked
+            num = 0
+            if not external:
+                copied = found.num_copied
+                num = self._chunk(draft, num_cached + copied, request.num_computable - num_cached - copied)
+                if num == 0:
+                    return
+            self._pool.hold(hits)
+            if not external and pinned:
+                self._pool.hold(pinned)
+                draft.pinned += pinned
+            end = num_cached + (external or found.num_copied + num)
+            blocks = hits + self._pool.allocate(self._num_blocks(end) - len(hits))
+            roster.admit(request, blocks, State.LOADING if external else State.RUNNING)
+            request.num_committed = len(hits)
+            request.num_computed = request.num_planned = num_cached
+            request.num_found = num_cached + (0 if external else found.num_copied)
+            if external:
+                assert loads is not None
+                loads.start(request, external)
+                continue
+            if pinned:
+                draft.copies += (*pinned, blocks[len(hits)])
+                request.num_computed = request.num_planned = num_cached + found.num_copied
+            self._take(draft, request, num)
+
+    def _open(self, draft: Draft, request: Request) -> None:
+        """Tells the worker of its row and, with its first step, the detokenizer of the request."""
+        draft.open.append(request.as_row())
+        request.is_open = True
+        if request.opened:
+            return
+        request.opened = True
+        request.num_cached = min(request.num_computed, request.num_prompt)
+        self._counters.num_prompt_tokens += request.num_prompt
+        self._counters.num_cached_tokens += request.num_found
+        known = request.num_prompt + request.num_resumed
+        first = 0 if request.text.prompt else max(0, known - _NUM_CONTEXT_IDS)
+        prompt_ids = request.ids[first : request.num_prompt if request.text.prompt else known].tobytes()
+        self._news.add_item(Opened(request.rid, request.num_prompt, request.num_cached, prompt_ids, request.text))
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

@@ -1,0 +1,1 @@
+"""KV connectors: what keeps KV behind the device, in two halves."""

@@ -1,0 +1,38 @@
+"""Tells the worker half of the KV connector about every layer of a pass, without the model's knowing."""
+
+from torch import Tensor
+
+from ..attention.base import AttentionBackend, AttentionStep
+from .base import WorkerConnector
+
+
+class ConnectorAttention:
+    """An attention backend around another. `is_active` is set by the runner for the steps that carry metadata."""
+
+    def __init__(self, inner: AttentionBackend, connector: WorkerConnector) -> None:
+        self.is_active = False
+        self._inner = inner
+        self._connector = connector
+
+    def begin(self, step: AttentionStep) -> None:
+        """See `AttentionBackend`."""
+        self._inner.begin(step)
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        if not self.is_active:
+            return self._inner.forward(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+        self._connector.wait_for_layer_load(layer)
+        out = self._inner.forward(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+        self._connector.save_kv_layer(layer)
+        return out

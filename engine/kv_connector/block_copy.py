@@ -1,0 +1,55 @@
+"""Whole blocks out of the KV cache and into it.
+
+Outside, a block is a row of bytes: [layer][keys, values][position][head][dim], the same on every device. Both ways work
+in chunks, so that they take no more than `_CHUNK_BYTES` of the device's memory beside the cache.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..cache.kv_cache import KvCache
+
+_CHUNK_BYTES = 32 << 20
+
+
+class BlockCopier:
+    """Of one cache. Holds no state, so any thread may write blocks that nobody else reads or writes."""
+
+    def __init__(self, cache: KvCache) -> None:
+        keys, _ = cache.pages[0]
+        self._pages = [page for pair in cache.pages for page in pair]
+        self._page = keys.shape[1:]  # of one block in one page
+        self._dtype = keys.dtype
+        self._num_blocks = cache.num_blocks
+        self.device = keys.device
+        self.block_bytes = len(self._pages) * self._page.numel() * keys.element_size()
+        self.chunk = max(1, _CHUNK_BYTES // self.block_bytes)  # blocks that are copied at a time
+
+    def read(self, blocks: Sequence[int]) -> Iterator[Tensor]:
+        """These blocks' bytes in order, some at a time: uint8 [n, block_bytes] on the CPU, each a tensor of its own."""
+        self._check(blocks)
+        for start in range(0, len(blocks), self.chunk):
+            ids = torch.tensor(blocks[start : start + self.chunk], dtype=torch.int64, device=self.device)
+            size = (len(ids), len(self._pages), *self._page)
+            out = torch.empty(size, dtype=self._dtype, device=self.device)
+            for i, page in enumerate(self._pages):
+                out[:, i] = page.index_select(0, ids)
+            yield out.flatten(1).view(torch.uint8).cpu()
+
+    def write(self, blocks: Sequence[int], rows: Tensor) -> None:
+        """Fills these blocks, each at most once. rows: uint8 [len(blocks), block_bytes] on the CPU."""
+        assert rows.shape == (len(blocks), self.block_bytes), (rows.shape, len(blocks), self.block_bytes)
+        self._check(blocks)
+        for start in range(0, len(blocks), self.chunk):
+            ids = torch.tensor(blocks[start : start + self.chunk], dtype=torch.int64, device=self.device)
+            chunk = rows[start : start + self.chunk].to(self.device).view(self._dtype)
+            chunk = chunk.view(len(ids), len(self._pages), *self._page)
+            for i, page in enumerate(self._pages):
+                page.index_copy_(0, ids, chunk[:, i])
+
+    def _check(self, blocks: Sequence[int]) -> None:
+        """On some devices an index out of range ends the process; here it raises ValueError."""
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self._num_blocks):
+            raise ValueError(f"blocks {min(blocks)} … {max(blocks)} of a cache of {self._num_blocks}")

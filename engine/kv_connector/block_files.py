@@ -1,0 +1,194 @@
+"""A folder of KV blocks, one file each: what `disk` and `shared` store in.
+
+    FOLDER/<model, 16 hex digits>/<key, 2 digits>/<key, 64 digits>.<place>
+
+A file is a header and the block's bytes. The header's checksum covers the rest of the header, the block's key and its
+bytes, so a file that is torn, damaged, of another model or under another block's name is told from a good one. Files
+come into being under their names whole (written beside, then renamed), and equal names mean equal content, so any
+number of processes may write and remove them at any time.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from struct import Struct as Layout
+from typing import NamedTuple
+
+from ...errors import ConfigError
+
+_MAGIC = b"pwkvblk1"
+_LENGTH = Layout("<Q")
+_DIGEST_BYTES = 32
+HEADER_BYTES = len(_MAGIC) + _LENGTH.size + 32 + _DIGEST_BYTES
+"""Magic, length of the block in bytes, model key, BLAKE2b."""
+
+_numbers = count()
+
+
+class BadBlock(Exception):
+    """A file does not hold the block that its name says."""
+
+
+class Found(NamedTuple):
+    """A file of the folder, of whatever model."""
+
+    name: str  # relative to the folder
+    size: int
+    used_ns: int  # when it was written or read last
+    key: bytes | None  # None: not a block of this model
+    place: int
+
+
+class BlockFiles:
+    """The files of one model. Its methods may be called from any thread, and raise OSError where the system does."""
+
+    def __init__(self, *, path: str, model_key: bytes, block_bytes: int) -> None:
+        """Opens nothing."""
+        assert len(model_key) == 32, model_key
+        self.path = os.path.expanduser(path)
+        self.file_bytes = HEADER_BYTES + block_bytes
+        self._model_key = model_key
+        self._block_bytes = block_bytes
+        self._model = model_key.hex()[:16]
+
+    def open(self, connector: str) -> None:
+        """Makes the folder if it is not there. Raises ConfigError if it cannot be used."""
+        try:
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
+            probe = os.path.join(self.path, f".probe.{os.getpid()}.{next(_numbers)}")
+            os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.unlink(probe)
+        except OSError as error:
+            raise ConfigError(
+                f"--kv-connector {connector},path={self.path}: it is no folder to write to ({error.strerror})."
+            ) from None
+
+    def name(self, key: bytes, place: int) -> str:
+        """Of a block's file, relative to the folder."""
+        digits = key.hex()
+        return f"{self._model}/{digits[:2]}/{digits}.{place}"
+
+    def has(self, key: bytes, place: int) -> bool:
+        """Whether there is a file that could hold the block."""
+        try:
+            return os.stat(f"{self.path}/{self.name(key, place)}").st_size == self.file_bytes
+        except OSError:
+            return False
+
+    def read(self, key: bytes, place: int, into: memoryview) -> None:
+        """Fills `into`, a block's bytes. Raises BadBlock, and what `into` holds then is not to be used."""
+        # Not through a link and not waiting for the other end of a pipe, whatever lies there.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            file = os.open(f"{self.path}/{self.name(key, place)}", flags)
+            try:
+                about = os.fstat(file)
+                if not stat.S_ISREG(about.st_mode) or about.st_size != self.file_bytes:
+                    raise BadBlock(f"{about.st_size} bytes instead of {self.file_bytes}")
+                header = bytearray(HEADER_BYTES)
+                _fill(file, memoryview(header))
+                _fill(file, into)
+                if header != self._header(key, into):
+                    raise BadBlock("header or checksum differ")
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise BadBlock(str(error)) from error
+
+    def write(self, key: bytes, place: int, data: memoryview) -> None:
+        """Stores a block. Leaves nothing behind if it fails."""
+        assert len(data) == self._block_bytes, (len(data), self._block_bytes)
+        name = f"{self.path}/{self.name(key, place)}"
+        folder, _, base = name.rpartition("/")
+        part = f"{folder}/.{base}.{os.getpid()}.{next(_numbers)}"
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        try:
+            file = os.open(part, flags, 0o600)
+        except FileNotFoundError:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            file = os.open(part, flags, 0o600)
+        try:
+            try:
+                for piece in (memoryview(self._header(key, data)), data):
+                    while piece:
+                        piece = piece[os.write(file, piece) :]
+            finally:
+                os.close(file)
+            os.replace(part, name)
+        except BaseException:
+            os.unlink(part)
+            raise
+
+    def touch(self, key: bytes, place: int, used_ns: int) -> None:
+        """Somebody used it at that time, if it is still there."""
+        with suppress(FileNotFoundError):
+            os.utime(f"{self.path}/{self.name(key, place)}", ns=(used_ns, used_ns))
+
+    def remove(self, name: str) -> None:
+        """A name relative to the folder, if it is still there."""
+        with suppress(FileNotFoundError):
+            os.unlink(f"{self.path}/{name}")
+
+    def scan(self) -> Iterator[Found]:
+        """Everything in the folder that this file could have made, for whatever model. Files may go meanwhile."""
+        for model in _folders(self.path, 16):
+            for digits in _folders(model.path, 2):
+                for entry in _entries(digits.path):
+                    try:
+                        about = entry.stat(follow_symlinks=False)
+                    except OSError:
+                        continue
+                    name = f"{model.name}/{digits.name}/{entry.name}"
+                    key, place = _parse(entry.name)
+                    if model.name != self._model or about.st_size != self.file_bytes or entry.name[:2] != digits.name:
+                        key = None
+                    yield Found(name, about.st_size, about.st_mtime_ns, key, place)
+
+    def _header(self, key: bytes, data: memoryview) -> bytes:
+        head = _MAGIC + _LENGTH.pack(self._block_bytes) + self._model_key
+        digest = blake2b(head + key, digest_size=_DIGEST_BYTES)
+        digest.update(data)
+        return head + digest.digest()
+
+
+def is_part(name: str) -> bool:
+    """Whether a found name is that of a file being written, or whose writer was killed."""
+    return Path(name).name.startswith(".")
+
+
+def _fill(file: int, into: memoryview) -> None:
+    while into:
+        num = os.readv(file, [into])
+        if num == 0:
+            raise BadBlock("it ends too soon")
+        into = into[num:]
+
+
+def _folders(path: str, num_digits: int) -> Iterator["os.DirEntry[str]"]:
+    """Those of our shape: nothing that a person keeps in the same folder is touched."""
+    for entry in _entries(path):
+        if len(entry.name) == num_digits and set(entry.name) <= _DIGITS and entry.is_dir(follow_symlinks=False):
+            yield entry
+
+
+def _entries(path: str) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError:
+        return []
+
+
+def _parse(name: str) -> tuple[bytes | None, int]:
+    """(key, place) of a file name that is a block's."""
+    digits, _, place = name.partition(".")
+    if len(digits) != 64 or not set(digits) <= _DIGITS or not place.isdecimal() or not place.isascii():
+        return None, 0
+    return bytes.fromhex(digits), int(place)
+
+
+_DIGITS = set("0123456789abcdef")

@@ -1,0 +1,110 @@
+"""The thread that writes blocks to files, so that neither a step nor a load waits for a slow disk.
+
+It does its jobs in the order in which they came: a block that is removed and saved again is there. What could not be
+written is simply not there when it is read; nobody is told but the operator.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from .block_files import BlockFiles
+from .room import Room
+
+_MAX_JOBS = 100_000  # beyond it, nobody remembers what was used
+
+log = logging.getLogger("pagewire.kv")
+
+
+class BlockWriter:
+    """Its methods are called by the runner's thread, `pending` by any."""
+
+    def __init__(self, *, name: str, files: BlockFiles, room: Room, overwrite: bool, max_bytes: int) -> None:
+        """`overwrite`: write a block whose file is there already. `max_bytes`: of blocks that wait to be written."""
+        self._name = name
+        self._files = files
+        self._room = room
+        self._overwrite = overwrite
+        self._max_bytes = max_bytes
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._pending: dict[bytes, memoryview] = {}  # key → the block, until its file is there
+        self._num_bytes = 0  # of all blocks in `_jobs` and the one being written
+        self._is_closing = False
+        self._is_failing = False  # the last write failed; told once
+        self._condition = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"kv-{name}-writer", daemon=True)
+        self._thread.start()
+
+    def room_for(self, num_bytes_each: int) -> int:
+        """How many blocks of that size may be given to `save` now."""
+        return max(0, self._max_bytes - self._num_bytes) // num_bytes_each
+
+    def pending(self, key: bytes) -> memoryview | None:
+        """The block, if it waits to be written."""
+        with self._condition:
+            return self._pending.get(key)
+
+    def save(self, key: bytes, place: int, data: memoryview) -> None:
+        """Writes a block; the caller has looked at `room_for` and no longer changes `data`."""
+        with self._condition:
+            self._pending[key] = data
+            self._num_bytes += len(data)
+        self._add(partial(self._write, key, place, data))
+
+    def remove(self, name: str) -> None:
+        """Removes a file."""
+        self._add(partial(self._files.remove, name))
+
+    def touch(self, key: bytes, place: int, used_ns: int) -> None:
+        """Notes when a block was used. Not important."""
+        if len(self._jobs) < _MAX_JOBS:
+            self._add(partial(self._files.touch, key, place, used_ns))
+
+    def close(self, grace_s: float) -> None:
+        """Writes what waits, but for so long only."""
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify()
+        self._thread.join(grace_s)
+        if self._thread.is_alive():
+            log.warning("%s: %d blocks were not written in time", self._name, len(self._pending))
+        else:
+            self._room.close()
+
+    def _add(self, job: Callable[[], None]) -> None:
+        with self._condition:
+            self._jobs.append(job)
+            self._condition.notify()
+
+    def _run(self) -> None:
+        self._do(self._room.tidy)
+        while True:
+            with self._condition:
+                while not self._jobs:
+                    if self._is_closing:
+                        return
+                    self._condition.wait()
+                job = self._jobs.popleft()
+            self._do(job)
+
+    def _do(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except OSError as error:
+            if not self._is_failing:
+                log.warning("%s: KV cannot be kept at the moment: %s", self._name, error)
+            self._is_failing = True
+
+    def _write(self, key: bytes, place: int, data: memoryview) -> None:
+        try:
+            if self._overwrite or not self._files.has(key, place):
+                self._room.before_write(self._files.file_bytes)
+                self._files.write(key, place, data)
+            self._is_failing = False
+        finally:
+            with self._condition:
+                self._num_bytes -= len(data)
+                if self._pending.get(key) is data:
+                    del self._pending[key]

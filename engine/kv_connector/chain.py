@@ -1,0 +1,235 @@
+"""Several connectors as one, nearest first: each is asked to go on where the one before it ends.
+
+Neither half knows what its parts are. A request's load is over when all parts that have a share in it are done, and so
+is a request whose blocks several parts keep.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import Struct, msgpack
+
+from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
+from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
+from .base import WorkerConnector
+
+if TYPE_CHECKING:
+    from ..cache.kv_cache import KvCache
+
+_MAX_MATCHES = 1024  # waiting requests whose match is remembered
+
+
+class ChainLoad(Struct, frozen=True, array_like=True):
+    """Of one request: how many parts load for it, and the blocks that they fill."""
+
+    rid: int
+    num_parts: int
+    blocks: bytes  # int32
+
+
+class ChainMeta(Struct, frozen=True, array_like=True):
+    """What the worker half is told."""
+
+    parts: tuple[bytes, ...]  # the metadata of each; empty: none
+    loads: tuple[ChainLoad, ...]
+    kept: tuple[tuple[int, int], ...]  # ended rids, and how many parts want their blocks to stay
+
+
+class ChainCore:
+    """See `CoreConnector`."""
+
+    def __init__(self, parts: Sequence[CoreConnector], *, block_size: int) -> None:
+        self._parts = tuple(parts)
+        self._block_size = block_size
+        self._matched: dict[int, list[int]] = {}  # rid → tokens that each part has, as it was asked last
+        self._loads: list[ChainLoad] = []  # of the plan being made
+        self._kept: list[tuple[int, int]] = []  # of the plan being made
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `CoreConnector`."""
+        self._matched.pop(request.rid, None)
+        shares = []
+        spans_steps = False
+        reached = num_computed_tokens
+        for part in self._parts:
+            num, is_async = part.get_num_new_matched_tokens(request, reached)
+            if num is None:
+                return None, True
+            shares.append(num)
+            spans_steps |= is_async and num > 0
+            reached += num
+        if reached > num_computed_tokens:
+            self._matched[request.rid] = shares
+            if len(self._matched) > _MAX_MATCHES:
+                del self._matched[next(iter(self._matched))]
+        return reached - num_computed_tokens, spans_steps
+
+    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """See `CoreConnector`. If less is loaded than was matched, the last parts have less to do."""
+        first = len(block_ids) * self._block_size - num_external_tokens
+        if request.rid not in self._matched:
+            self.get_num_new_matched_tokens(request, first)
+        shares = self._matched.pop(request.rid, None) or [0] * len(self._parts)
+        left = num_external_tokens
+        num_parts = 0
+        for i, (part, share) in enumerate(zip(self._parts, shares, strict=True)):
+            # What no part has any more is left to the last, which will say that it could not be loaded.
+            num = left if i == len(shares) - 1 else min(share, left)
+            if num > 0:
+                left -= num
+                num_parts += 1
+                part.update_state_after_alloc(request, block_ids[: len(block_ids) - left // self._block_size], num)
+        blocks = block_ids[first // self._block_size :]
+        self._loads.append(ChainLoad(request.rid, num_parts, ids_to_bytes(list(blocks))))
+
+    def build_connector_meta(self) -> bytes:
+        """See `CoreConnector`."""
+        parts = tuple(part.build_connector_meta() for part in self._parts)
+        if not any(parts):
+            assert not self._loads and not self._kept, "a part has a share in a load and says nothing of it"
+            return b""
+        meta = ChainMeta(parts, tuple(self._loads), tuple(self._kept))
+        self._loads.clear()
+        self._kept.clear()
+        return msgpack.encode(meta)
+
+    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
+        """See `CoreConnector`."""
+        self._matched.pop(request.rid, None)
+        num = sum([part.request_finished(request, block_ids) for part in self._parts])
+        if num:
+            self._kept.append((request.rid, num))
+        return num > 0
+
+    def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
+        """See `CoreConnector`."""
+        for part in self._parts:
+            part.blocks_evicted(evicted)
+
+    def update_connector_output(self, output: Transferred) -> None:
+        """See `CoreConnector`. Each part knows its own requests and blocks."""
+        for part in self._parts:
+            part.update_connector_output(output)
+
+    def take_events(self) -> list[KvEvent]:
+        """See `CoreConnector`."""
+        return [event for part in self._parts for event in part.take_events()]
+
+    def tiers(self) -> tuple[TierSnapshot, ...]:
+        """See `CoreConnector`."""
+        return tuple(tier for part in self._parts for tier in part.tiers())
+
+    def reset(self) -> None:
+        """See `CoreConnector`."""
+        self._matched.clear()
+        self._loads.clear()
+        self._kept.clear()
+        for part in self._parts:
+            part.reset()
+
+    def close(self) -> None:
+        """See `CoreConnector`."""
+        for part in self._parts:
+            part.close()
+
+
+class ChainWorker:
+    """See `WorkerConnector`."""
+
+    def __init__(self, parts: Sequence[WorkerConnector]) -> None:
+        self._parts = tuple(parts)
+        self._decoder = msgpack.Decoder(ChainMeta)
+        self._active: list[WorkerConnector] = []  # parts that have something to do with the plan
+        self._left: dict[int, int] = {}  # rid → parts that still load for it
+        self._rid_of: dict[int, int] = {}  # block that is being filled → whose
+        self._blocks_of: dict[int, array[int]] = {}  # rid → its blocks in `_rid_of`
+        self._bad: dict[int, set[int]] = {}  # rid → blocks of it that failed
+        self._kept: dict[int, int] = {}  # ended rid → parts that still need its blocks
+        self._failed_of_named: set[int] = set()
+
+    @property
+    def num_pending(self) -> int:
+        """See `WorkerConnector`."""
+        return sum(part.num_pending for part in self._parts)
+
+    def register_kv_caches(self, cache: KvCache) -> None:
+        """See `WorkerConnector`."""
+        for part in self._parts:
+            part.register_kv_caches(cache)
+
+    def bind_connector_metadata(self, metadata: bytes) -> None:
+        """See `WorkerConnector`."""
+        meta = self._decoder.decode(metadata)
+        self._active = []
+        for part, data in zip(self._parts, meta.parts, strict=True):
+            if data:
+                part.bind_connector_metadata(data)
+                self._active.append(part)
+        for load in meta.loads:
+            self._left[load.rid] = load.num_parts
+            self._blocks_of[load.rid] = blocks = bytes_to_ids(load.blocks)
+            self._rid_of.update(dict.fromkeys(blocks, load.rid))
+        self._kept.update(meta.kept)
+
+    def start_load_kv(self) -> None:
+        """See `WorkerConnector`. No part writes before all have read what they keep."""
+        for part in self._active:
+            part.start_load_kv()
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """See `WorkerConnector`."""
+        for part in self._active:
+            part.wait_for_layer_load(layer)
+
+    def save_kv_layer(self, layer: int) -> None:
+        """See `WorkerConnector`."""
+        for part in self._active:
+            part.save_kv_layer(layer)
+
+    def wait_for_save(self) -> None:
+        """See `WorkerConnector`."""
+        for part in self._active:
+            part.wait_for_save()
+
+    def get_finished(self) -> tuple[set[int], set[int]]:
+        """See `WorkerConnector`."""
+        sent, loaded = set(), set()
+        self._failed_of_named = set()
+        for part in self._parts:
+            part_sent, part_loaded = part.get_finished()
+            for block in part.get_block_ids_with_load_errors():
+                if (owner := self._rid_of.get(block)) is not None:
+                    self._bad.setdefault(owner, set()).add(block)
+            for rid in part_loaded:
+                self._left[rid] -= 1
+                if self._left[rid] == 0:
+                    loaded.add(rid)
+            for rid in part_sent:
+                self._kept[rid] -= 1
+                if self._kept[rid] == 0:
+                    del self._kept[rid]
+                    sent.add(rid)
+        for rid in loaded:
+            del self._left[rid]
+            for block in self._blocks_of.pop(rid):
+                del self._rid_of[block]
+            self._failed_of_named |= self._bad.pop(rid, set())
+        return sent, loaded
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `WorkerConnector`."""
+        failed, self._failed_of_named = self._failed_of_named, set()
+        return failed
+
+    def take_load_cost(self) -> tuple[int, float]:
+        """See `WorkerConnector`."""
+        costs = [part.take_load_cost() for part in self._parts]
+        return sum(num for num, _ in costs), sum(ms for _, ms in costs)
+
+    def close(self) -> None:
+        """See `WorkerConnector`."""
+        for part in self._parts:
+            part.close()

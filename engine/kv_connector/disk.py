@@ -1,0 +1,174 @@
+"""The disk tier: the full blocks of ended requests are kept in files, over restarts too. This is the core half.
+
+It lists the folder once, when it starts, and from then on knows by itself what is there, because nobody else uses the
+folder. It may be wrong about a file, where writing failed or somebody removed it: the load of such a block fails, the
+request computes it, and the key is forgotten here.
+"""
+
+from collections.abc import Sequence
+
+from ...ipc.messages import TierSnapshot, Transferred
+from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
+from .base import ConnectorFacts, Options, WorkerConnector
+from .block_files import BlockFiles, is_part
+from .eviction import EvictionQueue
+from .file_meta import FilePlan
+from .ledger import Ledger, num_matched
+from .options import check_names, eviction_of, num_blocks_of, size_of
+
+
+class DiskConnector:
+    """`disk,path=DIR,size=20G[,eviction=lru|lfu|cost]`. See `base.KVConnector`."""
+
+    @staticmethod
+    def check(options: Options) -> None:
+        """See `base.HasCheck`."""
+        check_names("disk", options, required=["path", "size"], optional=["eviction"])
+        size_of("disk", options)
+        eviction_of("disk", options)
+
+    @staticmethod
+    def core(options: Options, facts: ConnectorFacts) -> CoreConnector:
+        """See `base.KVConnector`."""
+        files, size = _open(options, facts)
+        return DiskCore(files=files, size=size, block_size=facts.block_size, queue=eviction_of("disk", options))
+
+    @staticmethod
+    def worker(options: Options, facts: ConnectorFacts) -> WorkerConnector:
+        """See `base.KVConnector`."""
+        from .file_worker import FileWorker  # needs torch
+        from .room import FolderLock
+
+        files, _ = _open(options, facts)
+        return FileWorker(name="disk", files=files, facts=facts, room=FolderLock(files))
+
+
+def _open(options: Options, facts: ConnectorFacts) -> tuple[BlockFiles, int]:
+    DiskConnector.check(options)
+    files = BlockFiles(path=options["path"], model_key=facts.model_key, block_bytes=facts.block_bytes)
+    size = size_of("disk", options)
+    num_blocks_of("disk", size, files.file_bytes)
+    files.open("disk")
+    return files, size
+
+
+class DiskCore:
+    """See `CoreConnector`."""
+
+    def __init__(self, *, files: BlockFiles, size: int, block_size: int, queue: EvictionQueue) -> None:
+        self._files = files
+        self._size = size
+        self._block_size = block_size
+        self._queue = queue  # of all blocks that are there, or will be when the worker has caught up
+        self._others: list[
+            tuple[str, int]
+        ] = []  # name, size of files that are no blocks of this model; last goes first
+        self._bytes = 0  # of all files
+        self._plan = FilePlan()
+        self._ledger = Ledger("disk", block_size)
+        self._list()
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `CoreConnector`."""
+        num = num_matched(request, num_computed_tokens, self._block_size, lambda key, _: key in self._queue)
+        return num * self._block_size, num > 0
+
+    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """See `CoreConnector`. A block that was given up since it was matched is simply not found."""
+        num = num_external_tokens // self._block_size
+        keys = request.block_keys(len(block_ids), self._block_size)
+        self._queue.used(keys)
+        self._plan.used.update(zip(keys, range(len(keys)), strict=True))
+        for key in keys[-num:]:
+            self._queue.pin(key)
+        self._ledger.begin_load(request.rid, block_ids[-num:], keys[-num:])
+        self._plan.load(request.rid, block_ids[-num:], keys[-num:], len(keys) - num)
+
+    def build_connector_meta(self) -> bytes:
+        """See `CoreConnector`."""
+        return self._plan.take()
+
+    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
+        """See `CoreConnector`. Saves what is not there."""
+        keys = request.block_keys(request.num_computed // self._block_size, self._block_size)
+        keys = keys[: self._size // self._files.file_bytes]
+        stored = []
+        for i in range(len(keys) - 1, -1, -1):  # the tail first, so that it is the oldest
+            parent = keys[i - 1] if i else None
+            if keys[i] in self._queue:
+                self._queue.touched(keys[i], parent)
+                self._plan.used[keys[i]] = i
+                continue
+            self._queue.added(keys[i], i, parent)
+            self._bytes += self._files.file_bytes
+            self._plan.save[keys[i]] = (block_ids[i], i)
+            stored.append(keys[i])
+        self._ledger.stored(stored)
+        self._make_room()
+        return False
+
+    def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
+        """See `CoreConnector`. What ended requests leave behind is here already."""
+
+    def update_connector_output(self, output: Transferred) -> None:
+        """See `CoreConnector`."""
+        over, failed = self._ledger.end_loads(output)
+        for key in over:
+            self._queue.unpin(key)
+        self._forget(failed)
+
+    def take_events(self) -> list[KvEvent]:
+        """See `CoreConnector`."""
+        return self._ledger.take_events()
+
+    def tiers(self) -> tuple[TierSnapshot, ...]:
+        """See `CoreConnector`."""
+        return (self._ledger.snapshot(len(self._queue), self._size // self._files.file_bytes),)
+
+    def reset(self) -> None:
+        """See `CoreConnector`. What was ordered and not written is found out when it is read."""
+        for key in self._ledger.forget_loads():
+            self._queue.unpin(key)
+        self._forget(list(self._plan.save))
+        remove = list(self._plan.remove)
+        self._plan.clear()
+        self._plan.remove = remove
+
+    def close(self) -> None:
+        """See `CoreConnector`."""
+
+    def _list(self) -> None:
+        """What earlier engines left. The worker removes files that were never finished."""
+        keys = []
+        for found in sorted(self._files.scan(), key=lambda found: (found.used_ns, -found.place)):
+            if is_part(found.name):
+                continue
+            self._bytes += found.size
+            if found.key is None:
+                self._others.append((found.name, found.size))
+            elif found.key not in self._queue:
+                self._queue.added(found.key, found.place)
+                keys.append(found.key)
+        self._others.reverse()
+        self._ledger.found(keys)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Gives up blocks until what is left fits: first what this model cannot use."""
+        while self._bytes > self._size and self._others:
+            name, size = self._others.pop()
+            self._plan.remove.append(name)
+            self._bytes -= size
+        while self._bytes > self._size and (victim := self._queue.evict()) is not None:
+            self._bytes -= self._files.file_bytes
+            if self._plan.save.pop(victim.key, None) is None:
+                self._plan.remove.append(self._files.name(victim.key, victim.place))
+            self._ledger.evicted(victim.key)
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        """These are not there, or not good. Two loads of one may say so."""
+        gone = [key for key in dict.fromkeys(keys) if key in self._queue]
+        for key in gone:
+            self._queue.removed(key)
+            self._bytes -= self._files.file_bytes
+        self._ledger.removed(gone)

@@ -1,0 +1,227 @@
+"""Keeps a connector that somebody else wrote from ending the engine.
+
+Whatever a connector keeps can be computed again, so every mistake of its can be answered that way. After the first
+exception of a half that half is no longer called: the core half then finds nothing, and the worker half reports each
+load as over with all of its blocks failed. To be able to, the core's side tells the worker's what is under way beside
+the connector's own metadata. What cannot be answered is a call that never returns.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
+from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
+from .base import ConnectorFacts, KVConnector, Options, WorkerConnector
+
+if TYPE_CHECKING:
+    from ..cache.kv_cache import KvCache
+
+log = logging.getLogger("pagewire.kv_connector")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class UnderWay(Struct, frozen=True, array_like=True):
+    """What travels to the worker's side."""
+
+    loads: tuple[tuple[int, bytes], ...]  # rid, and the blocks (int32) that are to be filled for it
+    held: tuple[int, ...]  # ended rids whose blocks wait for `Transferred.sent`
+    metadata: bytes  # the connector's own
+
+
+class Guarded:
+    """A connector's two factories, guarded. See `KVConnector`."""
+
+    def __init__(self, connector: type[KVConnector], name: str) -> None:
+        """`name`: for the operator."""
+        self._connector = connector
+        self._name = name
+
+    def check(self, options: Options) -> None:
+        """See `HasCheck`."""
+        if (check := getattr(self._connector, "check", None)) is not None:
+            check(options)
+
+    def core(self, options: Options, facts: ConnectorFacts) -> CoreConnector:
+        """See `KVConnector`."""
+        return GuardedCore(self._connector.core(options, facts), self._name, facts.block_size)
+
+    def worker(self, options: Options, facts: ConnectorFacts) -> WorkerConnector:
+        """See `KVConnector`."""
+        return GuardedWorker(self._connector.worker(options, facts), self._name)
+
+
+class _Half:
+    """Calls until the first exception."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.is_broken = False
+
+    def _call(self, otherwise: R, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.is_broken:
+            return otherwise
+        try:
+            return method(*args, **kwargs)
+        except Exception:  # not ours: it is told once, and what it would have given is computed
+            self.is_broken = True
+            log.exception("the KV connector %s is not used any more", self._name)
+            return otherwise
+
+
+class GuardedCore(_Half):
+    """See `CoreConnector`."""
+
+    def __init__(self, inner: CoreConnector, name: str, block_size: int) -> None:
+        super().__init__(name)
+        self._inner = inner
+        self._block_size = block_size
+        self._loads: list[tuple[int, bytes]] = []  # for the next plan
+        self._held: list[int] = []
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `CoreConnector`."""
+
+        def match() -> tuple[int | None, bool]:
+            num, is_async = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
+            if num is not None and not (
+                0 <= num < len(request.ids) - num_computed_tokens and num % self._block_size == 0
+            ):
+                raise ValueError(f"{num} of {len(request.ids) - num_computed_tokens} tokens were matched")
+            return num, is_async
+
+        return self._call((0, False), match)
+
+    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """See `CoreConnector`."""
+        num = num_external_tokens // self._block_size
+        self._loads.append((request.rid, ids_to_bytes(list(block_ids[-num:]))))
+        self._call(None, self._inner.update_state_after_alloc, request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self) -> bytes:
+        """See `CoreConnector`."""
+        metadata = self._call(b"", self._inner.build_connector_meta)
+        if not metadata and not self._loads and not self._held:
+            return b""
+        under_way = UnderWay(tuple(self._loads), tuple(self._held), metadata)
+        self._loads.clear()
+        self._held.clear()
+        return msgspec.msgpack.encode(under_way)
+
+    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
+        """See `CoreConnector`."""
+        holds = bool(self._call(False, self._inner.request_finished, request, block_ids))
+        if holds:
+            self._held.append(request.rid)
+        return holds
+
+    def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
+        """See `CoreConnector`."""
+        self._call(None, self._inner.blocks_evicted, evicted)
+
+    def update_connector_output(self, output: Transferred) -> None:
+        """See `CoreConnector`."""
+        self._call(None, self._inner.update_connector_output, output)
+
+    def take_events(self) -> list[KvEvent]:
+        """See `CoreConnector`."""
+        return self._call([], self._inner.take_events)
+
+    def tiers(self) -> tuple[TierSnapshot, ...]:
+        """See `CoreConnector`."""
+        return self._call((), self._inner.tiers)
+
+    def reset(self) -> None:
+        """See `CoreConnector`."""
+        self._loads.clear()
+        self._held.clear()
+        self._call(None, self._inner.reset)
+
+    def close(self) -> None:
+        """See `CoreConnector`. Also of one that failed."""
+        self.is_broken = False
+        self._call(None, self._inner.close)
+
+
+class GuardedWorker(_Half):
+    """See `WorkerConnector`."""
+
+    def __init__(self, inner: WorkerConnector, name: str) -> None:
+        super().__init__(name)
+        self._inner = inner
+        self._loads: dict[int, bytes] = {}  # under way
+        self._held: set[int] = set()
+        self._failed: set[int] = set()  # blocks of the loads that were given up last
+        self._metadata = b""
+
+    @property
+    def num_pending(self) -> int:
+        """See `WorkerConnector`."""
+        num = self._call(0, lambda: self._inner.num_pending)
+        return len(self._loads) + len(self._held) if self.is_broken else num
+
+    def register_kv_caches(self, cache: "KvCache") -> None:
+        """See `WorkerConnector`."""
+        self._call(None, self._inner.register_kv_caches, cache)
+
+    def bind_connector_metadata(self, metadata: bytes) -> None:
+        """See `WorkerConnector`."""
+        under_way = msgspec.msgpack.decode(metadata, type=UnderWay)
+        self._loads.update(under_way.loads)
+        self._held.update(under_way.held)
+        self._metadata = under_way.metadata
+        if self._metadata:
+            self._call(None, self._inner.bind_connector_metadata, self._metadata)
+
+    def start_load_kv(self) -> None:
+        """See `WorkerConnector`."""
+        if self._metadata:
+            self._call(None, self._inner.start_load_kv)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """See `WorkerConnector`."""
+        if self._metadata:
+            self._call(None, self._inner.wait_for_layer_load, layer)
+
+    def save_kv_layer(self, layer: int) -> None:
+        """See `WorkerConnector`."""
+        if self._metadata:
+            self._call(None, self._inner.save_kv_layer, layer)
+
+    def wait_for_save(self) -> None:
+        """See `WorkerConnector`."""
+        if self._metadata:
+            self._call(None, self._inner.wait_for_save)
+
+    def get_finished(self) -> tuple[set[int], set[int]]:
+        """See `WorkerConnector`. What it names and was not under way is left out."""
+        sent, loaded = self._call((set(), set()), self._inner.get_finished)
+        failed = self._call(set(), self._inner.get_block_ids_with_load_errors) if loaded else set()
+        if self.is_broken:  # also if that was only just now: what it has not named by then is given up
+            sent, loaded = set(self._held), set(self._loads)
+            failed = {block for blocks in self._loads.values() for block in bytes_to_ids(blocks)}
+        sent, loaded = sent & self._held, loaded & self._loads.keys()
+        self._held -= sent
+        for rid in loaded:
+            del self._loads[rid]
+        self._failed = failed
+        return sent, loaded
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `WorkerConnector`."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_load_cost(self) -> tuple[int, float]:
+        """See `WorkerConnector`."""
+        return self._call((0, 0.0), self._inner.take_load_cost)
+
+    def close(self) -> None:
+        """See `WorkerConnector`. Also of one that failed."""
+        self.is_broken = False
+        self._call(None, self._inner.close)

@@ -1,0 +1,116 @@
+"""The host tier's worker half: one tensor of slots in the host's memory, and copies between it and the cache."""
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from msgspec import msgpack
+
+from ...ipc.messages import bytes_to_ids
+from ..cache.kv_cache import KvCache
+from .base import ConnectorFacts
+from .block_copy import BlockCopier
+from .host import NO_SLOT, HostMeta
+
+_CHUNKS_AT_ONCE = 4  # of `BlockCopier.chunk` blocks
+
+
+class _Chunk(NamedTuple):
+    rid: int
+    slots: list[int]
+    blocks: list[int]
+
+
+class HostWorker:
+    """See `WorkerConnector`. A slot that is to be loaded stays as it is until the core half knows that it was."""
+
+    def __init__(self, *, num_slots: int, facts: ConnectorFacts) -> None:
+        self._num_slots = num_slots
+        self._facts = facts
+        self._decoder = msgpack.Decoder(HostMeta)
+        self._meta: HostMeta | None = None
+        self._chunks: deque[_Chunk] = deque()  # still to be copied
+        self._left: dict[int, int] = {}  # rid → blocks that are still to be copied
+        self._failed: dict[int, set[int]] = {}  # rid → blocks that cannot be filled
+        self._failed_of_named: set[int] = set()
+        self._num_loaded = 0
+        self._load_ms = 0.0
+
+    @property
+    def num_pending(self) -> int:
+        """See `WorkerConnector`."""
+        return len(self._left)
+
+    def register_kv_caches(self, cache: KvCache) -> None:
+        """See `WorkerConnector`. Memory is taken from the system as slots come into use, unless it must be pinned."""
+        self._copier = BlockCopier(cache)
+        assert self._copier.block_bytes == self._facts.block_bytes, (self._copier.block_bytes, self._facts)
+        size = (self._num_slots, self._facts.block_bytes)
+        self._slots = torch.empty(size, dtype=torch.uint8, pin_memory=self._copier.device.type == "cuda")
+        # Rows of wide numbers are copied several times as fast as rows of bytes.
+        self._wide = torch.int64 if self._facts.block_bytes % 8 == 0 else torch.uint8
+
+    def bind_connector_metadata(self, metadata: bytes) -> None:
+        """See `WorkerConnector`."""
+        self._meta = self._decoder.decode(metadata)
+
+    def start_load_kv(self) -> None:
+        """See `WorkerConnector`."""
+        meta, self._meta = self._meta, None
+        if meta is None:
+            return
+        slots = self._slots.view(self._wide)
+        to = torch.tensor(bytes_to_ids(meta.save_slots), dtype=torch.int64)
+        start = 0
+        for rows in self._copier.read(bytes_to_ids(meta.save_blocks)):
+            slots.index_copy_(0, to[start : start + len(rows)], rows.view(self._wide))
+            start += len(rows)
+        for load in meta.loads:
+            slots_of, blocks = bytes_to_ids(load.slots), bytes_to_ids(load.blocks)
+            there = [i for i, slot in enumerate(slots_of) if slot != NO_SLOT]
+            self._failed.setdefault(load.rid, set()).update(b for b, s in zip(blocks, slots_of, strict=True) if s < 0)
+            self._left[load.rid] = len(there)
+            for first in range(0, len(there), self._copier.chunk):
+                part = there[first : first + self._copier.chunk]
+                self._chunks.append(_Chunk(load.rid, [slots_of[i] for i in part], [blocks[i] for i in part]))
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """See `WorkerConnector`."""
+
+    def save_kv_layer(self, layer: int) -> None:
+        """See `WorkerConnector`."""
+
+    def wait_for_save(self) -> None:
+        """See `WorkerConnector`."""
+
+    def get_finished(self) -> tuple[set[int], set[int]]:
+        """See `WorkerConnector`. Copies some of what is to be loaded, so that a step waits little."""
+        started = time.perf_counter()
+        for chunk in [self._chunks.popleft() for _ in range(min(_CHUNKS_AT_ONCE, len(self._chunks)))]:
+            rows = self._slots.view(self._wide).index_select(0, torch.tensor(chunk.slots))
+            self._copier.write(chunk.blocks, rows.view(torch.uint8))
+            self._left[chunk.rid] -= len(chunk.blocks)
+            self._num_loaded += len(chunk.blocks)
+        loaded = {rid for rid, left in self._left.items() if left == 0}
+        if self._left:
+            self._load_ms += (time.perf_counter() - started) * 1e3
+        self._failed_of_named = set()
+        for rid in loaded:
+            del self._left[rid]
+            self._failed_of_named |= self._failed.pop(rid)
+        return set(), loaded
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `WorkerConnector`."""
+        failed, self._failed_of_named = self._failed_of_named, set()
+        return failed
+
+    def take_load_cost(self) -> tuple[int, float]:
+        """See `WorkerConnector`."""
+        cost = (self._num_loaded, self._load_ms)
+        self._num_loaded, self._load_ms = 0, 0.0
+        return cost
+
+    def close(self) -> None:
+        """See `WorkerConnector`."""

@@ -1,0 +1,114 @@
+"""What the core half of a tier has to remember whatever it stores in: loads under way, counts and events."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids
+from ..core.kv_connector import KvEvent, KvRequest
+
+_MAX_EVENTS = 1000
+_KEYS_PER_EVENT = 256
+
+
+def num_matched(request: KvRequest, num_computed: int, block_size: int, has: Callable[[bytes, int], bool]) -> int:
+    """How many blocks after the first `num_computed` positions a tier has; `has` is asked with key and place.
+
+    The request's last position is left to be computed.
+    """
+    first = num_computed // block_size
+    keys = request.block_keys((len(request.ids) - 1) // block_size, block_size)
+    last = first
+    while last < len(keys) and has(keys[last], last):
+        last += 1
+    return last - first
+
+
+class Ledger:
+    """Of one tier."""
+
+    def __init__(self, name: str, block_size: int) -> None:
+        self.name = name
+        self._block_size = block_size
+        self._loading: dict[int, dict[int, bytes]] = {}  # rid → block to be filled → key
+        self._events: deque[KvEvent] = deque(maxlen=_MAX_EVENTS)  # bounded, as perhaps nobody asks for them
+        self._open: list[bytes] = []  # keys of the event that is being put together
+        self._open_stored = True
+        self._num_hit_tokens = 0
+        self._num_stored = 0
+        self._num_evicted = 0
+        self._num_failed = 0
+
+    def begin_load(self, rid: int, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """These blocks of a request are to be filled. It has no other load of this tier under way."""
+        assert rid not in self._loading, rid
+        self._loading[rid] = dict(zip(blocks, keys, strict=True))
+
+    def end_loads(self, output: Transferred) -> tuple[list[bytes], list[bytes]]:
+        """(keys of the blocks that were under way until now, those of them that could not be filled)."""
+        failed = set(bytes_to_ids(output.failed_blocks))
+        over: list[bytes] = []
+        bad: list[bytes] = []
+        for rid in output.loaded:
+            blocks = self._loading.pop(rid, {})
+            over += blocks.values()
+            bad += [key for block, key in blocks.items() if block in failed]
+        self._num_failed += len(bad)
+        self._num_hit_tokens += (len(over) - len(bad)) * self._block_size
+        return over, bad
+
+    def forget_loads(self) -> list[bytes]:
+        """Nobody will say how the loads under way end. Their keys."""
+        keys = [key for blocks in self._loading.values() for key in blocks.values()]
+        self._loading.clear()
+        return keys
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """The tier has these from now on."""
+        self._num_stored += len(keys)
+        self.found(keys)
+
+    def found(self, keys: Sequence[bytes]) -> None:
+        """The tier had these already when the engine started."""
+        self._note(True, keys)
+
+    def evicted(self, key: bytes) -> None:
+        """The tier gave this up for others."""
+        self._num_evicted += 1
+        self.removed([key])
+
+    def removed(self, keys: Iterable[bytes]) -> None:
+        """The tier no longer has these."""
+        self._note(False, keys)
+
+    def take_events(self) -> list[KvEvent]:
+        """Since the last call."""
+        self._flush()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def snapshot(self, num_blocks: int, capacity: int) -> TierSnapshot:
+        """For metrics."""
+        return TierSnapshot(
+            self.name,
+            num_blocks,
+            capacity,
+            self._num_hit_tokens,
+            self._num_stored,
+            self._num_evicted,
+            self._num_failed,
+        )
+
+    def _note(self, stored: bool, keys: Iterable[bytes]) -> None:
+        """What happened stays in order: the next moment the tier may give up what it has just stored."""
+        if stored != self._open_stored:
+            self._flush()
+            self._open_stored = stored
+        self._open += keys
+        if len(self._open) >= _KEYS_PER_EVENT:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._open:
+            self._events.append(KvEvent(self._open_stored, tuple(self._open), self.name))
+            self._open = []

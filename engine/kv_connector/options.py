@@ -1,0 +1,55 @@
+"""What may stand behind a connector's name on the command line."""
+
+from collections.abc import Iterable
+
+from ...config import parse_size
+from ...errors import ConfigError
+from .base import Options
+from .eviction import RANKINGS, EvictionQueue
+
+
+def check_names(connector: str, options: Options, *, required: Iterable[str], optional: Iterable[str] = ()) -> None:
+    """Raises ConfigError for an option that is missing, empty, or that the connector does not have."""
+    required, optional = list(required), list(optional)
+    for name in options:
+        if name not in required and name not in optional:
+            known = ", ".join([*required, *optional])
+            raise ConfigError(f"--kv-connector {connector} has no option {name!r}; it has {known}.")
+    for name in required:
+        if not options.get(name):
+            raise ConfigError(f"--kv-connector {connector} needs {name}=…, such as {_EXAMPLES[connector]}.")
+
+
+def size_of(connector: str, options: Options) -> int:
+    """The option `size` in bytes. Raises ConfigError."""
+    try:
+        size = parse_size(options["size"])
+    except ConfigError as error:
+        raise ConfigError(f"--kv-connector {connector},size={options['size']}: {error}") from None
+    if size == 0:
+        raise ConfigError(f"--kv-connector {connector},size={options['size']}: it must be more than nothing.")
+    return size
+
+
+def eviction_of(connector: str, options: Options) -> EvictionQueue:
+    """The option `eviction` as an empty queue. Raises ConfigError."""
+    name = options.get("eviction", "lru")
+    if name not in RANKINGS:
+        raise ConfigError(f"--kv-connector {connector},eviction={name}: it is one of {', '.join(RANKINGS)}.")
+    return EvictionQueue(RANKINGS[name]())
+
+
+def num_blocks_of(connector: str, size: int, bytes_each: int) -> int:
+    """How many blocks fit `size` bytes. Raises ConfigError if there is not room for one."""
+    if size < bytes_each:
+        raise ConfigError(
+            f"--kv-connector {connector},size={size} is less than one block of this model takes, {bytes_each} bytes."
+        )
+    return size // bytes_each
+
+
+_EXAMPLES = {
+    "host": "host,size=4G",
+    "disk": "disk,path=/var/cache/kv,size=20G",
+    "shared": "shared,path=/dev/shm/kv,size=8G",
+}

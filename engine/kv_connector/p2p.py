@@ -1,0 +1,316 @@
+"""KV from another instance on this machine: prefill there, decode here.
+
+`p2p,serve=PATH,size=1G` keeps the full blocks of requests that have ended in host memory and answers on the socket
+PATH; `p2p,peer=PATH` asks there. Blocks are named by their keys, so the two need not know of each other's requests:
+whoever stands before them sends a prompt to the prefill instance with max_tokens = 1, and when that has answered, the
+same prompt to the decode instance, which finds the blocks. The prefill instance says of each request that it admits
+which blocks are coming, because its answer may reach the decode instance before the plan that keeps them has run: who
+asks for them meanwhile waits, for up to `wait_ms`. A peer that is dead, slow or wrong costs time, within the bounds of
+`timeout_ms` and `fetch_timeout_ms`, and never a token.
+
+This file is the core half. It decides what the instance keeps (the worker half's memory holds exactly what `_kept`
+says, once the plans sent so far have run) and asks the peer what it has, without ever waiting for the answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
+from ..core.kv_connector import Evicted, KvEvent, KvRequest
+from .base import ConnectorFacts, Options
+from .p2p_wire import MAX_KEYS, Found, Lookup, Settings, decode_reply, encode, read_settings
+
+if TYPE_CHECKING:
+    from .p2p_worker import P2pWorker
+
+_MAX_QUESTIONS = 1024  # remembered at once; requests that were cancelled while they waited are never named again
+_MAX_EXPECTED = (
+    4096  # requests; one that is failed for its numbers, or cancelled before it starts, is never named again
+)
+_ANSWER_AGE_S = 5.0  # after which an answer is asked for again: the peer may have dropped what it had, or have more
+_FIRST_PAUSE_S = 1.0  # in which a peer that failed is not asked; doubled by each further failure
+_LONGEST_PAUSE_S = 8.0
+
+
+class P2pLoad(Struct, frozen=True, array_like=True):
+    """Blocks of one request to be fetched."""
+
+    rid: int
+    keys: bytes
+    blocks: bytes  # int32, parallel to keys
+
+
+class P2pPlan(Struct, frozen=True, array_like=True):
+    """What the worker half must do with a plan, in this order."""
+
+    coming: tuple[tuple[int, bytes], ...]  # rid of a request that is being computed, and the keys that it will bring
+    drop: bytes  # keys
+    keep_keys: bytes
+    keep_blocks: bytes  # int32, parallel to keep_keys
+    over: tuple[int, ...]  # rids of which nothing more is coming
+    loads: tuple[P2pLoad, ...]
+
+
+class P2pConnector:
+    """`p2p,serve=PATH[,size=1G]`, `p2p,peer=PATH`, or both. See `base.KVConnector`."""
+
+    @staticmethod
+    def check(options: Options) -> None:
+        """See `base.HasCheck`."""
+        read_settings(options)
+
+    @staticmethod
+    def core(options: Options, facts: ConnectorFacts) -> P2pCore:
+        """The core half. Raises ConfigError."""
+        return P2pCore(read_settings(options, facts.block_bytes), facts)
+
+    @staticmethod
+    def worker(options: Options, facts: ConnectorFacts) -> P2pWorker:
+        """The worker half. Raises ConfigError."""
+        from .p2p_worker import P2pWorker
+
+        return P2pWorker(read_settings(options, facts.block_bytes), facts)
+
+
+class _Question(Struct):
+    """What the peer was asked for one request."""
+
+    first: int  # block from which on
+    num_asked: int
+    deadline: float  # monotonic s
+    id: int
+    is_sent: bool = False
+    is_coming: bool = False  # the peer is computing what it has not
+    num_found: int | None = None  # None: no answer yet
+    answered_at: float = 0.0
+
+
+class P2pCore:
+    """See `CoreConnector`, and the head of the file."""
+
+    def __init__(self, settings: Settings, facts: ConnectorFacts) -> None:
+        self._settings = settings
+        self._facts = facts
+        self._kept: OrderedDict[bytes, None] = OrderedDict()  # what this instance serves, the next to go first
+        self._keep: dict[bytes, int] = {}  # of that, what the next plan brings: key → block
+        self._drop: list[bytes] = []
+        self._expected: OrderedDict[int, None] = OrderedDict()  # rids of which the worker half knows what is coming
+        self._coming: list[tuple[int, bytes]] = []
+        self._over: list[int] = []
+        self._loads: list[P2pLoad] = []  # for the next plan
+        self._loading: dict[int, list[int]] = {}  # rid → blocks that are being fetched for it
+        self._questions: OrderedDict[int, _Question] = OrderedDict()  # by rid
+        self._rids: dict[int, int] = {}  # id of a question without an answer → its rid
+        self._num_questions = 0
+        self._paused_until = 0.0  # monotonic s
+        self._pause_s = _FIRST_PAUSE_S
+        self._num_hit_tokens = self._num_stored = self._num_evicted = self._num_failed = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        if settings.peer is not None:
+            self._context = zmq.Context()
+            self._socket = self._context.socket(zmq.DEALER)
+            self._socket.linger = 0
+            self._socket.immediate = True  # nothing queues up for a peer that is not there
+            self._socket.connect(settings.peer)
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `CoreConnector`."""
+        size = self._facts.block_size
+        self._expect(request)
+        first = num_computed_tokens // size
+        last = min((len(request.ids) - 1) // size, first + MAX_KEYS)
+        if self._context is None or last <= first:
+            return 0, False
+        self._hear()
+        now = time.monotonic()
+        if now < self._paused_until:
+            self._forget(request.rid)
+            return 0, False
+        question = self._questions.get(request.rid)
+        if question is not None and question.num_found is not None:
+            end = question.first + question.num_found
+            if first >= question.first and now < question.answered_at + _ANSWER_AGE_S:
+                return max(0, min(end, last) - first) * size, True
+            self._forget(request.rid)
+            question = None
+        if question is None or question.first > first:
+            question = self._ask(request.rid, first, last, question.deadline if question else None)
+        if now >= question.deadline:
+            self._forget(request.rid)
+            self._pause()
+            return 0, False
+        if not question.is_sent:
+            keys = request.block_keys(question.first + question.num_asked, size)[question.first :]
+            question.is_sent = self._send(question.id, keys)
+        return None, True
+
+    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """See `CoreConnector`."""
+        num = num_external_tokens // self._facts.block_size
+        blocks = list(block_ids[-num:])
+        keys = request.block_keys(len(block_ids), self._facts.block_size)[-num:]
+        self._forget(request.rid)
+        self._loading[request.rid] = blocks
+        self._loads.append(P2pLoad(request.rid, b"".join(keys), ids_to_bytes(blocks)))
+
+    def build_connector_meta(self) -> bytes:
+        """See `CoreConnector`."""
+        if not (self._coming or self._drop or self._keep or self._over or self._loads):
+            return b""
+        plan = P2pPlan(
+            coming=tuple(self._coming),
+            drop=b"".join(self._drop),
+            keep_keys=b"".join(self._keep),
+            keep_blocks=ids_to_bytes(list(self._keep.values())),
+            over=tuple(self._over),
+            loads=tuple(self._loads),
+        )
+        for part in (self._coming, self._drop, self._keep, self._over, self._loads):
+            part.clear()
+        return msgspec.msgpack.encode(plan)
+
+    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
+        """See `CoreConnector`. Its full blocks are kept; the worker half copies them with the next plan."""
+        self._forget(request.rid)
+        if request.rid in self._expected:
+            del self._expected[request.rid]
+            self._over.append(request.rid)
+        size = self._facts.block_size
+        num_full = min(request.num_computed, len(request.ids)) // size
+        if self._settings.capacity and num_full:
+            keys = request.block_keys(num_full, size)
+            for key, block in zip(reversed(keys), reversed(block_ids[:num_full]), strict=True):  # the tail goes first
+                if key in self._kept:
+                    self._kept.move_to_end(key)
+                else:
+                    self._kept[key] = None
+                    self._keep[key] = block
+                    self._num_stored += 1
+            while len(self._kept) > self._settings.capacity:
+                key, _ = self._kept.popitem(last=False)
+                self._num_evicted += 1
+                if self._keep.pop(key, None) is None:
+                    self._drop.append(key)
+        return False
+
+    def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
+        """See `CoreConnector`. What is served was taken when its request ended."""
+
+    def update_connector_output(self, output: Transferred) -> None:
+        """See `CoreConnector`. Loads of other tiers are none of ours."""
+        failed = set(bytes_to_ids(output.failed_blocks))
+        for rid in output.loaded:
+            blocks = self._loading.pop(rid, None)
+            if blocks is None:
+                continue
+            num_failed = len(failed.intersection(blocks))
+            self._num_failed += num_failed
+            self._num_hit_tokens += (len(blocks) - num_failed) * self._facts.block_size
+            if num_failed:
+                self._pause()
+            else:
+                self._pause_s = _FIRST_PAUSE_S
+
+    def take_events(self) -> list[KvEvent]:
+        """See `CoreConnector`. What is kept here is for others, so a router gains nothing by knowing it."""
+        return []
+
+    def tiers(self) -> tuple[TierSnapshot, ...]:
+        """See `CoreConnector`."""
+        return (
+            TierSnapshot(
+                name="p2p",
+                num_blocks=len(self._kept),
+                capacity=self._settings.capacity,
+                num_hit_tokens=self._num_hit_tokens,
+                num_stored=self._num_stored,
+                num_evicted=self._num_evicted,
+                num_failed=self._num_failed,
+            ),
+        )
+
+    def reset(self) -> None:
+        """See `CoreConnector`."""
+        for columns in (self._coming, self._drop, self._over, self._loads):
+            columns.clear()
+        for mapping in (self._kept, self._keep, self._expected, self._loading, self._questions, self._rids):
+            mapping.clear()
+
+    def close(self) -> None:
+        """See `CoreConnector`."""
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    def _expect(self, request: KvRequest) -> None:
+        """Tells the worker half which blocks a request brings that is about to be admitted."""
+        num = len(request.ids) // self._facts.block_size
+        if not self._settings.capacity or not num or request.rid in self._expected:
+            return
+        if len(self._expected) == _MAX_EXPECTED:
+            self._over.append(self._expected.popitem(last=False)[0])
+        self._expected[request.rid] = None
+        self._coming.append((request.rid, b"".join(request.block_keys(num, self._facts.block_size))))
+
+    def _ask(self, rid: int, first: int, last: int, deadline: float | None) -> _Question:
+        """A new question about blocks [first, last), to be sent. `deadline`: of one that it replaces."""
+        self._forget(rid)
+        while len(self._questions) >= _MAX_QUESTIONS:
+            self._forget(next(iter(self._questions)))
+        self._num_questions += 1
+        until = time.monotonic() + self._settings.timeout_s if deadline is None else deadline
+        question = self._questions[rid] = _Question(first, last - first, until, self._num_questions)
+        self._rids[question.id] = rid
+        return question
+
+    def _send(self, number: int, keys: list[bytes]) -> bool:
+        """False: the peer is not there, or takes nothing at the moment."""
+        wait_ms = int(self._settings.wait_s * 1000)
+        message = Lookup(number, self._facts.model_key, self._facts.block_bytes, b"".join(keys), wait_ms)
+        try:
+            self._socket.send(encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def _hear(self) -> None:
+        """Takes the answers that have come. One that nobody waits for any more is dropped, and so is nonsense: the
+        question then runs into its deadline."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                reply = decode_reply(frames[0])
+            except msgspec.MsgspecError:
+                continue
+            if not isinstance(reply, Found) or (rid := self._rids.get(reply.id)) is None:
+                continue
+            question = self._questions[rid]
+            if reply.is_coming:
+                if not question.is_coming:  # it is given more time once
+                    question.is_coming = True
+                    question.deadline += self._settings.wait_s
+                continue
+            del self._rids[reply.id]
+            question.num_found = max(0, min(reply.num, question.num_asked))
+            question.answered_at = time.monotonic()
+
+    def _forget(self, rid: int) -> None:
+        question = self._questions.pop(rid, None)
+        if question is not None:
+            self._rids.pop(question.id, None)
+
+    def _pause(self) -> None:
+        """The peer has failed: it is left alone for a while."""
+        self._paused_until = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

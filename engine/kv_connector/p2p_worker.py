@@ -1,0 +1,419 @@
+"""The worker half of the p2p connector: the blocks that this instance serves, and the thread that fetches from a peer.
+
+Three threads meet here. The runner's keeps blocks and hands loads over; the server's answers peers from what is kept;
+the fetcher's asks a peer and writes what it verified into the pages of requests that compute nothing until
+`get_finished` has named them. Whatever goes wrong in the last two ends in blocks that are reported as failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+
+from ...errors import ConfigError
+from ...ipc.messages import bytes_to_ids
+from ..cache.kv_cache import KvCache
+from .base import ConnectorFacts
+from .block_copy import BlockCopier
+from .p2p import P2pLoad, P2pPlan
+from .p2p_wire import (
+    CHECKSUM_BYTES,
+    KEY_BYTES,
+    MAX_KEYS,
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
+    Blocks,
+    Fetch,
+    Found,
+    Lookup,
+    Reply,
+    Request,
+    Settings,
+    check_free,
+    checksum,
+    decode_reply,
+    decode_request,
+    encode,
+    split_keys,
+)
+
+log = logging.getLogger("pagewire.kv_connector.p2p")
+
+_decode_plan = msgspec.msgpack.Decoder(P2pPlan).decode
+
+
+class P2pWorker:
+    """See `WorkerConnector`."""
+
+    def __init__(self, settings: Settings, facts: ConnectorFacts) -> None:
+        """Raises ConfigError if the socket cannot be had."""
+        self._store = BlockStore(facts)
+        self._server = None if settings.serve is None else Server(settings.serve, self._store)
+        self._fetcher = None if settings.peer is None else Fetcher(settings.peer, settings.fetch_timeout_s, facts)
+        self._copier: BlockCopier | None = None
+        self._plan: P2pPlan | None = None
+        self._num_under_way = 0
+        self._failed: set[int] = set()  # blocks of the loads that were named last
+        self._num_loaded = 0
+        self._load_ms = 0.0
+
+    @property
+    def num_pending(self) -> int:
+        """See `WorkerConnector`."""
+        return self._num_under_way
+
+    def register_kv_caches(self, cache: KvCache) -> None:
+        """See `WorkerConnector`."""
+        self._copier = BlockCopier(cache)
+        if self._fetcher is not None:
+            self._fetcher.start(BlockCopier(cache))
+
+    def bind_connector_metadata(self, metadata: bytes) -> None:
+        """See `WorkerConnector`."""
+        self._plan = _decode_plan(metadata)
+
+    def start_load_kv(self) -> None:
+        """See `WorkerConnector`."""
+        plan, self._plan = self._plan, None
+        assert plan is not None and self._copier is not None, "no metadata is bound, or no cache"
+        self._store.expect([(rid, split_keys(keys)) for rid, keys in plan.coming])
+        self._store.drop(split_keys(plan.drop))
+        if plan.keep_keys:
+            parts = self._copier.read(bytes_to_ids(plan.keep_blocks))
+            self._store.keep(split_keys(plan.keep_keys), [block.tobytes() for part in parts for block in part.numpy()])
+        self._store.give_up(plan.over)
+        for load in plan.loads:
+            assert self._fetcher is not None, "a load without a peer"
+            self._fetcher.may_write.clear()
+            self._num_under_way += 1
+            self._fetcher.fetch(load)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """See `WorkerConnector`."""
+
+    def save_kv_layer(self, layer: int) -> None:
+        """See `WorkerConnector`."""
+
+    def wait_for_save(self) -> None:
+        """See `WorkerConnector`."""
+        if self._fetcher is not None:
+            self._fetcher.may_write.set()
+
+    def get_finished(self) -> tuple[set[int], set[int]]:
+        """See `WorkerConnector`."""
+        done = set()
+        for load, num_good, ms in [] if self._fetcher is None else self._fetcher.take_done():
+            done.add(load.rid)
+            self._failed.update(bytes_to_ids(load.blocks)[num_good:])
+            self._num_loaded += num_good
+            self._load_ms += ms
+        self._num_under_way -= len(done)
+        return set(), done
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `WorkerConnector`."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_load_cost(self) -> tuple[int, float]:
+        """See `WorkerConnector`."""
+        cost = self._num_loaded, self._load_ms
+        self._num_loaded, self._load_ms = 0, 0.0
+        return cost
+
+    def close(self) -> None:
+        """See `WorkerConnector`."""
+        if self._server is not None:
+            self._server.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+
+class BlockStore:
+    """Blocks in host memory by key. The core half decides what is in it; any thread may call."""
+
+    def __init__(self, facts: ConnectorFacts) -> None:
+        self._facts = facts
+        self._blocks: dict[bytes, bytes] = {}
+        self._coming: dict[int, list[bytes]] = {}  # rid → the keys that it will bring
+        self._num_coming: Counter[bytes] = Counter()  # by key: how many of these have it
+        self._lock = threading.Lock()
+        self.num_changes = 0  # of what an answer depends on
+
+    def keep(self, keys: Sequence[bytes], blocks: Sequence[bytes]) -> None:
+        """Adds blocks."""
+        with self._lock:
+            self.num_changes += 1
+            self._blocks.update(zip(keys, blocks, strict=True))
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forgets blocks; all of them are there."""
+        with self._lock:
+            for key in keys:
+                del self._blocks[key]
+
+    def expect(self, coming: Sequence[tuple[int, list[bytes]]]) -> None:
+        """These requests are being computed."""
+        with self._lock:
+            for rid, keys in coming:
+                self._coming[rid] = keys
+                self._num_coming.update(keys)
+
+    def give_up(self, rids: Sequence[int]) -> None:
+        """Nothing more is coming of these; all of them were expected."""
+        with self._lock:
+            self.num_changes += 1
+            for rid in rids:
+                for key in self._coming.pop(rid):
+                    self._num_coming[key] -= 1
+                    if not self._num_coming[key]:
+                        del self._num_coming[key]
+
+    def answer(self, request: Request) -> Reply:
+        """What a peer's question is answered with."""
+        keys = split_keys(request.keys)
+        found = []
+        is_coming = False
+        if (request.model_key, request.block_bytes) == (self._facts.model_key, self._facts.block_bytes):
+            limit = MAX_KEYS if isinstance(request, Lookup) else max(1, MAX_REPLY_BYTES // self._facts.block_bytes)
+            with self._lock:
+                for key in keys[:limit]:
+                    if (block := self._blocks.get(key)) is None:
+                        is_coming = key in self._num_coming
+                        break
+                    found.append(block)
+        if isinstance(request, Lookup):
+            return Found(request.id, len(found), is_coming)
+        checksums = b"".join(checksum(key, block) for key, block in zip(keys, found, strict=False))
+        return Blocks(request.id, checksums, b"".join(found))
+
+
+class Server:
+    """Answers peers in a thread of its own."""
+
+    def __init__(self, address: str, store: BlockStore) -> None:
+        """Raises ConfigError if the address cannot be had."""
+        check_free(address)
+        self._path = Path(address.removeprefix("ipc://"))
+        self._store = store
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = MAX_REQUEST_BYTES
+        umask = os.umask(0o177)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"--kv-connector p2p: cannot serve on {address}: {error}.") from error
+        finally:
+            os.umask(umask)
+        self._thread = threading.Thread(target=self._run, name="p2p server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and removes the socket. Once more does nothing."""
+        if not self._context.closed:
+            self._context.term()  # wakes it
+            self._thread.join()
+            self._path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        waiting: list[_Waiting] = []
+        with self._socket as socket, contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                if socket.poll(1 if waiting else None):
+                    sender, *frames = socket.recv_multipart()
+                    num_changes = self._store.num_changes
+                    if (question := _read(frames)) is not None:
+                        reply = self._store.answer(question)
+                        _send(socket, sender, reply)
+                        if isinstance(question, Lookup) and isinstance(reply, Found) and reply.is_coming:
+                            until = time.monotonic() + question.wait_ms / 1000
+                            waiting.append(_Waiting(sender, question, until, num_changes))
+                waiting = [one for one in waiting if not self._settle(socket, one)]
+
+    def _settle(self, socket: zmq.Socket[bytes], one: _Waiting) -> bool:
+        """Gives the last answer if it is time."""
+        num_changes = self._store.num_changes
+        is_late = time.monotonic() >= one.until
+        if num_changes == one.num_changes and not is_late:
+            return False
+        one.num_changes = num_changes
+        reply = self._store.answer(one.question)
+        assert isinstance(reply, Found), reply
+        if reply.is_coming and not is_late:
+            return False
+        _send(socket, one.sender, Found(reply.id, reply.num))
+        return True
+
+
+@dataclass
+class _Waiting:
+    """Who was told that the blocks are coming."""
+
+    sender: bytes
+    question: Lookup
+    until: float  # monotonic s
+    num_changes: int  # of the store when it was looked at last
+
+
+def _read(frames: list[bytes]) -> Request | None:
+    """None: it is no question."""
+    try:
+        question = decode_request(frames[0])
+    except msgspec.MsgspecError:
+        return None
+    return question if len(frames) == 1 and len(question.keys) % KEY_BYTES == 0 else None
+
+
+def _send(socket: zmq.Socket[bytes], receiver: bytes, reply: Reply) -> None:
+    """The message is dropped if the receiver is gone."""
+    socket.send_multipart([receiver, encode(reply)], zmq.DONTWAIT)
+
+
+class _PeerFailed(Exception):
+    """Why a fetch ends early."""
+
+
+class Fetcher:
+    """Fetches blocks from a peer in a thread of its own, one load after another."""
+
+    def __init__(self, address: str, timeout_s: float, facts: ConnectorFacts) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._facts = facts
+        self._context = zmq.Context()
+        self._thread: threading.Thread | None = None
+        self._loads: queue.SimpleQueue[tuple[P2pLoad, float] | None] = queue.SimpleQueue()  # and when it was queued
+        self._done: queue.SimpleQueue[tuple[P2pLoad, int, float]] = queue.SimpleQueue()
+        self._failed_at = 0.0  # monotonic s: loads that were queued before it are given up with the one that failed
+        self._has_warned = False
+        self._num_requests = 0
+        self.may_write = threading.Event()  # other connectors have read what they keep of the blocks that are filled
+        self.may_write.set()
+
+    def start(self, copier: BlockCopier) -> None:
+        """Begins to work. Once."""
+        self._thread = threading.Thread(target=self._run, args=(copier,), name="p2p fetcher", daemon=True)
+        self._thread.start()
+
+    def fetch(self, load: P2pLoad) -> None:
+        """Queues a load."""
+        self._loads.put((load, time.monotonic()))
+
+    def take_done(self) -> list[tuple[P2pLoad, int, float]]:
+        """Loads that are over: how many of their blocks were filled, from the first on, and the milliseconds."""
+        done = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                done.append(self._done.get_nowait())
+        return done
+
+    def close(self) -> None:
+        """Ends the thread, also in the middle of a load."""
+        self._loads.put(None)
+        self.may_write.set()
+        self._context.term()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, copier: BlockCopier) -> None:
+        socket: zmq.Socket[bytes] | None = None
+        try:
+            while (item := self._loads.get()) is not None:
+                load, queued_at = item
+                started = time.monotonic()
+                filled: list[int] = []  # how many blocks each reply brought
+                try:
+                    if queued_at >= self._failed_at:
+                        socket = socket or self._connect()
+                        self._fill(socket, copier, load, filled)
+                except zmq.ContextTerminated:
+                    return
+                except Exception as error:  # whatever it was: what is not filled is computed instead
+                    self._failed_at = time.monotonic()
+                    if not self._has_warned:
+                        log.warning(
+                            "KV was not fetched from %s (%r); further failures are only counted", self._address, error
+                        )
+                        self._has_warned = True
+                    if socket is not None:  # with it goes what may still come
+                        socket.close()
+                        socket = None
+                self._done.put((load, sum(filled), (time.monotonic() - started) * 1000))
+        finally:
+            if socket is not None:
+                socket.close()
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.immediate = True
+        socket.maxmsgsize = max(MAX_REPLY_BYTES, self._facts.block_bytes) + MAX_REQUEST_BYTES
+        socket.connect(self._address)
+        return socket
+
+    def _fill(self, socket: zmq.Socket[bytes], copier: BlockCopier, load: P2pLoad, filled: list[int]) -> None:
+        """Fetches, verifies and writes, a reply's worth at a time. Raises _PeerFailed."""
+        deadline = time.monotonic() + self._timeout_s
+        keys = split_keys(load.keys)
+        blocks = bytes_to_ids(load.blocks)
+        at_once = max(1, MAX_REPLY_BYTES // self._facts.block_bytes)
+        first = 0
+        while first < len(keys):
+            wanted = keys[first : first + at_once]
+            self._num_requests += 1
+            request = Fetch(self._num_requests, self._facts.model_key, self._facts.block_bytes, b"".join(wanted))
+            _wait(socket, zmq.POLLOUT, deadline)
+            socket.send(encode(request), zmq.DONTWAIT)
+            content = bytearray()
+            while not content:
+                _wait(socket, zmq.POLLIN, deadline)
+                content = self._verified(socket.recv_multipart()[0], request.id, wanted)
+            num = len(content) // self._facts.block_bytes
+            rows = torch.frombuffer(content, dtype=torch.uint8).view(num, -1)
+            self.may_write.wait()
+            copier.write(blocks[first : first + num], rows)
+            if copier.device.type == "cuda":
+                torch.cuda.synchronize(copier.device)
+            filled.append(num)
+            first += num
+
+    def _verified(self, message: bytes, number: int, keys: list[bytes]) -> bytearray:
+        """The blocks of a reply, the first of those that were asked for. Raises _PeerFailed."""
+        try:
+            reply = decode_reply(message)
+        except msgspec.MsgspecError as error:
+            raise _PeerFailed("it answers in another language") from error
+        if not isinstance(reply, Blocks) or reply.id != number:
+            raise _PeerFailed("it answers something else")
+        size = self._facts.block_bytes
+        num = len(reply.content) // size
+        if num == 0:
+            raise _PeerFailed("it has the blocks no longer")
+        if num > len(keys) or len(reply.content) != num * size or len(reply.checksums) != num * CHECKSUM_BYTES:
+            raise _PeerFailed("it sends blocks of another size")
+        view = memoryview(reply.content)
+        sums = b"".join(checksum(key, view[i * size : (i + 1) * size]) for i, key in enumerate(keys[:num]))
+        if sums != reply.checksums:
+            raise _PeerFailed("it sends damaged blocks")
+        return bytearray(reply.content)
+
+
+def _wait(socket: zmq.Socket[bytes], event: int, deadline: float) -> None:
+    """Until the socket is ready. Raises _PeerFailed."""
+    if not socket.poll(max(0, int((deadline - time.monotonic()) * 1000)), event):
+        raise _PeerFailed("it does not answer in time")

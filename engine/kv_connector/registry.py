@@ -1,0 +1,105 @@
+"""From `--kv-connector` to connectors: `host,size=4G disk,path=DIR,size=20G` names two, nearest first."""
+
+import importlib
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import cast
+
+from ...errors import ConfigError
+from ..core.kv_connector import CoreConnector
+from .base import ConnectorFacts, HasCheck, KVConnector, Options, WorkerConnector
+from .guard import Guarded
+
+ENTRY_POINTS = "pagewire.kv_connectors"
+"""The group in which other packages name their connectors."""
+
+_BUILT_IN = {
+    "host": f"{__package__}.host:HostConnector",
+    "disk": f"{__package__}.disk:DiskConnector",
+    "shared": f"{__package__}.shared:SharedConnector",
+    "p2p": f"{__package__}.p2p:P2pConnector",
+}
+
+
+def check(specs: Sequence[str]) -> None:
+    """Says what is wrong with them before any process starts; opens nothing. Raises ConfigError."""
+    seen = set()
+    for spec in specs:
+        connector, options = _parse(spec)
+        if spec.partition(",")[0] in seen:
+            raise ConfigError(f"--kv-connector {spec}: this connector is named twice.")
+        seen.add(spec.partition(",")[0])
+        found: object = connector
+        if isinstance(found, HasCheck):
+            found.check(options)
+
+
+def core_connector(specs: Sequence[str], facts: ConnectorFacts) -> CoreConnector | None:
+    """The core half of all of them. None if there are none. Raises ConfigError."""
+    check(specs)
+    opened: list[CoreConnector] = []
+    try:
+        for spec in specs:
+            connector, options = _parse(spec)
+            opened.append(connector.core(options, facts))
+    except BaseException:
+        for part in opened:
+            part.close()
+        raise
+    if len(opened) < 2:
+        return opened[0] if opened else None
+    from .chain import ChainCore
+
+    return ChainCore(opened, block_size=facts.block_size)
+
+
+def worker_connector(specs: Sequence[str], facts: ConnectorFacts) -> WorkerConnector | None:
+    """The worker half of all of them. None if there are none. Raises ConfigError."""
+    check(specs)
+    opened: list[WorkerConnector] = []
+    try:
+        for spec in specs:
+            connector, options = _parse(spec)
+            opened.append(connector.worker(options, facts))
+    except BaseException:
+        for part in opened:
+            part.close()
+        raise
+    if len(opened) < 2:
+        return opened[0] if opened else None
+    from .chain import ChainWorker
+
+    return ChainWorker(opened)
+
+
+def _parse(spec: str) -> tuple[type[KVConnector] | Guarded, Options]:
+    """The class, guarded if it is none of ours, and its options."""
+    name, *parts = spec.split(",")
+    options: Options = {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        if not option or not equals or option in options:
+            raise ConfigError(f"--kv-connector {spec}: {part!r} is not an option=value that stands there once.")
+        options[option] = value
+    found = _find(name)
+    return found if name in _BUILT_IN else Guarded(found, name), options
+
+
+def _find(name: str) -> type[KVConnector]:
+    target = _BUILT_IN.get(name, name)
+    if ":" not in target:
+        others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+        if target not in others:
+            known = ", ".join(sorted([*_BUILT_IN, *others]))
+            raise ConfigError(f"--kv-connector {name!r} is not known; there are {known}, or write module:Class.")
+        target = others[target].value
+    module_name, _, class_name = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name.strip(), None)
+    except Exception as error:  # whatever somebody's module raises, the answer is the same
+        raise ConfigError(
+            f"--kv-connector {name}: {module_name} cannot be imported ({type(error).__name__}: {error})."
+        ) from error
+    if not all(callable(getattr(found, method, None)) for method in ("core", "worker")):
+        raise ConfigError(f"--kv-connector {name}: {module_name} has no class {class_name} with core and worker.")
+    return cast(type[KVConnector], found)

@@ -1,0 +1,241 @@
+"""Several connectors as one: who loads what, and that none of them reads what another has written."""
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, sequence
+
+from pagewire.engine.core.kv_connector import Evicted, KvEvent, KvRequest
+from pagewire.engine.kv_connector.chain import ChainCore, ChainWorker
+from pagewire.engine.kv_connector.host_worker import HostWorker
+from pagewire.ipc.messages import TierSnapshot, Transferred, ids_to_bytes
+
+
+def test_a_load_goes_on_where_the_nearer_tier_ends(tmp_path: Path) -> None:
+    engine = Instance(f"host,size={4 * BLOCK_BYTES}", f"disk,path={tmp_path},size={64 * FILE_BYTES}", num_blocks=12)
+    request = sequence(1, (1, 10 * SIZE + 1))
+    engine.serve(request)
+    engine.fill_device(2)  # of the 10 blocks that go, the host keeps the first 4
+    engine.core.take_events()
+    assert engine.core.get_num_new_matched_tokens(request, 0) == (10 * SIZE, True)
+    assert engine.core.get_num_new_matched_tokens(request, 2 * SIZE) == (8 * SIZE, True)
+    assert engine.serve(sequence(4, (1, 10 * SIZE + 1))) == 10
+    host, disk = engine.core.tiers()
+    assert (host.name, host.num_hit_tokens, disk.name, disk.num_hit_tokens) == ("host", 4 * SIZE, "disk", 6 * SIZE)
+    assert {event.tier for event in engine.core.take_events()} == {"host"}
+    engine.close()
+
+
+def test_what_fails_in_one_part_is_counted_there(tmp_path: Path) -> None:
+    engine = Instance(f"host,size={4 * BLOCK_BYTES}", f"disk,path={tmp_path},size={64 * FILE_BYTES}", num_blocks=12)
+    request = sequence(1, (1, 10 * SIZE + 1))
+    engine.serve(request)
+    engine.fill_device(2)
+    key = request.keys[7]
+    engine.close()
+    engine.close()  # a second time, to no effect
+    engine = Instance(f"host,size={4 * BLOCK_BYTES}", f"disk,path={tmp_path},size={64 * FILE_BYTES}", num_blocks=12)
+    next(tmp_path.rglob(f"{key.hex()}.*")).unlink()
+    assert engine.serve(sequence(4, (1, 10 * SIZE + 1))) == 9
+    assert engine.failed == [key]
+    host, disk = engine.core.tiers()
+    assert (host.num_failed, disk.num_failed) == (0, 1)
+    engine.close()
+
+
+def overlapping(path: Path) -> int:
+    """The blocks of a request that ends are given, by the same plan, to one that loads; how many then come back."""
+    engine = Instance(f"host,size={8 * BLOCK_BYTES}", f"disk,path={path},size={64 * FILE_BYTES}", num_blocks=8)
+    try:
+        engine.serve(sequence(1, (1, 8 * SIZE)))  # on the disk, and idle on the device
+        engine.end(engine.run(sequence(2, (2, 8 * SIZE))))  # the first has gone to the host
+        again = sequence(3, (1, 8 * SIZE))
+        assert engine.admit(again)
+        engine.step()
+        engine.settle()
+        assert engine.step() == [again]
+        engine.end(again)
+        engine.step()
+        return engine.serve(sequence(4, (2, 8 * SIZE)))
+    finally:
+        engine.close()
+
+
+def test_a_part_reads_what_it_keeps_before_another_writes(tmp_path: Path) -> None:
+    assert overlapping(tmp_path) == 7
+
+
+def test_a_part_that_writes_early_would_be_noticed(tmp_path: Path) -> None:
+    original = HostWorker.start_load_kv
+
+    def early(worker: HostWorker) -> None:
+        original(worker)
+        for chunk in worker._chunks:
+            worker._copier.write(chunk.blocks, worker._slots[chunk.slots])
+
+    with patch.object(HostWorker, "start_load_kv", early), pytest.raises(AssertionError, match="holds something else"):
+        overlapping(tmp_path)
+
+
+class Part:
+    """A connector that answers what it was told to and remembers what it was asked: both halves."""
+
+    def __init__(self, num: int | None, *, keeps: bool = False) -> None:
+        self.num = num
+        self.keeps = keeps
+        self.calls: list[tuple[object, ...]] = []
+        self.finished: tuple[set[int], set[int]] = (set(), set())
+        self.failed: set[int] = set()
+        self.num_pending = 0
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.num, True
+
+    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        self.calls.append(("alloc", list(block_ids), num_external_tokens))
+
+    def build_connector_meta(self) -> bytes:
+        return b"x"
+
+    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
+        return self.keeps
+
+    def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
+        self.calls.append(("evicted", evicted))
+
+    def update_connector_output(self, output: Transferred) -> None:
+        self.calls.append(("output", output))
+
+    def take_events(self) -> list[KvEvent]:
+        return []
+
+    def tiers(self) -> tuple[TierSnapshot, ...]:
+        return ()
+
+    def reset(self) -> None:
+        self.calls.append(("reset",))
+
+    def register_kv_caches(self, cache: object) -> None:
+        self.calls.append(("register",))
+
+    def bind_connector_metadata(self, metadata: bytes) -> None:
+        self.calls.append(("bind", metadata))
+
+    def start_load_kv(self) -> None:
+        self.calls.append(("start",))
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self.calls.append(("layer", layer))
+
+    def save_kv_layer(self, layer: int) -> None:
+        self.calls.append(("saved", layer))
+
+    def wait_for_save(self) -> None:
+        self.calls.append(("wait",))
+
+    def get_finished(self) -> tuple[set[int], set[int]]:
+        finished, self.finished = self.finished, (set(), set())
+        return finished
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self.failed = self.failed, set()
+        return failed
+
+    def take_load_cost(self) -> tuple[int, float]:
+        return 2, 1.5
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+def chain(*parts: Part) -> tuple[ChainCore, ChainWorker]:
+    return ChainCore(parts, block_size=SIZE), ChainWorker(parts)
+
+
+def test_shares_of_a_load() -> None:
+    parts = [Part(2 * SIZE), Part(0), Part(3 * SIZE)]
+    core, _ = chain(*parts)
+    request = sequence(1, (1, 40))
+    assert core.get_num_new_matched_tokens(request, SIZE) == (5 * SIZE, True)
+    core.update_state_after_alloc(request, [10, 11, 12, 13, 14, 15], 5 * SIZE)
+    assert [part.calls for part in parts] == [
+        [("alloc", [10, 11, 12], 2 * SIZE)],
+        [],
+        [("alloc", [10, 11, 12, 13, 14, 15], 3 * SIZE)],
+    ]
+
+
+def test_less_is_loaded_than_was_matched() -> None:
+    parts = [Part(2 * SIZE), Part(3 * SIZE)]
+    core, _ = chain(*parts)
+    request = sequence(1, (1, 40))
+    core.get_num_new_matched_tokens(request, 0)
+    core.update_state_after_alloc(request, [10, 11], 2 * SIZE)
+    assert [part.calls for part in parts] == [[("alloc", [10, 11], 2 * SIZE)], []]
+
+
+def test_one_that_does_not_know_yet() -> None:
+    core, _ = chain(Part(SIZE), Part(None))
+    assert core.get_num_new_matched_tokens(sequence(1, (1, 40)), 0)[0] is None
+
+
+def test_matches_of_requests_that_never_start_are_forgotten() -> None:
+    core, _ = chain(Part(SIZE), Part(SIZE))
+    for rid in range(3000):
+        core.get_num_new_matched_tokens(sequence(rid, (1, 40)), 0)
+    assert len(core._matched) <= 1024
+    core.update_state_after_alloc(sequence(0, (1, 40)), [1, 2], 2 * SIZE)  # forgotten, so asked anew
+    core.request_finished(sequence(2999, (1, 40)), [])
+    assert 2999 not in core._matched
+
+
+def test_over_when_all_parts_are() -> None:
+    parts = [Part(SIZE, keeps=True), Part(SIZE, keeps=True)]
+    core, worker = chain(*parts)
+    first, second = sequence(1, (1, 40)), sequence(2, (2, 40))
+    for request, blocks in ((first, [4, 5]), (second, [6, 7])):
+        core.get_num_new_matched_tokens(request, 0)
+        core.update_state_after_alloc(request, blocks, 2 * SIZE)
+    assert core.request_finished(sequence(3, (3, 4)), [9])
+    worker.bind_connector_metadata(core.build_connector_meta())
+    worker.start_load_kv()
+    parts[0].finished, parts[0].failed = ({3}, {1, 2}), {4, 6}
+    assert worker.get_finished() == (set(), set())
+    assert worker.get_block_ids_with_load_errors() == set()
+    parts[1].finished, parts[1].failed = (set(), {2}), {7}
+    assert worker.get_finished() == (set(), {2})
+    assert worker.get_block_ids_with_load_errors() == {6, 7}
+    parts[1].finished = ({3}, {1})
+    assert worker.get_finished() == ({3}, {1})
+    assert worker.get_block_ids_with_load_errors() == {4}
+    assert worker.get_finished() == (set(), set())
+    assert not (worker._left or worker._rid_of or worker._blocks_of or worker._bad or worker._kept)
+
+
+def test_everybody_is_told() -> None:
+    parts = [Part(0), Part(0)]
+    core, worker = chain(*parts)
+    output = Transferred((1,), ids_to_bytes(array("i")), ())
+    core.blocks_evicted([Evicted(1, b"k", 0)])
+    core.update_connector_output(output)
+    core.reset()
+    worker.bind_connector_metadata(core.build_connector_meta())
+    worker.wait_for_layer_load(1)
+    worker.save_kv_layer(1)
+    worker.wait_for_save()
+    assert worker.take_load_cost() == (4, 3.0)
+    worker.close()
+    expected = [
+        ("evicted", [Evicted(1, b"k", 0)]),
+        ("output", output),
+        ("reset",),
+        ("bind", b"x"),
+        ("layer", 1),
+        ("saved", 1),
+        ("wait",),
+        ("close",),
+    ]
+    assert parts[0].calls == parts[1].calls == expected

@@ -1,0 +1,112 @@
+"""The core side of the guard around connectors that others wrote. The worker's side is in runner/test_transfers.py."""
+
+import logging
+from array import array
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from pagewire.engine.kv_connector.base import ConnectorFacts
+from pagewire.engine.kv_connector.guard import Guarded, GuardedCore, UnderWay
+from pagewire.errors import ConfigError
+from pagewire.ipc.messages import Transferred, ids_to_bytes
+
+FACTS = ConnectorFacts(block_size=4, block_bytes=1, model_key=bytes(32))
+
+
+@dataclass
+class Asking:
+    rid: int = 7
+    ids: "array[int]" = field(default_factory=lambda: array("i", range(30)))
+    num_computed: int = 0
+
+    def block_keys(self, num, block_size):
+        return [bytes([i]) * 32 for i in range(num)]
+
+
+class Careless:
+    """A core half that answers what it is told to, or raises it."""
+
+    def __init__(self):
+        self.answer = (8, True)
+        self.metadata = b"own"
+        self.holds = True
+        self.closed = False
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens): ...
+
+    def build_connector_meta(self):
+        return self.metadata
+
+    def request_finished(self, request, block_ids):
+        return self.holds
+
+    def blocks_evicted(self, evicted): ...
+
+    def update_connector_output(self, output): ...
+
+    def take_events(self):
+        return ["an event"]
+
+    def tiers(self):
+        return ("a tier",)
+
+    def reset(self): ...
+
+    def close(self):
+        self.closed = True
+
+
+class Kind:
+    @staticmethod
+    def check(options):
+        raise ConfigError("it is checked")
+
+    @staticmethod
+    def core(options, facts):
+        return Careless()
+
+
+@pytest.fixture
+def core() -> GuardedCore:
+    return Guarded(Kind, "careless").core({}, FACTS)
+
+
+def test_options_are_checked_by_the_connector():
+    with pytest.raises(ConfigError, match="it is checked"):
+        Guarded(Kind, "careless").check({})
+
+
+def test_what_is_under_way_travels_beside_the_metadata(core):
+    request = Asking()
+    assert core.get_num_new_matched_tokens(request, 4) == (8, True)
+    core.update_state_after_alloc(request, [5, 6, 9], 8)
+    assert core.request_finished(Asking(rid=3), [1])
+    decoded = msgspec.msgpack.decode(core.build_connector_meta(), type=UnderWay)
+    assert decoded == UnderWay(((7, ids_to_bytes([6, 9])),), (3,), b"own")
+    core._inner.metadata = b""
+    assert core.build_connector_meta() == b""
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("a bug"), (3, False), (28, False), (-4, True), "nonsense", None])
+def test_after_a_mistake_it_is_not_asked_any_more(answer, core, caplog):
+    core.update_state_after_alloc(Asking(), [5, 6], 4)
+    core._inner.answer = answer
+    with caplog.at_level(logging.ERROR):
+        assert core.get_num_new_matched_tokens(Asking(), 4) == (0, False)
+        core._inner.answer = (8, True)
+        assert core.get_num_new_matched_tokens(Asking(), 4) == (0, False)
+        assert (core.request_finished(Asking(), [1]), core.take_events(), core.tiers()) == (False, [], ())
+        core.update_connector_output(Transferred((), b"", ()))
+        core.blocks_evicted([])
+        loads = msgspec.msgpack.decode(core.build_connector_meta(), type=UnderWay).loads
+        assert loads == ((7, ids_to_bytes([6])),), "the worker's side answers for what is under way"
+    assert len(caplog.records) == 1
+    core.close()
+    assert core._inner.closed

@@ -1,0 +1,149 @@
+"""The host tier: what it keeps, in which slots, and how it gives it back."""
+
+import random
+
+import pytest
+import torch
+from kv_instance import BLOCK_BYTES, FACTS, SHAPE, SIZE, Instance, content, sequence
+
+from pagewire.engine.cache.kv_cache import KvCache
+from pagewire.engine.core.kv_connector import Evicted
+from pagewire.engine.kv_connector.block_copy import BlockCopier
+from pagewire.engine.kv_connector.eviction import EvictionQueue, Lru
+from pagewire.engine.kv_connector.host import HostCore
+from pagewire.engine.kv_connector.host_worker import HostWorker
+from pagewire.ipc.messages import Transferred, ids_to_bytes
+
+
+def core_of(num_slots: int) -> HostCore:
+    return HostCore(num_slots=num_slots, block_size=SIZE, queue=EvictionQueue(Lru()))
+
+
+def test_blocks_that_the_device_gives_up_come_back() -> None:
+    engine = Instance(f"host,size={64 * BLOCK_BYTES}")
+    engine.serve(sequence(1, (1, 10 * SIZE + 2)))
+    assert engine.core.tiers()[0].num_blocks == 0, "nothing is copied as long as the device has it"
+    engine.fill_device(2)
+    assert engine.serve(sequence(3, (1, 10 * SIZE + 2))) == 10
+    engine.fill_device(4)
+    tier = engine.core.tiers()[0]
+    stored = tier.num_stored
+    engine.fill_device(5)
+    assert (tier.name, tier.capacity, tier.num_hit_tokens, tier.num_failed) == ("host", 64, 10 * SIZE, 0)
+    assert engine.core.tiers()[0].num_stored == stored + 24, "what is here already is not copied again"
+
+
+def test_a_preempted_request_is_swapped() -> None:
+    engine = Instance(f"host,size={64 * BLOCK_BYTES}", num_blocks=12)
+    request = engine.run(sequence(1, (1, 8 * SIZE + 1)))
+    engine.preempt(request)
+    engine.fill_device(2)
+    assert engine.serve(sequence(1, (1, 8 * SIZE + 1))) == 8
+
+
+def test_events_tell_what_is_where() -> None:
+    engine = Instance(f"host,size={9 * BLOCK_BYTES}", num_blocks=12)
+    rng = random.Random(3)
+    there: set[bytes] = set()
+    for i in range(40):
+        engine.serve(sequence(i, (rng.randrange(4), 5 * SIZE), (rng.randrange(9), rng.randrange(4 * SIZE))))
+        for event in engine.core.take_events():
+            assert event.tier == "host"
+            if event.stored:
+                assert there.isdisjoint(event.keys)
+                there |= set(event.keys)
+            else:
+                assert there >= set(event.keys)
+                there -= set(event.keys)
+        assert len(there) == engine.core.tiers()[0].num_blocks <= 9
+    engine.core.reset()
+    for event in engine.core.take_events():
+        there -= set(event.keys)
+    assert not there
+
+
+def test_a_match_that_is_gone_when_its_load_is_planned_fails() -> None:
+    engine = Instance(f"host,size={4 * BLOCK_BYTES}", num_blocks=12)
+    engine.serve(sequence(1, (1, 4 * SIZE + 1)))
+    engine.fill_device(2)
+    request = sequence(3, (1, 4 * SIZE + 1))
+    assert engine.core.get_num_new_matched_tokens(request, 0) == (4 * SIZE, False)
+    key = request.keys[3]
+    core = engine.core
+    assert isinstance(core, HostCore)
+    core._drop(key)
+    request.blocks = engine.pool.allocate(4)
+    engine.loading[3] = (request, 0)
+    core.update_state_after_alloc(request, request.blocks, 4 * SIZE)
+    engine.step()
+    assert engine.failed == [key]
+    assert request.num_computed == 3 * SIZE
+
+
+def test_more_at_once_than_there_are_slots() -> None:
+    core = core_of(3)
+    core.blocks_evicted([Evicted(i, bytes([i]), i) for i in range(9)])
+    assert core.tiers()[0].num_blocks == 3
+    assert sorted(core._saves.values()) == [6, 7, 8], "one block a slot, the newest"
+
+
+def test_slots_that_are_read_are_not_taken() -> None:
+    core = core_of(2)
+    request = sequence(1, (1, 2 * SIZE + 1))
+    keys = request.block_keys(2, SIZE)
+    core.blocks_evicted([Evicted(0, keys[1], 1), Evicted(1, keys[0], 0)])
+    core.build_connector_meta()
+    core.update_state_after_alloc(request, [5, 6], 2 * SIZE)
+    core.blocks_evicted([Evicted(2, b"other", 0)])
+    assert core._saves == {}
+    core.update_connector_output(Transferred((1,), b"", ()))
+    core.blocks_evicted([Evicted(2, b"other", 0)])
+    assert list(core._saves.values()) == [2]
+    assert keys[0] in core._slots, "the tail goes first"
+
+
+def test_long_loads_are_spread() -> None:
+    engine = Instance(f"host,size={64 * BLOCK_BYTES}")
+    worker = engine.worker
+    assert isinstance(worker, HostWorker)
+    worker._copier.chunk = 2
+    engine.serve(sequence(1, (1, 20 * SIZE + 1)))
+    engine.fill_device(2)
+    request = sequence(3, (1, 20 * SIZE + 1))
+    assert engine.admit(request)
+    engine.step()
+    assert worker.num_pending == 1
+    engine.settle()
+    assert engine.num_loaded == 20
+
+
+def test_copies_are_bit_equal_in_chunks_of_any_size() -> None:
+    cache = KvCache(shape=SHAPE, num_blocks=9, block_size=SIZE, device=torch.device("cpu"))
+    copier = BlockCopier(cache)
+    rows = torch.stack([content(bytes([i])) for i in range(6)])
+    blocks = [7, 0, 3, 8, 2, 5]
+    for chunk in (1, 2, 4, 6, 100):
+        copier.chunk = chunk
+        copier.write(blocks, rows)
+        assert torch.equal(torch.cat(list(copier.read(blocks))), rows)
+    keys, values = cache.pages[1]
+    flat = torch.stack([keys[3], values[3]]).flatten().view(torch.uint8)
+    assert torch.equal(flat, rows[2].view(3, -1)[1])
+    for bad in ([9], [-1], [0, 100]):
+        with pytest.raises(ValueError, match="of a cache of 9"):
+            list(copier.read(bad))
+        with pytest.raises(ValueError, match="of a cache of 9"):
+            copier.write(bad, rows[: len(bad)])
+    assert copier.block_bytes == FACTS.block_bytes
+
+
+def test_a_load_of_nothing_ends() -> None:
+    engine = Instance(f"host,size={4 * BLOCK_BYTES}")
+    core = engine.core
+    request = sequence(1, (1, SIZE + 1))
+    request.blocks = engine.pool.allocate(1)
+    engine.loading[1] = (request, 0)
+    core.update_state_after_alloc(request, request.blocks, SIZE)  # never stored
+    engine.step()
+    assert engine.failed == request.keys[:1] and engine.worker.num_pending == 0
+    core.update_connector_output(Transferred((77,), ids_to_bytes([1]), ()))  # somebody else's

@@ -1,0 +1,112 @@
+"""From the command line to connectors, and what is said when that cannot be."""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from kv_instance import BLOCK_BYTES, FACTS, FILE_BYTES
+
+from pagewire.engine.kv_connector import registry
+from pagewire.engine.kv_connector.chain import ChainCore, ChainWorker
+from pagewire.engine.kv_connector.guard import GuardedCore
+from pagewire.engine.kv_connector.host import HostConnector, HostCore
+from pagewire.engine.kv_connector.host_worker import HostWorker
+from pagewire.errors import ConfigError
+
+
+def test_none_one_and_several(tmp_path: Path) -> None:
+    assert registry.core_connector((), FACTS) is None
+    assert registry.worker_connector((), FACTS) is None
+    one = ("host,size=1M",)
+    assert isinstance(registry.core_connector(one, FACTS), HostCore)
+    assert isinstance(registry.worker_connector(one, FACTS), HostWorker)
+    three = ("host,size=1M,eviction=cost", f"disk,path={tmp_path}/d,size=1M", f"shared,path={tmp_path}/s,size=1M")
+    core, worker = registry.core_connector(three, FACTS), registry.worker_connector(three, FACTS)
+    assert isinstance(core, ChainCore) and isinstance(worker, ChainWorker)
+    assert [tier.name for tier in core.tiers()] == ["host", "disk", "shared"]
+    core.close()
+    worker.close()
+
+
+def test_the_check_opens_nothing(tmp_path: Path) -> None:
+    registry.check(("host,size=4G", f"disk,path={tmp_path}/d,size=20G", f"shared,path={tmp_path}/s,size=1G"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("hots,size=1G", r"'hots' is not known; there are disk, host, p2p, shared, or write module:Class\."),
+        ("", r"'' is not known"),
+        ("host", r"host needs size=…, such as host,size=4G\."),
+        ("host,size=", r"host needs size=…"),
+        ("host,size=much", r"host,size=much: 'much' is not a number or a size"),
+        ("host,size=0", r"host,size=0: it must be more than nothing"),
+        ("host,size=1G,size=2G", r"'size=2G' is not an option=value that stands there once"),
+        ("host,4G", r"'4G' is not an option=value"),
+        ("host,size=1G,path=/tmp", r"host has no option 'path'; it has size, eviction\."),
+        ("host,size=1G,eviction=fifo", r"eviction=fifo: it is one of lru, lfu, cost\."),
+        ("disk,size=1G", r"disk needs path=…, such as disk,path="),
+        ("disk,path=/tmp", r"disk needs size=…"),
+        ("shared,path=/dev/shm/x,size=1G,eviction=lru", r"shared has no option 'eviction'; it has path, size\."),
+        ("no_such_module:Kv", r"no_such_module cannot be imported \(ModuleNotFoundError"),
+        ("math:Kv", r"math has no class Kv with core and worker"),
+        ("math:pi", r"math has no class pi with core and worker"),
+    ],
+)
+def test_what_is_wrong_is_said(spec: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        registry.check((spec,))
+    with pytest.raises(ConfigError, match=sentence):
+        registry.core_connector((spec,), FACTS)
+
+
+def test_one_twice() -> None:
+    with pytest.raises(ConfigError, match="named twice"):
+        registry.check(("host,size=1G", "host,size=2G"))
+
+
+def test_no_room_for_a_block(tmp_path: Path) -> None:
+    small = f"size={BLOCK_BYTES - 1}"
+    for spec in (f"host,{small}", f"disk,path={tmp_path},{small}", f"shared,path={tmp_path},{small}"):
+        with pytest.raises(ConfigError, match="less than one block of this model takes"):
+            registry.core_connector((spec,), FACTS)
+        with pytest.raises(ConfigError, match="less than one block of this model takes"):
+            registry.worker_connector((spec,), FACTS)
+
+
+def test_what_was_opened_is_closed_when_the_next_cannot_be(tmp_path: Path) -> None:
+    disk = f"disk,path={tmp_path},size={FILE_BYTES}"
+    with pytest.raises(ConfigError):
+        registry.worker_connector((disk, "host,size=1"), FACTS)
+    worker = registry.worker_connector((disk,), FACTS)
+    assert worker is not None, "the folder is free again"
+    worker.close()
+
+
+def test_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    by_name = "pagewire.engine.kv_connector.disk:DiskConnector"
+    core = registry.core_connector((f"{by_name},path={tmp_path},size=1M",), FACTS)
+    assert isinstance(core, GuardedCore) and core.tiers()[0].name == "disk"
+    point = EntryPoint("mine", f"{HostConnector.__module__}:HostConnector", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == registry.ENTRY_POINTS else [])
+    core = registry.core_connector(("mine,size=1M",), FACTS)
+    assert isinstance(core, GuardedCore) and core.tiers()[0].name == "host"
+    with pytest.raises(ConfigError, match="there are disk, host, mine, p2p, shared"):
+        registry.check(("yours",))
+
+
+def test_the_core_halves_need_no_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pagewire.engine.kv_connector.base import ConnectorFacts
+from pagewire.engine.kv_connector.registry import core_connector
+facts = ConnectorFacts(block_size=4, block_bytes=512, model_key=bytes(32))
+specs = ("host,size=1M", "disk,path={tmp_path}/d,size=1M", "shared,path={tmp_path}/s,size=1M", "p2p,peer={tmp_path}/p")
+core_connector(specs, facts).close()
+print("torch" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "False", result.stderr

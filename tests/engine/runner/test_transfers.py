@@ -1,0 +1,153 @@
+"""Block copies, plans without rows, and how the runner calls a KV connector, also one that fails."""
+
+import logging
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from recording_connector import Recording
+
+from pagewire.engine.kv_connector.guard import UnderWay
+from pagewire.engine.runner.runner import Runner
+from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, Transferred, bytes_to_ids, ids_to_bytes
+
+GREEDY = Sampling(temperature=0)
+
+
+def plan(step=1, rows=(), counts=(), **fields):
+    return StepPlan(
+        step=step,
+        open=fields.pop("open", ()),
+        grow_rows=b"",
+        grow_blocks=b"",
+        rows=ids_to_bytes(list(rows)),
+        counts=ids_to_bytes(list(counts)),
+        sample=bytes([1] * len(rows)),
+        **fields,
+    )
+
+
+def metadata(loads=(), held=(), own=b"x"):
+    """As the guard around a connector that is not ours packs it. loads: (rid, blocks)."""
+    return msgspec.msgpack.encode(UnderWay(tuple((rid, ids_to_bytes(b)) for rid, b in loads), tuple(held), own))
+
+
+@pytest.fixture
+def runner(checkpoint, resolved):
+    started = []
+
+    def start(*, connector=("recording_connector:Recording",), num_blocks=40):
+        runner = Runner.load(resolved(checkpoint("llama"), kv_connector=connector))
+        runner.open_cache(num_blocks)
+        started.append(runner)
+        return runner
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def opened(row, ids, blocks, num_computed=0):
+    return RowOpen(row, ids_to_bytes(ids), len(ids), num_computed, ids_to_bytes(blocks), GREEDY)
+
+
+def test_a_copied_block_is_as_good_as_the_computed_one(runner):
+    """Two rows share a prompt that ends in the middle of a block: the second copies the block and computes the end."""
+    engine = runner(connector=())
+    ids = list(np.random.default_rng(1).integers(3, 300, 26))
+    engine.launch(plan(1, [0], [26], open=(opened(0, ids, [4, 5]),)))
+    first = engine.collect().ids
+    copies = ids_to_bytes([4, 8, 5, 9])
+    engine.launch(plan(2, [1], [1], open=(opened(1, ids, [8, 9], num_computed=25),), copies=copies))
+    assert engine.collect().ids == first
+    keys, values = engine._cache.pages[2]
+    torch.testing.assert_close(keys[[8, 9]], keys[[4, 5]])
+    torch.testing.assert_close(values[[8, 9]], values[[4, 5]])
+
+
+def test_copies_are_read_before_any_is_written(runner):
+    engine = runner(connector=())
+    for pair in engine._cache.pages:
+        for page in pair:
+            for block in range(40):
+                page[block] = block
+    engine.launch(plan(copies=ids_to_bytes([1, 2, 2, 1, 1, 3, 7, 8])))
+    assert (engine.collect().ids, engine.take_transferred(), engine.num_transfers) == (b"", None, 0)
+    for pair in engine._cache.pages:
+        for page in pair:
+            assert page[[1, 2, 3, 7, 8], 0, 0, 0].tolist() == [2, 1, 1, 7, 7]
+
+
+def test_the_order_of_calls(runner):
+    engine = runner()
+    connector = Recording.workers[-1]
+    assert connector.facts.block_bytes == engine.block_bytes == 12_288
+    assert len(connector.facts.model_key) == 32
+    engine.launch(plan(1, [0], [3], open=(opened(0, [5, 6, 7], [0]),)))
+    assert connector.calls == [("register", 40)], "a step without metadata is none of its business"
+    engine.launch(plan(2, [0], [1], kv=metadata()))
+    passes = [call for layer in range(3) for call in (("wait", layer), ("save", layer))]
+    assert connector.calls[1:] == [("bind", b"x"), "start", *passes, "wait for save"]
+    del connector.calls[:]
+    engine.launch(plan(3, kv=metadata()))
+    assert connector.calls == [("bind", b"x"), "start", "wait for save"]
+    del connector.calls[:]
+    engine.launch(plan(4, [0], [1]))
+    assert connector.calls == []
+    engine.close()
+    assert connector.calls == ["close"]
+
+
+def test_loads_are_written_before_copies_and_passes(runner):
+    engine = runner()
+    connector = Recording.workers[-1]
+    start = connector.start_load_kv
+
+    def load():
+        start()
+        for pair in connector.cache.pages:
+            for page in pair:
+                page[6] = 3
+
+    connector.start_load_kv = load
+    engine.launch(plan(1, kv=metadata(), copies=ids_to_bytes([6, 7])))
+    keys, _ = engine._cache.pages[1]
+    assert bool((keys[7] == 3).all())
+
+
+def test_what_is_over_is_told_once(runner):
+    engine = runner()
+    connector = Recording.workers[-1]
+    engine.launch(plan(1, kv=metadata(loads=[(7, [1, 2]), (8, [3])], held=[9])))
+    assert engine.take_transferred() is None
+    connector.finished, connector.failed = ({9}, {7}), {2}
+    assert engine.num_transfers == 2
+    assert engine.take_transferred() == Transferred((7,), ids_to_bytes([2]), (9,), 2, 1.5)
+    assert engine.take_transferred() is None
+    assert engine.num_transfers == 0
+
+
+@pytest.mark.parametrize("call", ["bind", "start", "wait", "save", "wait for save", "finished"])
+def test_a_connector_that_fails_is_not_used_any_more(call, runner, caplog):
+    """The step is computed all the same, and what the connector had under way is over, with nothing loaded."""
+    engine = runner(connector=())
+    engine.launch(plan(1, [0], [3], open=(opened(0, [5, 6, 7], [0]),)))
+    expected = engine.collect().ids
+    engine = runner()
+    connector = Recording.workers[-1]
+    connector.explode = call
+    with caplog.at_level(logging.ERROR):
+        kv = metadata(loads=[(7, [11, 12])], held=[9])
+        engine.launch(plan(1, [0], [3], open=(opened(0, [5, 6, 7], [0]),), kv=kv))
+        assert engine.collect().ids == expected
+        told = engine.take_transferred()
+        assert (told.loaded, list(bytes_to_ids(told.failed_blocks)), told.sent) == ((7,), [11, 12], (9,))
+        assert engine.num_transfers == 0
+        engine.launch(plan(2, kv=metadata(loads=[(8, [13])])))
+        assert engine.num_transfers == 1
+        told = engine.take_transferred()
+        assert (told.loaded, list(bytes_to_ids(told.failed_blocks)), told.sent) == ((8,), [13], ())
+    assert len(caplog.records) == 1, "it is said once"
+    engine.close()
+    assert connector.calls[-1] == "close"

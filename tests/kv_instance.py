@@ -1,0 +1,204 @@
+"""One engine reduced to what a KV connector sees: a pool, a cache whose blocks hold what their keys say, the halves."""
+
+import random
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import shake_128
+
+import torch
+from torch import Tensor
+
+from pagewire.engine.cache.kv_cache import KvCache, KvShape
+from pagewire.engine.core.block_hash import block_key, root_key
+from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.kv_connector import CoreConnector
+from pagewire.engine.kv_connector.base import ConnectorFacts, WorkerConnector
+from pagewire.engine.kv_connector.block_copy import BlockCopier
+from pagewire.engine.kv_connector.registry import core_connector, worker_connector
+from pagewire.ipc.messages import Transferred, ids_to_bytes
+
+SHAPE = KvShape(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16)
+SIZE = 4  # positions of a block
+BLOCK_BYTES = SHAPE.block_bytes(SIZE)
+FILE_BYTES = BLOCK_BYTES + 80  # with its header
+FACTS = ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES, model_key=b"model".ljust(32))
+DEADLINE_S = 20.0
+_POLL_S = 0.0005  # other threads need the interpreter
+
+
+def content(key: bytes) -> Tensor:
+    """The only right bytes of the block with this key."""
+    return torch.frombuffer(bytearray(shake_128(key).digest(BLOCK_BYTES)), dtype=torch.uint8)
+
+
+@dataclass(eq=False)
+class Running:
+    """See `KvRequest`."""
+
+    rid: int
+    ids: "array[int]"
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+
+    def block_keys(self, num: int, block_size: int) -> list[bytes]:
+        assert num * block_size <= len(self.ids), "keys of full blocks only"
+        while len(self.keys) < num:
+            start = len(self.keys) * block_size
+            parent = self.keys[-1] if self.keys else root_key(b"model", b"")
+            self.keys.append(block_key(parent, self.ids[start : start + block_size].tobytes()))
+        return self.keys[:num]
+
+
+def sequence(rid: int, *parts: tuple[int, int]) -> Running:
+    """parts: (seed, number of ids). Equal leading parts are equal prefixes."""
+    ids = array("i")
+    for seed, num in parts:
+        rng = random.Random(seed)
+        ids.extend(rng.randrange(1000) for _ in range(num))
+    return Running(rid, ids)
+
+
+class Instance:
+    """Plans like the scheduler and runs like the runner, in its order of calls."""
+
+    def __init__(self, *specs: str, num_blocks: int = 24, facts: ConnectorFacts = FACTS) -> None:
+        core, worker = core_connector(specs, facts), worker_connector(specs, facts)
+        assert core is not None and worker is not None
+        self.core: CoreConnector = core
+        self.worker: WorkerConnector = worker
+        self.cache = KvCache(shape=SHAPE, num_blocks=num_blocks, block_size=SIZE, device=torch.device("cpu"))
+        for keys, values in self.cache.pages:
+            keys.fill_(-1.0)
+            values.fill_(-1.0)
+        self.worker.register_kv_caches(self.cache)
+        self.pool = BlockPool(num_blocks=num_blocks)
+        self.copier = BlockCopier(self.cache)
+        self.loading: dict[int, tuple[Running, int]] = {}  # rid → request, its first block that is being loaded
+        self.to_compute: list[Running] = []  # with the next plan
+        self.num_loaded = 0  # blocks
+        self.failed: list[bytes] = []  # keys of blocks that were not loaded
+
+    def bytes_of(self, blocks: Sequence[int]) -> Tensor:
+        """uint8 [len(blocks), BLOCK_BYTES]."""
+        return torch.cat([torch.empty((0, BLOCK_BYTES), dtype=torch.uint8), *self.copier.read(blocks)])
+
+    def admit(self, request: Running) -> bool:
+        """Gives it blocks and starts its load or lets the next plan compute it. False: no room."""
+        full = (len(request.ids) - 1) // SIZE
+        keys = request.block_keys(full, SIZE)
+        hits = self.pool.match(keys)
+        num, _ = self.core.get_num_new_matched_tokens(request, len(hits) * SIZE)
+        assert num is not None and num % SIZE == 0 and len(hits) * SIZE + num < len(request.ids)
+        total = -(-len(request.ids) // SIZE)
+        if total - len(hits) + self.pool.num_idle(hits) > self.pool.num_free:
+            return False
+        self.pool.hold(hits)
+        request.blocks = [*hits, *self.pool.allocate(num // SIZE)]
+        request.num_computed = len(hits) * SIZE
+        if num:
+            self.loading[request.rid] = (request, len(hits))
+            self.core.update_state_after_alloc(request, request.blocks, num)
+        else:
+            self.to_compute.append(request)
+        return True
+
+    def end(self, request: Running) -> None:
+        """It has ended; its blocks go."""
+        assert not self.core.request_finished(request, request.blocks)
+        self.pool.release(request.blocks)
+
+    def preempt(self, request: Running) -> None:
+        """Its blocks go, and nobody is told."""
+        self.pool.release(request.blocks)
+
+    def step(self) -> list[Running]:
+        """Makes a plan and runs it; whose KV is whole now."""
+        computed, self.to_compute = self.to_compute, []
+        for request in computed:
+            request.blocks += self.pool.allocate(-(-len(request.ids) // SIZE) - len(request.blocks))
+        evicted, self.pool.evicted = self.pool.evicted, []
+        if evicted:
+            self.core.blocks_evicted(evicted)
+        metadata = self.core.build_connector_meta()
+        if metadata:
+            self.worker.bind_connector_metadata(metadata)
+            self.worker.start_load_kv()
+        for request in computed:
+            self._compute(request)
+        if metadata:
+            self.worker.wait_for_save()
+        self.take()
+        return computed
+
+    def take(self) -> None:
+        """What the worker half reports."""
+        sent, loaded = self.worker.get_finished()
+        assert not sent
+        failed = self.worker.get_block_ids_with_load_errors()
+        for rid in loaded:
+            request, first = self.loading.pop(rid)
+            blocks = request.blocks[first:]
+            keys = request.block_keys(first + len(blocks), SIZE)[first:]
+            good = [(block, key) for block, key in zip(blocks, keys, strict=True) if block not in failed]
+            for (block, key), row in zip(good, self.bytes_of([block for block, _ in good]), strict=True):
+                assert torch.equal(row, content(key)), f"rid {rid}: block {block} holds something else"
+            self.num_loaded += len(good)
+            self.failed += [key for block, key in zip(blocks, keys, strict=True) if block in failed]
+            num_good = next((i for i, block in enumerate(blocks) if block in failed), len(blocks))
+            request.num_computed = (first + num_good) * SIZE
+            self.to_compute.append(request)
+        if loaded:
+            num, ms = self.worker.take_load_cost()
+            self.core.update_connector_output(Transferred(tuple(loaded), ids_to_bytes(sorted(failed)), (), num, ms))
+
+    def settle(self) -> None:
+        """Waits for every load."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.worker.num_pending:
+            self.take()
+            time.sleep(_POLL_S)
+            assert time.monotonic() < deadline, "a load never ends"
+
+    def run(self, request: Running) -> Running:
+        """From admission to the end of its computation."""
+        assert self.admit(request)
+        self.step()
+        self.settle()
+        self.step()
+        assert request.num_computed == len(request.ids)
+        return request
+
+    def serve(self, request: Running) -> int:
+        """Its whole life, and the plan after it; how many blocks were loaded."""
+        before = self.num_loaded
+        self.end(self.run(request))
+        self.step()
+        return self.num_loaded - before
+
+    def fill_device(self, rid: int) -> None:
+        """Everything idle on the device is evicted."""
+        self.serve(sequence(rid, (rid, self.pool.num_blocks * SIZE)))
+
+    def close(self) -> None:
+        self.core.close()
+        self.worker.close()
+
+    def _compute(self, request: Running) -> None:
+        full = len(request.ids) // SIZE
+        keys = request.block_keys(full, SIZE)
+        for place in range(request.num_computed // SIZE, full):
+            self.copier.write([request.blocks[place]], content(keys[place])[None])
+        request.num_computed = len(request.ids)
+        for place, key in enumerate(keys):
+            self.pool.register(request.blocks[place], key, place)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what another thread does."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        time.sleep(_POLL_S)
+        assert time.monotonic() < deadline, "it never happens"

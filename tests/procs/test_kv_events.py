@@ -1,0 +1,244 @@
+"""KV events as a router sees them: real sockets, real batches, and what was missed asked for again."""
+
+import asyncio
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from fakes import EOS, FakeWorker, enqueue
+from msgspec.structs import replace
+
+from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts, resolve
+from pagewire.engine.core.block_hash import block_key, root_key
+from pagewire.engine.core.kv_events import Cleared, KvCacheEvent, Removed, Stored
+from pagewire.errors import ConfigError
+from pagewire.ipc.messages import CacheOffer, Message, StepPlan
+from pagewire.procs.core import CoreActor
+from pagewire.procs.kv_events import END, NUM_KEPT, KvEventPublisher
+
+KEY = bytes(range(32))
+
+
+def stored(number: int) -> Stored:
+    return Stored((number.to_bytes(32, "big"),), None, array("i", [number] * 4).tobytes(), 4)
+
+
+class Router:
+    """A subscriber and a client of the replay socket."""
+
+    def __init__(self, context: "zmq.Context[zmq.SyncSocket]", address: str, replay: str) -> None:
+        self._events = context.socket(zmq.SUB)
+        self._events.subscribe(b"")
+        self._replay = context.socket(zmq.DEALER)
+        for socket, where in ((self._events, address), (self._replay, replay)):
+            socket.linger = 0
+            socket.rcvtimeo = 10_000
+            socket.connect(where)
+
+    def receive(self) -> tuple[int, Any]:
+        topic, number, batch = self._events.recv_multipart()
+        assert topic == b""
+        return int.from_bytes(number, "big"), msgspec.msgpack.decode(batch)
+
+    def replay(self, start: int) -> Iterator[tuple[int, Any]]:
+        self._replay.send_multipart((b"", start.to_bytes(8, "big")))
+        while True:
+            empty, number, batch = self._replay.recv_multipart()
+            assert empty == b""
+            if number == END:
+                assert batch == b""
+                return
+            yield int.from_bytes(number, "big"), msgspec.msgpack.decode(batch)
+
+    def send_nonsense(self) -> None:
+        for frames in ([b"x"], [b"", b""], [b"", b"x" * 9], [b"x", bytes(8)], [b"", b"", bytes(8)]):
+            self._replay.send_multipart(frames)
+
+    def waits(self, timeout_ms: int) -> bool:
+        return bool(self._events.poll(timeout_ms))
+
+    def close(self) -> None:
+        self._events.close()
+        self._replay.close()
+
+
+@contextmanager
+def router(folder: str) -> Iterator[Router]:
+    context = zmq.Context()
+    subscriber = Router(context, f"ipc://{folder}/events", f"ipc://{folder}/replay")
+    try:
+        yield subscriber
+    finally:
+        subscriber.close()
+        context.term()
+
+
+@contextmanager
+def publishing() -> Iterator[tuple[str, Callable[[list[KvCacheEvent]], None]]]:
+    with tempfile.TemporaryDirectory(prefix="pw-") as folder:
+        publisher = KvEventPublisher(address=f"ipc://{folder}/events", replay=f"ipc://{folder}/replay")
+        try:
+            yield folder, publisher.publish
+        finally:
+            publisher.close()
+        assert list(Path(folder).iterdir()) == []
+
+
+def connected(subscriber: Router, publish: Callable[[list[KvCacheEvent]], None]) -> int:
+    """Publishes until the subscription has arrived. How many batches that took."""
+    for number in range(100_000):
+        publish([Cleared()])
+        if subscriber.waits(1):
+            last, _ = subscriber.receive()
+            while last < number:
+                last, _ = subscriber.receive()
+            return number + 1
+    raise AssertionError("nothing arrives")
+
+
+def test_what_a_router_reads() -> None:
+    with publishing() as (folder, publish), router(folder) as subscriber:
+        first = connected(subscriber, publish)
+        ids = array("i", [5, -1, 2**31 - 1, 0])
+        publish([Stored((KEY, KEY[::-1]), bytes(32), ids.tobytes(), 2), Removed((KEY,), "host"), Cleared()])
+        publish([])
+        publish([Stored((KEY,), None, b"", 16, "disk")])
+        number, (ts, events, rank) = subscriber.receive()
+        low, high = int.from_bytes(KEY[-8:], "big"), int.from_bytes(bytes(range(8))[::-1], "big")
+        assert (number, rank) == (first, 0)
+        assert ts > 1.7e9
+        assert events == [
+            ["BlockStored", [low, high], 0, ids.tolist(), 2, None, "GPU", None],
+            ["BlockRemoved", [low], "CPU"],
+            ["AllBlocksCleared"],
+        ]
+        number, (_, events, _) = subscriber.receive()
+        assert number == first + 1  # no events, no batch
+        assert events == [["BlockStored", [low], None, [], 16, None, "DISK", None]]
+
+
+def test_what_was_missed_is_repeated() -> None:
+    with publishing() as (folder, publish):
+        for number in range(50):
+            publish([stored(number)])
+        with router(folder) as late:
+            connected(late, publish)
+            got = list(late.replay(20))
+            assert [number for number, _ in got[:30]] == list(range(20, 50))
+            assert [batch[1][0][1] for _, batch in got[:30]] == [[number] for number in range(20, 50)]
+            assert list(late.replay(10**6)) == []
+            late.send_nonsense()
+            assert next(late.replay(0))[0] == 0
+
+
+def test_only_the_last_batches_are_kept_and_nobody_is_waited_for() -> None:
+    with publishing() as (folder, publish), router(folder) as subscriber:
+        connected(subscriber, publish)
+        for number in range(NUM_KEPT + 2):  # the subscriber takes none of them meanwhile
+            publish([stored(number)])
+        for _ in range(2):  # the second finds room as the first did
+            numbers = [number for number, _ in subscriber.replay(0)]
+            assert numbers == list(range(numbers[0], numbers[0] + NUM_KEPT))
+            assert numbers[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("tcp://*:5557", "can be reached from outside"),
+        ("tcp://0.0.0.0:5557", "can be reached from outside"),
+        ("tcp://10.0.0.1:5557", "can be reached from outside"),
+        ("tcp://127.0.0.1", "is no address"),
+        ("tcp://127.0.0.1:0", "is no address"),
+        ("tcp://127.0.0.1:99999", "is no address"),
+        ("tcp://[::1:80", "is no address"),
+        ("inproc://here", "is no address"),
+        ("ipc://", "is no address"),
+        ("", "is no address"),
+        ("ipc:///no/such/folder/events", "cannot listen"),
+        ("ipc:///tmp/" + "x" * 200, "cannot listen"),
+        ("ipc:///etc/passwd", "is no socket"),
+    ],
+)
+def test_addresses_that_make_no_sense(address: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        KvEventPublisher(address=address)
+    assert str(refused.value).startswith("--kv-events: ")
+
+
+def test_an_address_that_is_taken() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        with tempfile.TemporaryDirectory(prefix="pw-") as folder, pytest.raises(ConfigError, match="-replay: cannot"):
+            KvEventPublisher(address=f"ipc://{folder}/events", replay=f"tcp://127.0.0.1:{port}")
+
+
+def engine_config(**flags: Any) -> EngineConfig:
+    model = ModelFacts(path="", name="m", max_position=48, vocab_size=50, eos_token_ids=(), dtype="float32")
+    return resolve(Config(max_num_batched_tokens=64, **flags), model, MachineFacts(num_cores=1))
+
+
+@pytest.mark.parametrize(
+    "flags", [{"kv_events_replay": "ipc:///tmp/x"}, {"kv_events": "ipc:///tmp/x", "enable_prefix_caching": False}]
+)
+def test_flags_that_do_not_fit_together(flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--kv-events"):
+        engine_config(**flags)
+
+
+def test_what_the_core_tells_of_its_cache() -> None:
+    """The real core over a fake worker: what a router has put together from the events is what the pool can find."""
+    size, num_blocks = 4, 12
+    with tempfile.TemporaryDirectory(prefix="pw-") as folder, router(folder) as subscriber:
+        config = replace(
+            engine_config(kv_events=f"ipc://{folder}/events", kv_events_replay=f"ipc://{folder}/replay"),
+            block_size=size,
+            eos_token_ids=(EOS,),
+        )
+        worker = FakeWorker(num_blocks=num_blocks, block_size=size, max_num_seqs=8, max_num_batched_tokens=64)
+        plans: list[StepPlan] = []
+
+        def post(receiver: str, message: Message) -> None:
+            if isinstance(message, StepPlan):
+                plans.append(message)
+
+        core = CoreActor(config)
+        core.start(post)
+        core.handle([CacheOffer(0, num_blocks)])
+        prompts = [[n] * 9 + [n + 1] * 10 for n in (1, 2, 3, 1)]
+        for rid, prompt in enumerate(prompts):  # more than the pool can keep
+            core.handle([enqueue(rid, prompt, max_tokens=3)])
+            while plans:
+                core.handle([worker.run(plans.pop(0))])
+
+        known: dict[int, list[int]] = {}  # hash → all tokens up to the end of its block
+        num_removed = 0
+        for _, (_, events, _) in subscriber.replay(0):
+            for kind, *fields in events:
+                hashes, *rest = fields or [[]]
+                if kind == "BlockStored":
+                    parent, ids, block_size = rest[:3]
+                    assert (block_size, len(ids)) == (size, size)
+                    known[hashes[0]] = (known[parent] if parent is not None else []) + ids
+                elif kind == "AllBlocksCleared":
+                    known.clear()
+                else:
+                    assert kind == "BlockRemoved"
+                    num_removed += len(hashes)
+                    for key in hashes:
+                        known.pop(key, None)
+        assert num_removed > 0
+        root = root_key(config.kv_model_key, b"")
+        for prompt in prompts:
+            key = root
+            for start in range(0, len(prompt) - size + 1, size):
+                key = block_key(key, array("i", prompt[start : start + size]).tobytes())
+                told = known.get(int.from_bytes(key[-8:], "big"))
+                assert told == (None if core.scheduler.pool.find(key) is None else prompt[: start + size])
+        asyncio.run(core.stop(0.0))

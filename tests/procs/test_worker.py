@@ -1,0 +1,59 @@
+"""The worker's plain loop with KV transfers under way."""
+
+import queue
+import threading
+from pathlib import Path
+
+import checkpoints
+import msgspec
+import pytest
+from recording_connector import Recording
+
+from pagewire.config import Config
+from pagewire.engine.kv_connector.guard import UnderWay
+from pagewire.ipc.channel import MemoryChannel
+from pagewire.ipc.messages import (
+    CacheOffer,
+    OpenCache,
+    StepPlan,
+    StepResult,
+    Stop,
+    ToWorker,
+    Transferred,
+    ids_to_bytes,
+)
+from pagewire.prepare import prepare
+from pagewire.procs.worker import Worker, run
+
+TIMEOUT_S = 30.0
+
+
+@pytest.mark.slow
+def test_transfers_are_told_when_they_are_over_and_not_with_the_next_step(tmp_path: Path) -> None:
+    checkpoints.make_checkpoint(tmp_path, "llama")
+    config = prepare(Config(model=str(tmp_path), threads=1, kv_connector=("recording_connector:Recording",)))
+    inbox: MemoryChannel[ToWorker] = MemoryChannel(ToWorker)
+    told: queue.Queue[object] = queue.Queue()
+    thread = threading.Thread(
+        target=run,
+        args=(Worker(config), inbox, lambda _, message: told.put(message), told.put, lambda: told.put("pong")),
+    )
+    thread.start()
+    try:
+        offer = told.get(timeout=TIMEOUT_S)
+        assert isinstance(offer, CacheOffer) and offer.block_bytes == 12_288
+        inbox.send(OpenCache(8))
+        told.get(timeout=TIMEOUT_S)  # its facts
+        connector = Recording.workers[-1]
+        metadata = msgspec.msgpack.encode(UnderWay(((7, ids_to_bytes([3])),), (), b"x"))
+        connector.keep_pending = 1
+        inbox.send(StepPlan(1, (), b"", b"", b"", b"", b"", kv=metadata))
+        result = told.get(timeout=TIMEOUT_S)
+        assert isinstance(result, StepResult) and result.step == 1
+        connector.finished = (set(), {7})  # no message comes, and the worker looks all the same
+        assert told.get(timeout=TIMEOUT_S) == Transferred((7,), b"", (), 2, 1.5)
+    finally:
+        inbox.send(Stop(0.0, "the test is over"))
+        thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert connector.calls[-1] == "close"
