@@ -1,0 +1,103 @@
+"""The worker half of `topk_blocks`: a backend that shortens the block tables of decode rows, layer by layer.
+
+The summary of a block is the smallest and the largest value of each dimension of its keys. A query's product with any
+key of the block is at most Σ max(q · smallest, q · largest), which is the block's score; heads that share a key head,
+and key heads, are put together by their maximum, so that a block stays if any head may want it. A row's last block is
+always kept. The engine's own backend then computes the rest on tables that name only the blocks that stayed, and so do
+steps, layers and rows in which nothing is left out.
+
+Summaries are worked out anew at every step from the pages themselves, which keeps the example short and always right;
+one that is meant to be fast would keep them beside the pages and update those of the blocks that a step writes to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagewire.engine.attention.base import AttentionBackend, AttentionStep
+from pagewire.engine.cache.kv_cache import KvCache
+
+
+class TopkAttention:
+    """See `pagewire.engine.attention.base.AttentionBackend`."""
+
+    def __init__(self, inner: AttentionBackend, cache: KvCache) -> None:
+        self._inner = inner
+        self._cache = cache
+        self._step: AttentionStep | None = None
+        self._budget = np.zeros(0, np.int32)  # blocks that each row of the step may read
+
+    def begin(self, step: AttentionStep) -> None:
+        """Reads what the core half said of the plan's rows; `step.order` says which of them stands where."""
+        self._step = step
+        self._budget = np.frombuffer(step.extension, "<i4")[step.order]
+        self._inner.begin(step)
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Every row once as the engine would have it, which also stores the keys; then the rows that leave blocks out
+        once more, over what they keep."""
+        assert self._step is not None, "forward before begin"
+        out = self._inner.forward(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+        step, size = self._step, self._cache.block_size
+        num_blocks = -(-step.context_lens[: step.num_decode] // size)
+        rows = np.flatnonzero(num_blocks > self._budget[: step.num_decode])
+        if len(rows) and window is None:
+            tables = [self._best_blocks(layer, query[row], int(row)) for row in rows]
+            short = self._shortened(step, rows, tables)
+            self._inner.begin(short)
+            order = torch.from_numpy(rows[short.order]).to(query.device)
+            out[order] = self._inner.forward(
+                layer, query[order], key[order], value[order], scale=scale, softcap=softcap
+            )
+            self._inner.begin(replace(step, fresh_blocks=None))  # for the next layer; nothing is to be cleared again
+        return out
+
+    def _best_blocks(self, layer: int, query: Tensor, row: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """The blocks that a row keeps, in the order of its context. query: [heads, dim]."""
+        assert self._step is not None
+        size, context = self._cache.block_size, int(self._step.context_lens[row])
+        table = self._step.block_table[row, : -(-context // size)]
+        full = torch.from_numpy(table[:-1].astype(np.int64)).to(query.device)
+        keys = self._cache.pages[layer][0][full]  # [blocks, block_size, kv_heads, dim]
+        grouped = query.view(keys.shape[2], -1, keys.shape[3])  # [kv_heads, heads a key head, dim]
+        smallest, largest = keys.amin(1)[:, :, None], keys.amax(1)[:, :, None]
+        bound = torch.maximum(grouped * smallest, grouped * largest).sum(-1)  # [blocks, kv_heads, heads a key head]
+        kept = bound.flatten(1).amax(1).topk(int(self._budget[row]) - 1).indices.sort().values
+        return np.append(table[kept.cpu().numpy()], table[-1])
+
+    def _shortened(
+        self, step: AttentionStep, rows: np.ndarray[tuple[int], np.dtype[np.intp]], tables: list[np.ndarray]
+    ) -> AttentionStep:
+        """The step of these decode rows alone, over these blocks. Positions no longer matter: keys come rotated, and a
+        decode row sees all of what its table names."""
+        size = self._cache.block_size
+        lens = np.array(
+            [len(t) * size - -int(step.context_lens[row]) % size for row, t in zip(rows, tables, strict=True)]
+        )
+        order = np.argsort(lens, kind="stable")  # decode rows stand in ascending order of context
+        block_table = np.zeros((len(rows), max(map(len, tables))), np.int32)
+        for place, i in enumerate(order):
+            block_table[place, : len(tables[i])] = tables[i]
+        return AttentionStep(
+            num_decode=len(rows),
+            context_lens=lens[order],
+            query_lens=np.ones(len(rows), np.int64),
+            block_table=block_table,
+            slots=step.slots[torch.from_numpy(rows[order]).to(step.slots.device)],
+            fresh_blocks=None,
+            order=order,
+        )
