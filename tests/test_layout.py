@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors"},
     "errors": set(),
     "flags": set(),
+    "plugins": set(),
     "prepare": {
         "engine.models.spec",
         "engine.weights.source",
@@ -39,8 +40,9 @@ ALLOWED: dict[str, set[str]] = {
         "engine.attention.base",
         "engine.cache",
         "ipc.messages",
+        "plugins",
     },
-    "engine.extension": {"engine.extension", "engine.attention.base", "engine.cache"},
+    "engine.extension": {"engine.extension", "engine.attention.base", "engine.cache", "plugins"},
     "engine.attention": {"engine.attention", "engine.cache", "kernels"},
     "engine.layers": {"engine.layers", "engine.attention", "engine.models.spec", "kernels"},
     "engine.models": {

@@ -64,6 +64,9 @@ class Planner:
         draft.work = Work(len(draft.decodes), sum(map(_num_planned, draft.decodes)), 0, 0)
         if self._loads is not None:
             self._loads.asks_again = False
+        first = roster.waiting.first()
+        if first is not None and any(self._goes_before(first, r) for r in rest):
+            rest.sort(key=order(self._policy))  # it must not overtake those that stand before it as well
         for request in rest:
             self._admit(draft, ahead_of=request)
             if draft.budget == 0:
@@ -80,7 +83,7 @@ class Planner:
         running = roster.running
         limit = draft.budget
         front: Request | None = None
-        if self._pool.num_free < len(roster.running) or limit < len(roster.running):
+        if self._pool.num_free < len(roster.running) or limit < len(roster.running) + (len(roster.waiting) > 0):
             front = self._make_room(draft)
             running = sorted(roster.running, key=order(self._policy))
             if front is not None and (front.num_planned >= front.room or front.num_total - front.num_planned > 1):

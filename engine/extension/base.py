@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from ...plugins import Options as Options
 from .core import PlanExtension
 
 if TYPE_CHECKING:
     from ..attention.base import AttentionBackend
     from ..cache.kv_cache import KvCache
-
-Options = dict[str, str]
-"""What stands behind the extension's name on the command line."""
 
 
 class Extension(Protocol):

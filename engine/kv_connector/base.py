@@ -28,13 +28,11 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
+from ...plugins import Options as Options
 from ..core.kv_connector import CoreConnector
 
 if TYPE_CHECKING:
     from ..cache.kv_cache import KvCache
-
-Options = dict[str, str]
-"""What stands behind the connector's name on the command line: `host,size=4G` → {"size": "4G"}."""
 
 
 class ConnectorFacts(Struct, frozen=True, kw_only=True):

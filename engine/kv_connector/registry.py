@@ -1,18 +1,19 @@
 """From `--kv-connector` to connectors: `host,size=4G disk,path=DIR,size=20G` names two, nearest first."""
 
-import importlib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import cast
 
 from ...errors import ConfigError
+from ...plugins import Options, find_class, split_spec
 from ..core.kv_connector import CoreConnector
-from .base import ConnectorFacts, HasCheck, KVConnector, Options, WorkerConnector
+from .base import ConnectorFacts, HasCheck, KVConnector, WorkerConnector
 from .guard import Guarded
 
 ENTRY_POINTS = "pagewire.kv_connectors"
 """The group in which other packages name their connectors."""
 
+_FLAG = "--kv-connector"
 _BUILT_IN = {
     "host": f"{__package__}.host:HostConnector",
     "disk": f"{__package__}.disk:DiskConnector",
@@ -74,32 +75,13 @@ def worker_connector(specs: Sequence[str], facts: ConnectorFacts) -> WorkerConne
 
 def _parse(spec: str) -> tuple[type[KVConnector] | Guarded, Options]:
     """The class, guarded if it is none of ours, and its options."""
-    name, *parts = spec.split(",")
-    options: Options = {}
-    for part in parts:
-        option, equals, value = part.partition("=")
-        if not option or not equals or option in options:
-            raise ConfigError(f"--kv-connector {spec}: {part!r} is not an option=value that stands there once.")
-        options[option] = value
-    found = _find(name)
-    return found if name in _BUILT_IN else Guarded(found, name), options
-
-
-def _find(name: str) -> type[KVConnector]:
+    name, options = split_spec(_FLAG, spec)
     target = _BUILT_IN.get(name, name)
     if ":" not in target:
         others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
         if target not in others:
             known = ", ".join(sorted([*_BUILT_IN, *others]))
-            raise ConfigError(f"--kv-connector {name!r} is not known; there are {known}, or write module:Class.")
+            raise ConfigError(f"{_FLAG} {name!r} is not known; there are {known}, or write module:Class.")
         target = others[target].value
-    module_name, _, class_name = target.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name.strip(), None)
-    except Exception as error:  # whatever somebody's module raises, the answer is the same
-        raise ConfigError(
-            f"--kv-connector {name}: {module_name} cannot be imported ({type(error).__name__}: {error})."
-        ) from error
-    if not all(callable(getattr(found, method, None)) for method in ("core", "worker")):
-        raise ConfigError(f"--kv-connector {name}: {module_name} has no class {class_name} with core and worker.")
-    return cast(type[KVConnector], found)
+    found = cast(type[KVConnector], find_class(_FLAG, target, ("core", "worker")))
+    return found if name in _BUILT_IN else Guarded(found, name), options

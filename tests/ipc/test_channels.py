@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -164,9 +165,16 @@ def test_a_runtime_folder_whose_path_is_too_long_is_passed_over(
     remove_run_folder(folder)
 
 
-def test_the_run_folder_is_private_and_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    left_behind = tmp_path / "pagewire-999999999-x"
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose name leaves room for a socket's; pytest's own may not."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_the_run_folder_is_private_and_removed(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    left_behind = short_path / "pagewire-999999999-x"
     left_behind.mkdir()
     (left_behind / "core").touch()
     folder = make_run_folder()

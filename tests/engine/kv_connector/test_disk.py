@@ -58,6 +58,7 @@ def test_the_last_position_is_left_to_compute(kind: str, tmp_path: Path) -> None
     engine.serve(sequence(1, (1, 3 * SIZE)))
     engine.fill_device(2)
     core = engine.core
+    written(engine)
     assert core.get_num_new_matched_tokens(sequence(3, (1, 3 * SIZE)), 0) == (2 * SIZE, True)
     assert core.get_num_new_matched_tokens(sequence(4, (1, 3 * SIZE + 1)), SIZE) == (2 * SIZE, True)
     assert core.get_num_new_matched_tokens(sequence(5, (1, 1)), 0) == (0, False)

@@ -1,0 +1,193 @@
+"""The clients of a simulated engine, and the journal that lets them outlive its core.
+
+A client knows what it must get, compares every piece of news with it, and wants exactly one terminal message.
+"""
+
+from collections.abc import Sequence
+
+from fakes import EOS, enqueue, expected_output
+
+from pagewire.ipc.messages import Accepted, Enqueue, Failed, Opened, TokenBatch, Tokens, bytes_to_ids
+
+from .oracle import Oracle
+
+
+class Ask:
+    """What the sequences of one prompt have in common."""
+
+    def __init__(
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int | None,
+        priority: int,
+        tenant: str,
+        salt: bytes,
+        ignore_eos: bool,
+        stop_token_ids: tuple[int, ...],
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        queue_timeout_s: float | None,
+    ) -> None:
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.priority = priority
+        self.tenant = tenant
+        self.salt = salt
+        self.ignore_eos = ignore_eos
+        self.stop_token_ids = stop_token_ids
+        self.logprobs = logprobs
+        self.prompt_logprobs = prompt_logprobs
+        self.queue_timeout_s = queue_timeout_s
+
+    def message(self, rid: int, n: int = 1, resume_ids: Sequence[int] = ()) -> Enqueue:
+        """As the tokenizer sends it. The seed of a sequence is its rid."""
+        return enqueue(
+            rid,
+            self.prompt,
+            max_tokens=self.max_tokens,
+            seed=rid,
+            priority=self.priority,
+            tenant=self.tenant,
+            salt=self.salt,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            queue_timeout_s=self.queue_timeout_s,
+            n=n,
+            resume_ids=resume_ids,
+        )
+
+
+class Client:
+    """One sequence: what it asked for, what it has been told."""
+
+    def __init__(self, rid: int, ask: Ask, *, max_len: int, fails: bool, stop_after: int | None) -> None:
+        """`fails`: its logits are not finite. `stop_after`: output after which its text holds a stop string."""
+        self.rid = rid
+        self.ask = ask
+        self.fails = fails
+        self.stop_after = stop_after
+        room = max_len - len(ask.prompt)
+        self.max_tokens = room if ask.max_tokens is None else min(room, ask.max_tokens)
+        self.expected = expected_output(ask.prompt, self.max_tokens, max_len, rid, ask.ignore_eos, ask.stop_token_ids)
+        self.output: list[int] = []
+        self.prompt_scored: list[int] = []  # the prompt positions whose log-probabilities came, by their ids
+        self.opened = False
+        self.accepted = False
+        self.resumed = 0
+        self.end: str | None = None  # its terminal message
+        self.is_gone = False  # it has cancelled, or a stop string has ended it: what still comes is dropped
+
+    @property
+    def is_open(self) -> bool:
+        """It waits for news."""
+        return self.end is None
+
+    @property
+    def size(self) -> int:
+        """Positions and tokens that serving it takes at most, for the bound on its waiting."""
+        return len(self.ask.prompt) + self.max_tokens + 1
+
+    def hear_tokens(self, tokens: Tokens) -> None:
+        """News of the core, in full."""
+        self.hear_ids(bytes_to_ids(tokens.ids))
+        if tokens.logprobs is not None:
+            assert tokens.logprobs.ids == tokens.ids, f"{self.rid}: log-probabilities of other tokens"
+        if tokens.prompt_logprobs is not None:
+            self.prompt_scored += bytes_to_ids(tokens.prompt_logprobs.ids)
+            due = self.ask.prompt[1 : 1 + len(self.prompt_scored)]
+            assert self.prompt_scored == due, f"{self.rid}: prompt log-probabilities out of place"
+        if tokens.finish is None:
+            return
+        self.end = tokens.finish
+        assert tokens.usage is not None and tokens.usage.num_output == len(self.output), f"{self.rid}: usage is wrong"
+        if not self.is_gone:
+            assert tokens.finish != "abort", f"{self.rid}: aborted although nobody asked"
+            assert self.output == self.expected, f"{self.rid}: ended with {self.output}, not {self.expected}"
+            is_stop = bool(self.output) and (
+                self.output[-1] in self.ask.stop_token_ids or (self.output[-1] == EOS and not self.ask.ignore_eos)
+            )
+            assert (tokens.finish == "stop") == is_stop, f"{self.rid}: {tokens.finish} is not why it ended"
+            if self.ask.prompt_logprobs is not None:
+                assert self.prompt_scored == self.ask.prompt[1:], f"{self.rid}: prompt log-probabilities are missing"
+
+    def hear_ids(self, ids: Sequence[int]) -> None:
+        """The next tokens."""
+        assert self.is_open, f"{self.rid}: news after the terminal message"
+        assert self.opened or not ids, f"{self.rid}: tokens before it was opened"
+        self.output += ids
+        assert self.output == self.expected[: len(self.output)], f"{self.rid}: got {self.output}, not {self.expected}"
+
+    def hear_failed(self, failed: Failed) -> None:
+        """It has failed. Reasons that a client may be given are few."""
+        assert self.is_open, f"{self.rid}: failed after the terminal message"
+        kinds = {"queue_full": True, "internal": self.fails, "unavailable": self.ask.queue_timeout_s is not None}
+        kinds["invalid_request"] = not self.accepted
+        assert failed.kind != "unavailable" or not self.opened, f"{self.rid}: expired although it was started"
+        assert kinds.get(failed.kind, False), f"{self.rid}: failed without a reason: {failed}"
+        self.end = failed.kind
+
+
+class Journal:
+    """Every client, by rid. It hears what the core says and knows what to ask of a new one."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.clients: dict[int, Client] = {}
+        self._oracle = oracle
+
+    def add(self, client: Client) -> None:
+        """A client that is about to ask."""
+        self.clients[client.rid] = client
+        self._oracle.learn(client.ask.prompt + client.expected, client.ask.salt)
+        if client.fails:  # what is computed after the bad step, before the core knows, is never offered to anybody
+            client.expected = []
+
+    def hear_answers(self, answers: list[Accepted | Failed]) -> None:
+        """What the core says to an `Enqueue`."""
+        for answer in answers:
+            client = self.clients[answer.rid]
+            if isinstance(answer, Accepted):
+                assert answer.num_prompt == len(client.ask.prompt)
+                client.accepted = True
+            else:
+                assert not client.accepted or client.resumed, f"{answer.rid}: refused after it was accepted"
+                client.hear_failed(answer)
+
+    def hear(self, item: Opened | TokenBatch | Failed) -> list[int]:
+        """News. Returns the rids that got tokens."""
+        if isinstance(item, Opened):
+            client = self.clients[item.rid]
+            assert not client.opened, f"{item.rid}: opened twice"
+            assert item.num_prompt == len(client.ask.prompt) and item.num_cached <= item.num_prompt
+            client.opened = True
+            return []
+        if isinstance(item, Failed):
+            self.clients[item.rid].hear_failed(item)
+            return []
+        rids: list[int] = []
+        columns = memoryview(item.rids).cast("q")
+        for rid, token in zip(columns, bytes_to_ids(item.ids), strict=True):
+            self.clients[rid].hear_ids([token])
+            rids.append(rid)
+        for tokens in item.tokens:
+            self.clients[tokens.rid].hear_tokens(tokens)
+            rids.append(tokens.rid)
+        assert len(set(rids)) == len(rids), "a request is in a batch twice"
+        return rids
+
+    def resume(self) -> list[Enqueue]:
+        """The core is new: what must be asked of it again. Whoever had gone gets no second answer."""
+        messages = []
+        for client in self.clients.values():
+            if not client.is_open:
+                continue
+            if client.is_gone:
+                client.end = "abort"
+                continue
+            client.opened = False
+            client.prompt_scored = []
+            client.resumed += 1
+            messages.append(client.ask.message(client.rid, resume_ids=client.output))
+        return messages

@@ -1,0 +1,458 @@
+"""One random history of an engine, played event by event under a virtual clock.
+
+The core is driven as its process drives it: it takes what is in its mailbox, plans as long as there is something to
+plan, and tells the news. Results and transfers come back late and in order; clients arrive, cancel and are ended by
+stop strings; workers and cores are replaced. After each event every invariant is asserted. When faults have stopped
+and nothing is left to happen, everybody must have been answered and everything must be free.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from heapq import heappop, heappush
+from random import Random
+from unittest.mock import patch
+
+from fakes import EOS, VOCAB, FakeWorker
+from invariants import check, writes_are_exclusive
+
+from pagewire.engine.core import policy
+from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.kv_events import Cleared, Stored
+from pagewire.engine.core.request import State
+from pagewire.engine.core.scheduler import Scheduler
+from pagewire.ipc.messages import Cancel, Enqueue, StepPlan, StepResult, StopHit, Transferred, bytes_to_ids
+
+from .clients import Ask, Client, Journal
+from .oracle import Oracle
+from .patience import Fairness, Firsts, Patience
+from .stores import Address, TierOptions, WorkerHalf, core_half, keys_of
+
+BLOCK_SIZE = 4
+MOST_EVENTS = 20_000
+_PARTIAL = -1
+_TIERS = [("free",), ("free",), ("host",), ("disk",), ("host", "disk"), ("free", "disk"), ("host", "free")]
+
+Mail = Enqueue | Cancel | StopHit | StepResult | Transferred
+
+
+class Setting:
+    """What an engine and its clients are like."""
+
+    def __init__(self, rng: Random) -> None:
+        self.num_blocks = rng.randint(4, 24)
+        self.depth = rng.randint(1, 3)
+        self.max_num_seqs = rng.randint(1, 8)
+        self.budget = rng.choice([1, 3, 8, 16, 64, 64])
+        self.max_len = min(self.num_blocks * BLOCK_SIZE, rng.randint(8, 80))
+        self.policy: policy.PolicyName = rng.choice(["fcfs", "priority", "fair"])
+        self.quantum = rng.choice([4, 16, 64])  # of fair
+        self.prefix_caching = rng.random() < 0.85
+        self.itl_target_ms = rng.choice([None, None, 1.1, 5.0])
+        self.kv_events = rng.random() < 0.5
+        self.max_queued_requests, self.max_queued_tokens = rng.choice([(1000, 10**6)] * 3 + [(3, 10**6), (1000, 150)])
+        self.num_asks = rng.randint(1, 12)
+        self.span_s = rng.choice([0.0, 0.02, 0.1, 0.3])  # in which clients arrive
+        self.cancel_rate = rng.choice([0.0, 0.1, 0.4])
+        self.ambush_rate = rng.choice([0.0, 0.3])  # how likely something befalls a request that is being loaded
+        self.laziness = rng.choice([0.0, 0.0, 0.2])  # how likely the core plans no further although it could
+        self.stop_rate = rng.choice([0.0, 0.2])
+        self.stem_share = rng.choice([0.0, 0.7, 1.0])
+        self.turn_share = rng.choice([0.0, 0.3, 0.7])
+        self.worker_losses = rng.choice([0, 0, 0, 1, 2])
+        self.core_losses = rng.choice([0, 0, 0, 1])
+        self.tier: TierOptions | None = None
+        if rng.random() < 0.7:
+            kinds = rng.choice(_TIERS)
+            self.tier = TierOptions(
+                kinds=kinds,
+                capacities=tuple(rng.choice([1, 2, 10, 100]) for _ in kinds),
+                keeps_evicted=rng.random() < 0.8,
+                saves_ended=rng.random() < 0.7,
+                delays_sends=rng.random() < 0.5,
+                hesitation=rng.choice([0.0, 0.0, 0.3]),
+                eviction=rng.choice(["lru", "lfu", "cost"]),
+                fault_rate=rng.choice([0.0, 0.1, 0.5]),
+                latency_s=rng.choice([0.0001, 0.003, 0.03]),
+                block_ms=rng.choice([0.0, 0.01, 3.0]),
+            )
+
+
+class History:
+    """A setting, and everything that happens in it."""
+
+    def __init__(self, seed: int, tell: Callable[[str], None] | None = None) -> None:
+        """`tell`: gets a line for each event."""
+        self.rng = Random(seed)
+        self.now = 0.0
+        self.seen: Counter[str] = Counter()
+        self._tell = tell
+        self._setting = Setting(self.rng)
+        self._oracle = Oracle(BLOCK_SIZE)
+        self._journal = Journal(self._oracle)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when, tie, what
+        self._num_events = 0
+        self._stores: list[dict[Address, bytes]] = [
+            {} for _ in (self._setting.tier.kinds if self._setting.tier else ())
+        ]
+        self._mail: list[Mail] = []
+        self._is_awake = False  # the core has a wake-up coming
+        self._routed: set[tuple[str, bytes]] = set()  # what a router believes to be cached where
+        self._fail_seeds: set[int] = set()
+        setting = self._setting
+        stem = [self.rng.randrange(VOCAB) for _ in range(30)]
+        self._stems = [stem, stem[:BLOCK_SIZE] + stem[2 * BLOCK_SIZE :]]  # equal blocks after unequal prefixes
+        self._new_core()
+        for i in range(setting.num_asks):
+            self._later(self.rng.random() * setting.span_s, lambda rid=i * 8 + 1: self._arrive(rid))
+        for _ in range(setting.worker_losses):
+            self._later(self.rng.random() * 0.1, self._lose_worker)
+        for _ in range(setting.core_losses):
+            self._later(self.rng.random() * 0.1, self._lose_core)
+
+    def run(self) -> Counter[str]:
+        """Plays it to its end. Returns what happened in it. AssertionError: something is wrong."""
+        self._say(f"{vars(self._setting)}")
+        with patch.object(policy, "FAIR_QUANTUM", self._setting.quantum):
+            while self._events:
+                assert self._num_events < MOST_EVENTS, "it never ends"
+                self.now, _, happen = heappop(self._events)
+                happen()
+        self._check_the_end()
+        return self.seen
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _later(self, delay_s: float, call: Callable[[], None]) -> None:
+        self._num_events += 1
+        heappush(self._events, (self.now + delay_s, self._num_events, call))
+
+    def _on_worker(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Later, unless this worker is gone by then."""
+        worker = self._worker
+        self._later(delay_s, lambda: call() if worker is self._worker else None)
+
+    def _say(self, text: str) -> None:
+        if self._tell is not None:
+            self._tell(f"{self.now * 1000:9.3f} ms  {text}")
+
+    # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _arrive(self, rid: int) -> None:
+        rng, setting = self.rng, self._setting
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 6, 12, 12, 60]))]
+        if rng.random() < setting.stem_share:
+            prompt = rng.choice(self._stems)[: rng.randint(0, 24)] + prompt[: rng.choice([1, 2, 60])]
+        salt = rng.choice([b"", b"", b"", b"other"])
+        if rng.random() < setting.turn_share and self._journal.clients:  # the next turn of a conversation
+            earlier = rng.choice(list(self._journal.clients.values()))
+            salt = earlier.ask.salt
+            prompt = (earlier.ask.prompt + earlier.expected + prompt)[: setting.max_len - rng.randint(1, 8)] or prompt
+        ask = Ask(
+            prompt[: setting.max_len - 1],
+            max_tokens=rng.choice([None, 0, 1, 2, 5, 20, 20]),
+            priority=rng.randint(0, 2),
+            tenant=rng.choice("ab"),
+            salt=salt,
+            ignore_eos=rng.random() < 0.5,
+            stop_token_ids=rng.choice([(), (), (3, 11)]),
+            logprobs=0 if rng.random() < 0.1 else None,
+            prompt_logprobs=0 if rng.random() < 0.1 else None,
+            queue_timeout_s=rng.choice([None, None, None, 0.01]),
+        )
+        n = rng.choice([1, 1, 1, 2, 3])
+        for choice in range(n):
+            fails = rng.random() < 0.03
+            stop_after = rng.randint(1, 6) if rng.random() < setting.stop_rate else None
+            client = Client(rid + choice, ask, max_len=setting.max_len, fails=fails, stop_after=stop_after)
+            if fails:
+                self._fail_seeds.add(client.rid)
+            self._journal.add(client)
+            if rng.random() < setting.cancel_rate:
+                self._later(rng.random() * 0.05, lambda client=client: self._cancel(client))
+        self.seen["several choices"] += n > 1
+        self._post(ask.message(rid, n))
+
+    def _cancel(self, client: Client) -> None:
+        if client.is_open and not client.is_gone:
+            client.is_gone = True
+            request = self._scheduler.roster.requests.get(client.rid)
+            self.seen["cancelled"] += request is not None
+            self.seen["cancelled while loading"] += request is not None and request.state is State.LOADING
+            self.seen["cancelled in flight"] += request is not None and request.num_in_flight > 0
+            self._post(Cancel((client.rid,)))
+
+    # ── the core ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _new_core(self) -> None:
+        setting = self._setting
+        self._connector = None
+        if setting.tier is not None:
+            self._connector = core_half(setting.tier, self._stores, BLOCK_SIZE, self.rng)
+        self._scheduler = Scheduler(
+            pool=BlockPool(num_blocks=setting.num_blocks),
+            block_size=BLOCK_SIZE,
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.budget,
+            max_model_len=setting.max_len,
+            max_queued_requests=setting.max_queued_requests,
+            max_queued_tokens=setting.max_queued_tokens,
+            depth=setting.depth,
+            eos_token_ids=(EOS,),
+            prefix_caching=setting.prefix_caching,
+            policy=setting.policy,
+            itl_target_ms=setting.itl_target_ms,
+            connector=self._connector,
+            kv_events=setting.kv_events,
+        )
+        self._patience = Patience(self._scheduler, setting.policy != "fair", setting.policy == "priority")
+        self._fairness = Fairness(self._scheduler, setting.quantum) if setting.policy == "fair" else None
+        self._routed.clear()
+        self._new_worker()
+
+    def _post(self, message: Mail) -> None:
+        """Into the core's mailbox; it wakes soon and may find more there."""
+        self._mail.append(message)
+        self._wake(self.rng.choice([0.0, 0.0, 0.0005, 0.002]))
+
+    def _wake(self, delay_s: float) -> None:
+        if not self._is_awake:
+            self._is_awake = True
+            self._later(delay_s, self._work)
+
+    def _work(self) -> None:
+        """As the core's process does when it has mail."""
+        self._is_awake = False
+        scheduler = self._scheduler
+        mail, self._mail = self._mail, []
+        for message in mail:
+            self._handle(message)
+        if scheduler.deadlines:
+            scheduler.expire(self.now)
+        while self._plan():
+            if self.rng.random() < self._setting.laziness:
+                self._wake(0.001)
+                break
+        check(scheduler, self._setting.max_num_seqs)
+        self._check_content()
+        self._hear_news()
+        if scheduler.deadlines:
+            self._later(max(0.0, scheduler.deadlines[0][0] - self.now), lambda: self._wake(0.0))
+        if scheduler.asks_again:
+            self._wake(0.0005)
+
+    def _handle(self, message: Mail) -> None:
+        scheduler = self._scheduler
+        match message:
+            case Enqueue():
+                before = scheduler.num_waiting
+                answers = scheduler.add(message, self.now)
+                self._say(f"{message.rid} arrives, {len(message.prompt_ids) // 4} ids, n = {message.n}: {answers}")
+                self._journal.hear_answers(answers)
+                if scheduler.num_waiting > before:
+                    assert scheduler.num_waiting <= self._setting.max_queued_requests, "too many wait"
+                    assert scheduler.roster.waiting.num_tokens <= self._setting.max_queued_tokens, "too much waits"
+                for answer in answers:
+                    client = self._journal.clients[answer.rid]
+                    self.seen["refused"] += not client.is_open
+                    if client.is_open:
+                        self._patience.arrive(client)
+            case Cancel():
+                self._say(f"{message.rids} cancelled")
+                for rid in message.rids:
+                    scheduler.cancel(rid)
+            case StopHit():
+                self._say(f"{message.rids} hit a stop string")
+                for rid in message.rids:
+                    scheduler.stop_hit(rid)
+            case StepResult():
+                self._say(f"step {message.step} is over: {list(bytes_to_ids(message.ids))}")
+                scheduler.apply(message)
+            case Transferred():
+                self._say(
+                    f"loaded {message.loaded}, failed {list(bytes_to_ids(message.failed_blocks))}, {message.sent} sent"
+                )
+                scheduler.transferred(message)
+
+    def _plan(self) -> bool:
+        """Makes the next plan and has the worker carry it out; the result is on its way. False: there is none."""
+        scheduler = self._scheduler
+        if scheduler.num_in_flight == self._setting.depth:
+            assert scheduler.plan() is None, "more plans than may be in flight"
+            return False
+        firsts = Firsts(scheduler)
+        before = scheduler.counters.num_preemptions
+        plan = scheduler.plan()
+        if self._tell is not None and (plan is not None or scheduler.counters.num_preemptions > before):
+            self._say(self._describe(plan))
+        firsts.check(plan is not None)
+        if plan is None:
+            return False
+        assert scheduler.num_running <= self._setting.max_num_seqs, "more rows than there are"
+        copies = bytes_to_ids(plan.copies)
+        writes_are_exclusive(scheduler, copies[1::2])
+        result = self._worker.run(plan)
+        check(scheduler, self._setting.max_num_seqs)
+        self._check_content()
+        self.seen["copies"] += len(copies) // 2
+        if plan.rows:
+            self._patience.plan()
+            if self._fairness is not None:
+                self._fairness.plan()
+        else:
+            self.seen["plans without rows"] += 1
+        for request in scheduler.roster.running:
+            if request.state is State.LOADING and self.rng.random() < self._setting.ambush_rate:
+                client = self._journal.clients[request.rid]
+                self._later(self.rng.random() * 0.01, lambda client=client: self._cancel(client))
+                if self.rng.random() < 0.3:
+                    self._later(self.rng.random() * 0.01, self._lose_worker)
+        self._busy_until = max(self._busy_until, self.now) + result.device_ms / 1000 * self.rng.uniform(0.5, 2.0)
+        self._on_worker(self._busy_until - self.now, lambda: self._finish(result))
+        return True
+
+    def _describe(self, plan: StepPlan | None) -> str:
+        scheduler = self._scheduler
+        who = " ".join(
+            f"{r.rid}{'' if r.state.value == 'running' else '(' + r.state.value + ')'}:{r.num_computed}/{r.num_planned}"
+            f"/{r.num_total}{r.blocks}"
+            for r in scheduler.roster.running
+        )
+        what = "no plan"
+        if plan is not None:
+            flight = scheduler._in_flight[-1]
+            rows = [f"{r.rid}+1" for r in flight.decodes]
+            rows += [f"{r.rid}+{count}" for r, count in zip(flight.others, flight.counts, strict=True)]
+            copies = list(bytes_to_ids(plan.copies))
+            what = f"plan {plan.step} computes {' '.join(rows)} copies {copies} tells the tier {len(plan.kv)} bytes"
+        return f"{what} | {who} | {scheduler.pool.num_free} blocks free, {scheduler.num_waiting} wait"
+
+    def _hear_news(self) -> None:
+        journal = self._journal
+        for item in self._scheduler.take_news():
+            for rid in journal.hear(item):
+                client = journal.clients[rid]
+                if client.is_open and not client.is_gone and len(client.output) >= (client.stop_after or 1000):
+                    client.is_gone = True
+                    self.seen["stop strings"] += 1
+                    self._later(self.rng.random() * 0.01, lambda rid=rid: self._post(StopHit((rid,))))
+        for rid, client in journal.clients.items():
+            if not client.is_open:
+                self._patience.leave(rid)
+        if self._setting.kv_events:
+            self._hear_kv_events()
+
+    def _hear_kv_events(self) -> None:
+        """A router that has heard every event knows exactly what can be found."""
+        routed = self._routed
+        for event in self._scheduler.take_kv_events():
+            if isinstance(event, Cleared):
+                routed.clear()
+            elif isinstance(event, Stored):
+                routed.update((event.tier, key) for key in event.keys)
+            else:
+                routed.difference_update((event.tier, key) for key in event.keys)
+        pool = self._scheduler.pool
+        known = {("device", key) for key, block in pool._by_key.items() if pool._place[block] != _PARTIAL}
+        if self._connector is not None:
+            known |= keys_of(self._connector)
+        assert routed <= known, "a router believes what is not so"
+        assert routed == known, "a router does not know all"
+
+    # ── the worker ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _new_worker(self) -> None:
+        setting = self._setting
+        self._worker = worker = FakeWorker(
+            num_blocks=setting.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.budget,
+            carry_out=self._carry_out,
+        )
+        worker.memory[:] = self.rng.randbytes(len(worker.memory))
+        worker.fail_seeds = self._fail_seeds
+        self._worker_half: WorkerHalf | None = None
+        if setting.tier is not None:
+            for kind, store in zip(setting.tier.kinds, self._stores, strict=True):
+                if kind != "disk":
+                    store.clear()
+            self._worker_half = WorkerHalf(
+                setting.tier,
+                self._stores,
+                worker=worker,
+                oracle=self._oracle,
+                rng=self.rng,
+                schedule=self._transfer,
+                seen=self._count,
+            )
+        self._busy_until = self.now
+
+    def _carry_out(self, metadata: bytes) -> None:
+        assert self._worker_half is not None, "metadata without a connector"
+        self._worker_half.carry_out(metadata)
+
+    def _count(self, what: str, how_often: int) -> None:
+        self.seen[what] += how_often
+
+    def _finish(self, result: StepResult) -> None:
+        self._post(result)
+        self._poll()
+
+    def _transfer(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Part of a transfer happens after so long, while the worker does what else it has to do."""
+        self._on_worker(delay_s, call)
+        self._on_worker(delay_s + 0.001, self._poll)
+
+    def _poll(self) -> None:
+        """The worker tells what its transfers have come to, after each step and while it is idle."""
+        if self._worker_half is not None and (message := self._worker_half.take_finished()) is not None:
+            self._post(message)
+
+    def _lose_worker(self) -> None:
+        """It dies and is replaced, with all its memory; what it had sent is thrown away with it."""
+        self.seen["workers lost"] += 1
+        loads = self._scheduler._loads
+        self.seen["workers lost while loading"] += loads is not None and len(loads) > 0
+        self.seen["workers lost at work"] += self._scheduler.num_in_flight > 0
+        self._say("the worker is lost")
+        self._mail = [m for m in self._mail if not isinstance(m, StepResult | Transferred)]
+        self._new_worker()
+        self._scheduler.reset()
+        self._patience.start_again()
+        check(self._scheduler, self._setting.max_num_seqs)
+        self._check_content()
+        self._wake(0.0)
+
+    def _lose_core(self) -> None:
+        """It dies with its worker and its mail; the journal asks its successor for all that is open."""
+        self.seen["cores lost"] += 1
+        self._say("the core is lost")
+        self._mail.clear()
+        self._new_core()
+        for message in self._journal.resume():
+            self.seen["resumed with output"] += bool(message.resume_ids)
+            self._post(message)
+
+    # ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check_content(self) -> None:
+        """Every block with a key holds what its key names."""
+        worker = self._worker
+        for key, block in self._scheduler.pool._by_key.items():
+            self._oracle.expect(key, worker.read_block(block))
+
+    def _check_the_end(self) -> None:
+        scheduler, setting = self._scheduler, self._setting
+        still = [rid for rid, client in self._journal.clients.items() if client.is_open]
+        assert not still, f"nothing is left to happen and {still} were not answered"
+        assert scheduler.num_in_flight == scheduler.num_running == scheduler.num_waiting == 0
+        assert not scheduler.roster.held, "blocks are held for nobody"
+        assert scheduler.pool.num_free == setting.num_blocks, "blocks leaked"
+        assert len(scheduler.roster.free_rows) == setting.max_num_seqs, "rows leaked"
+        if self._fairness is not None:
+            self.seen["tenants far ahead"] += self._fairness.num_ahead
+        counters = scheduler.counters
+        self.seen["preempted"] += counters.num_preemptions
+        self.seen["cached tokens"] += counters.num_cached_tokens
+        for client in self._journal.clients.values():
+            self.seen[f"ended by {client.end}"] += 1

@@ -1,0 +1,226 @@
+"""What could be wrong with the engine: each a small change to the real classes that some history must notice."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+from msgspec.structs import replace
+
+from pagewire.engine.core import planner, preemption, scheduler
+from pagewire.engine.core import request as request_module
+from pagewire.engine.core.block_hash import block_key, root_key
+from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.draft import Draft
+from pagewire.engine.core.loads import Loads
+from pagewire.engine.core.prefix import PrefixCache
+from pagewire.engine.core.request import Request, State
+from pagewire.engine.core.roster import Roster
+from pagewire.engine.core.scheduler import Scheduler
+from pagewire.engine.core.waiting import Waiting
+from pagewire.engine.kv_connector.chain import ChainWorker
+from pagewire.engine.kv_connector.host import HostCore
+from pagewire.ipc.messages import Failed, StepPlan, Tokens
+
+_pool_release = BlockPool.release
+_roster_end = Roster.end
+_roster_preempt = Roster.preempt
+_roster_release = Roster.release
+_request_init = Request.__init__
+_draft_init = Draft.__init__
+_draft_finish = Draft.finish
+_prefix_find = PrefixCache.find
+_prefix_events = PrefixCache.take_events
+_loads_start = Loads.start
+_loads_finish = Loads.finish
+_refusal = Scheduler._refusal
+_host_meta = HostCore.build_connector_meta
+
+
+def _leak_a_block(self: BlockPool, blocks: list[int]) -> None:
+    _pool_release(self, blocks[1:])
+
+
+def _hold_nothing(self: BlockPool, blocks: list[int]) -> None:
+    """A hit that forgets to take its reference."""
+
+
+def _release_in_flight(self: Roster, request: Request, terminal: Tokens | Failed) -> None:
+    _roster_end(self, request, terminal)
+    if request.row >= 0:
+        self._pool.release(request.blocks)
+        self.free_rows.append(request.row)
+        request.forget_row()
+
+
+def _preempt_in_flight(self: Roster, request: Request) -> None:
+    self._pool.release(request.blocks)
+    request.blocks = []
+    _roster_preempt(self, request)
+
+
+def _keep_the_row(self: Roster, request: Request) -> None:
+    had_row = request.row >= 0
+    _roster_release(self, request)
+    if had_row and request.state is State.ENDED:
+        self.free_rows.pop()
+
+
+def _release_what_is_read(self: Roster, request: Request) -> None:
+    _roster_release(self, request)
+    if (blocks := self.held.get(request.rid)) is not None:
+        self._pool.release(blocks)
+        self.held[request.rid] = []
+
+
+def _terminal_twice(self: Roster, request: Request, terminal: Tokens | Failed) -> None:
+    _roster_end(self, request, terminal)
+    (self._news.add if isinstance(terminal, Tokens) else self._news.add_item)(terminal)  # type: ignore[operator]
+
+
+def _terminal_never(self: Roster, request: Request, terminal: Tokens | Failed) -> None:
+    _roster_end(self, request, terminal)
+    (self._news._tokens if isinstance(terminal, Tokens) else self._news._items).pop()
+
+
+def _key_without_parent(parent: bytes, ids: bytes) -> bytes:
+    return block_key(b"", ids)
+
+
+def _commit_too_early(self: PrefixCache, request: Request) -> None:
+    full = len(request.ids) // self._block_size if self.enabled else 0
+    for i, key in enumerate(request.block_keys(full, self._block_size)[: len(request.blocks)]):
+        self._pool.register(request.blocks[i], key, i)
+
+
+def _copy_one_too_many(self: PrefixCache, request: Request):
+    found = _prefix_find(self, request)
+    is_last = len(found.blocks) * self._block_size + found.num_copied + 1 >= len(request.ids)
+    return found if found.source is None or is_last else found._replace(num_copied=found.num_copied + 1)
+
+
+def _forget_copies(self: Draft, step: int, kv: bytes, extension: bytes) -> StepPlan:
+    return replace(_draft_finish(self, step, kv, extension), copies=b"")
+
+
+def _more_budget(self: Draft, budget: int) -> None:
+    _draft_init(self, budget + 1)
+
+
+def _trust_failed_loads(self: Loads, message):
+    return [(request, request.num_loading) for request, _ in _loads_finish(self, message)]
+
+
+def _compute_while_loading(self: Loads, request: Request, num: int) -> None:
+    _loads_start(self, request, num)
+    request.state = State.RUNNING
+    request.num_computed = request.num_planned = len(request.blocks) * request.block_size
+
+
+def _read_too_late(self: HostCore) -> bytes:
+    """The blocks that it keeps are read with the plan after the one that gives them away."""
+    saves, self._saves = self._saves, getattr(self, "late", {})
+    self.late = saves  # type: ignore[attr-defined]
+    return _host_meta(self)
+
+
+def _any_failure_of_a_chain(self: ChainWorker) -> set[int]:
+    self._failed_of_named = set()
+    return set()
+
+
+def _resume_as_prompt(self: Request, message, **more) -> None:
+    _request_init(self, message, **more)
+    self.num_prompt = len(self.ids)
+    self.max_len = self.num_prompt + self.max_tokens
+    self.end = self.max_len - 1 if self.max_tokens else self.num_prompt
+
+
+def _choices_alike(self: Request, message, **more) -> None:
+    _request_init(self, message, **more)
+    self.sampling = message.sampling
+
+
+def _one_token_more(self: Request, message, **more) -> None:
+    _request_init(self, message, **more)
+    self.max_tokens += 1
+    self.max_len += 1
+    self.end += self.max_tokens > 1
+
+
+def _deaf_to_stops(self: Request, message, **more) -> None:
+    _request_init(self, message, **more)
+    self.stops = self.stops - set(self.limits.stop_token_ids)
+
+
+def _preempt_the_first(running, need: int, *, pool, policy, price):
+    return min((r for r in running if r.state is State.RUNNING), key=preemption.order(policy), default=None)
+
+
+def _last_comes_first(self: Waiting) -> Request | None:
+    return max(self, key=lambda r: r.arrival, default=None)
+
+
+def _by_arrival(self: Waiting) -> Request | None:
+    return min(self, key=lambda r: r.arrival, default=None)
+
+
+def _take_everybody(self: Scheduler, message, num_prompt: int):
+    refusal = _refusal(self, message, num_prompt)
+    return None if refusal is not None and refusal.kind == "queue_full" else refusal
+
+
+def _no_limit_in_flight(self: Scheduler) -> StepPlan | None:
+    return self._send(self._planner.draft())
+
+
+def _never_removed(self: PrefixCache):
+    return [event for event in _prefix_events(self) if not isinstance(event, scheduler.Removed)]
+
+
+def _nothing(*_: object) -> None:
+    """Done by nobody."""
+
+
+Patch = tuple[object, str, Callable[..., object]]
+
+MUTANTS: dict[str, Patch] = {
+    "a block leaks": (BlockPool, "release", _leak_a_block),
+    "a block is owned twice": (BlockPool, "hold", _hold_nothing),
+    "row and blocks are reused in flight": (Roster, "end", _release_in_flight),
+    "blocks of a preempted request are reused in flight": (Roster, "preempt", _preempt_in_flight),
+    "a row leaks": (Roster, "release", _keep_the_row),
+    "blocks are reused while the connector reads them": (Roster, "release", _release_what_is_read),
+    "two terminal messages": (Roster, "end", _terminal_twice),
+    "no terminal message": (Roster, "end", _terminal_never),
+    "a key does not name the whole prefix": (request_module, "block_key", _key_without_parent),
+    "a key does not name the owner": (scheduler, "root_key", lambda model, salt: root_key(model, b"")),
+    "a block is found before it is computed": (PrefixCache, "commit", _commit_too_early),
+    "a block is copied too far": (PrefixCache, "find", _copy_one_too_many),
+    "a block is not copied": (Draft, "finish", _forget_copies),
+    "the token budget is exceeded": (Draft, "__init__", _more_budget),
+    "more plans are in flight than the depth": (Scheduler, "plan", _no_limit_in_flight),
+    "a failed load is trusted": (Loads, "finish", _trust_failed_loads),
+    "a request is computed while it is loaded": (Loads, "start", _compute_while_loading),
+    "a tier reads a block too late": (HostCore, "build_connector_meta", _read_too_late),
+    "a chain forgets failures": (ChainWorker, "get_block_ids_with_load_errors", _any_failure_of_a_chain),
+    "the prefix cache outlives its worker": (BlockPool, "forget_all", _nothing),
+    "the host tier outlives its worker": (HostCore, "reset", _nothing),
+    "resumed output becomes prompt": (Request, "__init__", _resume_as_prompt),
+    "all choices are the same": (Request, "__init__", _choices_alike),
+    "one token too many": (Request, "__init__", _one_token_more),
+    "a stop token is not heard": (Request, "__init__", _deaf_to_stops),
+    "prompt log-probabilities come twice": (Request, "take_undelivered", lambda self, start, logprobs: logprobs),
+    "the first in line is preempted": (planner, "choose_victim", _preempt_the_first),
+    "the last in line is admitted first": (Waiting, "first", _last_comes_first),
+    "tenants are served as they come": (Waiting, "first", _by_arrival),
+    "the queue has no bound": (Scheduler, "_refusal", _take_everybody),
+    "a router is told too little": (PrefixCache, "take_events", _never_removed),
+}
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """The engine with this fault."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(*MUTANTS[name]))
+        yield

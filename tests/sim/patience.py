@@ -1,0 +1,148 @@
+"""How long a request may wait: the bounds that no plan may break.
+
+Under `fcfs` and `priority` the first in line has a position in every plan, or is blocked only by what is in flight. A
+request that is first therefore ends within `depth + 1` plans for each of its positions and tokens, and one that is not
+waits for those before it to do the same. Plans that are made while a load or a question to a connector is under way
+are not counted, and whoever loses its KV with a worker starts again.
+"""
+
+from pagewire.engine.core.preemption import order
+from pagewire.engine.core.request import Request, State
+from pagewire.engine.core.scheduler import Scheduler
+
+from .clients import Client
+
+
+class Wait:
+    """One request's."""
+
+    __slots__ = ("limit", "place", "since", "tenant")
+
+    def __init__(self, place: tuple[int, int], limit: int, since: int) -> None:
+        self.place = place  # its rank among all
+        self.limit = limit  # plans
+        self.since = since  # which plan was the last before it
+
+
+class Patience:
+    """Counts plans for everyone that is open."""
+
+    def __init__(self, scheduler: Scheduler, is_ranked: bool, by_priority: bool) -> None:
+        self._scheduler = scheduler
+        self._is_ranked = is_ranked
+        self._by_priority = by_priority
+        self._waits: dict[int, Wait] = {}
+        self._sizes: dict[int, int] = {}
+        self._num_plans = 0
+        self._num_arrived = 0
+        self.longest = 0.0  # the largest part of a limit that was used
+
+    def arrive(self, client: Client) -> None:
+        """It was accepted."""
+        self._num_arrived += 1
+        place = (client.ask.priority if self._by_priority else 0, self._num_arrived)
+        cost = (self._scheduler.depth + 1) * client.size
+        before = 0
+        for rid, wait in self._waits.items():
+            if wait.place < place:
+                before += self._sizes[rid]
+            else:
+                wait.limit += cost
+        self._sizes[client.rid] = cost
+        self._waits[client.rid] = Wait(place, before + cost, self._num_plans)
+
+    def leave(self, rid: int) -> None:
+        """It has ended."""
+        wait = self._waits.pop(rid, None)
+        if wait is not None and self._is_ranked:
+            num = self._num_plans - wait.since
+            assert num <= wait.limit, f"{rid} ended {num} plans after its arrival, {wait.limit} are allowed"
+            self.longest = max(self.longest, num / wait.limit)
+
+    def plan(self) -> None:
+        """A plan with rows was made."""
+        scheduler = self._scheduler
+        loads = scheduler._loads
+        if scheduler.asks_again or (loads is not None and len(loads)):
+            return
+        self._num_plans += 1
+
+    def start_again(self) -> None:
+        """All KV is lost."""
+        for wait in self._waits.values():
+            wait.since = self._num_plans
+
+
+class Fairness:
+    """Of `fair`: whoever is further ahead than the quantum of a tenant that only waits may finish what it has running,
+    and gets nothing new."""
+
+    def __init__(self, scheduler: Scheduler, quantum: int) -> None:
+        self._scheduler = scheduler
+        self._quantum = quantum
+        self._left: dict[tuple[str, str], int] = {}  # who waits, who is ahead → positions that the latter may compute
+        self.num_ahead = 0  # how often that was so
+
+    def plan(self) -> None:
+        """A plan with rows was made."""
+        scheduler = self._scheduler
+        flight = scheduler._in_flight[-1]
+        served: dict[str, int] = {}
+        for request, count in [*((r, 1) for r in flight.decodes), *zip(flight.others, flight.counts, strict=True)]:
+            served[request.line] = served.get(request.line, 0) + count
+        running: dict[str, list[Request]] = {}
+        for request in scheduler.roster.running:
+            running.setdefault(request.line, []).append(request)
+        waiting = {request.line for request in scheduler.roster.waiting} - running.keys()
+        pairs = {(a, b) for a in waiting for b in running}
+        for pair in self._left.keys() - pairs:
+            del self._left[pair]
+        rank = scheduler._policy.rank
+        for a, b in pairs:
+            if (a, b) in self._left:
+                self._left[a, b] -= served.get(b, 0)
+                assert self._left[a, b] >= 0, f"{b} is served although {a} waits and is far behind"
+            elif rank(b) - rank(a) > self._quantum:
+                self.num_ahead += 1
+                self._left[a, b] = sum(max(0, r.end - r.num_planned) for r in running[b])
+
+
+class Firsts:
+    """Who comes first of those that run, before a plan is made."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        running = sorted(
+            (r for r in scheduler.roster.running if r.state is State.RUNNING), key=order(scheduler._policy)
+        )
+        self._scheduler = scheduler
+        self._first = running[0] if running else None
+        self._known = set(map(id, scheduler.roster.running))
+        self._working = next((r for r in running if r.has_work), None)
+        interrupts = scheduler._policy.interrupts
+        self._may_wait = any(
+            interrupts(r.line, self._working.line, len(r.ids)) for r in scheduler.roster.waiting if self._working
+        )
+        self._may_go = any(
+            interrupts(r.line, self._first.line, len(r.ids)) for r in scheduler.roster.waiting if self._first
+        )
+
+    def check(self, was_planned: bool) -> None:
+        """Asserts that the first of them was not preempted for the others, and that the first who has something to
+        compute is in the plan, unless it waits for blocks in flight. `was_planned`: whether there is a plan."""
+        scheduler, roster = self._scheduler, self._scheduler.roster
+        first, working = self._first, self._working
+        if first is not None and first.state in (State.LEAVING, State.WAITING):
+            others = [r for r in roster.running if r.state is State.RUNNING]
+            assert self._may_go or not others, f"{first.rid} was preempted, who was first in line"
+        if working is None or working.state is not State.RUNNING:
+            return
+        flights = scheduler._in_flight
+        if was_planned and working in flights[-1].decodes + flights[-1].others:
+            return
+        if self._may_wait and was_planned and any(id(r) not in self._known for r in flights[-1].others):
+            return  # who may interrupt it was admitted ahead of it
+        coming = [r for r in roster.running if r.blocks and (r.state is not State.RUNNING or not r.has_work)]
+        loads = () if scheduler._loads is None else scheduler._loads._requests.values()
+        ended = [r for flight in flights for r in flight.decodes + flight.others if r.state is State.ENDED]
+        ended += [r for r, _ in loads if r.state is State.ENDED]
+        assert coming or ended or roster.held, f"{working.rid} is first in line and not in the plan"
