@@ -73,20 +73,19 @@ class PrefixCache:
         """
         if not self.enabled:
             return
-        size = self._block_size
-        first, full = request.num_committed, min(request.num_planned, len(request.ids)) // size
+        size, ids = self._block_size, request.ids
+        first, full = request.num_committed, min(request.num_planned, len(ids)) // size
         if full <= first:
             return
-        request.block_keys(full, size)
-        keys = request.keys
-        blocks, register = request.blocks, self._pool.register
-        new = [i for i in range(first, full) if register(blocks[i], keys[i], i, keys[i - 1] if i else None)]
+        keys, blocks, register = request.keys, request.blocks, self._pool.register
+        if len(keys) < full:
+            request.block_keys(full, size)
         request.num_committed = full
-        if self._events is not None:
-            self._note_removed()
-            for i in new:
-                ids = request.ids[i * size : (i + 1) * size].tobytes()
-                self._events.append(Stored((keys[i],), keys[i - 1] if i else None, ids, size))
+        for i in range(first, full):
+            parent = keys[i - 1] if i else None
+            if register(blocks[i], keys[i], i, parent) and self._events is not None:
+                self._note_removed()
+                self._events.append(Stored((keys[i],), parent, ids[i * size : (i + 1) * size].tobytes(), size))
 
     def commit_beginning(self, request: Request, num: int) -> None:
         """Offers the block that its position `num` falls into, as far as before it."""

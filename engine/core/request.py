@@ -10,6 +10,10 @@ from msgspec.structs import replace
 from ...ipc.messages import Enqueue, FinishReason, RowLogprobs, RowOpen, Tokens, Usage, bytes_to_ids, ids_to_bytes
 from .block_hash import block_key
 
+COMMIT_BLOCKS = 8
+"""Output is offered to the prefix cache so many blocks at a time, and the rest of it when the request gives its row back:
+hardly anybody looks for what a request is still writing."""
+
 
 class State(Enum):
     """Where a request is. Only RUNNING is planned; all but WAITING may hold a row and blocks."""
@@ -172,7 +176,8 @@ class Request:
             self.room, self.mark = -1, 0
             return
         self.room = min(self.end, len(self.blocks) * block_size) if self.max_tokens and self.is_open else -1
-        self.mark = min((self.num_computed // block_size + 1) * block_size, self.end)
+        stretch = COMMIT_BLOCKS * block_size
+        self.mark = min((self.num_computed // stretch + 1) * stretch, self.end)
 
     def as_row(self) -> RowOpen:
         """How the worker is told of it when it gets a row."""

@@ -102,6 +102,7 @@ class Roster:
         if request.row >= 0:
             kept = False
             if not request.is_poisoned:
+                self._prefix.commit(request)
                 self._prefix.commit_beginning(request, request.num_computed)
                 if request.state is State.ENDED and self._connector is not None:
                     kept = self._connector.request_finished(request, request.blocks)

@@ -38,7 +38,7 @@ from .news import Item, News
 from .planner import Planner
 from .policy import PolicyName, make_policy
 from .prefix import PrefixCache
-from .request import Request, State
+from .request import COMMIT_BLOCKS, Request, State
 from .roster import Roster
 from .stats import Counters
 
@@ -319,15 +319,15 @@ class Scheduler:
             self.counters.num_output_tokens += len(rids)
 
     def _apply_mark(self, request: Request, token: int) -> bool:
-        """A decode row's token that is more than the next one of many. See `_apply_row`."""
+        """A decode row's token with which it may end, or has output to offer. See `_apply_row`."""
         ids = request.ids
         if request.state is not State.RUNNING or token in request.stops or len(ids) + 1 >= request.max_len:
             return self._apply_row(request, 1, token, None, None)
         ids.append(token)
         request.num_computed += 1
         request.num_in_flight -= 1
-        self.prefix.commit(request)  # a block is full
-        request.mark = min(request.mark + self.block_size, request.end)
+        self.prefix.commit(request)
+        request.mark = min(request.mark + COMMIT_BLOCKS * self.block_size, request.end)
         return True
 
     def _apply_row(
@@ -368,7 +368,6 @@ class Scheduler:
     ) -> bool:
         """See `_apply_row`."""
         request.ids.append(token)
-        self.prefix.commit(request)
         finish = request.finish_of(token)
         if finish is None and logprobs is None and prompt_logprobs is None:
             return True
