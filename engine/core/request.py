@@ -11,8 +11,8 @@ from ...ipc.messages import Enqueue, FinishReason, RowLogprobs, RowOpen, Tokens,
 from .block_hash import block_key
 
 COMMIT_BLOCKS = 8
-"""Output is offered to the prefix cache so many blocks at a time, and the rest of it when the request gives its row back:
-hardly anybody looks for what a request is still writing."""
+"""Output is offered to the prefix cache so many blocks at a time, and the rest of it when the request gives its row
+back: hardly anybody looks for what a request is still writing."""
 
 
 class State(Enum):
