@@ -80,6 +80,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ge=1,
         ),
     ] = 16_777_216
+    kv_eviction: Annotated[
+        Literal["lru", "lfu", "cost"],
+        _doc("engine", "which cached KV goes first: used longest ago, least often, or cheapest to compute again"),
+    ] = "lru"
     kv_connector: Annotated[
         tuple[str, ...],
         _doc(
@@ -168,6 +172,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     itl_target_ms: float | None
     max_queued_requests: int
     max_queued_tokens: int
+    kv_eviction: Literal["lru", "lfu", "cost"] = "lru"
     kv_connector: tuple[str, ...] = ()
     kv_events: str | None = None
     kv_events_replay: str | None = None
@@ -231,6 +236,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         itl_target_ms=config.itl_target_ms,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
+        kv_eviction=config.kv_eviction,
         kv_connector=config.kv_connector,
         kv_events=config.kv_events,
         kv_events_replay=config.kv_events_replay,

@@ -120,7 +120,7 @@ class LLM:
         self._engine = Inline(self._config, on_chunk=self._on_chunk, on_failed=self._on_failed)
 
     def close(self) -> None:
-        """Closes what the engine has open. Only needed with `record_trace`."""
+        """Closes what the engine has open: needed with `kv_connector` and `record_trace`."""
         self._engine.close()
 
     def generate(

@@ -10,7 +10,7 @@ matplotlib.use("Agg")  # no display
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from .report import Row, percentile
 
@@ -40,7 +40,7 @@ def distribution(
         for name, x in marks.items():
             axes.axvline(x, color="black", linewidth=0.8, linestyle=":")
             axes.text(x, 1.0, f" {name}", rotation=90, va="top", ha="right", fontsize=8)
-        axes.legend(frameon=False, loc="lower left")
+        axes.legend(frameon=False, loc="lower center")
         _save(figure, path)
 
 
@@ -68,8 +68,9 @@ def panels(
             _panel(place, xs, lines, column)
             place.set(title=column, xlabel=x_label, yscale="log" if column in log else "linear")
             if column in log:
+                place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 place.yaxis.set_major_formatter(ScalarFormatter())
-                place.yaxis.set_minor_formatter(ScalarFormatter())
+                place.yaxis.set_minor_formatter(NullFormatter())
             else:
                 place.set_ylim(bottom=0)
         for place in grid.flat[len(columns) :]:

@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.cache": {"engine.cache", "engine.attention.base"},
     "engine.kv_connector": {
         "engine.kv_connector",
+        "engine.core.eviction",
         "engine.core.kv_connector",
         "engine.attention.base",
         "engine.cache",

@@ -7,9 +7,11 @@ else that the KV depends on. Equal keys therefore mean equal prefixes, from the 
 from hashlib import sha256
 
 
-def root_key(model: bytes, salt: bytes) -> bytes:
-    """The parent of every first block: who the model is, and whose prefix this is."""
-    return sha256(len(model).to_bytes(8, "little") + model + salt).digest()
+def root_key(model: bytes, salt: bytes, adapter: bytes = b"") -> bytes:
+    """The parent of every first block: who the model is, which adapter changes its weights (none can yet), and whose
+    prefix this is."""
+    parts = (len(part).to_bytes(8, "little") + part for part in (model, adapter))
+    return sha256(b"".join(parts) + salt).digest()
 
 
 def block_key(parent: bytes, ids: bytes) -> bytes:

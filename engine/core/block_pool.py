@@ -4,7 +4,7 @@ It owns the reference counts and the prefix index, and knows neither tokens nor 
 request, so there is no fragmentation to mend. A block is in exactly one of three states:
 
     held    reference count ≥ 1: in that many block tables
-    idle    count 0, but its content has a key: found again by `match`, evicted oldest first when blocks run out
+    idle    count 0, but its content has a key: found again by `match`, evicted when blocks run out
     empty   count 0 and no key
 
 A key names either a full block or the beginning of one whose owner may still be writing behind it. The latter can only
@@ -13,6 +13,7 @@ be copied, and gives way to the key of the full block.
 
 from collections.abc import Iterable, Sequence
 
+from .eviction import RANKINGS, EvictionName, EvictionQueue
 from .kv_connector import Evicted
 
 _PARTIAL = -1  # place of a block whose key names its beginning only
@@ -21,7 +22,8 @@ _PARTIAL = -1  # place of a block whose key names its beginning only
 class BlockPool:
     """Blocks `0 … num_blocks - 1`."""
 
-    def __init__(self, *, num_blocks: int) -> None:
+    def __init__(self, *, num_blocks: int, eviction: EvictionName = "lru") -> None:
+        """`eviction`: which of the idle blocks goes first."""
         assert num_blocks > 0, num_blocks
         self.num_blocks = num_blocks
         self._holders = [0] * num_blocks  # block → number of block tables it is in
@@ -30,7 +32,9 @@ class BlockPool:
         self._parent: list[bytes | None] = [None] * num_blocks  # key of the block before a keyed full one
         self._by_key: dict[bytes, int] = {}  # key → the one block registered for it
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack, so that low blocks go first
-        self._idle: dict[int, None] = {}  # in the order of eviction
+        self._idle: dict[int, None] = {}  # the one that was released longest ago first
+        self._queue = None if eviction == "lru" else EvictionQueue(RANKINGS[eviction]())  # of the idle ones' keys
+        self._uses = [0] * num_blocks  # how often a keyed block was found; only counted for the queue
         self.evicted: list[Evicted] = []  # full blocks that `allocate` gave to others; whoever reads them clears them
         self.removed: list[bytes] | None = None  # keys of full blocks that are no longer found; None: nobody reads them
 
@@ -49,19 +53,27 @@ class BlockPool:
         assert num <= self.num_free, (num, self.num_free)
         blocks = []
         for _ in range(num):
-            if self._empty:
-                block = self._empty.pop()
-            else:
-                block = next(iter(self._idle))
-                del self._idle[block]
-                if self._place[block] != _PARTIAL:
-                    key = self._key[block]
-                    assert key is not None, block
-                    self.evicted.append(Evicted(block, key, self._place[block], self._parent[block]))
-                self._drop_key(block)
+            block = self._empty.pop() if self._empty else self._evict()
             self._holders[block] = 1
+            self._uses[block] = 0
             blocks.append(block)
         return blocks
+
+    def _evict(self) -> int:
+        """An idle block becomes unknown."""
+        if self._queue is None:
+            block = next(iter(self._idle))
+        else:
+            victim = self._queue.evict()
+            assert victim is not None, "there are idle blocks, and none is pinned"
+            block = self._by_key[victim.key]
+        del self._idle[block]
+        if self._place[block] != _PARTIAL:
+            key = self._key[block]
+            assert key is not None, block
+            self.evicted.append(Evicted(block, key, self._place[block], self._parent[block]))
+        self._drop_key(block)
+        return block
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of the longest leading run of known keys. They are not yet held."""
@@ -90,7 +102,12 @@ class BlockPool:
         for block in blocks:
             if self._holders[block] == 0:
                 del self._idle[block]
+                if self._queue is not None:
+                    key = self._key[block]
+                    assert key is not None, block
+                    self._queue.removed(key)
             self._holders[block] += 1
+            self._uses[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """A block table lets go of its blocks. Its tail will be evicted before its head, which more prompts share."""
@@ -98,10 +115,13 @@ class BlockPool:
             assert self._holders[block] > 0, block
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                if self._key[block] is None:
+                key = self._key[block]
+                if key is None:
                     self._empty.append(block)
-                else:
-                    self._idle[block] = None
+                    continue
+                self._idle[block] = None
+                if self._queue is not None:
+                    self._queue.added(key, max(0, self._place[block]), self._parent[block], self._uses[block])
 
     def register(self, block: int, key: bytes, place: int, parent: bytes | None = None) -> bool:
         """`block`, which is held, now holds the full content named `key`: block `place` of a sequence, from 0, after
@@ -136,7 +156,9 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Drops the prefix index; idle blocks become empty."""
-        for block in list(self._by_key.values()):
+        for key, block in list(self._by_key.items()):
+            if self._queue is not None and block in self._idle:
+                self._queue.removed(key)
             self._drop_key(block)
         self._empty.extend(self._idle)
         self._idle.clear()
@@ -160,5 +182,7 @@ class BlockPool:
         assert len(set(self._empty)) == len(self._empty), "a block is twice among the empty ones"
         states = [{b for b, n in enumerate(holders) if n}, set(self._idle), set(self._empty)]
         assert sum(map(len, states)) == self.num_blocks == len(set().union(*states)), "a block is lost or in two states"
+        idle_keys = {self._key[block] for block in self._idle}
+        assert self._queue is None or set(self._queue.keys()) == idle_keys, "an idle block is not up for eviction"
         assert all(self._key[block] == key for key, block in self._by_key.items()), "the prefix index is torn"
         assert sum(key is not None for key in self._key) == len(self._by_key), "a key is registered twice"

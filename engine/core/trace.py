@@ -164,7 +164,7 @@ def make_scheduler(
 ) -> Scheduler:
     """The scheduler of an engine with this configuration and so many KV blocks."""
     return Scheduler(
-        pool=BlockPool(num_blocks=num_blocks),
+        pool=BlockPool(num_blocks=num_blocks, eviction=config.kv_eviction),
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -8,10 +8,10 @@ request computes it, and the key is forgotten here.
 from collections.abc import Sequence
 
 from ...ipc.messages import TierSnapshot, Transferred
+from ..core.eviction import EvictionQueue
 from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .base import ConnectorFacts, Options, WorkerConnector
 from .block_files import BlockFiles, is_part
-from .eviction import EvictionQueue
 from .file_meta import FilePlan
 from .ledger import Ledger, num_matched
 from .options import check_names, eviction_of, num_blocks_of, size_of

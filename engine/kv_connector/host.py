@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from msgspec import Struct, msgpack
 
 from ...ipc.messages import TierSnapshot, Transferred, ids_to_bytes
+from ..core.eviction import EvictionQueue
 from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .base import ConnectorFacts, Options, WorkerConnector
-from .eviction import EvictionQueue
 from .ledger import Ledger, num_matched
 from .options import check_names, eviction_of, num_blocks_of, size_of
 

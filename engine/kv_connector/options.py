@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from ...config import parse_size
 from ...errors import ConfigError
+from ..core.eviction import RANKINGS, EvictionQueue
 from .base import Options
-from .eviction import RANKINGS, EvictionQueue
 
 
 def check_names(connector: str, options: Options, *, required: Iterable[str], optional: Iterable[str] = ()) -> None:

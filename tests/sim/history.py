@@ -17,6 +17,7 @@ from invariants import check, writes_are_exclusive
 
 from pagewire.engine.core import policy
 from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.eviction import EvictionName
 from pagewire.engine.core.kv_events import Cleared, Stored
 from pagewire.engine.core.request import State
 from pagewire.engine.core.scheduler import Scheduler
@@ -47,6 +48,7 @@ class Setting:
         self.policy: policy.PolicyName = rng.choice(["fcfs", "priority", "fair"])
         self.quantum = rng.choice([4, 16, 64])  # of fair
         self.prefix_caching = rng.random() < 0.85
+        self.eviction: EvictionName = rng.choice(["lru", "lru", "lfu", "cost"])
         self.itl_target_ms = rng.choice([None, None, 1.1, 5.0])
         self.kv_events = rng.random() < 0.5
         self.max_queued_requests, self.max_queued_tokens = rng.choice([(1000, 10**6)] * 3 + [(3, 10**6), (1000, 150)])
@@ -189,7 +191,7 @@ class History:
         if setting.tier is not None:
             self._connector = core_half(setting.tier, self._stores, BLOCK_SIZE, self.rng)
         self._scheduler = Scheduler(
-            pool=BlockPool(num_blocks=setting.num_blocks),
+            pool=BlockPool(num_blocks=setting.num_blocks, eviction=setting.eviction),
             block_size=BLOCK_SIZE,
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.budget,

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from fakes import FakeWorker
 from msgspec import msgpack
 
+from pagewire.engine.core.eviction import CostAware, EvictionQueue, Lfu, Lru
 from pagewire.engine.core.kv_connector import CoreConnector
 from pagewire.engine.kv_connector.block_files import Found
 from pagewire.engine.kv_connector.chain import ChainCore, ChainWorker
 from pagewire.engine.kv_connector.disk import DiskCore
-from pagewire.engine.kv_connector.eviction import CostAware, EvictionQueue, Lfu, Lru
 from pagewire.engine.kv_connector.file_meta import FileMeta
 from pagewire.engine.kv_connector.host import HostCore, HostMeta
 from pagewire.ipc.messages import Transferred, bytes_to_ids, ids_to_bytes

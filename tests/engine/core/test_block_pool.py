@@ -1,7 +1,10 @@
 """The pool's own rules: eviction order, the index, and what a match may return."""
 
+import pytest
+
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.eviction import EvictionName
 
 
 def test_idle_blocks_are_found_again_and_evicted_tail_first() -> None:
@@ -42,6 +45,25 @@ def test_the_first_block_with_a_key_keeps_it() -> None:
 
 def test_keys_tell_models_salts_parents_and_ids_apart() -> None:
     roots = {root_key(b"m", b""), root_key(b"m", b"s"), root_key(b"ms", b""), root_key(b"", b"ms")}
-    assert len(roots) == 4
+    roots |= {root_key(b"m", b"s", b"a"), root_key(b"ma", b"s"), root_key(b"m", b"as"), root_key(b"", b"s", b"m")}
+    assert len(roots) == 8
     root = root_key(b"m", b"")
     assert len({block_key(root, b"1234"), block_key(root, b"1235"), block_key(block_key(root, b"1234"), b"1234")}) == 3
+
+
+@pytest.mark.parametrize(("eviction", "goes"), [("lru", b"often"), ("lfu", b"late"), ("cost", b"late")])
+def test_the_policy_says_which_idle_block_goes(eviction: EvictionName, goes: bytes) -> None:
+    pool = BlockPool(num_blocks=2, eviction=eviction)
+    often, late = pool.allocate(2)
+    pool.register(often, b"often", 500, b"before")
+    for _ in range(3):
+        pool.hold([often])
+        pool.release([often])
+    pool.register(late, b"late", 0)
+    pool.release([often])
+    pool.release([late])
+    pool.check([])
+    assert pool.allocate(1) == [{b"often": often, b"late": late}[goes]]
+    assert [evicted.key for evicted in pool.evicted] == [goes]
+    pool.forget_all()
+    assert pool.num_free == 1 and pool.match([b"often"]) == []

@@ -14,20 +14,23 @@ from pagewire.engine.core import trace
 from pagewire.errors import RequestError
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trace of a small engine that preempted, refused and hit stop strings."""
+@pytest.fixture(scope="module", params=[(), ("host,size=300000",), ("host,size=100000", "disk,path={},size=1M")])
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trace of a small engine that preempted, refused and hit stop strings, without and with KV tiers."""
     folder = tmp_path_factory.mktemp("trace")
+    tiers = [spec.format(folder / "kv") for spec in request.param]
     checkpoints.make_checkpoint(folder, "llama")
     vocabulary.add_tokenizer(folder)
     llm = LLM(str(folder), dtype="float32", threads=1, max_model_len=128, kv_cache_memory=140_000, pipeline_depth=2,
-              record_trace=str(folder / "steps"))  # fmt: skip
+              record_trace=str(folder / "steps"), kv_connector=tiers)  # fmt: skip
     prompts = [[(7 * i + j) % 300 + 3 for j in range(5 + 5 * i)] for i in range(8)]
     llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, seed=1), use_tqdm=False)
     llm.generate(["hello"] * 3, SamplingParams(max_tokens=30, seed=2, stop=["a", "e", "b", "c"]), use_tqdm=False)
     with pytest.raises(RequestError):
         llm.generate(["x", "y" * 200], use_tqdm=False)
     assert llm._engine.scheduler.counters.num_preemptions > 0
+    connector = llm._engine.scheduler.connector
+    assert not tiers or (connector is not None and sum(tier.num_hit_tokens for tier in connector.tiers()) > 0)
     llm.close()
     return folder / "steps"
 

@@ -7,9 +7,9 @@ import torch
 from kv_instance import BLOCK_BYTES, FACTS, SHAPE, SIZE, Instance, content, sequence
 
 from pagewire.engine.cache.kv_cache import KvCache
+from pagewire.engine.core.eviction import EvictionQueue, Lru
 from pagewire.engine.core.kv_connector import Evicted
 from pagewire.engine.kv_connector.block_copy import BlockCopier
-from pagewire.engine.kv_connector.eviction import EvictionQueue, Lru
 from pagewire.engine.kv_connector.host import HostCore
 from pagewire.engine.kv_connector.host_worker import HostWorker
 from pagewire.ipc.messages import Transferred, ids_to_bytes

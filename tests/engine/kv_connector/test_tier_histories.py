@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, Running, sequence, wait_until
 
+from pagewire.engine.core.eviction import EvictionQueue
 from pagewire.engine.kv_connector import disk, host
-from pagewire.engine.kv_connector.eviction import EvictionQueue
 
 TIERS: dict[str, Callable[[Path], list[str]]] = {
     "host": lambda path: [f"host,size={12 * BLOCK_BYTES}"],

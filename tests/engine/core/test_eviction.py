@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from pagewire.engine.kv_connector.eviction import RANKINGS, EvictionQueue
+from pagewire.engine.core.eviction import RANKINGS, EvictionQueue
 
 POLICIES = pytest.mark.parametrize("policy", sorted(RANKINGS))
 

@@ -113,10 +113,11 @@ class EvictionQueue:
         """Of all its blocks."""
         return list(self._blocks)
 
-    def added(self, key: bytes, place: int, parent: bytes | None = None) -> None:
+    def added(self, key: bytes, place: int, parent: bytes | None = None, uses: int = 0) -> None:
         """A block that was not there. `parent`: the key of the block before it, if there is one and it is known."""
         assert key not in self._blocks, key.hex()
         self._blocks[key] = block = _Block(place)
+        block.uses = uses
         self._link(key, block, parent)
         self._age += 1
         self._value(key, block)

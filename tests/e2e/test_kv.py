@@ -1,0 +1,71 @@
+"""KV behind the device through the front door: tiers in /metrics, events for routers, a trace, a restart on disk."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import openai
+import pytest
+import zmq
+from servers import Server, wait_until
+
+from pagewire.cli import main
+
+pytestmark = pytest.mark.e2e
+
+FIRST, SECOND = "All work and no play. " * 60, "Quick brown foxes jump. " * 60
+
+
+def cached_tokens(server: Server, prompt: str, **more: object) -> int:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        answer = client.completions.create(model="pagewire-demo", prompt=prompt, max_tokens=4, temperature=0, **more)
+    assert answer.usage is not None
+    details = answer.usage.prompt_tokens_details
+    return (details.cached_tokens or 0) if details is not None else 0
+
+
+def test_what_the_device_forgets_is_loaded_and_told(start: Callable[..., Server], tmp_path: Path) -> None:
+    flags = ["--kv-cache-memory", "4M", "--kv-connector", "host,size=64M", f"disk,path={tmp_path}/kv,size=64M"]
+    trace = tmp_path / "steps"
+    server = start(*flags, "--record-trace", str(trace), "--kv-events", f"ipc://{tmp_path}/e").wait_ready()
+    context = zmq.Context()
+    router = context.socket(zmq.SUB)
+    router.subscribe(b"")
+    router.connect(f"ipc://{tmp_path}/e")
+    try:
+        assert cached_tokens(server, FIRST) == 0
+        assert cached_tokens(server, SECOND) == 0
+        assert cached_tokens(server, FIRST) > 400, "4 MB hold too little for both"
+        wait_until(lambda: server.metric("pagewire:external_prefix_cache_hits_total") > 400, "the hits are in /metrics")
+        assert router.poll(5000), "the router hears nothing"
+        names = set()
+        while router.poll(200):
+            names |= {event[0] for event in msgspec.msgpack.decode(router.recv_multipart()[2])[1]}
+        assert {"BlockStored", "BlockRemoved"} <= names
+    finally:
+        context.destroy(linger=0)
+    assert server.stop() == 0, server.log.read_text()
+    assert main(["replay", str(trace)]) == 0
+
+    again = start(*flags).wait_ready()
+    assert cached_tokens(again, SECOND) > 400, "the disk has it from the life before"
+    assert again.stop() == 0, again.log.read_text()
+
+
+def test_choices_fork_one_prompt(server: Server) -> None:
+    before = server.metric("pagewire:prefix_cache_hits_total")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        messages = [{"role": "user", "content": "Count from 1 to 7"}]
+        answer = client.chat.completions.create(model="pagewire-demo", messages=messages, n=4, temperature=0)  # type: ignore[arg-type]
+    assert len({choice.message.content for choice in answer.choices}) == 1
+    assert answer.usage is not None
+    shared = before + 3 * (answer.usage.prompt_tokens - 1)
+    wait_until(lambda: server.metric("pagewire:prefix_cache_hits_total") == shared, "three of them compute one position")
+
+
+def test_a_request_that_could_never_be_taken_is_refused_as_invalid(start: Callable[..., Server]) -> None:
+    server = start("--max-queued-tokens", "2000").wait_ready()
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError, match="smaller n or max_tokens"):
+            client.completions.create(model="pagewire-demo", prompt="hello", max_tokens=600, n=4)
+        assert client.completions.create(model="pagewire-demo", prompt="hello", max_tokens=5, n=4).choices
