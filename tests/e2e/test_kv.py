@@ -60,7 +60,7 @@ def test_choices_fork_one_prompt(server: Server) -> None:
     assert len({choice.message.content for choice in answer.choices}) == 1
     assert answer.usage is not None
     shared = before + 3 * (answer.usage.prompt_tokens - 1)
-    wait_until(lambda: server.metric("pagewire:prefix_cache_hits_total") == shared, "three of them compute one position")
+    wait_until(lambda: server.metric("pagewire:prefix_cache_hits_total") == shared, "three compute one position each")
 
 
 def test_a_request_that_could_never_be_taken_is_refused_as_invalid(start: Callable[..., Server]) -> None:
