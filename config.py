@@ -43,6 +43,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "bfloat16 instructions and memory enough",
         ),
     ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        _doc("model", "dummy: random weights of the model's shapes, for benchmarks; no weight files are needed"),
+    ] = "auto"
     max_model_len: Annotated[
         _Positive | None,
         _doc("model", "longest prompt + output in tokens; 8k is 8192 (default: what the model declares)"),
@@ -162,6 +166,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...]
     dtype: Dtype
     device: Literal["auto", "cpu", "cuda"]
+    load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -195,7 +200,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     def kv_model_key(self) -> bytes:
         """32 bytes that differ wherever equal tokens may have different KV, or KV of a different layout."""
         who = self.model_fingerprint or self.model_path
-        return sha256(repr((who, self.dtype, self.block_size, self.extension)).encode()).digest()
+        return sha256(repr((who, self.load_format, self.dtype, self.block_size, self.extension)).encode()).digest()
 
 
 def machine_facts() -> MachineFacts:
@@ -226,6 +231,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         served_model_names=config.served_model_name or (model.name,),
         dtype=_choose_dtype(config, model, machine),
         device=config.device,
+        load_format=config.load_format,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

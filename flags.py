@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser, *, groups: Sequence[str] = ("mode
         elif get_origin(kind) is tuple:
             section.add_argument(flag, nargs="+", default=None, metavar="NAME", help=text)
         else:
-            section.add_argument(flag, default=None, metavar=_metavar(kind), help=text)
+            section.add_argument(flag, default=None, metavar=_metavar(flag, kind), help=text)
 
 
 def read_flags(namespace: argparse.Namespace) -> Config:
@@ -63,6 +63,8 @@ def _default(default: object) -> str:
     return f" (default: {default})"
 
 
-def _metavar(kind: object) -> str:
+def _metavar(flag: str, kind: object) -> str:
     text = str(kind)
-    return "N" if "int" in text else "SECONDS" if "float" in text else "TEXT"
+    if "float" in text:
+        return "MS" if flag.endswith("-ms") else "SECONDS"
+    return "N" if "int" in text else "TEXT"

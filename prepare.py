@@ -12,5 +12,5 @@ def prepare(config: Config) -> EngineConfig:
     registry.check(config.kv_connector)
     if config.extension is not None:
         load_extension(config.extension)
-    folder, name = locate(config.model, config.revision)
+    folder, name = locate(config.model, config.revision, weights=config.load_format != "dummy")
     return resolve(config, model_facts(read_spec(folder), folder, name), machine_facts())

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...config import EngineConfig
+from ...errors import ConfigError
 from ...ipc.messages import RowLogprobs, StepPlan, StepResult, Transferred, ids_to_bytes
 from ...kernels.ops import Ops, reference_ops
 from ..attention.base import AttentionBackend
@@ -29,6 +30,7 @@ from ..kv_connector.registry import worker_connector
 from ..models import registry
 from ..models.decoder import Model
 from ..models.spec import ModelSpec, read_spec
+from ..weights.dummy import fill_dummy
 from ..weights.loader import load_weights
 from ..weights.mapping import checkpoint_targets
 from ..weights.reader import CheckpointReader
@@ -79,7 +81,7 @@ class Runner:
         device = choose_device(config.device, num_threads=config.num_threads)
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         ops = reference_ops()
-        model, weights = _load_model(spec, folder, config.max_model_len, dtype, device.torch_device, ops, progress)
+        model, weights = _load_model(config, spec, folder, dtype, device.torch_device, ops, progress)
         timings["weights"] = time.perf_counter() - started
         block = model.kv_shape.block_bytes(config.block_size)
         workspace = workspace_bytes(
@@ -272,22 +274,28 @@ class Runner:
 
 
 def _load_model(
+    config: EngineConfig,
     spec: ModelSpec,
     folder: Path,
-    max_len: int,
     dtype: torch.dtype,
     device: torch.device,
     ops: Ops,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[Model, int]:
-    """(the model with its weights, their bytes)."""
+    """(the model with its weights, their bytes). Raises ConfigError, CheckpointError."""
+    max_len = config.max_model_len
     model = registry.build_native(spec, max_len=max_len, dtype=dtype, device=device, ops=ops)
     if model is None:
+        if config.load_format == "dummy":
+            known = ", ".join(registry.NATIVE)
+            raise ConfigError(f"--load-format dummy is there for {known}; this is {spec.architecture}.")
         from ..models.transformers_fallback import load_fallback
 
         CheckpointReader(folder).close()  # complains of damaged and missing files in our own words
         return load_fallback(spec, folder, max_len=max_len, dtype=dtype, device=device)
     parameters = dict(model.named_parameters())
+    if config.load_format == "dummy":
+        return model, fill_dummy(parameters)
     with CheckpointReader(folder) as reader:
         weights = load_weights(
             reader,

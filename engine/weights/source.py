@@ -10,14 +10,15 @@ DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
 DEMO_NAME = "pagewire-demo"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tiktoken*")
+_WEIGHTS = "*.safetensors"
+_FILES = ("*.json", _WEIGHTS, "*.jinja", "*.model", "*.txt", "tiktoken*")
 
 
-def locate(model: str, revision: str | None) -> tuple[Path, str]:
+def locate(model: str, revision: str | None, *, weights: bool = True) -> tuple[Path, str]:
     """The folder of `model` and what to call it. Empty: the demo model. Raises ConfigError with what to do.
 
     A name that is no folder is looked up on the Hub, with a progress bar; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are
-    honoured by huggingface_hub itself. Only configs, tokenizers and safetensors are fetched.
+    honoured by huggingface_hub itself. Only configs, tokenizers and, with `weights`, safetensors are fetched.
     """
     if not model:
         return DEMO_MODEL, DEMO_NAME
@@ -28,10 +29,10 @@ def locate(model: str, revision: str | None) -> tuple[Path, str]:
         raise ConfigError(f"{model} is a file; a model is a folder with config.json and safetensors.")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or not _HUB_NAME.fullmatch(model):
         raise ConfigError(f"There is no folder {model}.")
-    return _download(model, revision), model
+    return _download(model, revision, [name for name in _FILES if weights or name != _WEIGHTS]), model
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -43,7 +44,7 @@ def _download(name: str, revision: str | None) -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         raise ConfigError(f"{name} is gated: accept its terms on the Hub and set HF_TOKEN.") from error
     except RevisionNotFoundError as error:

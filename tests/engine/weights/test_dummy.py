@@ -1,0 +1,60 @@
+"""Models without their weights: random ones that are the same each time, of every native architecture."""
+
+import json
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+import vocabulary
+
+from pagewire import LLM, SamplingParams
+from pagewire.engine.weights.dummy import fill_dummy
+from pagewire.errors import ConfigError
+from pagewire.tools.make_checkpoint import SHAPES, make_checkpoint
+
+
+def test_matrices_are_small_and_all_different_and_vectors_neutral() -> None:
+    parameters = {
+        "a.weight": torch.empty(1500, 800),
+        "b.weight": torch.empty(1500, 800, dtype=torch.bfloat16),
+        "norm.weight": torch.empty(64),
+        "a.bias": torch.empty(64),
+    }
+    assert fill_dummy(parameters) == 1500 * 800 * 6 + 512
+    a, b = parameters["a.weight"], parameters["b.weight"]
+    assert 0.019 < a.std() < 0.021 and a.isfinite().all() and b.isfinite().all()
+    assert len({tuple(row[:4].tolist()) for row in a}) == 1500 and not torch.equal(a.bfloat16(), b)
+    assert (parameters["norm.weight"] == 1).all() and (parameters["a.bias"] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_native_architecture_runs_without_weights(kind: str, tmp_path: Path) -> None:
+    checkpoints.make_checkpoint(tmp_path, kind)
+    vocabulary.add_tokenizer(tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    options = {"load_format": "dummy", "kv_cache_memory": "8M", "threads": 1}
+    outputs = [LLM(str(tmp_path), **options).generate("hello", params, use_tqdm=False) for _ in range(2)]
+    assert len(outputs[0][0].outputs[0].token_ids) == 8 and outputs[0][0].outputs == outputs[1][0].outputs
+
+
+def test_the_fallback_has_no_dummy(tmp_path: Path) -> None:
+    checkpoints.make_checkpoint(tmp_path, "gemma2")
+    vocabulary.add_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=r"dummy is there for Llama.*this is Gemma2"):
+        LLM(str(tmp_path), load_format="dummy")
+
+
+def test_the_tool_writes_what_both_ways_of_loading_take(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama-15m", weights=True)
+    assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == SHAPES["llama-15m"]["hidden_size"]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    texts = []
+    for load_format in ("auto", "dummy"):
+        llm = LLM(str(tmp_path), load_format=load_format, dtype="float32", kv_cache_memory="16M", threads=1)
+        (output,) = llm.generate("hello", params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 6
+        texts.append(output.outputs[0].text)
+    assert all(len(text) >= 12 for text in texts), "every id is a word"

@@ -1,0 +1,134 @@
+"""Writes a checkpoint of a well-known size without any download: a config, a tokenizer and, on demand, random weights.
+
+    python -m pagewire.tools.make_checkpoint FOLDER --like qwen3-0.6b
+    pagewire serve FOLDER --load-format dummy
+
+Benchmarks measure the same work on it as on the real model; what it says means nothing. The tokenizer reads bytes and
+writes a short word for every id, so text that comes out is about as long as a real model's.
+"""
+
+import argparse
+import json
+from itertools import product
+from pathlib import Path
+from string import ascii_lowercase
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+}
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+}
+SHAPES: dict[str, dict[str, object]] = {
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+    },
+    "llama-15m": {
+        **_LLAMA,
+        "vocab_size": 32_000,
+        "hidden_size": 288,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "head_dim": 48,
+        "max_position_embeddings": 2048,
+    },
+}
+"""Name → config.json, without the ids of special tokens."""
+
+_SPECIAL = ("<pad>", "<s>", "</s>")
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<s>{{ message.role }}\n{{ message.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Special tokens, the 256 bytes, and made-up words up to `vocab_size` entries. Without merges, so text is read byte
+    by byte; prompts of exact lengths are best sent as ids."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ("Ġ" + "".join(word) for length in (2, 3, 4) for word in product(ascii_lowercase, repeat=length))
+    entries = [*_SPECIAL, *letters]
+    entries += [word for word, _ in zip(words, range(vocab_size - len(entries)), strict=False)]
+    tokenizer = Tokenizer(models.BPE(vocab={entry: i for i, entry in enumerate(entries)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(entry, special=True) for entry in _SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_weights(folder: Path) -> None:
+    """model.safetensors in bfloat16, with the names that transformers gives the tensors."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..engine.weights.dummy import fill_dummy
+
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    tensors = dict(model.named_parameters())  # tied ones once
+    fill_dummy(tensors)
+    save_file({name: tensor.detach() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def make_checkpoint(folder: Path, like: str, *, weights: bool) -> None:
+    """Writes it all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[like]
+    config = {**shape, "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    assert isinstance(shape["vocab_size"], int)
+    write_tokenizer(folder, shape["vocab_size"])
+    if weights:
+        write_weights(folder)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Makes a checkpoint."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where to write")
+    parser.add_argument("--like", choices=SHAPES, default="qwen3-0.6b", help="whose shapes (default: %(default)s)")
+    parser.add_argument("--weights", action="store_true", help="write random weights too, for engines that need a file")
+    arguments = parser.parse_args(argv)
+    make_checkpoint(arguments.folder, arguments.like, weights=arguments.weights)
+    print(f"{arguments.folder}: {arguments.like}; try: pagewire serve {arguments.folder} --load-format dummy")
+
+
+if __name__ == "__main__":
+    main()
