@@ -376,7 +376,9 @@ class History:
         self._worker_half: WorkerHalf | None = None
         if setting.tier is not None:
             for kind, store in zip(setting.tier.kinds, self._stores, strict=True):
-                if kind != "disk":
+                if kind == "host":  # new memory holds anything, and whoever reads it is not told
+                    store.update((place, self.rng.randbytes(len(content))) for place, content in store.items())
+                elif kind != "disk":
                     store.clear()
             self._worker_half = WorkerHalf(
                 setting.tier,

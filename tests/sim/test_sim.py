@@ -8,7 +8,7 @@ from .history import History
 from .mutants import MUTANTS, mutated
 
 NUM_BATCHES, BATCH = 10, 1000
-MUTANT_SEEDS = 300
+MUTANT_SEEDS = 1000
 
 # What must happen how often in every batch, or the histories have become too tame to prove anything.
 COVERED = {
