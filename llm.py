@@ -33,6 +33,7 @@ from .ipc.messages import (
 from .prepare import prepare
 from .procs.inline import Inline
 
+_DEFAULTS = {"pipeline_depth": 1, "max_queued_requests": 2**31, "max_queued_tokens": 2**62}  # a batch may be long
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, object]]
 
@@ -108,7 +109,7 @@ class LLM:
             for k, v in options.items()
         }
         try:
-            config = msgspec.convert({"pipeline_depth": 1, "model": model, **sizes}, Config)
+            config = msgspec.convert({**_DEFAULTS, "model": model, **sizes}, Config)
         except msgspec.ValidationError as error:
             raise ConfigError(f"LLM: {error}.") from error
         self._outputs: dict[int, CompletionOutput] = {}  # rid → where its news goes
@@ -197,14 +198,13 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
         results, submits = [], []
         for i, (prompt, text, params) in enumerate(zip(prompts, texts, sampling_params, strict=True)):
-            submit = _submit(self._next_rid, prompt, params)
+            submits.append(_submit(self._next_rid, prompt, params))
             self._next_rid += params.n
-            result = RequestOutput(str(i), text, [], [CompletionOutput(k) for k in range(params.n)])
+            results.append(RequestOutput(str(i), text, [], [CompletionOutput(k) for k in range(params.n)]))
+        for submit, result in zip(submits, results, strict=True):  # only now, when none of them is refused
             for output in result.outputs:
                 rid = submit.rid + output.index
                 self._outputs[rid], self._requests[rid] = output, result
-            results.append(result)
-            submits.append(submit)
         self._open = set(self._outputs)
         self._failures.clear()
         from tqdm import tqdm

@@ -183,6 +183,7 @@ def _orders(
         skip_special_tokens=request.skip_special_tokens is not False,
         prompt=echo or bool(request.return_token_ids),
     )
+    tenant = request.user or salt.hex()
     if request.cache_salt is not None:
         salt = hashlib.sha256(salt + b"/" + request.cache_salt.encode()).digest()[:16]
     return [
@@ -195,7 +196,7 @@ def _orders(
             limits=limits,
             text=text,
             priority=request.priority or 0,
-            tenant=request.user or salt.hex(),
+            tenant=tenant,
             salt=salt,
         )
         for prompt in prompts

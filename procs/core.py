@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import os
 import time
+from functools import partial
 from typing import BinaryIO, assert_never
+
+from msgspec import structs
 
 from ..config import EngineConfig
 from ..engine.core import trace
@@ -117,14 +121,15 @@ class CoreActor:
         )
         connector = core_connector(config.kv_connector, facts)
         if config.record_trace is not None:
-            self._trace = open(config.record_trace, "wb")  # noqa: SIM115  # closed by `stop`
+            # For its owner alone: it holds what users wrote. Closed by `stop`.
+            self._trace = open(config.record_trace, "wb", opener=partial(os.open, mode=0o600))  # noqa: SIM115
             connector = trace.TracedConnector(connector, self._record) if connector is not None else None
         extension = None
         if config.extension is not None:
             kind, options = load_extension(config.extension)
             extension = kind.core(options)
         self._scheduler = trace.make_scheduler(config, offer.num_blocks, connector, extension)
-        self._record(trace.Opened(config, offer.num_blocks))
+        self._record(trace.Opened(structs.replace(config, api_keys=()), offer.num_blocks))
         early, self._early = self._early, []
         self.handle(list(early))
 

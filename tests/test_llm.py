@@ -94,6 +94,12 @@ def test_parameters_out_of_bounds_are_named(llm: LLM, wrong: dict[str, int]) -> 
         llm.generate("x", SamplingParams(**wrong), use_tqdm=False)  # type: ignore[arg-type]
 
 
+def test_a_wrong_parameter_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="SamplingParams"):
+        llm.generate(["a", "b"], [GREEDY, SamplingParams(temperature=-1)], use_tqdm=False)
+    assert llm.generate("fine", GREEDY, use_tqdm=False)[0].finished
+
+
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hi"}]
     (output,) = llm.chat(conversation, GREEDY, use_tqdm=False)

@@ -3,15 +3,16 @@
     ms ≈ c0 + c1·rows + c2·context + c3·prefill + c4·pairs
 
 with rows and their context (positions read) of those that compute one position, prefill the positions of the others,
-and pairs the query–key pairs of their attention. The coefficients come from recursive least squares with forgetting
-(e.g. Haykin, Adaptive Filter Theory, ch. 10), so the model follows a machine that gets busier. Plain numbers in, plain
-numbers out: the scheduler that asks it stays deterministic.
+and pairs the query–key pairs of their attention. The coefficients come from least squares over all steps with
+exponential forgetting, so the model follows a machine that gets busier. They are solved from the normal equations,
+which no rounding can drive apart, however long the service. Plain numbers in, plain numbers out: the scheduler that
+asks it stays deterministic.
 """
 
 from typing import NamedTuple
 
 _FORGETTING = 0.995  # weight of the past at each step: a memory of some 200 steps
-_PRIOR = 1e4  # variance of the unknown coefficients before the first step
+_RIDGE = 1e-2  # how much what was believed counts, in scaled steps
 _SCALES = (1.0, 0.01, 1e-4, 1e-3, 1e-6)  # bring the features to one magnitude
 _MIN_OBSERVED = 4  # steps with prefill before predictions are trusted
 
@@ -34,7 +35,8 @@ class CostModel:
     def __init__(self) -> None:
         n = len(_SCALES)
         self._coefficients = [0.0] * n
-        self._covariance = [[_PRIOR if i == j else 0.0 for j in range(n)] for i in range(n)]
+        self._products = [[0.0] * n for _ in range(n)]  # sum of feature × feature, forgetting
+        self._times = [0.0] * n  # sum of feature × ms, forgetting
         self.num_prefill_steps = 0  # observed steps that had prefill in them
         self._most_prefill = 0  # in one of them
 
@@ -45,19 +47,13 @@ class CostModel:
 
     def observe(self, work: Work, ms: float) -> None:
         """A step of this work took `ms`."""
-        x = [1.0, *work]
-        x = [value * scale for value, scale in zip(x, _SCALES, strict=True)]
-        p = self._covariance
-        px = [sum(a * b for a, b in zip(row, x, strict=True)) for row in p]
-        gain_of = _FORGETTING + sum(a * b for a, b in zip(x, px, strict=True))
-        error = ms - sum(c * v for c, v in zip(self._coefficients, x, strict=True))
-        gain = [value / gain_of for value in px]
-        self._coefficients = [c + g * error for c, g in zip(self._coefficients, gain, strict=True)]
-        # Directions that are not excited must not blow up while everything is forgotten.
-        self._covariance = [
-            [min(_PRIOR, max(-_PRIOR, (p[i][j] - gain[i] * px[j]) / _FORGETTING)) for j in range(len(x))]
-            for i in range(len(x))
+        x = [value * scale for value, scale in zip((1.0, *work), _SCALES, strict=True)]
+        self._products = [
+            [_FORGETTING * p + a * b for p, b in zip(row, x, strict=True)]
+            for row, a in zip(self._products, x, strict=True)
         ]
+        self._times = [_FORGETTING * t + a * ms for t, a in zip(self._times, x, strict=True)]
+        self._solve()
         self.num_prefill_steps += work.prefill > 0
         self._most_prefill = max(self._most_prefill, work.prefill)
 
@@ -83,6 +79,25 @@ class CostModel:
             else:
                 high = num - 1
         return low
+
+    def _solve(self) -> None:
+        """The least squares coefficients, held back a little towards those believed before: what no step has told apart
+        for long stays as it was. The matrix is symmetric and, with that, positive definite: no pivots are needed."""
+        n = len(_SCALES)
+        rows = [
+            [*row, t + _RIDGE * c] for row, t, c in zip(self._products, self._times, self._coefficients, strict=True)
+        ]
+        for i in range(n):
+            rows[i][i] += _RIDGE
+        for i in range(n):
+            for k in range(i + 1, n):
+                factor = rows[k][i] / rows[i][i]
+                rows[k] = [a - factor * b for a, b in zip(rows[k], rows[i], strict=True)]
+        solved = [0.0] * n
+        for i in reversed(range(n)):
+            known = sum(rows[i][j] * solved[j] for j in range(i + 1, n))
+            solved[i] = (rows[i][n] - known) / rows[i][i]
+        self._coefficients = solved
 
 
 def with_chunk(work: Work, past: int, num: int) -> Work:

@@ -4,12 +4,15 @@ A request whose load is under way holds its row and blocks and computes nothing.
 computed instead, so a load that fails costs time and nothing else.
 """
 
+from itertools import islice
+
 from ...ipc.messages import Transferred, bytes_to_ids
 from .cost import NO_WORK, CostModel, with_chunk
 from .kv_connector import CoreConnector
 from .request import Request
 
 _WEIGHT = 0.2  # of a load that took longer than expected in the running mean of what a block costs
+_MOST_REFUSED = 65_536  # keys
 _LONG = 1024  # positions
 _DOUBT = 0.98  # what a load that was not worth its while does to that mean, so that it is tried again one day
 
@@ -24,6 +27,7 @@ class Loads:
         self._requests: dict[int, tuple[Request, tuple[bytes, ...]]] = {}  # rid → whose load is under way, and its keys
         self._ms_per_block: float | None = None  # nothing was loaded yet
         self.keys: set[bytes] = set()  # of all blocks under way
+        self._refused: dict[bytes, None] = {}  # keys of blocks that are not to be loaded, the oldest first
         self.asks_again = False  # the connector has not made up its mind about somebody
 
     def __len__(self) -> int:
@@ -36,7 +40,15 @@ class Loads:
             self.asks_again = True
             return None
         assert num % self._block_size == 0 and num_cached + num < len(request.ids), (num, num_cached)
-        return num if num > 0 and self._pays(num_cached, num) else 0
+        if self._refused:
+            first = num_cached // self._block_size
+            keys = request.block_keys(first + num // self._block_size, self._block_size)[first:]
+            num = next((i for i, key in enumerate(keys) if key in self._refused), len(keys)) * self._block_size
+        if num == 0 or self._pays(num_cached, num):
+            return num
+        assert self._ms_per_block is not None
+        self._ms_per_block *= _DOUBT
+        return 0
 
     def start(self, request: Request, num: int) -> None:
         """The last blocks of the request's table are to be loaded: `num` positions."""
@@ -64,6 +76,13 @@ class Loads:
             done.append((request, good))
         return done
 
+    def refuse(self, request: Request) -> None:
+        """What is stored of this request is worth nothing."""
+        full = min(request.num_planned, len(request.ids)) // self._block_size
+        self._refused.update(dict.fromkeys(request.block_keys(full, self._block_size)))
+        for key in list(islice(self._refused, max(0, len(self._refused) - _MOST_REFUSED))):
+            del self._refused[key]
+
     def forget(self) -> list[Request]:
         """The worker that carried them out is gone. Whose they were."""
         requests = [request for request, _ in self._requests.values()]
@@ -85,8 +104,4 @@ class Loads:
         load_ms = self.ms_to_load(num // self._block_size)
         if load_ms is None or not self._cost.is_ready:
             return True
-        if load_ms <= self._cost.predict_more(with_chunk(NO_WORK, past, num)):
-            return True
-        assert self._ms_per_block is not None
-        self._ms_per_block *= _DOUBT
-        return False
+        return load_ms <= self._cost.predict_more(with_chunk(NO_WORK, past, num))

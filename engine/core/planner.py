@@ -65,7 +65,7 @@ class Planner:
         if self._loads is not None:
             self._loads.asks_again = False
         first = roster.waiting.first()
-        if first is not None and any(self._goes_before(first, r) for r in rest):
+        if first is not None and self._policy.may_interrupt and any(self._goes_before(first, r) for r in rest):
             rest.sort(key=order(self._policy))  # it must not overtake those that stand before it as well
         for request in rest:
             self._admit(draft, ahead_of=request)
@@ -153,16 +153,19 @@ class Planner:
             return max(0, self._num_blocks(request.num_planned + min(num, draft.budget)) - len(request.blocks))
 
         total = sum(map(need, working))
+        candidates = sorted((r for r in roster.running if r.state is State.RUNNING), key=order(self._policy))
+        coming = sum(len(r.blocks) for r in roster.running if r.state is State.LEAVING)
         while self._pool.num_free < total:
-            coming = sum(len(r.blocks) for r in roster.running if r.state is State.LEAVING)
             if coming and self._pool.num_free + coming >= total:
                 break  # they return when the steps in flight are applied
-            victim = choose_victim(roster.running, total, pool=self._pool, policy=self._policy, price=self._price)
+            victim = choose_victim(candidates, total, pool=self._pool, price=self._price)
             if victim is None:
                 break
+            candidates.remove(victim)
             if victim.has_work:
                 total -= need(victim)
             roster.preempt(victim)
+            coming += len(victim.blocks)  # none, if they have returned already
             draft.preempted = True
         return front
 
@@ -234,7 +237,7 @@ class Planner:
         return chunk
 
     def _goes_before(self, waiting: Request, running: Request) -> bool:
-        return self._policy.interrupts(waiting.line, running.line, len(waiting.ids))
+        return self._policy.may_interrupt and self._policy.interrupts(waiting.line, running.line, len(waiting.ids))
 
     def _admit(self, draft: Draft, ahead_of: Request | None = None) -> None:
         """Takes waiting requests in, strictly in their order, while rows, blocks and budget last; with `ahead_of`, only
@@ -244,6 +247,8 @@ class Planner:
             if draft.preempted or roster.num_leaving:
                 return  # those that leave come first
             if ahead_of is not None and not self._goes_before(request, ahead_of):
+                return
+            if not roster.free_rows and not self._policy.may_interrupt:
                 return
             found = self._prefix.find(request)
             if not draft.fresh.isdisjoint(found.missing) or (loads and not loads.keys.isdisjoint(found.missing)):
@@ -257,9 +262,10 @@ class Planner:
             if pinned and short + self._pool.num_idle(pinned) > 0:
                 found, pinned = found._replace(source=None, num_copied=0), []  # no room to copy from it
             if short > 0 or not roster.free_rows:
-                victims = choose_interrupted(
-                    roster.running, request, short, bool(roster.free_rows), self._pool, self._policy
-                )
+                victims = []
+                if self._policy.may_interrupt:
+                    has_row = bool(roster.free_rows)
+                    victims = choose_interrupted(roster.running, request, short, has_row, self._pool, self._policy)
                 for victim in victims:  # they give up what is missing; the next plan admits the request
                     roster.preempt(victim)
                 return

@@ -21,6 +21,9 @@ class Policy(Protocol):
     counts_tokens: bool
     """Whether `serve` must be called."""
 
+    may_interrupt: bool
+    """Whether `interrupts` can ever be true."""
+
     def join(self, message: Enqueue) -> Hashable:
         """The line of a request that arrives; called once for each."""
 
@@ -42,6 +45,7 @@ class Fcfs:
     """One line."""
 
     counts_tokens = False
+    may_interrupt = False
 
     def join(self, message: Enqueue) -> Hashable:
         """See `Policy`."""
@@ -65,6 +69,8 @@ class Fcfs:
 class Priority(Fcfs):
     """A line for each priority; the lower number goes first and interrupts."""
 
+    may_interrupt = True
+
     def join(self, message: Enqueue) -> Hashable:
         """See `Policy`."""
         return message.priority
@@ -82,22 +88,27 @@ class Priority(Fcfs):
 class Fair:
     """A line for each tenant; who was served the fewest tokens goes first (virtual token counters, Sheng et al. 2024).
 
-    A tenant that comes back from idling starts level with the least served of those present, so nobody saves up.
+    A tenant that comes back from idling starts level with the least served of those present, so nobody saves up; but
+    not below where it left, so nobody sheds what it was served by sending one request at a time.
     """
 
     counts_tokens = True
+    may_interrupt = True
 
     def __init__(self) -> None:
         self._served: dict[Hashable, int] = {}  # tenant → tokens, computed and drawn; only of tenants with requests
         self._open: dict[Hashable, int] = {}  # tenant → its requests that have not ended
+        self._left: dict[Hashable, int] = {}  # tenant that went while ahead of others → tokens; until they catch up
         self._floor = 0  # where the next tenant starts if nobody is present
 
     def join(self, message: Enqueue) -> Hashable:
         """See `Policy`."""
         tenant = message.tenant
         if tenant not in self._open:
-            self._served[tenant] = min(self._served.values(), default=self._floor)
+            level = min(self._served.values(), default=self._floor)
+            self._served[tenant] = max(level, self._left.pop(tenant, level))
             self._open[tenant] = 0
+            self._left = {t: served for t, served in self._left.items() if served > level}
         self._open[tenant] += 1
         return tenant
 
@@ -114,7 +125,10 @@ class Fair:
         self._open[line] -= 1
         if self._open[line] == 0:
             del self._open[line]
-            self._floor = max(self._floor, self._served.pop(line))
+            served = self._served.pop(line)
+            self._floor = max(self._floor, served)
+            if served > min(self._served.values(), default=served):
+                self._left[line] = served
 
     def interrupts(self, line: Hashable, running: Hashable, num_tokens: int) -> bool:
         """See `Policy`."""

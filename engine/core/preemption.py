@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from .block_pool import BlockPool
 from .policy import Policy
-from .request import Request, State
+from .request import Request
 
 _NUM_CANDIDATES = 8  # running requests whose preemption is priced when blocks run out
 
@@ -18,14 +18,13 @@ def order(policy: Policy) -> Callable[[Request], tuple[int, int]]:
 
 
 def choose_victim(
-    running: Sequence[Request], need: int, *, pool: BlockPool, policy: Policy, price: Callable[[Request], float]
+    candidates: Sequence[Request], need: int, *, pool: BlockPool, price: Callable[[Request], float]
 ) -> Request | None:
-    """Whom it costs least to preempt so that `need` blocks become free, among the last few in line.
+    """Whom it costs least to preempt so that `need` blocks become free, among the last few of these, who are in order.
 
     The cost is the `price` of bringing its KV back, for each block that is wanted and freed. The first in line is never
     taken, so somebody always gets on; None if it is alone.
     """
-    candidates = sorted((r for r in running if r.state is State.RUNNING), key=order(policy))
 
     def cost(request: Request) -> float:
         freed = pool.num_only_held(request.blocks)
@@ -41,6 +40,9 @@ def choose_interrupted(
 
     `short`: blocks that are missing; `has_row`: whether a row is free. Empty if the whole of it cannot be had.
     """
+    last = max(running, key=order(policy), default=None)
+    if last is None or not policy.interrupts(request.line, last.line, len(request.ids)):
+        return []
     victims: list[Request] = []
     for candidate in sorted(running, key=order(policy), reverse=True):
         if short <= 0 and (victims or has_row):

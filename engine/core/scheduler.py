@@ -10,7 +10,7 @@ Who comes and goes is the roster's, who is in a step the planner's; here plans a
 
 from array import array
 from collections import deque
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from ...ipc.messages import (
@@ -166,6 +166,9 @@ class Scheduler:
             self.roster.join(request)
             if message.limits.queue_timeout_s is not None:
                 heappush(self.deadlines, (now + message.limits.queue_timeout_s, request.rid))
+                if len(self.deadlines) > 2 * len(self.roster.requests) + 64:  # most have ended long before theirs
+                    self.deadlines = [d for d in self.deadlines if d[1] in self.roster.requests]
+                    heapify(self.deadlines)
             if message.resume_ids and (finish := request.finish_of(request.ids[-1])) is not None:
                 self.roster.end(request, request.terminal(finish))  # only the word that it has ended was lost
         return [Accepted(rid, num_prompt) for rid in rids]
@@ -341,6 +344,8 @@ class Scheduler:
         """One row of a step. True: its news is the token and nothing else, which the caller tells."""
         request.num_in_flight -= 1
         is_plain = False
+        if token is not None and token < 0 and not request.is_poisoned:
+            self._poison(request)
         if request.state is not State.ENDED:
             start = request.num_computed
             request.num_computed += count
@@ -352,8 +357,6 @@ class Scheduler:
                 elif prompt_logprobs is not None:
                     self._news.add(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
             elif token < 0:
-                self.pool.forget(request.blocks)  # whoever found them would fail as well
-                request.is_poisoned = True
                 detail = "The model gave numbers that are not finite for this request."
                 self.roster.end(request, Failed(request.rid, "internal", detail))
             else:
@@ -362,6 +365,13 @@ class Scheduler:
         if request.num_in_flight == 0 and request.state in (State.ENDED, State.LEAVING):
             self.roster.release(request)
         return is_plain
+
+    def _poison(self, request: Request) -> None:
+        """Its KV gives numbers that are not finite. Whoever found it would fail as well."""
+        request.is_poisoned = True
+        self.pool.forget(request.blocks)
+        if self._loads is not None:
+            self._loads.refuse(request)
 
     def _apply_token(
         self, request: Request, token: int, logprobs: RowLogprobs | None, prompt_logprobs: RowLogprobs | None

@@ -56,6 +56,20 @@ def test_nothing_blows_up_while_only_decoding() -> None:
     assert model.predict(work) == pytest.approx(true_ms(work), rel=0.5)
 
 
+def test_long_service_does_not_wear_it_out() -> None:
+    rng = random.Random(6)
+    model = CostModel()
+    for step in range(60_000):
+        context = rng.randint(30_000, 34_000)
+        work = Work(32, context, 0, 0)
+        if step % 50 == 0:  # a prompt now and then, in chunks of like length
+            work = with_chunk(work, 0, rng.randint(300, 340))
+        model.observe(work, true_ms(work) * rng.uniform(0.9, 1.2))
+    for num in (100, 320):
+        work = with_chunk(Work(32, 32_000, 0, 0), 0, num)
+        assert model.predict(work) == pytest.approx(true_ms(work), rel=0.3)
+
+
 def test_the_longest_chunk_stays_below_the_target() -> None:
     model = trained(random.Random(4))
     beside = Work(32, 32_000, 0, 0)

@@ -380,3 +380,48 @@ def test_a_new_worker_is_given_everything_again() -> None:
     news = drain(scheduler, worker_for(scheduler))
     for rid in (1, 3, 4):
         assert output(news[rid]) == expected_output(prompts[rid], 9, 100, rid, ignore_eos=True)
+
+
+def test_fair_counts_what_a_tenant_was_served_between_its_requests() -> None:
+    scheduler = make(max_num_seqs=1, policy="fair", num_blocks=2000, max_model_len=4000, max_queued_requests=1000)
+    worker = worker_for(scheduler)
+    for rid in range(1, 400):
+        scheduler.add(enqueue(rid, [rid % 50], max_tokens=10, tenant="small", ignore_eos=True))
+    served = {"large": 0, "small": 0}
+    rid = 1000
+    scheduler.add(enqueue(rid, [1], max_tokens=500, tenant="large", ignore_eos=True))
+    for _ in range(3000):
+        if (plan := scheduler.plan()) is not None:  # else somebody was interrupted
+            scheduler.apply(worker.run(plan))
+        for item in scheduler.take_news():
+            for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
+                served["large" if tokens.rid >= 1000 else "small"] += 1
+                if tokens.finish and tokens.rid >= 1000:  # its next request comes when the last one has ended
+                    rid += 1
+                    scheduler.add(enqueue(rid, [1], max_tokens=500, tenant="large", ignore_eos=True))
+    assert abs(served["large"] - served["small"]) < 600, served
+
+
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
+    scheduler = make()
+    worker = worker_for(scheduler)
+    for rid in range(1, 500):
+        scheduler.add(enqueue(rid, [rid % 50], max_tokens=1, queue_timeout_s=1e6))
+        drain(scheduler, worker)
+    assert len(scheduler.deadlines) < 100
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_kv_that_gave_no_numbers_is_not_found_whoever_is_left(cancelled: bool) -> None:
+    scheduler = make(depth=2)
+    worker = worker_for(scheduler)
+    worker.fail_seeds.add(1)
+    scheduler.add(enqueue(1, list(range(17)), seed=1))
+    result = worker.run(scheduler.plan())  # type: ignore[arg-type]
+    if cancelled:
+        scheduler.cancel(1)
+    scheduler.apply(result)
+    drain(scheduler, worker)
+    scheduler.add(enqueue(2, list(range(17)), seed=2))
+    news = drain(scheduler, worker)[2]
+    assert news[-1].usage is not None and news[-1].usage.num_cached == 0

@@ -22,7 +22,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     checkpoints.make_checkpoint(folder, "llama")
     vocabulary.add_tokenizer(folder)
     llm = LLM(str(folder), dtype="float32", threads=1, max_model_len=128, kv_cache_memory=140_000, pipeline_depth=2,
-              record_trace=str(folder / "steps"), kv_connector=tiers)  # fmt: skip
+              record_trace=str(folder / "steps"), kv_connector=tiers, api_key=["a-secret-of-the-server"])  # fmt: skip
     prompts = [[(7 * i + j) % 300 + 3 for j in range(5 + 5 * i)] for i in range(8)]
     llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, seed=1), use_tqdm=False)
     llm.generate(["hello"] * 3, SamplingParams(max_tokens=30, seed=2, stop=["a", "e", "b", "c"]), use_tqdm=False)
@@ -38,6 +38,11 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_every_plan_is_reproduced(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(recorded)]) == 0
     assert int(capsys.readouterr().out.split()[0]) > 40
+
+
+def test_a_trace_holds_no_keys_and_is_for_its_owner(recorded: Path) -> None:
+    assert recorded.stat().st_mode & 0o077 == 0
+    assert b"a-secret-of-the-server" not in recorded.read_bytes()
 
 
 def test_a_changed_history_is_noticed(recorded: Path) -> None:
