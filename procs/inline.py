@@ -4,7 +4,7 @@ Messages go from actor to actor as they are. `run` lets everyone who has mail ha
 on its way; the worker takes one plan at a time.
 """
 
-import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -45,11 +45,15 @@ class Inline:
             "core": self._core,
             "detokenizer": DetokenizerActor(config),
         }
-        for actor in self._actors.values():
-            actor.start(self.post)
         self._worker = Worker(config, progress=progress)
-        self._worker.start(self.post)
-        self.run()
+        try:
+            for actor in self._actors.values():
+                actor.start(self.post)
+            self._worker.start(self.post)
+            self.run()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def scheduler(self) -> Scheduler:
@@ -94,9 +98,13 @@ class Inline:
 
     def close(self) -> None:
         """Ends every actor."""
-        for actor in self._actors.values():
-            asyncio.run(actor.stop(0.0))
-        self._worker.close()
+        try:
+            for actor in self._actors.values():
+                # None of them waits for anything, so no loop is needed: the caller may be running one.
+                with contextlib.suppress(StopIteration):
+                    actor.stop(0.0).__await__().__next__()
+        finally:
+            self._worker.close()
 
     def _hear(self, message: Message) -> None:
         match message:

@@ -79,12 +79,16 @@ class DictCore:
         for key, block in zip(
             reversed(request.block_keys(num, self._block_size)), reversed(block_ids[:num]), strict=True
         ):
-            if key not in self._keys:
+            if key in self._todo.drop:
+                self._todo.drop.remove(key)  # the worker still has it
+            elif key not in self._keys:
                 self._todo.keep[key] = block
             self._keys[key] = None
             self._keys.move_to_end(key)
         while len(self._keys) > self._num_blocks:
-            self._todo.drop.append(self._keys.popitem(last=False)[0])
+            dropped, _ = self._keys.popitem(last=False)
+            if self._todo.keep.pop(dropped, None) is None:
+                self._todo.drop.append(dropped)
         return False  # the next plan still finds the blocks as they are
 
     def build_connector_meta(self) -> bytes:

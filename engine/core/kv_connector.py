@@ -76,7 +76,7 @@ class CoreConnector(Protocol):
         """What the worker half reported."""
 
     def take_events(self) -> list[KvEvent]:
-        """What its tiers stored and removed since the last call."""
+        """What its tiers stored and removed since the last call, which was at the plan before or since."""
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
         """For metrics."""

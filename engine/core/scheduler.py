@@ -81,6 +81,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.model_key = model_key
         self.connector = connector
+        self._tells_kv_events = kv_events
         self.counters = Counters()
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
         self.step = 0  # of the last plan
@@ -252,6 +253,8 @@ class Scheduler:
             if evicted and self._loads is not None and self._loads.keeps:
                 self.connector.blocks_evicted(evicted)
             kv = self.connector.build_connector_meta()
+            if not self._tells_kv_events:
+                self.connector.take_events()  # nobody else does
         if not draft.num_rows and not kv:
             return None
         for request in draft.chunked:  # a single position fills a block only when its result is applied

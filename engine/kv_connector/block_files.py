@@ -8,6 +8,7 @@ come into being under their names whole (written beside, then renamed), and equa
 number of processes may write and remove them at any time.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -97,7 +98,9 @@ class BlockFiles:
             finally:
                 os.close(file)
         except OSError as error:
-            raise BadBlock(str(error)) from error
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise BadBlock(str(error)) from error
+            raise  # such as too many open files: the block may be good
 
     def write(self, key: bytes, place: int, data: memoryview) -> None:
         """Stores a block. Leaves nothing behind if it fails."""

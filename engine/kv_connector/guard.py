@@ -105,7 +105,14 @@ class GuardedCore(_Half):
 
     def build_connector_meta(self) -> bytes:
         """See `CoreConnector`."""
-        metadata = self._call(b"", self._inner.build_connector_meta)
+
+        def build() -> bytes:
+            metadata: object = self._inner.build_connector_meta()
+            if not isinstance(metadata, bytes):
+                raise TypeError(f"metadata must be bytes, not {type(metadata).__name__}")
+            return metadata
+
+        metadata = self._call(b"", build)
         if not metadata and not self._loads and not self._held:
             return b""
         under_way = UnderWay(tuple(self._loads), tuple(self._held), metadata)
@@ -115,7 +122,12 @@ class GuardedCore(_Half):
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
         """See `CoreConnector`."""
-        holds = bool(self._call(False, self._inner.request_finished, request, block_ids))
+
+        def finished() -> bool:
+            answer: object = self._inner.request_finished(request, block_ids)
+            return bool(answer[0] if isinstance(answer, tuple) else answer)  # vLLM's have a second value, for clients
+
+        holds = self._call(False, finished)
         if holds:
             self._held.append(request.rid)
         return holds
@@ -158,6 +170,7 @@ class GuardedWorker(_Half):
         self._held: set[int] = set()
         self._failed: set[int] = set()  # blocks of the loads that were given up last
         self._metadata = b""
+        self._is_closed = False
 
     @property
     def num_pending(self) -> int:
@@ -200,9 +213,15 @@ class GuardedWorker(_Half):
 
     def get_finished(self) -> tuple[set[int], set[int]]:
         """See `WorkerConnector`. What it names and was not under way is left out."""
-        sent, loaded = self._call((set(), set()), self._inner.get_finished)
+
+        def finished() -> tuple[set[int], set[int]]:
+            sent, loaded = self._inner.get_finished()
+            return set(sent or ()), set(loaded or ())  # vLLM's may say None
+
+        sent, loaded = self._call((set(), set()), finished)
         failed = self._call(set(), self._inner.get_block_ids_with_load_errors) if loaded else set()
         if self.is_broken:  # also if that was only just now: what it has not named by then is given up
+            self.close()  # its threads write into no block that is computed instead
             sent, loaded = set(self._held), set(self._loads)
             failed = {block for blocks in self._loads.values() for block in bytes_to_ids(blocks)}
         sent, loaded = sent & self._held, loaded & self._loads.keys()
@@ -222,6 +241,9 @@ class GuardedWorker(_Half):
         return self._call((0, 0.0), self._inner.take_load_cost)
 
     def close(self) -> None:
-        """See `WorkerConnector`. Also of one that failed."""
-        self.is_broken = False
-        self._call(None, self._inner.close)
+        """See `WorkerConnector`. Also of one that failed; once."""
+        if not self._is_closed:
+            self._is_closed = True
+            was_broken, self.is_broken = self.is_broken, False
+            self._call(None, self._inner.close)
+            self.is_broken |= was_broken

@@ -1,12 +1,10 @@
 """What the core half of a tier has to remember whatever it stores in: loads under way, counts and events."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids
 from ..core.kv_connector import KvEvent, KvRequest
 
-_MAX_EVENTS = 1000
 _KEYS_PER_EVENT = 256
 
 
@@ -30,7 +28,7 @@ class Ledger:
         self.name = name
         self._block_size = block_size
         self._loading: dict[int, dict[int, bytes]] = {}  # rid → block to be filled → key
-        self._events: deque[KvEvent] = deque(maxlen=_MAX_EVENTS)  # bounded, as perhaps nobody asks for them
+        self._events: list[KvEvent] = []
         self._open: list[bytes] = []  # keys of the event that is being put together
         self._open_stored = True
         self._num_hit_tokens = 0
@@ -83,8 +81,7 @@ class Ledger:
     def take_events(self) -> list[KvEvent]:
         """Since the last call."""
         self._flush()
-        events = list(self._events)
-        self._events.clear()
+        events, self._events = self._events, []
         return events
 
     def snapshot(self, num_blocks: int, capacity: int) -> TierSnapshot:

@@ -291,7 +291,7 @@ class P2pCore:
                 return
             try:
                 reply = decode_reply(frames[0])
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, ValueError, RecursionError):  # the latter two: bad UTF-8, deep nesting
                 continue
             if not isinstance(reply, Found) or (rid := self._rids.get(reply.id)) is None:
                 continue

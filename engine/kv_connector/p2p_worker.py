@@ -49,6 +49,8 @@ from .p2p_wire import (
     split_keys,
 )
 
+_MOST_WAITING = 4096  # questions about blocks that are coming; those beyond run into their deadlines
+
 log = logging.getLogger("pagewire.kv_connector.p2p")
 
 _decode_plan = msgspec.msgpack.Decoder(P2pPlan).decode
@@ -212,6 +214,7 @@ class Server:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = MAX_REQUEST_BYTES
+        self._socket.sndhwm = 4  # answers that a peer has not read: they may be large, and it asks one at a time
         umask = os.umask(0o177)
         try:
             self._socket.bind(address)
@@ -240,7 +243,8 @@ class Server:
                     if (question := _read(frames)) is not None:
                         reply = self._store.answer(question)
                         _send(socket, sender, reply)
-                        if isinstance(question, Lookup) and isinstance(reply, Found) and reply.is_coming:
+                        waits = isinstance(question, Lookup) and isinstance(reply, Found) and reply.is_coming
+                        if waits and isinstance(question, Lookup) and len(waiting) < _MOST_WAITING:
                             until = time.monotonic() + question.wait_ms / 1000
                             waiting.append(_Waiting(sender, question, until, num_changes))
                 waiting = [one for one in waiting if not self._settle(socket, one)]
@@ -274,7 +278,7 @@ def _read(frames: list[bytes]) -> Request | None:
     """None: it is no question."""
     try:
         question = decode_request(frames[0])
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # the latter two: bad UTF-8, deep nesting
         return None
     return question if len(frames) == 1 and len(question.keys) % KEY_BYTES == 0 else None
 
@@ -340,7 +344,7 @@ class Fetcher:
                 try:
                     if queued_at >= self._failed_at:
                         socket = socket or self._connect()
-                        self._fill(socket, copier, load, filled)
+                        self._fill(socket, copier, load, queued_at, filled)
                 except zmq.ContextTerminated:
                     return
                 except Exception as error:  # whatever it was: what is not filled is computed instead
@@ -366,9 +370,11 @@ class Fetcher:
         socket.connect(self._address)
         return socket
 
-    def _fill(self, socket: zmq.Socket[bytes], copier: BlockCopier, load: P2pLoad, filled: list[int]) -> None:
+    def _fill(
+        self, socket: zmq.Socket[bytes], copier: BlockCopier, load: P2pLoad, queued_at: float, filled: list[int]
+    ) -> None:
         """Fetches, verifies and writes, a reply's worth at a time. Raises _PeerFailed."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = queued_at + self._timeout_s
         keys = split_keys(load.keys)
         blocks = bytes_to_ids(load.blocks)
         at_once = max(1, MAX_REPLY_BYTES // self._facts.block_bytes)
@@ -396,7 +402,7 @@ class Fetcher:
         """The blocks of a reply, the first of those that were asked for. Raises _PeerFailed."""
         try:
             reply = decode_reply(message)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise _PeerFailed("it answers in another language") from error
         if not isinstance(reply, Blocks) or reply.id != number:
             raise _PeerFailed("it answers something else")
