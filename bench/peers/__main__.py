@@ -1,0 +1,179 @@
+"""pagewire beside other engines, on the same checkpoint files and the same requests.
+
+    python -m pagewire.bench.peers --peers pagewire vllm --workloads W1 W2
+    python -m pagewire.bench.peers --quick
+
+A repetition starts each peer in turn on each checkpoint, warms it up, runs the checkpoint's workloads and stops it, so
+nobody else is in memory while one is measured. Servers are asked over HTTP, and so pay for it; the others run behind a
+pipe in a process of their own, which hands over times only. `floor` is no engine: it reads the weights once a step.
+"""
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...tools.make_checkpoint import SHAPES
+from ..report import Row, machine, print_table, write_json
+from .base import CONVERT_TIMEOUT_S, Load, Peer, PeerError
+from .figures import figures
+from .with_floor import Floor
+from .with_llama_cpp_python import LlamaCppPython
+from .with_llama_server import LlamaServer
+from .with_openvino import OpenVino
+from .with_pagewire import Pagewire
+from .with_transformers import Transformers
+from .with_vllm import Vllm
+from .work import Workload, warm_up, workloads
+
+_MAKERS: dict[str, Callable[[str], Peer]] = {
+    "vllm": Vllm,
+    "openvino": OpenVino,
+    "llama-server": LlamaServer,
+    "llama-cpp-python": LlamaCppPython,
+    "transformers": Transformers,
+    "floor": Floor,
+}
+PEERS = ("pagewire", *_MAKERS)
+_KV_BYTES = 2 << 30  # for everyone who lets one say
+
+
+def make_peer(name: str, at: dict[str, str], flags: Sequence[str]) -> Peer:
+    """`at`: peer → its interpreter or program; `flags` are pagewire's."""
+    if name == "pagewire":
+        return Pagewire(flags)
+    return _MAKERS[name](at.get(name, name if name == "llama-server" else sys.executable))
+
+
+def checkpoint(root: Path, like: str) -> Path:
+    """A made checkpoint with weights; made once. Raises PeerError."""
+    folder = root / like
+    if not folder.exists():
+        print(f"making {folder} …", flush=True)
+        unfinished = root / f"{like}.unfinished"
+        command = [sys.executable, "-m", "pagewire.tools.make_checkpoint", str(unfinished), "--like", like, "--weights"]
+        try:
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=CONVERT_TIMEOUT_S)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            raise PeerError(f"{folder} could not be made: {error}") from None
+        unfinished.rename(folder)
+    return folder
+
+
+def vocab_size(like: str) -> int:
+    """Of a made checkpoint."""
+    size = SHAPES[like]["vocab_size"]
+    assert isinstance(size, int)
+    return size
+
+
+def measure(peer: Peer, folder: Path, work: Sequence[Workload], rows: dict[tuple[str, str], Row]) -> None:
+    """One start of one peer: each workload adds its figures to its row of `rows`. Raises PeerError; whatever happens,
+    the peer's processes have ended when it returns."""
+    made = {workload.name: workload.make(vocab_size(workload.like)) for workload in work}
+    warm = {workload.name: warm_up(len(made[workload.name]), vocab_size(workload.like)) for workload in work}
+    lengths = [len(r.prompt) + r.num_tokens for requests in (*made.values(), *warm.values()) for r in requests]
+    load = Load(
+        folder=folder,
+        converted=peer.convert(folder),
+        num_streams=max(len(requests) for requests in made.values()),
+        max_len=max(lengths) + 16,  # nobody shall stop short of the last token
+        kv_bytes=_KV_BYTES,
+        log=folder / "logs" / f"{peer.name}.log",
+    )
+    started = time.perf_counter()
+    running = peer.start(load)
+    try:
+        running.wait_ready()
+        ready_s = time.perf_counter() - started
+        for workload in work:
+            requests = made[workload.name]
+            running.run(warm[workload.name])
+            before = running.meter.cpu_seconds()
+            streams = running.run(requests)
+            cpu_s = running.meter.cpu_seconds() - before
+            found = figures(streams, cpu_s=cpu_s, peak_bytes=running.meter.peak_bytes(), ready_s=ready_s)
+            rows[workload.name, peer.name].add(**found)
+    finally:
+        running.stop()
+
+
+def compare(peers: Sequence[Peer], work: Sequence[Workload], times: int, root: Path) -> tuple[list[Row], list[str]]:
+    """(rows with figures, one line for each peer that has none or not all). A peer that fails is left out of what
+    follows on that checkpoint."""
+    missing = {peer.name: peer.missing() for peer in peers}
+    lines = [f"{name}: skipped, it is not installed: {how}" for name, how in missing.items() if how]
+    ready = [peer for peer in peers if not missing[peer.name]]
+    rows = {(w.name, peer.name): Row(f"{w.name} {peer.name}") for w in work for peer in ready}
+    failed: set[tuple[str, str]] = set()
+    checkpoints = {like: checkpoint(root, like) for like in dict.fromkeys(w.like for w in work if ready)}
+    for i in range(times):
+        for like, folder in checkpoints.items():
+            for peer in ready:
+                if (like, peer.name) in failed:
+                    continue
+                print(f"repetition {i + 1} of {times}: {peer.name} on {like}", flush=True)
+                try:
+                    measure(peer, folder, [w for w in work if w.like == like], rows)
+                except PeerError as error:
+                    failed.add((like, peer.name))
+                    lines.append(f"{peer.name}: failed on {like}: {error}")
+    return [row for row in rows.values() if row.figures], lines
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [workload.name for workload in workloads(quick=False)]
+    flags.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
+    flags.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="W", help=", ".join(names))
+    flags.add_argument("--repeat", type=int, default=5, help="repetitions (default: %(default)s)")
+    flags.add_argument("--quick", action="store_true", help="the small checkpoint, few streams, once")
+    flags.add_argument("--json", type=Path, default=Path("bench/results/peers.json"), help="(default: %(default)s)")
+    flags.add_argument("--files", type=Path, default=Path("build/peers"), help="for checkpoints (default: %(default)s)")
+    flags.add_argument(
+        "--at", nargs="+", default=[], metavar="PEER=PATH", help="a peer's interpreter, or llama-server's program"
+    )
+    flags.add_argument("--pagewire-flags", default="", metavar="'FLAGS'", help="appended to pagewire's command line")
+    given = flags.parse_args(argv)
+    given.at = dict(entry.partition("=")[::2] for entry in given.at)
+    unknown = [name for name, path in given.at.items() if name not in _MAKERS or not path]
+    if unknown:
+        flags.error(f"--at: PEER=PATH with one of {', '.join(_MAKERS)}, not {', '.join(unknown)}")
+    if given.repeat < 1:
+        flags.error(f"--repeat: at least 1, not {given.repeat}")
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark."""
+    given = _arguments(argv)
+    facts = machine()
+    times = 1 if given.quick else given.repeat
+    work = [workload for workload in workloads(quick=given.quick) if workload.name in given.workloads]
+    peers = [make_peer(name, given.at, given.pagewire_flags.split()) for name in dict.fromkeys(given.peers)]
+    try:
+        rows, lines = compare(peers, work, times, given.files.resolve())
+    except PeerError as error:
+        raise SystemExit(str(error)) from None
+    for workload in work:
+        print(f"{workload.name}: {workload.title} ({workload.like}, bfloat16)")
+    print(f"median (smallest–largest) of {times}")
+    print_table(rows)
+    for line in lines:
+        print(line)
+    settings: dict[str, object] = {
+        "repeat": times,
+        "quick": given.quick,
+        "workloads": {workload.name: f"{workload.title}, {workload.like}" for workload in work},
+        "pagewire_flags": given.pagewire_flags,
+        "notes": lines,
+    }
+    write_json(given.json, "beside other engines", rows, facts, settings)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that peers are stopped then, too
+    main()

@@ -1,0 +1,90 @@
+"""OpenVINO GenAI: its continuous batching pipeline, through the Python API. Written from its documentation; not yet run
+here.
+
+The checkpoint is exported once by `optimum-cli`, weights in 16 bits. Precision of the computation and of the KV cache
+stay as OpenVINO chooses them for the machine, the latter often 8 bits.
+"""
+
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .base import CONVERT_TIMEOUT_S, Load, PeerError
+from .child import Settings, serve
+from .in_child import InChild, has_modules
+
+
+class OpenVino:
+    """In the environment of `python`."""
+
+    name = "openvino"
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+
+    def missing(self) -> str:
+        found = has_modules(self._python, "openvino_genai", "openvino_tokenizers", "optimum.intel")
+        return "" if found else "pip install openvino-genai openvino-tokenizers 'optimum-intel[openvino]'"
+
+    def convert(self, folder: Path) -> Path:
+        target = folder / "openvino"
+        if not target.exists():
+            unfinished = folder / "openvino.unfinished"
+            # The module behind the command `optimum-cli`, which need not be on the path.
+            export = [self._python, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
+            export += ["--model", str(folder), "--task", "text-generation-with-past", "--weight-format", "fp16"]
+            try:
+                done = subprocess.run(
+                    [*export, str(unfinished)], check=False, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S
+                )
+            except subprocess.TimeoutExpired:
+                raise PeerError(f"the export took more than {CONVERT_TIMEOUT_S:g} s") from None
+            if done.returncode:
+                raise PeerError(f"the export failed: {done.stderr.strip()[-1000:]}")
+            unfinished.rename(target)
+        return target
+
+    def start(self, load: Load) -> InChild:
+        return InChild(self._python, "with_openvino", load)
+
+
+class _Engine:
+    def __init__(self, settings: Settings) -> None:
+        import numpy
+        import openvino
+        import openvino_genai
+
+        self._numpy, self._openvino, self._genai = numpy, openvino, openvino_genai
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size = max(1, settings.kv_bytes >> 30)  # GiB
+        scheduler.max_num_seqs = settings.num_streams
+        scheduler.max_num_batched_tokens = 2048
+        scheduler.enable_prefix_caching = True
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(settings.path), scheduler, "CPU")
+        self._num_sent = 0
+
+    def run(self, requests: Sequence[tuple[list[int], int]]) -> list[list[float]]:
+        handles = []
+        for prompt, num_tokens in requests:
+            config = self._genai.GenerationConfig()
+            config.max_new_tokens = config.min_new_tokens = num_tokens
+            config.ignore_eos = True
+            config.do_sample = False
+            ids = self._openvino.Tensor(self._numpy.array([prompt], dtype=self._numpy.int64))
+            handles.append(self._pipeline.add_request(self._num_sent, ids, config))
+            self._num_sent += 1
+        times: list[list[float]] = [[] for _ in handles]
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            now = time.perf_counter()
+            for stream, handle in zip(times, handles, strict=True):
+                while handle.can_read():
+                    for output in handle.read().values():
+                        stream += [now] * len(output.generated_ids)
+        return times
+
+
+def child(arguments: Sequence[str]) -> None:
+    """The child's side."""
+    serve(_Engine, arguments)
