@@ -1,6 +1,7 @@
-"""The whole engine but for its device, in one process and under a virtual clock.
+"""An engine without text and without a device, in one process and under a virtual clock.
 
-Clients, the scheduler and its KV connector are the real ones; the worker is the one of `fakes.py`, whose KV holds
+The scheduler and its KV connectors are the real ones, driven call by call as the core's process drives them; clients are
+played, texts are ids, and the worker is the one of `fakes.py`, whose KV holds
 hashes, so that any lost, doubled, reordered or wrongly cached token changes everything after it. `history.py` plays one
 random history and checks every invariant at every step; a seed is all it takes to play it again.
 

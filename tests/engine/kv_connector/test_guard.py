@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pagewire.engine.kv_connector.base import ConnectorFacts
-from pagewire.engine.kv_connector.guard import Guarded, GuardedCore, UnderWay
+from pagewire.engine.kv_connector.guard import Guarded, GuardedCore, GuardedWorker, UnderWay
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import Transferred, ids_to_bytes
 
@@ -110,3 +110,47 @@ def test_after_a_mistake_it_is_not_asked_any_more(answer, core, caplog):
     assert len(caplog.records) == 1
     core.close()
     assert core._inner.closed
+
+
+@pytest.mark.parametrize("metadata", [None, "text", {"a": 1}, 7])
+def test_metadata_that_is_no_bytes_switches_it_off(core: GuardedCore, metadata: object) -> None:
+    core._inner.metadata = metadata
+    assert core.build_connector_meta() == b"" and core.is_broken
+
+
+@pytest.mark.parametrize(("answer", "holds"), [((False, None), False), ((True, {"a": 1}), True), (None, False)])
+def test_the_shape_of_other_engines_answers_is_understood(core: GuardedCore, answer: object, holds: bool) -> None:
+    core._inner.holds = answer
+    assert core.request_finished(Asking(), [1, 2]) is holds
+
+
+class Writing:
+    """A worker half that says None, and one day raises; its thread would go on writing until it is closed."""
+
+    num_pending = 1
+
+    def __init__(self):
+        self.fails = False
+        self.num_closed = 0
+
+    def bind_connector_metadata(self, metadata): ...
+
+    def get_finished(self):
+        if self.fails:
+            raise RuntimeError("it broke")
+        return None, None
+
+    def close(self):
+        self.num_closed += 1
+
+
+def test_a_broken_half_is_closed_before_its_blocks_are_computed() -> None:
+    inner = Writing()
+    worker = GuardedWorker(inner, "writing")
+    worker.bind_connector_metadata(msgspec.msgpack.encode(UnderWay(((7, ids_to_bytes([1, 2])),), (), b"")))
+    assert worker.get_finished() == (set(), set()) and not worker.is_broken
+    inner.fails = True
+    assert worker.get_finished() == (set(), {7}) and inner.num_closed == 1
+    assert worker.get_block_ids_with_load_errors() == {1, 2} and worker.is_broken
+    worker.close()
+    assert inner.num_closed == 1
