@@ -7,6 +7,7 @@ the connector's own metadata. What cannot be answered is a call that never retur
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from ..cache.kv_cache import KvCache
 
 log = logging.getLogger("pagewire.kv_connector")
+
+LOAD_TIMEOUT_S = 60.0
+"""How long a connector may have loads under way and end none."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -171,12 +175,12 @@ class GuardedWorker(_Half):
         self._failed: set[int] = set()  # blocks of the loads that were given up last
         self._metadata = b""
         self._is_closed = False
+        self._heard_at = 0.0  # when a load ended last, or the first of them began
 
     @property
     def num_pending(self) -> int:
         """See `WorkerConnector`."""
-        num = self._call(0, lambda: self._inner.num_pending)
-        return len(self._loads) + len(self._held) if self.is_broken else num
+        return len(self._loads) + len(self._held)
 
     def register_kv_caches(self, cache: "KvCache") -> None:
         """See `WorkerConnector`."""
@@ -185,6 +189,8 @@ class GuardedWorker(_Half):
     def bind_connector_metadata(self, metadata: bytes) -> None:
         """See `WorkerConnector`."""
         under_way = msgspec.msgpack.decode(metadata, type=UnderWay)
+        if not self._loads:
+            self._heard_at = time.monotonic()
         self._loads.update(under_way.loads)
         self._held.update(under_way.held)
         self._metadata = under_way.metadata
@@ -219,6 +225,12 @@ class GuardedWorker(_Half):
             return set(sent or ()), set(loaded or ())  # vLLM's may say None
 
         sent, loaded = self._call((set(), set()), finished)
+        now = time.monotonic()
+        if loaded or not self._loads:
+            self._heard_at = now
+        elif now - self._heard_at > LOAD_TIMEOUT_S and not self.is_broken:
+            log.error("the KV connector %s ends no load for %g s and is not used any more", self._name, LOAD_TIMEOUT_S)
+            self.is_broken = True
         failed = self._call(set(), self._inner.get_block_ids_with_load_errors) if loaded else set()
         if self.is_broken:  # also if that was only just now: what it has not named by then is given up
             self.close()  # its threads write into no block that is computed instead

@@ -154,3 +154,14 @@ def test_a_broken_half_is_closed_before_its_blocks_are_computed() -> None:
     assert worker.get_block_ids_with_load_errors() == {1, 2} and worker.is_broken
     worker.close()
     assert inner.num_closed == 1
+
+
+def test_a_load_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagewire.engine.kv_connector.guard.LOAD_TIMEOUT_S", 0.0)
+    inner = Writing()
+    worker = GuardedWorker(inner, "silent")
+    worker.bind_connector_metadata(msgspec.msgpack.encode(UnderWay(((7, ids_to_bytes([1, 2])),), (), b"")))
+    assert worker.num_pending == 1
+    while not (answer := worker.get_finished())[1]:
+        pass
+    assert answer == (set(), {7}) and worker.get_block_ids_with_load_errors() == {1, 2} and inner.num_closed == 1
