@@ -1,8 +1,8 @@
 """From `--kv-connector` to connectors: `host,size=4G disk,path=DIR,size=20G` names two, nearest first."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
-from typing import cast
+from typing import TypeVar, cast
 
 from ...errors import ConfigError
 from ...plugins import Options, find_class, split_spec
@@ -12,6 +12,8 @@ from .guard import Guarded
 
 ENTRY_POINTS = "pagewire.kv_connectors"
 """The group in which other packages name their connectors."""
+
+Half = TypeVar("Half", CoreConnector, WorkerConnector)
 
 _FLAG = "--kv-connector"
 _BUILT_IN = {
@@ -37,16 +39,7 @@ def check(specs: Sequence[str]) -> None:
 
 def core_connector(specs: Sequence[str], facts: ConnectorFacts) -> CoreConnector | None:
     """The core half of all of them. None if there are none. Raises ConfigError."""
-    check(specs)
-    opened: list[CoreConnector] = []
-    try:
-        for spec in specs:
-            connector, options = _parse(spec)
-            opened.append(connector.core(options, facts))
-    except BaseException:
-        for part in opened:
-            part.close()
-        raise
+    opened = _open(specs, lambda connector, options: connector.core(options, facts))
     if len(opened) < 2:
         return opened[0] if opened else None
     from .chain import ChainCore
@@ -56,21 +49,26 @@ def core_connector(specs: Sequence[str], facts: ConnectorFacts) -> CoreConnector
 
 def worker_connector(specs: Sequence[str], facts: ConnectorFacts) -> WorkerConnector | None:
     """The worker half of all of them. None if there are none. Raises ConfigError."""
-    check(specs)
-    opened: list[WorkerConnector] = []
-    try:
-        for spec in specs:
-            connector, options = _parse(spec)
-            opened.append(connector.worker(options, facts))
-    except BaseException:
-        for part in opened:
-            part.close()
-        raise
+    opened = _open(specs, lambda connector, options: connector.worker(options, facts))
     if len(opened) < 2:
         return opened[0] if opened else None
     from .chain import ChainWorker
 
     return ChainWorker(opened)
+
+
+def _open(specs: Sequence[str], half: Callable[[type[KVConnector] | Guarded, Options], Half]) -> list[Half]:
+    """One half of each. Where one does not open, those before it are closed again."""
+    check(specs)
+    opened: list[Half] = []
+    try:
+        for spec in specs:
+            opened.append(half(*_parse(spec)))
+    except BaseException:
+        for part in opened:
+            part.close()
+        raise
+    return opened
 
 
 def _parse(spec: str) -> tuple[type[KVConnector] | Guarded, Options]:
