@@ -2,31 +2,48 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from . import reference
 
 
+class Matrix(Protocol):
+    """A weight [n, k] in the layout that its kernel reads; the tensor it was made from is not needed any more."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x · weightᵀ + bias. x: [tokens, k] → [tokens, n]."""
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Rows of the weight. ids: [tokens] int64 → [tokens, k], of the type of activations."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """One implementation of every operation. `reference.py` says what each must compute."""
 
+    matrix: Callable[[Tensor], Matrix]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
-    rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
+    norm_rotary: Callable[[Tensor, int, Tensor | None, Tensor | None, float, Tensor, Tensor], Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor, float, float | None], Tensor]
+    greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def reference_ops() -> Ops:
     """Plain torch, on any device."""
     return Ops(
+        matrix=reference.TorchMatrix,
         rms_norm=reference.rms_norm,
         add_rms_norm=reference.add_rms_norm,
         silu_mul=reference.silu_mul,
-        rotary=reference.rotary,
+        norm_rotary=reference.norm_rotary,
         write_kv=reference.write_kv,
-        attend=reference.attend,
+        greedy=reference.greedy,
     )

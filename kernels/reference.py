@@ -25,12 +25,42 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each pair (x[i], x[i + dim/2]) of every head. x: [tokens, heads, dim]; cos, sin: [tokens, 1, dim].
+def norm_rotary(
+    states: Tensor, heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Norms the heads (where q_norm and k_norm [dim] are given) and rotates each pair (x[i], x[i + dim/2]) of them.
 
-    `sin` comes with its first half negated, so that the rotation is two products and no negation.
+    states: [tokens, heads + kv_heads, dim], queries first, and may be changed; cos, sin: [tokens, 1, dim]. `sin` comes
+    with its first half negated, so that the rotation is two products and no negation. Result as states.
     """
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    if q_norm is not None and k_norm is not None:
+        normed = rms_norm(states[:, :heads], q_norm, eps), rms_norm(states[:, heads:], k_norm, eps)
+        states = torch.cat(normed, dim=1)
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(greatest number, its first place) of each row. logits: [rows, vocab] float32 → [rows] float32, [rows] int64.
+    Where a row holds a NaN the greatest is NaN and the place any."""
+    most, best = logits.max(dim=-1)
+    return most, best
+
+
+class TorchMatrix:
+    """See `kernels.ops.Matrix`: the weight as it is."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.nbytes
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self._weight, bias)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self._weight)
 
 
 def write_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:

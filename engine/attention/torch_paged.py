@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.ops import Ops
+from ...kernels.reference import attend
 from ..cache.kv_cache import KvCache
 from .base import AttentionStep
 
@@ -86,7 +87,7 @@ class TorchPagedAttention:
         for group in groups:
             rows = group.last - group.first
             keys, values = self._gather(k_pages, v_pages, group.blocks)
-            out[group.first : group.last] = self._ops.attend(
+            out[group.first : group.last] = attend(
                 grouped[group.first : group.last],
                 keys.view(rows, -1, kv_heads, dim).transpose(1, 2),
                 values.view(rows, -1, kv_heads, dim).transpose(1, 2),
@@ -105,7 +106,7 @@ class TorchPagedAttention:
                 end = min(start + _SLICE, chunk.last - chunk.first)
                 seen_to = chunk.past + end
                 seen_from = 0 if window is None else max(0, chunk.past + start + 1 - window)
-                result = self._ops.attend(
+                result = attend(
                     queries[:, :, start:end],
                     keys[:, :, seen_from:seen_to].expand(-1, share, -1, -1),
                     values[:, :, seen_from:seen_to].expand(-1, share, -1, -1),

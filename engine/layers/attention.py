@@ -1,6 +1,5 @@
 """The attention part of a decoder layer: projections, optional norms of the heads, rotation, paged attention."""
 
-import torch
 from torch import Tensor, nn
 
 from ...kernels.ops import Ops
@@ -33,6 +32,7 @@ class Attention(nn.Module):
         self._dim = head_dim
         self._window = window
         self._ops = ops
+        self._eps = qk_norm_eps or 0.0
         self.qkv_proj = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=out_bias)
         self.q_norm = RmsNorm(head_dim, eps=qk_norm_eps, ops=ops) if qk_norm_eps is not None else None
@@ -42,10 +42,9 @@ class Attention(nn.Module):
         """x: [tokens, hidden_size]; cos, sin as `RotaryTable.at` gives them."""
         heads, kv_heads = self._heads, self._kv_heads
         states = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self._dim)
-        turned = states[:, : heads + kv_heads]
-        if self.q_norm is not None and self.k_norm is not None:
-            turned = torch.cat((self.q_norm(turned[:, :heads]), self.k_norm(turned[:, heads:])), dim=1)
-        turned = self._ops.rotary(turned, cos, sin)
+        q_norm = None if self.q_norm is None else self.q_norm.weight
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        turned = self._ops.norm_rotary(states[:, : heads + kv_heads], heads, q_norm, k_norm, self._eps, cos, sin)
         result = attention.forward(
             self._layer,
             turned[:, :heads],

@@ -1,17 +1,12 @@
 """Token embeddings."""
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from .linear import parameter
+from .linear import Weight
 
 
-class Embedding(nn.Module):
-    """ids: [tokens] int64 → [tokens, hidden_size]."""
-
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = parameter(vocab_size, hidden_size)
+class Embedding(Weight):
+    """ids: [tokens] int64 → [tokens, hidden_size]. Its matrix may serve as the head, too."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+        return self.matrix.lookup(ids)

@@ -1,8 +1,9 @@
 """Matrix products. Several projections of one input are fused into one product, their rows one below the other."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ...kernels.ops import Matrix, Ops
 
 
 def parameter(*size: int) -> nn.Parameter:
@@ -10,13 +11,32 @@ def parameter(*size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(size), requires_grad=False)
 
 
-class Linear(nn.Module):
+class Weight(nn.Module):
+    """A matrix [n, k]: a parameter until it is loaded, then whatever the kernels make of it."""
+
+    def __init__(self, n: int, k: int) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = parameter(n, k)
+        self._matrix: Matrix | None = None
+
+    @property
+    def matrix(self) -> Matrix:
+        assert self._matrix is not None, "used before `pack`"
+        return self._matrix
+
+    def pack(self, ops: Ops) -> None:
+        """Hands the loaded values to the kernels; the parameter goes, so that there is no second copy."""
+        assert self.weight is not None, "packed twice"
+        self._matrix = ops.matrix(self.weight.data)
+        self.weight = None
+
+
+class Linear(Weight):
     """x · weightᵀ + bias. x: [tokens, in_size] → [tokens, out_size]."""
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool) -> None:
-        super().__init__()
-        self.weight = parameter(out_size, in_size)
+        super().__init__(out_size, in_size)
         self.bias = parameter(out_size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.matrix.product(x, self.bias)

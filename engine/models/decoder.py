@@ -8,7 +8,6 @@ from typing import Protocol
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.ops import Ops
@@ -16,7 +15,7 @@ from ..attention.base import AttentionBackend
 from ..cache.kv_cache import KvShape
 from ..layers.attention import Attention
 from ..layers.embedding import Embedding
-from ..layers.linear import Linear
+from ..layers.linear import Linear, Weight
 from ..layers.mlp import GatedMlp
 from ..layers.norm import RmsNorm
 from ..layers.rotary import RopeParameters, RotaryTable
@@ -92,8 +91,8 @@ class Body(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only model; see `Model`. It has no memory for its parameters until `to_empty`, and no values until the
-    loader has filled them."""
+    """A decoder-only model; see `Model`. It has no memory for its parameters until `to_empty`, no values until the
+    loader has filled them, and runs once they are packed."""
 
     def __init__(
         self,
@@ -128,6 +127,15 @@ class Decoder(nn.Module):
         rope = RopeParameters(**msgspec.structs.asdict(spec.rope))
         self._rotary = RotaryTable(rope, dim=spec.head_dim, max_len=max_len, dtype=dtype, device=device)
 
+    def pack(self, ops: Ops) -> int:
+        """Hands the loaded weights to the kernels; once, before the first pass. Returns the bytes that all parameters
+        take then."""
+        for module in self.modules():
+            if isinstance(module, Weight):
+                module.pack(ops)
+        weights = (module.matrix.nbytes for module in self.modules() if isinstance(module, Weight))
+        return sum(weights) + sum(parameter.nbytes for parameter in self.parameters())
+
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         cos, sin = self._rotary.at(positions)
         hidden: Tensor = self.model(ids, cos, sin, attention)
@@ -135,4 +143,4 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight).float()
+        return head.matrix.product(hidden, None).float()

@@ -7,6 +7,7 @@ import torch
 
 from ...kernels.ops import Ops
 from ..layers import rotary
+from ..layers.linear import Weight
 from .decoder import Decoder
 from .spec import ModelSpec
 
@@ -27,14 +28,18 @@ class _Page(Protocol):
 
 
 def build_native(
-    spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
+    spec: ModelSpec, *, max_len: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device, ops: Ops
 ) -> Decoder | None:
-    """A model whose parameters are still to be filled. None: only the fallback can run it, because of its architecture
-    or of a variant that our layers lack."""
+    """A model whose parameters are still to be filled: matrices of `weight_dtype`, everything else of `dtype`. None:
+    only the fallback can run it, because of its architecture or of a variant that our layers lack."""
     name = NATIVE.get(spec.architecture)
     if name is None or spec.hidden_act not in ("silu", "swish") or spec.rope.kind not in rotary.KINDS:
         return None
     page = cast(_Page, importlib.import_module(f".{name}", __package__))
     with torch.device("meta"):
         model = page.build(spec, max_len=max_len, dtype=dtype, device=device, ops=ops)
-    return model.to(dtype).to_empty(device=device)
+    model.to(dtype)
+    for module in model.modules():
+        if isinstance(module, Weight) and module.weight is not None:
+            module.weight.data = module.weight.data.to(weight_dtype)
+    return model.to_empty(device=device)

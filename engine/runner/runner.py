@@ -18,9 +18,7 @@ from torch import Tensor
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...ipc.messages import RowLogprobs, StepPlan, StepResult, Transferred, ids_to_bytes
-from ...kernels.ops import Ops, reference_ops
 from ..attention.base import AttentionBackend
-from ..attention.torch_paged import TorchPagedAttention
 from ..cache.kv_cache import KvCache
 from ..device.base import Device, choose_device
 from ..extension.load import load_extension
@@ -34,6 +32,7 @@ from ..weights.dummy import fill_dummy
 from ..weights.loader import load_weights
 from ..weights.mapping import checkpoint_targets
 from ..weights.reader import CheckpointReader
+from .backend import Backend, choose_backend
 from .logprobs import best_logprobs, row_logprobs
 from .memory import MemoryPlan, workspace_bytes
 from .rows import Rows
@@ -52,7 +51,7 @@ class Runner:
         config: EngineConfig,
         model: Model,
         device: Device,
-        ops: Ops,
+        backend: Backend,
         memory: MemoryPlan,
         timings: dict[str, float],
     ) -> None:
@@ -60,10 +59,10 @@ class Runner:
         self._config = config
         self._model = model
         self._device = device
-        self._ops = ops
+        self._backend = backend
         self._memory = memory
         self._rows = Rows(num_rows=config.max_num_seqs, max_len=config.max_model_len, block_size=config.block_size)
-        self._sampler = Sampler(vocab_size=config.vocab_size, device=device.torch_device)
+        self._sampler = Sampler(vocab_size=config.vocab_size, device=device.torch_device, ops=backend.ops)
         self._num_blocks = 0  # of the cache, once it is open
         self._cache: KvCache | None = None
         self._attention: AttentionBackend | None = None
@@ -80,8 +79,8 @@ class Runner:
         spec = read_spec(folder)
         device = choose_device(config.device, num_threads=config.num_threads)
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        ops = reference_ops()
-        model, weights = _load_model(config, spec, folder, dtype, device.torch_device, ops, progress)
+        backend = choose_backend(device.torch_device, dtype, spec.dtype)
+        model, weights = _load_model(config, spec, folder, dtype, device.torch_device, backend, progress)
         timings["weights"] = time.perf_counter() - started
         block = model.kv_shape.block_bytes(config.block_size)
         workspace = workspace_bytes(
@@ -100,12 +99,12 @@ class Runner:
             block_size=config.block_size,
             max_model_len=config.max_model_len,
         )
-        return cls(config=config, model=model, device=device, ops=ops, memory=memory, timings=timings)
+        return cls(config=config, model=model, device=device, backend=backend, memory=memory, timings=timings)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the operator; the KV cache as it was opened, or before that as it would be offered."""
-        return self._memory.lines(self._num_blocks or self.offer())
+        return (self._backend.note, *self._memory.lines(self._num_blocks or self.offer()))
 
     @property
     def block_bytes(self) -> int:
@@ -141,7 +140,7 @@ class Runner:
         )
         self._num_blocks = num_blocks
         self._cache = cache
-        self._attention = TorchPagedAttention(cache=cache, ops=self._ops)
+        self._attention = self._backend.attention(cache)
         if self._config.extension is not None:
             extension, options = load_extension(self._config.extension)
             self._attention = extension.wrap_attention(options, self._attention, cache)
@@ -279,12 +278,14 @@ def _load_model(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
-    ops: Ops,
+    backend: Backend,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[Model, int]:
     """(the model with its weights, their bytes). Raises ConfigError, CheckpointError."""
     max_len = config.max_model_len
-    model = registry.build_native(spec, max_len=max_len, dtype=dtype, device=device, ops=ops)
+    model = registry.build_native(
+        spec, max_len=max_len, dtype=dtype, weight_dtype=backend.weight_dtype, device=device, ops=backend.ops
+    )
     if model is None:
         if config.load_format == "dummy":
             known = ", ".join(registry.NATIVE)
@@ -295,16 +296,18 @@ def _load_model(
         return load_fallback(spec, folder, max_len=max_len, dtype=dtype, device=device)
     parameters = dict(model.named_parameters())
     if config.load_format == "dummy":
-        return model, fill_dummy(parameters)
-    with CheckpointReader(folder) as reader:
-        weights = load_weights(
-            reader,
-            parameters,
-            checkpoint_targets(parameters, model.fused),
-            redundant=model.redundant,
-            progress=progress,
-        )
-    return model, weights
+        fill_dummy(parameters)
+    else:
+        with CheckpointReader(folder) as reader:
+            load_weights(
+                reader,
+                parameters,
+                checkpoint_targets(parameters, model.fused),
+                redundant=model.redundant,
+                progress=progress,
+            )
+    del parameters  # so that each goes as it is packed
+    return model, model.pack(backend.ops)
 
 
 def _blocks_needed(config: EngineConfig) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...ipc.messages import Sampling
+from ...kernels.ops import Ops
 from .rows import Rows
 
 _STEP = 0x9E3779B97F4A7C15
@@ -31,7 +32,8 @@ _FIRST_BEST = 256  # how many of the best tokens to look at before more are sort
 class Sampler:
     """Draws from logits of `vocab_size` tokens. Keeps no state between steps."""
 
-    def __init__(self, *, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, *, vocab_size: int, device: torch.device, ops: Ops) -> None:
+        self._greedy = ops.greedy
         self._steps = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device) * _signed(_STEP)
 
     def sample(self, logits: Tensor, rows: Rows, picked: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -39,7 +41,7 @@ class Sampler:
 
         logits: [picked, vocab] float32 and left as they are.
         """
-        most, best = logits.max(dim=-1)
+        most, best = self._greedy(logits)
         finite = torch.isfinite(most).cpu().numpy()
         ids = np.where(finite, best.cpu().numpy(), -1)
         drawn = finite & (rows.temperature[picked] > 0)

@@ -36,9 +36,18 @@ def test_silu_mul():
 def test_rotary_turns_pairs():
     x, angles = torch.randn(3, 2, 8), torch.randn(3, 1, 4)
     cos, sin = angles.cos(), angles.sin()
-    out = reference.rotary(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    table = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     a, b = x[..., :4], x[..., 4:]
-    torch.testing.assert_close(out, torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
+    expected = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    torch.testing.assert_close(reference.norm_rotary(x, 1, None, None, 0.0, *table), expected)
+
+
+def test_heads_are_normed_before_they_turn():
+    x, angles, q_norm, k_norm = torch.randn(3, 5, 8), torch.randn(3, 1, 4), torch.randn(8), torch.randn(8)
+    table = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+    normed = torch.cat((reference.rms_norm(x[:, :3], q_norm, 1e-6), reference.rms_norm(x[:, 3:], k_norm, 1e-6)), 1)
+    expected = reference.norm_rotary(normed, 3, None, None, 0.0, *table)
+    torch.testing.assert_close(reference.norm_rotary(x, 3, q_norm, k_norm, 1e-6, *table), expected)
 
 
 def test_write_kv_fills_the_slots_and_no_others():

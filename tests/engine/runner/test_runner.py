@@ -6,6 +6,7 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pagewire.engine.runner.memory import MemoryPlan, size
 from pagewire.engine.runner.runner import Runner
@@ -131,9 +132,17 @@ def test_prompt_logprobs_are_those_of_one_full_pass(checkpoint, driver, make_req
             np.testing.assert_allclose(values[:, 1:], best, atol=2e-4)
 
 
+def _poisoned(folder, token):
+    """The checkpoint with an embedding of one token that is not a number."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][token] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def test_a_row_that_is_not_finite_fails_alone_and_may_run_on(checkpoint, driver):
-    runner = driver(checkpoint("llama")).runner
     poison = 7
+    runner = driver(_poisoned(checkpoint("llama"), poison)).runner
     opens = tuple(
         RowOpen(
             i, ids_to_bytes([5, token, 6]), 3, 0, ids_to_bytes([i]), Sampling(temperature=i % 2, logprobs=1, seed=9)
@@ -142,7 +151,6 @@ def test_a_row_that_is_not_finite_fails_alone_and_may_run_on(checkpoint, driver)
     )
     runner.launch(_plan([0, 1], [3, 3], open=opens))
     healthy = bytes_to_ids(runner.collect().ids)
-    runner._model.model.embed_tokens.weight[poison] = float("nan")
     runner.launch(_plan([3, 0, 2, 1], [3, 3, 3, 3], open=opens))
     runner.launch(_plan([0, 1, 2, 3], [1] * 4))  # planned before anyone knew
     assert runner.num_pending == 2
@@ -155,17 +163,13 @@ def test_a_row_that_is_not_finite_fails_alone_and_may_run_on(checkpoint, driver)
 
 
 def test_blocks_after_a_failed_row_are_clean(checkpoint, driver):
-    runner = driver(checkpoint("llama")).runner
+    runner = driver(_poisoned(checkpoint("llama"), 7)).runner
     first = RowOpen(0, ids_to_bytes([5, 7, 6]), 3, 0, ids_to_bytes([0]), Sampling(temperature=0))
     second = RowOpen(0, ids_to_bytes([5, 4]), 2, 0, ids_to_bytes([0]), Sampling(temperature=0))
     runner.launch(_plan([0], [2], open=(second,)))
     expected = runner.collect().ids
-    embedding = runner._model.model.embed_tokens.weight
-    kept = embedding[7].clone()
-    embedding[7] = float("nan")
     runner.launch(_plan([0], [3], open=(first,)))
     assert list(bytes_to_ids(runner.collect().ids)) == [-1]
-    embedding[7] = kept
     runner.launch(_plan([0], [2], open=(second,)))
     assert runner.collect().ids == expected
 
@@ -184,9 +188,9 @@ def test_offers(checkpoint, resolved):
     assert Runner.load(resolved(folder, kv_cache_memory=12_288 * 50 + 5)).offer() == 50
     assert Runner.load(resolved(folder, kv_cache_memory=1)).offer() == 1
     assert list(runner.timings) == ["weights"]
-    assert "KV cache 336.0 kB = 28 blocks of 16 tokens, 4 requests of 100 tokens" in runner.notes[0]
+    assert "KV cache 336.0 kB = 28 blocks of 16 tokens, 4 requests of 100 tokens" in runner.notes[1]
     runner.open_cache(7)
-    assert "KV cache 84.0 kB = 7 blocks of 16 tokens, 1 request of 100 tokens" in runner.notes[0]
+    assert "KV cache 84.0 kB = 7 blocks of 16 tokens, 1 request of 100 tokens" in runner.notes[1]
 
 
 def test_progress_and_its_end(checkpoint, resolved):

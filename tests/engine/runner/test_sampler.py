@@ -11,6 +11,7 @@ import transformers
 from pagewire.engine.runner.rows import Rows
 from pagewire.engine.runner.sampler import Sampler
 from pagewire.ipc.messages import RowOpen, Sampling, ids_to_bytes
+from pagewire.kernels.ops import reference_ops
 
 VOCAB = 50
 
@@ -27,7 +28,7 @@ def _rows(samplings, *, prompts=None, outputs=None):
 
 
 def _sample(logits, samplings, **state):
-    sampler = Sampler(vocab_size=logits.shape[1], device=torch.device("cpu"))
+    sampler = Sampler(vocab_size=logits.shape[1], device=torch.device("cpu"), ops=reference_ops())
     before = logits.clone()
     ids = sampler.sample(logits, _rows(samplings, **state), np.arange(len(samplings)))
     assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "the raw logits are still needed for logprobs"

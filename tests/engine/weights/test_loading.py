@@ -18,9 +18,8 @@ from pagewire.kernels.ops import reference_ops
 
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    model = registry.build_native(
-        read_spec(folder), max_len=8, dtype=dtype, device=torch.device("cpu"), ops=reference_ops()
-    )
+    spec, ops = read_spec(folder), reference_ops()
+    model = registry.build_native(spec, max_len=8, dtype=dtype, weight_dtype=dtype, device=torch.device("cpu"), ops=ops)
     parameters = dict(model.named_parameters())
     with CheckpointReader(folder) as reader:
         total = load_weights(reader, parameters, checkpoint_targets(parameters, model.fused), redundant=model.redundant)

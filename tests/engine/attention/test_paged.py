@@ -1,4 +1,4 @@
-"""The torch backend against the definition in kernels.reference, over random steps."""
+"""The backends against the definition in kernels.reference, over random steps."""
 
 import random
 
@@ -8,12 +8,23 @@ import torch
 
 from pagewire.engine.attention import torch_paged
 from pagewire.engine.attention.base import AttentionStep
+from pagewire.engine.attention.native import NativePagedAttention
 from pagewire.engine.attention.torch_paged import TorchPagedAttention
 from pagewire.engine.cache.kv_cache import KvCache, KvShape
+from pagewire.kernels.cpu import build
+from pagewire.kernels.cpu.native import Kernels, native_ops
 from pagewire.kernels.ops import reference_ops
 from pagewire.kernels.reference import paged_attention
 
 BLOCK_SIZE = 4
+BACKENDS = ["torch"] if build.compiler() is None else ["torch", "native"]
+
+
+def _backend(kind, cache):
+    if kind == "torch":
+        return TorchPagedAttention(cache=cache, ops=reference_ops())
+    kernels = Kernels()
+    return NativePagedAttention(cache=cache, ops=native_ops(kernels), kernels=kernels)
 
 
 def _step(rng, cache, *, contiguous):
@@ -50,15 +61,17 @@ def _step(rng, cache, *, contiguous):
 
 @pytest.mark.parametrize("window", [None, 1, 6, 40])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
-def test_random_steps_agree_with_the_definition(window, softcap, heads, kv_heads, monkeypatch):
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (7, 1)])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_random_steps_agree_with_the_definition(kind, window, softcap, heads, kv_heads, monkeypatch):
+    dim = 16 if kind == "native" else 8
     monkeypatch.setattr(torch_paged, "_SLICE", 16)
-    monkeypatch.setattr(torch_paged, "_GATHER_BYTES", 12 * BLOCK_SIZE * kv_heads * 8 * 4)
+    monkeypatch.setattr(torch_paged, "_GATHER_BYTES", 12 * BLOCK_SIZE * kv_heads * dim * 4)
     rng = random.Random(f"{window} {softcap} {heads}")
     torch.manual_seed(1)
-    shape = KvShape(num_layers=2, num_kv_heads=kv_heads, head_dim=8, dtype=torch.float32)
+    shape = KvShape(num_layers=2, num_kv_heads=kv_heads, head_dim=dim, dtype=torch.float32)
     cache = KvCache(shape=shape, num_blocks=300, block_size=BLOCK_SIZE, device=torch.device("cpu"))
-    backend = TorchPagedAttention(cache=cache, ops=reference_ops())
+    backend = _backend(kind, cache)
     for number in range(25):
         step = _step(rng, cache, contiguous=number % 2 == 0)
         written = np.concatenate(
@@ -67,13 +80,13 @@ def test_random_steps_agree_with_the_definition(window, softcap, heads, kv_heads
         for keys, values in cache.pages:
             keys[: cache.num_blocks] = float("nan")
             values[: cache.num_blocks] = float("nan")
-            keys[written], values[written] = torch.randn(2, len(written), BLOCK_SIZE, kv_heads, 8)
+            keys[written], values[written] = torch.randn(2, len(written), BLOCK_SIZE, kv_heads, dim)
         backend.begin(step)
         for layer, (k_pages, v_pages) in enumerate(cache.pages):
-            query = torch.randn(int(step.query_lens.sum()), heads, 8)
-            key, value = torch.randn(2, len(query), kv_heads, 8)
+            query = torch.randn(int(step.query_lens.sum()), heads, dim)
+            key, value = torch.randn(2, len(query), kv_heads, dim)
             out = backend.forward(layer, query, key, value, scale=0.3, window=window, softcap=softcap)
-            torch.testing.assert_close(k_pages.view(-1, kv_heads, 8)[step.slots], key)
+            torch.testing.assert_close(k_pages.view(-1, kv_heads, dim)[step.slots], key)
             expected = paged_attention(
                 query,
                 k_pages,
@@ -88,17 +101,19 @@ def test_random_steps_agree_with_the_definition(window, softcap, heads, kv_heads
             torch.testing.assert_close(out, expected, msg=lambda m, n=number: f"step {n}: {m}")
 
 
-def test_bfloat16():
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_bfloat16_pages(kind):
+    dtype = torch.float32 if kind == "native" else torch.bfloat16  # of activations
     torch.manual_seed(2)
     shape = KvShape(num_layers=1, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16)
     cache = KvCache(shape=shape, num_blocks=300, block_size=BLOCK_SIZE, device=torch.device("cpu"))
-    backend = TorchPagedAttention(cache=cache, ops=reference_ops())
+    backend = _backend(kind, cache)
     step = _step(random.Random(3), cache, contiguous=False)
     k_pages, v_pages = cache.pages[0]
     k_pages.normal_(), v_pages.normal_()
     cache.pages[0][0][cache.zero_block] = 0
-    query = torch.randn(int(step.query_lens.sum()), 4, 16, dtype=torch.bfloat16)
-    key, value = torch.randn(2, len(query), 2, 16, dtype=torch.bfloat16)
+    query = torch.randn(int(step.query_lens.sum()), 4, 16, dtype=dtype)
+    key, value = torch.randn(2, len(query), 2, 16, dtype=dtype)
     backend.begin(step)
     out = backend.forward(0, query, key, value, scale=0.25)
     lens = torch.from_numpy(step.context_lens), torch.from_numpy(step.query_lens)

@@ -1,0 +1,63 @@
+"""Which kernels run on a device, and what they ask of the weights' type: decided once, at start."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.cpu.build import BuildError
+from ...kernels.ops import Ops, reference_ops
+from ..attention.base import AttentionBackend
+from ..attention.torch_paged import TorchPagedAttention
+from ..cache.kv_cache import KvCache
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Everything that computes."""
+
+    ops: Ops
+    weight_dtype: torch.dtype  # of matrices; the rest of a model is of the activations' type
+    attention: Callable[[KvCache], AttentionBackend]
+    note: str  # for the operator
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype, checkpoint_dtype: str) -> Backend:
+    """dtype: of activations.
+
+    The C kernels compute in float32 and widen bfloat16 weights as they read them, so a bfloat16 checkpoint stays as it
+    is and loses nothing. Where they cannot be compiled, and for other types and devices, it is torch.
+    """
+    why = ""
+    if device.type == "cpu" and dtype == torch.float32:
+        try:
+            return _native("bfloat16" if checkpoint_dtype == "bfloat16" else "float32")
+        except BuildError as error:
+            why = f", because {error}"
+    ops = reference_ops()
+    return Backend(
+        ops=ops,
+        weight_dtype=dtype,
+        attention=lambda cache: TorchPagedAttention(cache=cache, ops=ops),
+        note=f"kernels of torch{why}",
+    )
+
+
+def _native(weights: str) -> Backend:
+    from ...kernels.cpu.native import LANES, Kernels, native_ops
+    from ..attention.native import NativePagedAttention
+
+    kernels = Kernels()
+    ops = native_ops(kernels)
+
+    def attention(cache: KvCache) -> AttentionBackend:
+        if cache.pages[0][0].shape[-1] % LANES:
+            return TorchPagedAttention(cache=cache, ops=ops)
+        return NativePagedAttention(cache=cache, ops=ops, kernels=kernels)
+
+    return Backend(
+        ops=ops,
+        weight_dtype=torch.bfloat16 if weights == "bfloat16" else torch.float32,
+        attention=attention,
+        note=f"kernels compiled for this CPU: {weights} weights, float32 arithmetic",
+    )

@@ -1,0 +1,162 @@
+/* y = x · wᵀ + bias for float32 activations and weights that stay as the checkpoint has them, bfloat16 or float32.
+ *
+ * At few rows the time goes into reading the weights, so bfloat16 is widened in registers: exact, and half the bytes.
+ * At many rows it goes into multiply-adds; a tile of MR rows × NG groups of 16 columns keeps all of them in registers,
+ * a weight is loaded (and widened) once for MR rows and an activation is one broadcast for NG groups.
+ *
+ * Packed weights: columns in groups of 16, the last one padded with zeros. float32: [groups][k][16]. bfloat16:
+ * [groups][k / 2][16][2], so that one 32-bit lane holds two weights of one column that follow each other in k; the
+ * lower one is widened by a shift, the upper one by a mask.
+ */
+#include "product.h"
+
+enum { X_BYTES = 512 << 10 }; /* of activations that stay in the second-level cache while the weights pass by */
+
+static __attribute__((noinline)) void store(const Product *p, long row, long column, vf sum)
+{
+    float *y = p->y + row * p->y_stride + column;
+    if (column + LANES <= p->n) {
+        if (p->bias)
+            sum += *(const vf_any *)(p->bias + column);
+        *(vf_any *)y = sum;
+    } else {
+        for (int l = 0; column + l < p->n; l++)
+            y[l] = sum[l] + (p->bias ? p->bias[column + l] : 0);
+    }
+}
+
+/* Rows [row, row + R) and groups [group, group + G). */
+#define TILE(NAME, R, G, BF16)                                                                                         \
+    static void NAME(const Product *p, long row, long group)                                                          \
+    {                                                                                                                  \
+        const float *x = p->x + row * p->k;                                                                            \
+        const char *w = p->w + group * p->group_bytes;                                                                 \
+        vf sum[R][G] = {{{0}}};                                                                                        \
+        for (long k = 0; k < p->k; k += BF16 ? 2 : 1) {                                                                \
+            vu pair[G];                                                                                                \
+            UNROLL for (int j = 0; j < G; j++)                                                                         \
+                pair[j] = *(const vu *)(w + j * p->group_bytes + k * (BF16 ? 32 : 64));                                \
+            UNROLL for (int i = 0; i < R; i++)                                                                         \
+                UNROLL for (int j = 0; j < G; j++)                                                                     \
+                    sum[i][j] += (vf)(BF16 ? pair[j] << 16 : pair[j]) * x[k * R + i];                                  \
+            if (BF16)                                                                                                  \
+                UNROLL for (int i = 0; i < R; i++)                                                                     \
+                    UNROLL for (int j = 0; j < G; j++)                                                                 \
+                        sum[i][j] += (vf)(pair[j] & 0xffff0000u) * x[k * R + R + i];                                   \
+        }                                                                                                              \
+        UNROLL for (int j = 0; j < G; j++)                                                                             \
+            UNROLL for (int i = 0; i < R; i++)                                                                         \
+                store(p, row + i, (group + j) * LANES, sum[i][j]);                                                     \
+    }
+
+typedef void (*Tile)(const Product *p, long row, long group);
+
+/* Few rows take more groups at once: their multiply-adds hide each other's latency. TALL gives the groups for so many
+ * rows; one group is for what is left at the end. */
+#define TALL(R) ((R) == 1 ? 4 * WIDE : (R) <= 4 ? 2 * WIDE : WIDE)
+#define BOTH(R)                                                                                                        \
+    TILE(tile_##R##_bf16, R, TALL(R), 1)                                                                               \
+    TILE(tile_##R##_f32, R, TALL(R), 0)                                                                                \
+    TILE(last_##R##_bf16, R, 1, 1)                                                                                     \
+    TILE(last_##R##_f32, R, 1, 0)
+#define ENTRY(R) {TALL(R), {tile_##R##_f32, tile_##R##_bf16}, {last_##R##_f32, last_##R##_bf16}},
+#ifdef __AVX512F__
+#define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
+#elif defined(__AVX__)
+#define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
+#else
+#define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5)
+#endif
+EACH(BOTH)
+static const struct {
+    long groups;
+    Tile tile[2], last[2];
+} TILES[] = {EACH(ENTRY)};
+
+void pagewire_sweep(const Product *p, long row, long count, long from, long to, int bf16)
+{
+    long groups = TILES[count - 1].groups;
+    for (; from + groups <= to; from += groups)
+        TILES[count - 1].tile[bf16](p, row, from);
+    for (; from < to; from++)
+        TILES[count - 1].last[bf16](p, row, from);
+}
+
+/* Rows that lie 4 kB apart fall into the same lines of the first-level cache, so a panel's are brought side by side. */
+static void gather(const float *x, float *panel, long count, long k, long x_stride)
+{
+    for (long i = 0; i < count; i++)
+        for (long j = 0; j < k; j++)
+            panel[j * count + i] = x[i * x_stride + j];
+}
+
+/* x: m rows of k float32, x_stride apart; y: [m][n]; panels: room for m · k float32, not needed for one row. */
+void pagewire_linear(const float *x, const char *w, const float *bias, float *y, float *panels, long m, long n, long k,
+                     long x_stride, int bf16)
+{
+    Product p = {m == 1 ? x : panels, w, bias, y, n, k, n, k * LANES * (bf16 ? 2 : 4)};
+    long groups = (n + LANES - 1) / LANES;
+    long num_panels = (m + MR - 1) / MR;
+    long most = X_BYTES / 4 / k / MR; /* panels of MR rows whose activations stay cached */
+    if (most < 1)
+        most = 1;
+    /* Rows are spread evenly over the panels: 13 are 7 and 6, not 12 and 1. */
+#define ROW(PANEL) ((PANEL)*m / num_panels)
+#pragma omp parallel
+    {
+        long from, to;
+        if (m > 1) {
+            share(num_panels, 1, &from, &to);
+            for (long i = from; i < to; i++)
+                gather(x + ROW(i) * x_stride, panels + ROW(i) * k, ROW(i + 1) - ROW(i), k, x_stride);
+#pragma omp barrier
+        }
+        share(groups, WIDE * 4, &from, &to);
+        for (long first = 0; first < num_panels; first += most) {
+            long last = first + most < num_panels ? first + most : num_panels;
+            /* Groups outermost: their weights are read from memory once for all panels of the block. */
+            long step = last - first == 1 ? to - from : WIDE;
+            for (long group = from; group < to; group += step)
+                for (long i = first; i < last; i++)
+                    pagewire_sweep(&p, ROW(i), ROW(i + 1) - ROW(i), group, group + step < to ? group + step : to, bf16);
+        }
+    }
+}
+
+/* w: [n][k] of either type → packed. */
+void pagewire_pack(const char *w, char *packed, long n, long k, int bf16)
+{
+    long words = bf16 ? k / 2 : k; /* of 32 bits in a row */
+    long groups = (n + LANES - 1) / LANES;
+#pragma omp parallel for schedule(static)
+    for (long g = 0; g < groups; g++)
+        for (long l = 0; l < LANES; l++) {
+            uint32_t *out = (uint32_t *)packed + g * words * LANES + l;
+            const char *in = w + (g * LANES + l) * words * 4;
+            for (long i = 0; i < words; i++)
+                out[i * LANES] = g * LANES + l < n ? load_u32(in + 4 * i) : 0;
+        }
+}
+
+/* Rows of packed weights as float32: embeddings that share their memory with the head. ids: [m]; y: [m][k]. */
+void pagewire_lookup(const char *packed, const int64_t *ids, float *y, long m, long k, int bf16)
+{
+    long group_bytes = k * LANES * (bf16 ? 2 : 4);
+#pragma omp parallel if (m > 16)
+    {
+        long from, to;
+        share(m, 1, &from, &to);
+        for (long i = from; i < to; i++) {
+            const uint32_t *in = (const uint32_t *)(packed + ids[i] / LANES * group_bytes) + ids[i] % LANES;
+            uint32_t *out = (uint32_t *)(y + i * k);
+            if (bf16)
+                for (long j = 0; j < k / 2; j++) {
+                    out[2 * j] = in[j * LANES] << 16;
+                    out[2 * j + 1] = in[j * LANES] & 0xffff0000u;
+                }
+            else
+                for (long j = 0; j < k; j++)
+                    out[j] = in[j * LANES];
+        }
+    }
+}

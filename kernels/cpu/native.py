@@ -1,0 +1,167 @@
+"""The C kernels as functions of tensors. Each does what the function of the same name in `kernels.reference` says.
+
+Activations are float32 and dense in their last dimension; weights and pages may be bfloat16, which is widened exactly.
+Pointers are passed as integers: a call costs a few microseconds besides its work.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..ops import Ops
+from . import build
+
+LANES = 16
+"""Numbers in a vector: the size of a head must be a multiple of it."""
+MOST_ROWS = 12
+"""MR of product.h, or more."""
+
+Call = Callable[..., None]
+_P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+_ARGUMENTS: dict[str, Sequence[type]] = {
+    "linear": (_P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
+    "pack": (_P, _P, _L, _L, _I),
+    "lookup": (_P, _P, _P, _L, _L, _I),
+    "decode": (_P, _P, _L, _P, _L, _P, _P, _P, _L, _L),
+    "extend": (_P, _P, _L, _P, _L, _L, _P, _P),
+    "rms_norm": (_P, _P, _P, _F, _P, _P, _L, _L),
+    "silu_mul": (_P, _P, _L, _L),
+    "rotary": (_P, _L, _P, _P, _F, _P, _P, _L, _L, _L, _L),
+    "write_kv": (_P, _L, _P, _L, _P, _P, _P, _L, _L, _I),
+    "greedy": (_P, _P, _P, _L, _L),
+}
+
+
+class Pages(ctypes.Structure):
+    """`Pages` of attention.c: one layer's keys and values, and how it attends to them."""
+
+    _fields_ = (
+        *((name, _P) for name in ("keys", "values")),
+        *((name, _L) for name in ("heads", "kv_heads", "dim", "block_size", "window")),
+        *((name, _F) for name in ("scale", "softcap")),
+        ("bf16", _I),
+    )
+
+
+class Kernels:
+    """The compiled functions, whose arguments are those in the C files. Raises `build.BuildError`."""
+
+    def __init__(self) -> None:
+        library = build.load()
+
+        def function(name: str) -> Call:
+            found = getattr(library, f"pagewire_{name}")
+            found.argtypes, found.restype = _ARGUMENTS[name], None
+            call: Call = found
+            return call
+
+        self.linear = function("linear")
+        self.pack = function("pack")
+        self.lookup = function("lookup")
+        self.decode = function("decode")
+        self.extend = function("extend")
+        self.rms_norm = function("rms_norm")
+        self.silu_mul = function("silu_mul")
+        self.rotary = function("rotary")
+        self.write_kv = function("write_kv")
+        self.greedy = function("greedy")
+
+
+class NativeMatrix:
+    """A packed weight [n, k], bfloat16 or float32. See `Matrix`."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor) -> None:
+        if weight.dtype != torch.bfloat16 or weight.shape[1] % 2:  # bfloat16 is packed in pairs
+            weight = weight.float()
+        self._kernels = kernels
+        self._n, self._k = weight.shape
+        self._bf16 = int(weight.dtype == torch.bfloat16)
+        self._packed = torch.empty(-(-self._n // LANES) * LANES * self._k, dtype=weight.dtype)
+        self._at = self._packed.data_ptr()
+        kernels.pack(weight.contiguous().data_ptr(), self._at, self._n, self._k, self._bf16)
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed.nbytes
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        m = x.shape[0]
+        out = torch.empty((m, self._n))
+        panels = torch.empty(m * self._k) if m > 1 else out
+        self._kernels.linear(
+            *(x.data_ptr(), self._at, 0 if bias is None else bias.data_ptr(), out.data_ptr(), panels.data_ptr()),
+            *(m, self._n, self._k, x.stride(0), self._bf16),
+        )
+        return out
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        out = torch.empty((ids.shape[0], self._k))
+        self._kernels.lookup(self._at, ids.data_ptr(), out.data_ptr(), ids.shape[0], self._k, self._bf16)
+        return out
+
+
+def native_ops(kernels: Kernels) -> Ops:
+    """The table for float32 activations on the CPU."""
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        n = x.shape[-1]
+        kernels.rms_norm(x.data_ptr(), 0, weight.data_ptr(), eps, 0, out.data_ptr(), x.numel() // n, n)
+        return out
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        m, n = x.shape
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        kernels.rms_norm(
+            *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, total.data_ptr(), out.data_ptr(), m, n)
+        )
+        return out, total
+
+    def silu_mul(gate_up: Tensor) -> Tensor:
+        m, n = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((m, n))
+        kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), m, n)
+        return out
+
+    def norm_rotary(
+        states: Tensor, heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        m, both, dim = states.shape
+        kernels.rotary(
+            *(states.data_ptr(), states.stride(0)),
+            *(0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), eps),
+            *(cos.data_ptr(), sin.data_ptr(), m, heads, both - heads, dim),
+        )
+        return states
+
+    def write_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+        key, value = dense(key), dense(value)
+        kernels.write_kv(
+            *(key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)),
+            *(k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr()),
+            *(key.shape[0], key.shape[1] * key.shape[2], int(k_pages.dtype == torch.bfloat16)),
+        )
+
+    def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+        m, n = logits.shape
+        most, ids = torch.empty(m), torch.empty(m, dtype=torch.int64)
+        kernels.greedy(logits.data_ptr(), ids.data_ptr(), most.data_ptr(), m, n)
+        return most, ids
+
+    return Ops(
+        matrix=lambda weight: NativeMatrix(kernels, weight),
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        silu_mul=silu_mul,
+        norm_rotary=norm_rotary,
+        write_kv=write_kv,
+        greedy=greedy,
+    )
+
+
+def dense(states: Tensor) -> Tensor:
+    """[tokens, heads, dim] with each token's numbers side by side, which they mostly are."""
+    return states if states.stride(1) == states.shape[2] and states.stride(2) == 1 else states.contiguous()

@@ -1,0 +1,140 @@
+/* What happens to each row of activations between the products. All float32 but the pages. */
+#include <math.h>
+
+#include "vectors.h"
+
+enum { FEW = 4096 }; /* so many numbers are done before another thread is awake */
+
+static inline float inverse_rms(const float *x, long n, float eps)
+{
+    vf sum = {0};
+    float rest = 0;
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        vf v = *(const vf_any *)(x + i);
+        sum += v * v;
+    }
+    for (; i < n; i++)
+        rest += x[i] * x[i];
+    for (int l = 0; l < LANES; l++)
+        rest += sum[l];
+    return 1 / sqrtf(rest / n + eps);
+}
+
+static inline void scaled(const float *x, float by, const float *weight, float *out, long n)
+{
+    for (long i = 0; i < n; i++)
+        out[i] = x[i] * by * weight[i];
+}
+
+/* out = norm(x + residual) · weight, total = x + residual; without a residual total is not written. All [m][n]. */
+void pagewire_rms_norm(const float *x, const float *residual, const float *weight, float eps, float *total, float *out,
+                       long m, long n)
+{
+#pragma omp parallel for schedule(static) if (m * n > FEW)
+    for (long i = 0; i < m; i++) {
+        const float *in = x + i * n;
+        if (residual) {
+            for (long j = 0; j < n; j++)
+                total[i * n + j] = in[j] + residual[i * n + j];
+            in = total + i * n;
+        }
+        scaled(in, inverse_rms(in, n, eps), weight, out + i * n, n);
+    }
+}
+
+/* silu(gate) · up. gate_up: [m][2][n]; out: [m][n]. */
+void pagewire_silu_mul(const float *gate_up, float *out, long m, long n)
+{
+#pragma omp parallel for schedule(static) if (m * n > FEW)
+    for (long i = 0; i < m; i++) {
+        const float *gate = gate_up + 2 * i * n, *up = gate + n;
+        float *to = out + i * n;
+        long j = 0;
+        for (; j + LANES <= n; j += LANES) {
+            vf g = *(const vf_any *)(gate + j);
+            *(vf_any *)(to + j) = g / (exp16(-g) + 1.0f) * *(const vf_any *)(up + j);
+        }
+        for (; j < n; j++)
+            to[j] = gate[j] / (1 + expf(-gate[j])) * up[j];
+    }
+}
+
+/* Norms (where q_norm and k_norm are given) and rotates queries and keys in place. states: m rows of
+ * [heads + kv_heads][dim], stride apart; cos, sin: [m][dim], the first half of the sines negated. */
+void pagewire_rotary(float *states, long stride, const float *q_norm, const float *k_norm, float eps, const float *cos,
+                     const float *sin, long m, long heads, long kv_heads, long dim)
+{
+    long half = dim / 2;
+#pragma omp parallel for schedule(static) if (m * heads * dim > FEW)
+    for (long i = 0; i < m; i++)
+        for (long h = 0; h < heads + kv_heads; h++) {
+            float *x = states + i * stride + h * dim;
+            const float *norm = h < heads ? q_norm : k_norm, *c = cos + i * dim, *s = sin + i * dim;
+            if (norm)
+                scaled(x, inverse_rms(x, dim, eps), norm, x, dim);
+            for (long d = 0; d < half; d++) {
+                float a = x[d], b = x[d + half];
+                x[d] = a * c[d] + b * s[d];
+                x[d + half] = b * c[d + half] + a * s[d + half];
+            }
+        }
+}
+
+static inline uint32_t rounded(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+/* Rows of `width` numbers into their slots of the pages. key, value: m rows, their strides apart. */
+void pagewire_write_kv(const float *key, long key_stride, const float *value, long value_stride, char *k_pages,
+                       char *v_pages, const int64_t *slots, long m, long width, int bf16)
+{
+    for (long i = 0; i < m; i++)
+        for (int part = 0; part < 2; part++) {
+            const float *from = part ? value + i * value_stride : key + i * key_stride;
+            char *to = (part ? v_pages : k_pages) + slots[i] * width * (bf16 ? 2 : 4);
+            if (bf16)
+                for (long j = 0; j < width; j++)
+                    ((uint16_t *)to)[j] = rounded(from[j]);
+            else
+                memcpy(to, from, width * 4);
+        }
+}
+
+/* The first of each row's greatest numbers and that number, or -1 and NaN where one is not a number. x: [m][n]. */
+void pagewire_greedy(const float *x, int64_t *ids, float *most, long m, long n)
+{
+#pragma omp parallel for schedule(static) if (m * n > FEW)
+    for (long i = 0; i < m; i++) {
+        const float *row = x + i * n;
+        vf best = (vf){0} - INFINITY;
+        vi nan = {0};
+        long j = 0;
+        for (; j + LANES <= n; j += LANES) {
+            vf v = *(const vf_any *)(row + j);
+            nan |= v != v;
+            best = max16(v, best);
+        }
+        float top = -INFINITY;
+        int odd = 0;
+        for (int l = 0; l < LANES; l++) {
+            top = best[l] > top ? best[l] : top;
+            odd |= nan[l];
+        }
+        for (; j < n; j++) {
+            odd |= row[j] != row[j];
+            top = row[j] > top ? row[j] : top;
+        }
+        most[i] = odd ? NAN : top;
+        ids[i] = -1;
+        if (!odd)
+            for (j = 0; j < n; j++)
+                if (row[j] == top) {
+                    ids[i] = j;
+                    break;
+                }
+    }
+}

@@ -1,0 +1,62 @@
+/* What the kernels share: vectors of 16 floats, which the compiler splits where registers are narrower, and threads. */
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { LANES = 16 };
+
+typedef float vf __attribute__((vector_size(64), may_alias));
+typedef float vf_any __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(64), may_alias));
+typedef int32_t vi __attribute__((vector_size(64), may_alias));
+
+#define UNROLL _Pragma("GCC unroll 32")
+
+static inline uint32_t load_u32(const void *from)
+{
+    uint32_t value;
+    memcpy(&value, from, 4);
+    return value;
+}
+
+/* This thread's part [from, to) of `total`, in whole steps of `step`. */
+static inline void share(long total, long step, long *from, long *to)
+{
+    long threads = omp_get_num_threads(), thread = omp_get_thread_num(), steps = (total + step - 1) / step;
+    *from = steps * thread / threads * step;
+    *to = steps * (thread + 1) / threads * step;
+    if (*from > total)
+        *from = total;
+    if (*to > total)
+        *to = total;
+}
+
+static inline vf select16(vi where, vf then, vf otherwise)
+{
+    return (vf)((where & (vi)then) | (~where & (vi)otherwise));
+}
+
+/* b where one is not a number. */
+static inline vf max16(vf a, vf b)
+{
+    return select16(a > b, a, b);
+}
+
+/* e^x within 2 ulp; 0 below -87, as for 88 above. The polynomial is that of Cephes' expf. */
+static inline vf exp16(vf x)
+{
+    vf low = (vf){0} - 87.0f, high = (vf){0} + 88.0f;
+    vi is_low = x <= low;
+    x = select16(x > high, high, max16(x, low));
+    vf t = x * 1.44269504f + 12582912.0f; /* 1.5 · 2²³: the low bits of the sum are x / ln 2, rounded */
+    vf n = t - 12582912.0f;
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf y = (vf){0} + 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    return (vf)(~is_low & ((vi)y + ((vi)t << 23)));
+}
