@@ -43,6 +43,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "bfloat16 instructions and memory enough",
         ),
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8"] | None,
+        _doc("model", "int8: weights of 8 bits, made at load, and activations rounded to 8 bits; on a CPU"),
+    ] = None
     load_format: Annotated[
         Literal["auto", "dummy"],
         _doc("model", "dummy: random weights of the model's shapes, for benchmarks; no weight files are needed"),
@@ -166,6 +170,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...]
     dtype: Dtype
     device: Literal["auto", "cpu", "cuda"]
+    quantization: Literal["int8"] | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int
     max_num_seqs: int
@@ -200,7 +205,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     def kv_model_key(self) -> bytes:
         """32 bytes that differ wherever equal tokens may have different KV, or KV of a different layout."""
         who = self.model_fingerprint or self.model_path
-        return sha256(repr((who, self.load_format, self.dtype, self.block_size, self.extension)).encode()).digest()
+        kind = (who, self.load_format, self.dtype, self.quantization, self.block_size, self.extension)
+        return sha256(repr(kind).encode()).digest()
 
 
 def machine_facts() -> MachineFacts:
@@ -231,6 +237,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         served_model_names=config.served_model_name or (model.name,),
         dtype=_choose_dtype(config, model, machine),
         device=config.device,
+        quantization=config.quantization,
         load_format=config.load_format,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -264,9 +271,13 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
 
 
 def _choose_dtype(config: Config, model: ModelFacts, machine: MachineFacts) -> Dtype:
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not machine.has_gpu)
+    if config.quantization == "int8":
+        if config.dtype == "bfloat16" or not on_cpu:
+            raise ConfigError("--quantization int8 is for --device cpu and computes in float32; leave --dtype out.")
+        return "float32"
     if config.dtype != "auto":
         return config.dtype
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not machine.has_gpu)
     wide = model.weight_bytes * (1 if model.dtype == "float32" else 2)  # as float32
     if model.dtype == "float32" or (on_cpu and not machine.has_bfloat16 and wide <= machine.memory_bytes // 2):
         return "float32"

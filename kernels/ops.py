@@ -36,10 +36,10 @@ class Ops:
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def reference_ops() -> Ops:
-    """Plain torch, on any device."""
+def reference_ops(*, int8: bool = False) -> Ops:
+    """Plain torch, on any device; with `int8` for float32 activations."""
     return Ops(
-        matrix=reference.TorchMatrix,
+        matrix=reference.TorchInt8Matrix if int8 else reference.TorchMatrix,
         rms_norm=reference.rms_norm,
         add_rms_norm=reference.add_rms_norm,
         silu_mul=reference.silu_mul,

@@ -63,6 +63,36 @@ class TorchMatrix:
         return F.embedding(ids, self._weight)
 
 
+class TorchInt8Matrix:
+    """A weight of 8 bits with a scale a column, max |w| / 127; activations are rounded to 8 bits with a scale a row, so
+    that no row depends on another. Their products are whole numbers and exact. See `kernels.ops.Matrix`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self._scales = quantize(weight)
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.nbytes + self._scales.nbytes
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        rounded, scales = quantize(x)
+        sums = torch._int_mm(rounded, self._weight.t())
+        out = sums.float().mul_(scales).mul_(self._scales.t())
+        return out if bias is None else out.add_(bias)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self._weight).float().mul_(self._scales[ids])
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [rows, k] → (int8 [rows, k], float32 scales [rows, 1]): x · 127 / max |x|, ties to even, and max |x| / 127. The
+    scale is NaN where a number of the row is not finite."""
+    x = x.float()
+    most = x.abs().amax(dim=-1, keepdim=True)
+    rounded = (x * 127).div_(most).round_().nan_to_num_(nan=0, posinf=0, neginf=0).to(torch.int8)
+    return rounded, torch.where(most.isfinite(), most / 127, torch.nan)
+
+
 def write_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Stores the keys and values of a step's tokens in the cache.
 

@@ -22,8 +22,8 @@ class Backend:
     note: str  # for the operator
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype, checkpoint_dtype: str) -> Backend:
-    """dtype: of activations.
+def choose_backend(device: torch.device, dtype: torch.dtype, checkpoint_dtype: str, *, int8: bool) -> Backend:
+    """dtype: of activations; float32 where matrices are to be of 8 bits.
 
     The C kernels compute in float32 and widen bfloat16 weights as they read them, so a bfloat16 checkpoint stays as it
     is and loses nothing. Where they cannot be compiled, and for other types and devices, it is torch.
@@ -31,24 +31,24 @@ def choose_backend(device: torch.device, dtype: torch.dtype, checkpoint_dtype: s
     why = ""
     if device.type == "cpu" and dtype == torch.float32:
         try:
-            return _native("bfloat16" if checkpoint_dtype == "bfloat16" else "float32")
+            return _native("bfloat16" if checkpoint_dtype == "bfloat16" else "float32", int8=int8)
         except BuildError as error:
             why = f", because {error}"
-    ops = reference_ops()
+    ops = reference_ops(int8=int8)
     return Backend(
         ops=ops,
         weight_dtype=dtype,
         attention=lambda cache: TorchPagedAttention(cache=cache, ops=ops),
-        note=f"kernels of torch{why}",
+        note=f"kernels of torch{' in 8 bits' if int8 else ''}{why}",
     )
 
 
-def _native(weights: str) -> Backend:
+def _native(weights: str, *, int8: bool) -> Backend:
     from ...kernels.cpu.native import LANES, Kernels, native_ops
     from ..attention.native import NativePagedAttention
 
     kernels = Kernels()
-    ops = native_ops(kernels)
+    ops = native_ops(kernels, int8=int8)
 
     def attention(cache: KvCache) -> AttentionBackend:
         if cache.pages[0][0].shape[-1] % LANES:
@@ -59,5 +59,6 @@ def _native(weights: str) -> Backend:
         ops=ops,
         weight_dtype=torch.bfloat16 if weights == "bfloat16" else torch.float32,
         attention=attention,
-        note=f"kernels compiled for this CPU: {weights} weights, float32 arithmetic",
+        note="kernels compiled for this CPU: "
+        + ("matrices of 8 bits" if int8 else f"{weights} weights, float32 arithmetic"),
     )

@@ -79,7 +79,7 @@ class Runner:
         spec = read_spec(folder)
         device = choose_device(config.device, num_threads=config.num_threads)
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        backend = choose_backend(device.torch_device, dtype, spec.dtype)
+        backend = choose_backend(device.torch_device, dtype, spec.dtype, int8=config.quantization == "int8")
         model, weights = _load_model(config, spec, folder, dtype, device.torch_device, backend, progress)
         timings["weights"] = time.perf_counter() - started
         block = model.kv_shape.block_bytes(config.block_size)
@@ -290,6 +290,9 @@ def _load_model(
         if config.load_format == "dummy":
             known = ", ".join(registry.NATIVE)
             raise ConfigError(f"--load-format dummy is there for {known}; this is {spec.architecture}.")
+        if config.quantization is not None:
+            known = ", ".join(registry.NATIVE)
+            raise ConfigError(f"--quantization is there for {known}; this is {spec.architecture}.")
         from ..models.transformers_fallback import load_fallback
 
         CheckpointReader(folder).close()  # complains of damaged and missing files in our own words

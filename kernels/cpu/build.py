@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 
 _FLAGS = ("-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
-_SOURCES = ("linear.c", "attention.c", "rows.c")
+_SOURCES = ("linear.c", "int8.c", "attention.c", "rows.c")
 _TIMEOUT_S = 120.0
 
 

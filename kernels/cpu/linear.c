@@ -10,7 +10,6 @@
  */
 #include "product.h"
 
-enum { X_BYTES = 512 << 10 }; /* of activations that stay in the second-level cache while the weights pass by */
 
 static __attribute__((noinline)) void store(const Product *p, long row, long column, vf sum)
 {
@@ -51,22 +50,12 @@ static __attribute__((noinline)) void store(const Product *p, long row, long col
 
 typedef void (*Tile)(const Product *p, long row, long group);
 
-/* Few rows take more groups at once: their multiply-adds hide each other's latency. TALL gives the groups for so many
- * rows; one group is for what is left at the end. */
-#define TALL(R) ((R) == 1 ? 4 * WIDE : (R) <= 4 ? 2 * WIDE : WIDE)
 #define BOTH(R)                                                                                                        \
     TILE(tile_##R##_bf16, R, TALL(R), 1)                                                                               \
     TILE(tile_##R##_f32, R, TALL(R), 0)                                                                                \
     TILE(last_##R##_bf16, R, 1, 1)                                                                                     \
     TILE(last_##R##_f32, R, 1, 0)
 #define ENTRY(R) {TALL(R), {tile_##R##_f32, tile_##R##_bf16}, {last_##R##_f32, last_##R##_bf16}},
-#ifdef __AVX512F__
-#define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
-#elif defined(__AVX__)
-#define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
-#else
-#define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5)
-#endif
 EACH(BOTH)
 static const struct {
     long groups;

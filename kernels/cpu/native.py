@@ -6,6 +6,7 @@ Pointers are passed as integers: a call costs a few microseconds besides its wor
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "linear": (_P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
     "pack": (_P, _P, _L, _L, _I),
     "lookup": (_P, _P, _P, _L, _L, _I),
+    "linear_int8": (_P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
+    "pack_int8": (_P, _P, _P, _P, _L, _L, _I),
+    "lookup_int8": (_P, _P, _P, _P, _L, _L),
     "decode": (_P, _P, _L, _P, _L, _P, _P, _P, _L, _L),
     "extend": (_P, _P, _L, _P, _L, _L, _P, _P),
     "rms_norm": (_P, _P, _P, _F, _P, _P, _L, _L),
@@ -60,6 +64,9 @@ class Kernels:
         self.linear = function("linear")
         self.pack = function("pack")
         self.lookup = function("lookup")
+        self.linear_int8 = function("linear_int8")
+        self.pack_int8 = function("pack_int8")
+        self.lookup_int8 = function("lookup_int8")
         self.decode = function("decode")
         self.extend = function("extend")
         self.rms_norm = function("rms_norm")
@@ -102,7 +109,45 @@ class NativeMatrix:
         return out
 
 
-def native_ops(kernels: Kernels) -> Ops:
+class NativeInt8Matrix:
+    """A weight [n, k] of 8 bits with a scale a column. See `Matrix`."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor) -> None:
+        if weight.dtype != torch.bfloat16:
+            weight = weight.float()
+        self._kernels = kernels
+        self._n, self._k = weight.shape
+        columns = -(-self._n // LANES) * LANES
+        self._words = -(-self._k // 4)
+        self._packed = torch.empty(columns * self._words, dtype=torch.int32)
+        self._scales, self._sums = torch.empty(columns), torch.empty(columns, dtype=torch.int32)
+        self._at = self._packed.data_ptr(), self._scales.data_ptr(), self._sums.data_ptr()
+        kernels.pack_int8(
+            *(weight.contiguous().data_ptr(), *self._at, self._n, self._k, int(weight.dtype == torch.bfloat16))
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed.nbytes + self._scales.nbytes + self._sums.nbytes
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        m = x.shape[0]
+        out = torch.empty((m, self._n))
+        work = torch.empty(m * (self._words + 1))
+        self._kernels.linear_int8(
+            *(x.data_ptr(), *self._at, 0 if bias is None else bias.data_ptr(), out.data_ptr(), work.data_ptr()),
+            *(m, self._n, self._k, x.stride(0)),
+        )
+        return out
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        out = torch.empty((ids.shape[0], self._k))
+        packed, scales, _ = self._at
+        self._kernels.lookup_int8(packed, scales, ids.data_ptr(), out.data_ptr(), ids.shape[0], self._k)
+        return out
+
+
+def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
     """The table for float32 activations on the CPU."""
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -152,7 +197,7 @@ def native_ops(kernels: Kernels) -> Ops:
         return most, ids
 
     return Ops(
-        matrix=lambda weight: NativeMatrix(kernels, weight),
+        matrix=partial(NativeInt8Matrix if int8 else NativeMatrix, kernels),
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         silu_mul=silu_mul,

@@ -10,12 +10,30 @@ typedef float vf_any __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(64), may_alias));
 typedef int32_t vi __attribute__((vector_size(64), may_alias));
 
+typedef int32_t vi_any __attribute__((vector_size(64), aligned(4), may_alias));
+
 #define UNROLL _Pragma("GCC unroll 32")
 
 static inline uint32_t load_u32(const void *from)
 {
     uint32_t value;
     memcpy(&value, from, 4);
+    return value;
+}
+
+/* The i-th number of an array of either type. */
+static inline float number(const char *from, long i, int bf16)
+{
+    uint16_t half;
+    uint32_t bits;
+    float value;
+    if (bf16) {
+        memcpy(&half, from + 2 * i, 2);
+        bits = (uint32_t)half << 16;
+    } else {
+        memcpy(&bits, from + 4 * i, 4);
+    }
+    memcpy(&value, &bits, 4);
     return value;
 }
 

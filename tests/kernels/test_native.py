@@ -5,7 +5,7 @@ import torch
 
 from pagewire.kernels import reference
 from pagewire.kernels.cpu import build
-from pagewire.kernels.cpu.native import Kernels, NativeMatrix, native_ops
+from pagewire.kernels.cpu.native import Kernels, NativeInt8Matrix, NativeMatrix, native_ops
 
 if build.compiler() is None:
     pytest.skip("no C compiler", allow_module_level=True)
@@ -46,6 +46,29 @@ def test_lookup_gives_the_rows_that_were_packed(dtype, num_ids):
     weight = torch.randn(70, 36, dtype=dtype)
     ids = torch.randint(0, 70, (num_ids,))
     assert torch.equal(NativeMatrix(KERNELS, weight).lookup(ids), weight[ids].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 4), (16, 48), (100, 34), (129, 288), (48, 7)])
+@pytest.mark.parametrize("rows", [1, 5, 13, 30])
+def test_products_of_8_bits_are_those_of_the_reference(dtype, shape, rows):
+    weight, x, bias = torch.randn(shape, dtype=dtype), torch.randn(rows, shape[1]), torch.randn(shape[0])
+    x[0] *= 1000
+    x[rows // 2, 0] = float("inf")
+    weight[0] = 0
+    ours, reference_ = NativeInt8Matrix(KERNELS, weight), reference.TorchInt8Matrix(weight)
+    out = ours.product(x, bias)
+    torch.testing.assert_close(out, reference_.product(x, bias), equal_nan=True)
+    assert out[rows // 2].isnan().all() and out.isnan().any(dim=1).sum() == 1
+    ids = torch.randint(0, shape[0], (9,))
+    torch.testing.assert_close(ours.lookup(ids), reference_.lookup(ids))
+    torch.testing.assert_close(ours.lookup(ids), weight[ids].float(), atol=0.05, rtol=0)
+
+
+def test_products_of_8_bits_are_near_the_exact_ones():
+    weight, x = torch.randn(300, 512), torch.randn(20, 512)
+    exact = x @ weight.t()
+    assert (NativeInt8Matrix(KERNELS, weight).product(x, None) - exact).norm() < 0.015 * exact.norm()
 
 
 @pytest.mark.parametrize("shape", [(1, 48), (7, 50), (300, 1024)])
