@@ -64,12 +64,17 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = "auto"
     max_num_seqs: Annotated[int, _doc("engine", "most requests that run at once", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
-        int, _doc("engine", "most tokens in one step; long prompts are chunked", ge=1)
-    ] = 2048
+        _Positive | None,
+        _doc("engine", "most tokens in one step; long prompts are chunked (default: 2048, on a CPU 512)"),
+    ] = None
     kv_cache_memory: Annotated[
         _Positive | None,
         _doc("engine", "bytes for the KV cache, such as 2G (default: from the memory that is free)"),
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        _doc("engine", "type of the KV cache; auto: that of the activations; bfloat16 halves it, a little less exact"),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts that begin alike")] = True
     scheduling_policy: Annotated[
         Literal["fcfs", "priority", "fair"],
@@ -117,9 +122,11 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pipeline_depth: Annotated[
         int, _doc("engine", "steps in flight at once; 1: wait for each step's tokens before the next", ge=1, le=8)
     ] = 2
-    threads: Annotated[
-        int, _doc("engine", "CPU threads of the worker; 0: one less than there are cores, at least one", ge=0)
-    ] = 0
+    speculative: Annotated[
+        str | None,
+        _doc("engine", "ngram: draft tokens from what the text said before; ngram,tokens=4: so many at once"),
+    ] = None
+    threads: Annotated[int, _doc("engine", "CPU threads of the worker; 0: one for each core", ge=0)] = 0
 
     host: Annotated[str, _doc("server", "address to listen on")] = "127.0.0.1"
     port: Annotated[int, _doc("server", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
@@ -176,6 +183,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_memory: int | None
+    kv_cache_dtype: Dtype
     block_size: int
     enable_prefix_caching: bool
     scheduling_policy: Literal["fcfs", "priority", "fair"]
@@ -189,6 +197,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     extension: str | None = None
     record_trace: str | None
     pipeline_depth: int
+    speculative: str | None = None
     num_threads: int
     vocab_size: int
     model_fingerprint: str = ""  # hex
@@ -205,7 +214,15 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     def kv_model_key(self) -> bytes:
         """32 bytes that differ wherever equal tokens may have different KV, or KV of a different layout."""
         who = self.model_fingerprint or self.model_path
-        kind = (who, self.load_format, self.dtype, self.quantization, self.block_size, self.extension)
+        kind = (
+            who,
+            self.load_format,
+            self.dtype,
+            self.quantization,
+            self.kv_cache_dtype,
+            self.block_size,
+            self.extension,
+        )
         return sha256(repr(kind).encode()).digest()
 
 
@@ -214,11 +231,22 @@ def machine_facts() -> MachineFacts:
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else {"bf16"}
     return MachineFacts(
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=_num_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         has_gpu=Path("/dev/nvidiactl").exists(),
         has_bfloat16=bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}),
     )
+
+
+def _num_cores() -> int:
+    """Cores that this process may use; the hardware threads of a core share what a product needs, and count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return len(cores)
 
 
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
@@ -232,17 +260,21 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError("--kv-events-replay repeats what --kv-events tells; give that address as well.")
     if config.kv_events is not None and not config.enable_prefix_caching:
         raise ConfigError("--kv-events has nothing to tell with --no-enable-prefix-caching; leave one of them out.")
+    if config.speculative is not None and config.extension is not None:
+        raise ConfigError("--speculative computes more than --extension is told of a plan; leave one of them out.")
+    dtype = _choose_dtype(config, model, machine)
     return EngineConfig(
         model_path=model.path,
         served_model_names=config.served_model_name or (model.name,),
-        dtype=_choose_dtype(config, model, machine),
+        dtype=dtype,
         device=config.device,
         quantization=config.quantization,
         load_format=config.load_format,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or (512 if _on_cpu(config, machine) else 2048),
         kv_cache_memory=config.kv_cache_memory,
+        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         block_size=16,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
@@ -256,7 +288,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         extension=config.extension,
         record_trace=config.record_trace,
         pipeline_depth=config.pipeline_depth,
-        num_threads=config.threads or max(1, machine.num_cores - 1),
+        speculative=config.speculative,
+        num_threads=config.threads or machine.num_cores,
         vocab_size=model.vocab_size,
         model_fingerprint=model.fingerprint,
         eos_token_ids=model.eos_token_ids,
@@ -270,8 +303,12 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     )
 
 
+def _on_cpu(config: Config, machine: MachineFacts) -> bool:
+    return config.device == "cpu" or (config.device == "auto" and not machine.has_gpu)
+
+
 def _choose_dtype(config: Config, model: ModelFacts, machine: MachineFacts) -> Dtype:
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not machine.has_gpu)
+    on_cpu = _on_cpu(config, machine)
     if config.quantization == "int8":
         if config.dtype == "bfloat16" or not on_cpu:
             raise ConfigError("--quantization int8 is for --device cpu and computes in float32; leave --dtype out.")

@@ -1,6 +1,7 @@
 """From what a person says to what every process receives: find the checkpoint, read its config, decide the rest."""
 
 from .config import Config, EngineConfig, machine_facts, resolve
+from .engine.core.speculation import num_draft_tokens
 from .engine.extension.load import load_extension
 from .engine.kv_connector import registry
 from .engine.models.spec import model_facts, read_spec
@@ -10,6 +11,7 @@ from .engine.weights.source import locate
 def prepare(config: Config) -> EngineConfig:
     """Downloads the model if need be. Raises ConfigError, also for what only the engine's processes will open."""
     registry.check(config.kv_connector)
+    num_draft_tokens(config.speculative)
     if config.extension is not None:
         load_extension(config.extension)
     folder, name = locate(config.model, config.revision, weights=config.load_format != "dummy")

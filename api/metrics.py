@@ -77,6 +77,9 @@ class _GatewayCollector(Collector):
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", core.num_prompt_tokens),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", core.num_cached_tokens),
             ("num_preemptions", "Sequences that gave their blocks back for a while.", core.num_preemptions),
+            ("spec_decode_num_drafts", "How often a sequence's next tokens were guessed.", core.num_drafts),
+            ("spec_decode_num_draft_tokens", "Tokens that were guessed.", core.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Guessed tokens that came true.", core.num_accepted_tokens),
         )
         for name, text, value in counters:
             counter = CounterMetricFamily(f"pagewire:{name}", text, labels=["model_name"])

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from ..errors import ErrorKind
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a request ended: an eos/stop token or stop string; a length limit; cancelled by its client."""
@@ -192,6 +192,11 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     where row `rows[i]` computes its next `counts[i]` positions and, if `sample[i]` is 1, draws one token that becomes
     the id of the position after them. The worker keeps ids, so a decode row is planned before its last id is known to
     the core. A plan may have no rows.
+
+    The first `num_speculative` rows have count 1 and sample 1 and may compute up to `speculate` positions more: of ids
+    that the worker guesses from the row's own. A guess is accepted if it is the token that is drawn at its place. So
+    such a row draws one token for each guess that was accepted, and one after them, as in a step without guesses; its
+    blocks hold all the positions that it may compute. The next plan goes on where the worker is.
     """
 
     step: int
@@ -204,6 +209,8 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     copies: bytes = b""  # int32 pairs (from block, to block); all are read before any is written
     kv: bytes = b""  # metadata for the worker half of the KV connector; empty: nothing to do
     extension: bytes = b""  # per-step metadata of a plan extension, for the attention backend that it wraps
+    num_speculative: int = 0
+    speculate: int = 0
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):
@@ -218,10 +225,13 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     """worker → core: what a plan's pass gave, in the plan's order."""
 
     step: int
-    ids: bytes  # int32, one for each row with sample = 1; -1: the row's logits were not finite, fail that request
+    ids: bytes  # int32, those of each row with sample = 1; -1: the row's logits were not finite, fail that request
     logprobs: dict[int, RowLogprobs]  # index into the plan's rows → the sampled token's
     prompt_logprobs: dict[int, RowLogprobs]  # index into the plan's rows → those of the prompt positions it computed
     device_ms: float
+    num_drawn: bytes = b""  # int32, how many of `ids` each row with sample = 1 drew; empty: one each
+    num_drafts: int = 0  # rows that computed guesses
+    num_draft_tokens: int = 0  # guesses
 
 
 class Transferred(Struct, frozen=True, array_like=True, tag=True):
@@ -271,13 +281,17 @@ class TokenBatch(Struct, frozen=True, array_like=True, tag=True):
     """core → detokenizer: one step's news of all requests, each of them either in the columns or in `tokens`."""
 
     tokens: tuple[Tokens, ...]
-    rids: bytes = b""  # int64, of the requests that got one token and nothing else
+    rids: bytes = b""  # int64, of the requests that got tokens and nothing else: as often as they got one, in a row
     ids: bytes = b""  # int32, parallel to rids
 
     def columns(self) -> Iterator[tuple[int, bytes]]:
-        """(rid, the int32 bytes of its one token) of each entry of the columns."""
-        ids = self.ids
-        return ((rid, ids[4 * i : 4 * i + 4]) for i, rid in enumerate(memoryview(self.rids).cast("q")))
+        """(rid, the int32 bytes of its tokens) of each request in the columns."""
+        rids, ids = memoryview(self.rids).cast("q"), self.ids
+        start, num = 0, len(rids)
+        for end in range(1, num + 1):
+            if end == num or rids[end] != rids[start]:
+                yield rids[start], ids[4 * start : 4 * end]
+                start = end
 
 
 class StopHit(Struct, frozen=True, array_like=True, tag=True):
@@ -373,6 +387,9 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     num_output_tokens: int
     step_age_s: float  # how long the oldest plan in flight has been out; 0 with none
     tiers: tuple[TierSnapshot, ...] = ()  # the KV tiers behind the device
+    num_drafts: int = 0  # how often a sequence's next tokens were guessed
+    num_draft_tokens: int = 0  # guesses
+    num_accepted_tokens: int = 0  # of them, those that came true
 
 
 # ── anyone ⇄ supervisor ──────────────────────────────────────────────────────────────────────────────────────────────

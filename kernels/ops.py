@@ -27,7 +27,8 @@ class Matrix(Protocol):
 class Ops:
     """One implementation of every operation. `reference.py` says what each must compute."""
 
-    matrix: Callable[[Tensor], Matrix]
+    matrix: Callable[[Tensor], Matrix]  # only for products
+    table: Callable[[Tensor], Matrix]  # for lookups, and for products if it is the head as well
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
@@ -38,8 +39,10 @@ class Ops:
 
 def reference_ops(*, int8: bool = False) -> Ops:
     """Plain torch, on any device; with `int8` for float32 activations."""
+    table = reference.TorchInt8Matrix if int8 else reference.TorchMatrix
     return Ops(
-        matrix=reference.TorchInt8Matrix if int8 else reference.TorchMatrix,
+        matrix=table,
+        table=table,
         rms_norm=reference.rms_norm,
         add_rms_norm=reference.add_rms_norm,
         silu_mul=reference.silu_mul,

@@ -6,6 +6,7 @@ topology allows, runs the actor, and reports Ready, Fault and Pong.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -197,6 +198,7 @@ def main(name: str, launch_file: str) -> int:
     def on_ready(facts: Facts) -> None:
         timings = {"python": python_s, **facts.timings}
         timings["rest"] = max(0.0, process_age_s() - sum(timings.values()))
+        gc.freeze()  # what the start has made stays; no collection shall look through it again
         post("supervisor", Ready(name, SCHEMA_VERSION, Facts(timings, facts.notes)))
 
     python_s = process_age_s()

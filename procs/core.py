@@ -179,5 +179,8 @@ class CoreActor:
                 num_output_tokens=counters.num_output_tokens,
                 step_age_s=time.monotonic() - self._oldest_plan_at if scheduler.num_in_flight else 0.0,
                 tiers=() if scheduler.connector is None else scheduler.connector.tiers(),
+                num_drafts=counters.num_drafts,
+                num_draft_tokens=counters.num_draft_tokens,
+                num_accepted_tokens=counters.num_accepted_tokens,
             ),
         )

@@ -126,8 +126,10 @@ class FakeWorker:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         carry_out: Callable[[bytes], None] | None = None,
+        guess: "Callable[[FakeRow, int], Sequence[int]] | None" = None,
     ) -> None:
-        """`carry_out`: the worker half of a KV connector, given what each plan tells it."""
+        """`carry_out`: the worker half of a KV connector, given what each plan tells it. `guess`: at most so many ids
+        that may come next in a row."""
         self.block_size = block_size
         self.block_bytes = KV_BYTES * block_size
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -136,6 +138,7 @@ class FakeWorker:
         self.last_step: int | None = None
         self.fail_seeds: set[int] = set()  # requests whose logits are "not finite"
         self._carry_out = carry_out
+        self._guess = guess
 
     def read_block(self, block: int) -> bytes:
         """What a block holds."""
@@ -165,16 +168,32 @@ class FakeWorker:
         assert len(rows) == len(counts) == len(plan.sample)
         assert rows or plan.kv, "a plan with nothing to do"
         assert len(set(rows)) == len(rows), "a row is twice in a plan"
-        assert sum(counts) <= self.max_num_batched_tokens, "over the token budget"
+        most = sum(counts) + plan.num_speculative * plan.speculate
+        assert most <= self.max_num_batched_tokens, "over the token budget"
+        assert plan.num_speculative <= len(rows) and (plan.num_speculative > 0) == (plan.speculate > 0)
         drawn: list[int] = []
+        num_drawn: list[int] = []
+        num_drafts = num_guesses = 0
         logprobs: dict[int, RowLogprobs] = {}
         prompt_logprobs: dict[int, RowLogprobs] = {}
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             state = self._row(row)
             ids, start, end = state.ids, state.num_computed, state.num_computed + count
             assert count >= 1 and end <= len(ids), "positions without ids"
-            kv = self._compute(state, start, end)
             sampling = state.sampling
+            if i < plan.num_speculative:
+                assert count == plan.sample[i] == 1 and sampling.logprobs is None, "no row to guess for"
+                guesses = [] if self._guess is None else list(self._guess(state, plan.speculate))
+                assert len(guesses) <= plan.speculate
+                places = len(state.blocks) * self.block_size
+                assert end + plan.speculate <= places, "guesses without a block"
+                num_drafts += bool(guesses)
+                num_guesses += len(guesses)
+                tokens = self._speculate(state, guesses)
+                drawn += tokens
+                num_drawn.append(len(tokens))
+                continue
+            kv = self._compute(state, start, end)
             if sampling.prompt_logprobs is not None:
                 scored = ids[start + 1 : min(end + 1, state.num_prompt)]
                 if scored:
@@ -188,7 +207,33 @@ class FakeWorker:
                 elif sampling.logprobs is not None:
                     logprobs[i] = _certain(ids[-1:])
                 drawn.append(token)
-        return StepResult(plan.step, ids_to_bytes(drawn), logprobs, prompt_logprobs, self.device_ms(counts))
+                num_drawn.append(1)
+        return StepResult(
+            plan.step,
+            ids_to_bytes(drawn),
+            logprobs,
+            prompt_logprobs,
+            self.device_ms(counts),
+            ids_to_bytes(num_drawn) if len(drawn) > len(num_drawn) else b"",
+            num_drafts,
+            num_guesses,
+        )
+
+    def _speculate(self, state: FakeRow, guesses: list[int]) -> list[int]:
+        """One position and these guesses after it, at once: the tokens drawn up to the first that was not guessed."""
+        ids, start = state.ids, state.num_computed
+        ids.extend(guesses)
+        kv = self._compute(state, start, start + 1 + len(guesses))
+        tokens: list[int] = []
+        for end in range(start + 1, start + 2 + len(guesses)):
+            token = next_token(kv[: end * KV_BYTES], state.sampling.seed)
+            tokens.append(-1 if state.sampling.seed in self.fail_seeds else token)
+            if tokens[-1:] != guesses[end - start - 1 : end - start]:
+                break
+        del ids[start + len(tokens) :]
+        ids.append(token)
+        state.num_computed = start + len(tokens)
+        return tokens
 
     def device_ms(self, counts: "array[int]") -> float:
         """How long a step takes: linear in what it computes."""

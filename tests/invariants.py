@@ -17,9 +17,12 @@ class Touched:
         self.num_steps: dict[int, int] = {}
         self.num_positions: dict[int, int] = {}
         self.num_drawn: dict[int, int] = {}
+        self.num_guesses: dict[int, int] = {}
         for flight in scheduler._in_flight:
-            for request in flight.decodes:
-                self._add(request, 1, 1)
+            for i, request in enumerate(flight.decodes):
+                most = 1 + flight.speculate * (i < flight.num_speculative)
+                self._add(request, most, most)
+                self.num_guesses[id(request)] = self.num_guesses.get(id(request), 0) + most - 1
             for request, count, sample in zip(flight.others, flight.counts, flight.sample, strict=True):
                 self._add(request, count, sample)
         self.loading = {} if scheduler._loads is None else {id(r): r for r, _ in scheduler._loads._requests.values()}
@@ -94,13 +97,14 @@ def states_hold_what_they_may(scheduler: Scheduler, touched: Touched) -> None:
 
 
 def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
-    """computed ≤ planned ≤ total ≤ what was asked for, and blocks for all that is planned."""
+    """computed ≤ planned ≤ total ≤ what was asked for, and blocks for all that is planned, guesses included."""
     for r in touched.everyone:
         if r.state in (State.WAITING, State.ENDED):
             continue
         assert 0 <= r.num_computed <= r.num_planned <= r.num_total <= scheduler.max_model_len, r.rid
         assert r.num_planned - r.num_computed == touched.num_positions.get(id(r), 0), "a position is in no plan"
         assert len(r.blocks) * scheduler.block_size >= r.num_planned, "positions without blocks"
+        assert r.num_planned <= r.end, "a position is planned that nobody needs"
         assert r.num_total <= r.max_len, "too many tokens drawn"
         if r.state is State.RUNNING and r.is_open and r.max_tokens:
             assert r.room == min(r.end, len(r.blocks) * scheduler.block_size), "its room is out of date"
@@ -143,10 +147,14 @@ def writes_are_exclusive(scheduler: Scheduler, copied_to: Iterable[int]) -> None
     pool, size = scheduler.pool, scheduler.block_size
     flight = scheduler._in_flight[-1]
     rows = [(request, 1) for request in flight.decodes] + list(zip(flight.others, flight.counts, strict=True))
+    known = Touched(scheduler)
     written: list[int] = []
     for request, count in rows:
-        end = request.num_planned
-        written += request.blocks[(end - count) // size : (end - 1) // size + 1]
+        # Guesses of plans in flight may all turn out wrong: each plan writes one position for certain.
+        guesses = known.num_guesses.get(id(request), 0)
+        written += request.blocks[
+            (request.num_planned - count - guesses) // size : (request.num_planned - 1) // size + 1
+        ]
     assert len(set(written)) == len(written), "two rows write one block"
     for block in [*written, *copied_to]:
         assert pool._holders[block] == 1, f"block {block} is written and has {pool._holders[block]} holders"

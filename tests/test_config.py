@@ -51,6 +51,12 @@ def test_a_wrong_flag_gives_one_sentence(argv: list[str], sentence: str) -> None
     assert str(error.value) == sentence
 
 
+def test_speculation_and_an_extension_exclude_each_other() -> None:
+    assert decide(Config(speculative="ngram")).speculative == "ngram"
+    with pytest.raises(ConfigError, match="--extension"):
+        decide(Config(speculative="ngram", extension="module:Class"))
+
+
 def test_every_flag_has_help() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
@@ -81,9 +87,22 @@ def test_what_is_no_size(text: str) -> None:
 
 def test_resolve_fills_in_what_was_left_open() -> None:
     engine = decide(Config())
-    assert engine.max_model_len == 4096 and engine.dtype == "bfloat16" and engine.num_threads == 3
+    assert engine.max_model_len == 4096 and engine.dtype == "bfloat16" and engine.num_threads == 4
     assert engine.served_model_names == ("m",) and engine.eos_token_ids == (2,)
     assert decide(Config(dtype="float32", threads=1, max_model_len=100)).num_threads == 1
+
+
+def test_what_a_cpu_gets() -> None:
+    assert decide(Config(device="cpu")).max_num_batched_tokens == 512
+    assert decide(Config(device="cuda")).max_num_batched_tokens == 2048
+    assert decide(Config(device="cpu", max_num_batched_tokens=64)).max_num_batched_tokens == 64
+    int8 = decide(Config(device="cpu", quantization="int8"))
+    assert int8.dtype == int8.kv_cache_dtype == "float32"
+    assert decide(Config(device="cpu", dtype="float32", kv_cache_dtype="bfloat16")).kv_cache_dtype == "bfloat16"
+    assert len({int8.kv_model_key, decide(Config(device="cpu", dtype="float32")).kv_model_key}) == 2
+    for flags in ({"dtype": "bfloat16", "device": "cpu"}, {"device": "cuda"}):
+        with pytest.raises(ConfigError, match="--quantization int8 is for --device cpu"):
+            decide(Config(quantization="int8", **flags))
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,14 @@ ALLOWED: dict[str, set[str]] = {
     "prepare": {
         "engine.models.spec",
         "engine.weights.source",
+        "engine.core.speculation",
         "engine.kv_connector.registry",
         "engine.extension.load",
     },
     "ipc": {"ipc"},
     "kernels": {"kernels"},
     "api": {"api", "ipc.messages"},
-    "engine.core": {"engine.core", "engine.extension", "ipc.messages"},
+    "engine.core": {"engine.core", "engine.extension", "ipc.messages", "plugins"},
     "engine.text": {"engine.text"},
     "engine.cache": {"engine.cache", "engine.attention.base"},
     "engine.kv_connector": {

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ...tools.make_checkpoint import SHAPES
@@ -30,21 +30,24 @@ from .with_vllm import Vllm
 from .work import Workload, warm_up, workloads
 
 _MAKERS: dict[str, Callable[[str], Peer]] = {
-    "vllm": Vllm,
     "openvino": OpenVino,
     "llama-server": LlamaServer,
     "llama-cpp-python": LlamaCppPython,
     "transformers": Transformers,
     "floor": Floor,
 }
-PEERS = ("pagewire", *_MAKERS)
+PEERS = ("pagewire", "pagewire-int8", "vllm", *_MAKERS)
 _KV_BYTES = 2 << 30  # for everyone who lets one say
 
 
-def make_peer(name: str, at: dict[str, str], flags: Sequence[str]) -> Peer:
-    """`at`: peer → its interpreter or program; `flags` are pagewire's."""
+def make_peer(name: str, at: dict[str, str], flags: Mapping[str, Sequence[str]]) -> Peer:
+    """`at`: peer → its interpreter or program; `flags`: peer → what is appended to its command line."""
     if name == "pagewire":
-        return Pagewire(flags)
+        return Pagewire(flags.get(name, ()))
+    if name == "pagewire-int8":
+        return Pagewire(["--quantization", "int8", *flags.get(name, ())], name=name)
+    if name == "vllm":
+        return Vllm(at.get(name, sys.executable), flags.get(name, ()))
     return _MAKERS[name](at.get(name, name if name == "llama-server" else sys.executable))
 
 
@@ -136,12 +139,18 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_argument(
         "--at", nargs="+", default=[], metavar="PEER=PATH", help="a peer's interpreter, or llama-server's program"
     )
-    flags.add_argument("--pagewire-flags", default="", metavar="'FLAGS'", help="appended to pagewire's command line")
+    flags.add_argument(
+        "--flags", nargs="+", default=[], metavar="PEER='FLAGS'", help="appended to a server's command line"
+    )
     given = flags.parse_args(argv)
     given.at = dict(entry.partition("=")[::2] for entry in given.at)
-    unknown = [name for name, path in given.at.items() if name not in _MAKERS or not path]
+    unknown = [name for name, path in given.at.items() if name not in PEERS or name.startswith("pagewire") or not path]
     if unknown:
-        flags.error(f"--at: PEER=PATH with one of {', '.join(_MAKERS)}, not {', '.join(unknown)}")
+        flags.error(f"--at: PEER=PATH with one of {', '.join(('vllm', *_MAKERS))}, not {', '.join(unknown)}")
+    given.flags = {name: text.split() for name, _, text in (entry.partition("=") for entry in given.flags)}
+    unknown = [name for name in given.flags if name not in ("pagewire", "pagewire-int8", "vllm")]
+    if unknown:
+        flags.error(f"--flags: PEER='FLAGS' with pagewire, pagewire-int8 or vllm, not {', '.join(unknown)}")
     if given.repeat < 1:
         flags.error(f"--repeat: at least 1, not {given.repeat}")
     return given
@@ -153,13 +162,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = machine()
     times = 1 if given.quick else given.repeat
     work = [workload for workload in workloads(quick=given.quick) if workload.name in given.workloads]
-    peers = [make_peer(name, given.at, given.pagewire_flags.split()) for name in dict.fromkeys(given.peers)]
+    peers = [make_peer(name, given.at, given.flags) for name in dict.fromkeys(given.peers)]
     try:
         rows, lines = compare(peers, work, times, given.files.resolve())
     except PeerError as error:
         raise SystemExit(str(error)) from None
     for workload in work:
-        print(f"{workload.name}: {workload.title} ({workload.like}, bfloat16)")
+        print(f"{workload.name}: {workload.title} ({workload.like}, a bfloat16 checkpoint)")
     print(f"median (smallest–largest) of {times}")
     print_table(rows)
     for line in lines:
@@ -168,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "repeat": times,
         "quick": given.quick,
         "workloads": {workload.name: f"{workload.title}, {workload.like}" for workload in work},
-        "pagewire_flags": given.pagewire_flags,
+        "flags": given.flags,
         "notes": lines,
     }
     write_json(given.json, "beside other engines", rows, facts, settings)

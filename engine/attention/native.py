@@ -7,10 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.cpu.native import LANES, MOST_ROWS, Kernels, Pages, dense
+from ...kernels.cpu.native import LANES, MOST_ROWS, Kernels, Pages, StepFields, dense
 from ...kernels.ops import Ops
 from ..cache.kv_cache import KvCache
 from .base import AttentionStep
+
+_WORK_BYTES = 256 << 20  # most that all threads together pack keys and values of prompts into; one may take more
 
 
 class NativePagedAttention:
@@ -25,29 +27,22 @@ class NativePagedAttention:
         self._slots: Tensor | None = None
         self._table: NDArray[np.int32] = np.zeros((0, 0), np.int32)
         self._contexts: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._chunks: list[tuple[int, int, int, int]] = []  # address of the table's row, context, first token, count
-        self._num_decode = self._score_stride = 0
+        self._counts = self._contexts
+        self._num_decode = self._score_stride = self._decode_room = self._work_stride = self._num_works = 0
 
     def begin(self, step: AttentionStep) -> None:
         self._slots = step.slots
         self._table = np.ascontiguousarray(step.block_table)
         self._contexts = np.ascontiguousarray(step.context_lens)
+        self._counts = np.ascontiguousarray(step.query_lens)
         self._num_decode = step.num_decode
         longest = int(self._contexts[: step.num_decode].max(initial=0))
         self._score_stride = -(-longest // LANES) * LANES
-        threads = torch.get_num_threads()
-        room = threads * 4 * self._score_stride
-        self._chunks = []
-        token = step.num_decode
-        for row in range(step.num_decode, len(step.query_lens)):
-            count, context = int(step.query_lens[row]), int(self._contexts[row])
-            self._chunks.append((self._table.ctypes.data + row * self._table.strides[0], context, token, count))
-            token += count
-            n = -(-context // LANES) * LANES
-            dim = self._cache.pages[0][0].shape[3]
-            room = max(room, 2 * n * dim + threads * MOST_ROWS * (2 * n + 2 * dim))
-        if room > self._work.numel():
-            self._work = torch.empty(room)
+        self._decode_room = torch.get_num_threads() * self._score_stride
+        n = -(-int(self._contexts.max(initial=0)) // LANES) * LANES if len(self._counts) > step.num_decode else 0
+        dim = self._cache.pages[0][0].shape[3]
+        self._work_stride = (2 * dim + 2 * MOST_ROWS) * n + 2 * MOST_ROWS * dim
+        self._num_works = min(torch.get_num_threads(), max(1, _WORK_BYTES // (4 * self._work_stride)))
 
     def forward(
         self,
@@ -67,22 +62,55 @@ class NativePagedAttention:
         tokens, heads, dim = query.shape
         what = (layer, heads, scale, window, softcap)
         if what not in self._pages:
-            pages = Pages(
-                *(k_pages.data_ptr(), v_pages.data_ptr(), heads, *k_pages.shape[2:], self._cache.block_size),
-                *(window or 0, scale, softcap or 0.0, k_pages.dtype == torch.bfloat16),
-            )
+            pages = self.pages(layer, heads, scale, window, softcap)
             self._pages[what] = pages, ctypes.addressof(pages)
         _, pages_at = self._pages[what]
         out = torch.empty((tokens, heads, dim))
-        at, query_at, stride, work = out.data_ptr(), query.data_ptr(), query.stride(0), self._work.data_ptr()
+        at, query_at, stride, work = out.data_ptr(), query.data_ptr(), query.stride(0), self._room(heads)
         if self._num_decode:
             self._kernels.decode(
                 *(pages_at, query_at, stride, self._table.ctypes.data, self._table.shape[1]),
                 *(self._contexts.ctypes.data, at, work, self._score_stride, self._num_decode),
             )
-        for table_at, context, token, count in self._chunks:
+        first = self._num_decode  # as many tokens as rows so far
+        if len(self._counts) > first:
             self._kernels.extend(
-                *(pages_at, query_at + 4 * token * stride, stride, table_at, context, count),
-                *(at + 4 * token * heads * dim, work),
+                *(pages_at, query_at + 4 * first * stride, stride),
+                *(self._table.ctypes.data + first * self._table.strides[0], self._table.shape[1]),
+                *(self._contexts.ctypes.data + 8 * first, self._counts.ctypes.data + 8 * first),
+                *(at + 4 * first * heads * dim, work, self._work_stride, self._num_works, len(self._counts) - first),
             )
         return out
+
+    def pages(self, layer: int, heads: int, scale: float, window: int | None, softcap: float | None) -> Pages:
+        """A layer as the kernels see it."""
+        keys, values = self._cache.pages[layer]
+        return Pages(
+            *(keys.data_ptr(), values.data_ptr(), heads, *keys.shape[2:], self._cache.block_size),
+            *(window or 0, scale, softcap or 0.0, keys.dtype == torch.bfloat16),
+        )
+
+    def step_fields(self, heads: int) -> StepFields:
+        """What the C decoder needs to know of the step; the tokens are the caller's."""
+        assert self._slots is not None, "used before begin"
+        return StepFields(
+            slots=self._slots.data_ptr(),
+            table=self._table.ctypes.data,
+            contexts=self._contexts.ctypes.data,
+            counts=self._counts.ctypes.data,
+            tokens=self._slots.shape[0],
+            rows=len(self._contexts),
+            num_decode=self._num_decode,
+            table_stride=self._table.shape[1],
+            score_stride=self._score_stride,
+            work_stride=self._work_stride,
+            num_works=self._num_works,
+            attention=self._room(heads),
+        )
+
+    def _room(self, heads: int) -> int:
+        """Address of the kernels' scratch memory."""
+        room = max(heads * self._decode_room, self._num_works * self._work_stride)
+        if room > self._work.numel():
+            self._work = torch.empty(room)
+        return self._work.data_ptr()

@@ -100,6 +100,12 @@ class CostModel:
         self._coefficients = solved
 
 
+def with_guesses(work: Work, num: int) -> Work:
+    """`work` whose rows computed `num` guessed positions more. Each reads as much as the one before it; nobody can tell
+    beforehand how many there will be, so what is predicted is a step without them."""
+    return work._replace(rows=work.rows + num, context=work.context + num * (work.context // max(1, work.rows)))
+
+
 def with_chunk(work: Work, past: int, num: int) -> Work:
     """`work` and a chunk of `num` positions after `past` computed ones."""
     return work._replace(prefill=work.prefill + num, pairs=work.pairs + num * past + num * (num + 1) // 2)

@@ -13,7 +13,10 @@ _one = array("i", [1])
 
 
 class InFlight(NamedTuple):
-    """What a plan that was sent touches: its rows are `decodes`, one position and one token each, and then `others`."""
+    """What a plan that was sent touches: its rows are `decodes`, one position and one token each, and then `others`.
+
+    Of the first `num_speculative` rows, up to `speculate` positions and tokens more were planned: `num_planned` and
+    `num_total` of a request are upper bounds until the result takes back what did not come true."""
 
     step: int
     decodes: list[Request]
@@ -21,6 +24,8 @@ class InFlight(NamedTuple):
     counts: list[int]  # of others
     sample: list[int]  # of others, 0 or 1
     work: Work | None  # None: what it costs is not to be learnt from
+    num_speculative: int
+    speculate: int
 
 
 class Draft:
@@ -31,7 +36,9 @@ class Draft:
         self.open: list[RowOpen] = []
         self.grow_rows: array[int] = array("i")
         self.grow_blocks: array[int] = array("i")
-        self.decodes: list[Request] = []  # those that need one position, which draws a token, and no new block
+        self.decodes: list[Request] = []  # those that need one position, which draws a token
+        self.num_speculative = 0  # of them, the first ones: they may compute `speculate` positions more
+        self.speculate = 0
         self.others: list[Request] = []
         self.counts: list[int] = []  # of others
         self.sample: list[int] = []  # of others
@@ -46,6 +53,19 @@ class Draft:
     def num_rows(self) -> int:
         """Rows planned so far."""
         return len(self.decodes) + len(self.others)
+
+    def sent(self, step: int, learns: bool) -> InFlight:
+        """What is to be remembered. `learns`: whether what it costs tells something new."""
+        return InFlight(
+            step,
+            self.decodes,
+            self.others,
+            self.counts,
+            self.sample,
+            self.work if learns else None,
+            self.num_speculative,
+            self.speculate,
+        )
 
     def finish(self, step: int, kv: bytes, extension: bytes) -> StepPlan:
         """The message."""
@@ -63,4 +83,6 @@ class Draft:
             copies=ids_to_bytes(self.copies),
             kv=kv,
             extension=extension,
+            num_speculative=self.num_speculative,
+            speculate=self.speculate,
         )

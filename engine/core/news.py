@@ -1,6 +1,6 @@
 """What the detokenizer is to be told, collected in order.
 
-Nearly all news is one token of a request and nothing else: it travels in two columns, without an object a token. All
+Nearly all news is tokens of a request and nothing else: it travels in two columns, without an object a token. All
 other news of a step follows in `TokenBatch.tokens`; a request is never in both.
 """
 
@@ -21,7 +21,8 @@ class News:
         self._ids = b""
 
     def set_columns(self, rids: "array[int]", ids: "array[int]") -> None:
-        """One token each for these requests, in the batch that `close_batch` began. rids: int64; ids: int32."""
+        """The tokens of these requests, in the batch that `close_batch` began; who has several stands there as often,
+        in a row. rids: int64; ids: int32."""
         assert not self._rids, "a batch has the columns of one step"
         self._rids, self._ids = rids.tobytes(), ids.tobytes()
 

@@ -42,7 +42,11 @@ class Planner:
         block_size: int,
         max_num_batched_tokens: int,
         itl_target_ms: float | None,
+        speculate: int,
     ) -> None:
+        """`speculate`: positions that the worker may compute of a row's guessed tokens in a step; 0: none. Less than a
+        block, so that a row never needs two blocks at once for one token."""
+        assert 0 <= speculate < block_size, (speculate, block_size)
         self._roster = roster
         self._pool = pool
         self._prefix = prefix
@@ -54,6 +58,7 @@ class Planner:
         self._block_size = block_size
         self._max_num_batched_tokens = max_num_batched_tokens
         self._itl_target_ms = itl_target_ms
+        self._speculate = speculate
 
     def draft(self) -> Draft:
         """The next step, possibly empty."""
@@ -90,6 +95,8 @@ class Planner:
                 limit -= 1  # it is none of the rows below, and must have a position all the same
             elif (first := roster.waiting.first()) is not None and self._goes_before(first, running[-1]):
                 limit -= 1
+        elif self._speculate and len(running) * (1 + self._speculate) + (len(roster.waiting) > 0) <= limit:
+            running = self._plan_speculative(draft, running)
         decodes = draft.decodes
         take = decodes.append
         growing: list[Request] = []
@@ -115,7 +122,7 @@ class Planner:
         del decodes[limit:]
         if growing:
             single += self._grow(draft, growing, limit - len(decodes))
-        draft.budget -= len(decodes)
+        draft.budget -= len(decodes) + draft.num_speculative * draft.speculate
         if len(long) > 1:
             long.sort(key=order(self._policy))
         rest = single + long + over
@@ -123,6 +130,40 @@ class Planner:
             rest.remove(front)
             rest.insert(0, front)
         return rest
+
+    def _plan_speculative(self, draft: Draft, running: list[Request]) -> list[Request]:
+        """Plans the rows that need one position and may compute guesses after it, with the blocks for them. There are
+        blocks and budget for all `running`. Returns the others.
+
+        The upper bound stays within `end`: who is nearer to it waits for its results, or goes on without guesses.
+        """
+        num = 1 + self._speculate
+        take = draft.decodes.append
+        others: list[Request] = []
+        growing: list[Request] = []
+        for request in running:
+            position = request.num_planned
+            if position + num > request.end or position + 1 != request.num_total or not request.may_speculate:
+                others.append(request)
+                continue
+            if position + num > request.room:
+                if request.room < 0:
+                    others.append(request)
+                    continue
+                growing.append(request)
+            request.num_planned = position + num
+            request.num_total = position + num + 1
+            request.num_in_flight += 1
+            take(request)
+        blocks = self._pool.allocate(len(growing))
+        draft.grow_blocks.extend(blocks)
+        for request, block in zip(growing, blocks, strict=True):
+            request.blocks.append(block)
+            request.room = min(request.end, request.room + self._block_size)
+            draft.grow_rows.append(request.row)
+        draft.num_speculative = len(draft.decodes)
+        draft.speculate = self._speculate if draft.decodes else 0
+        return others
 
     def _grow(self, draft: Draft, growing: list[Request], limit: int) -> list[Request]:
         """Plans rows that need one position and a block for it, as far as blocks and limit last. Returns the others."""

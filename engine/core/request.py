@@ -28,7 +28,8 @@ class State(Enum):
 class Request:
     """A request's counters. `ids[: num_total]` are its tokens; the last `num_total - len(ids)` are still on the device.
 
-    Positions: ``0 ≤ num_computed ≤ num_planned ≤ num_total``, and nothing from `end` on is ever computed.
+    Positions: ``0 ≤ num_computed ≤ num_planned ≤ num_total``, and nothing from `end` on is ever computed. While plans
+    with guesses are in flight, `num_planned` and `num_total` are upper bounds: as if every guess came true.
     """
 
     __slots__ = (
@@ -45,6 +46,7 @@ class Request:
         "mark",
         "max_len",
         "max_tokens",
+        "may_speculate",
         "num_cached",
         "num_committed",
         "num_computed",
@@ -99,6 +101,7 @@ class Request:
         stops = frozenset(message.limits.stop_token_ids)
         self.stops = stops if message.limits.ignore_eos else stops | eos_token_ids  # drawing one of them ends it
         self.end = self.num_prompt + max(0, self.max_tokens - 1)  # the last token drawn needs no KV
+        self.may_speculate = message.sampling.logprobs is None  # those of one token a step are told
         self.state = State.WAITING
         self.row = -1  # on the worker, while it holds one
         self.blocks: list[int] = []  # its block table

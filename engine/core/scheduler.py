@@ -24,12 +24,11 @@ from ...ipc.messages import (
     Tokens,
     Transferred,
     bytes_to_ids,
-    ids_to_bytes,
 )
 from ..extension.core import PlanExtension
 from .block_hash import root_key
 from .block_pool import BlockPool
-from .cost import CostModel
+from .cost import CostModel, with_guesses
 from .draft import Draft, InFlight
 from .kv_connector import CoreConnector
 from .kv_events import KvCacheEvent, Removed, Stored
@@ -40,6 +39,7 @@ from .policy import PolicyName, make_policy
 from .prefix import PrefixCache
 from .request import COMMIT_BLOCKS, Request, State
 from .roster import Roster
+from .speculation import num_drawn, num_until_end
 from .stats import Counters
 
 _LEARN_EVERY = 8  # steps; from those with prefill the cost model always learns
@@ -68,7 +68,10 @@ class Scheduler:
         connector: CoreConnector | None = None,
         extension: PlanExtension | None = None,
         kv_events: bool = False,
+        speculate: int = 0,
     ) -> None:
+        """`speculate`: guessed tokens that the worker may compute of a row in a step."""
+        assert extension is None or not speculate, "an extension is told every position of a plan"
         self.pool = pool
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -114,6 +117,7 @@ class Scheduler:
             block_size=block_size,
             max_num_batched_tokens=max_num_batched_tokens,
             itl_target_ms=itl_target_ms,
+            speculate=speculate,
         )
 
     # ── requests come and go ─────────────────────────────────────────────────────────────────────────────────────────
@@ -268,9 +272,7 @@ class Scheduler:
                 self._policy.serve(request.line, count)
         self.step += 1
         learns = draft.work.prefill > 0 or self.step % _LEARN_EVERY == 0
-        self._in_flight.append(
-            InFlight(self.step, draft.decodes, draft.others, draft.counts, draft.sample, draft.work if learns else None)
-        )
+        self._in_flight.append(draft.sent(self.step, learns))
         extension = b""
         if self._extension is not None:
             requests, counts = draft.decodes + draft.others, [1] * len(draft.decodes) + draft.counts
@@ -286,19 +288,23 @@ class Scheduler:
             expected = self._in_flight[0].step if self._in_flight else None
             raise ValueError(f"the worker answered step {result.step} where step {expected} was due")
         flight = self._in_flight.popleft()
-        decodes = flight.decodes
+        decodes, first = flight.decodes, flight.num_speculative
         drawn = bytes_to_ids(result.ids)
-        if len(drawn) != len(decodes) + sum(flight.sample):
-            due = len(decodes) + sum(flight.sample)
-            raise ValueError(f"step {result.step} drew {len(drawn)} tokens where {due} were due")
+        nums = num_drawn(flight, result, len(drawn))
         if flight.work is not None and flight.work.rows + flight.work.prefill:
-            self._cost.observe(flight.work, result.device_ms)
+            self._cost.observe(with_guesses(flight.work, result.num_draft_tokens), result.device_ms)
         self._news.close_batch()
+        guessed_rids, guessed_ids = array("q"), array("i")
+        if first:
+            self._apply_speculative(flight, nums, drawn, guessed_rids, guessed_ids)
+            self.counters.num_drafts += result.num_drafts
+            self.counters.num_draft_tokens += result.num_draft_tokens
+            decodes, drawn = decodes[first:], drawn[sum(nums) :]
         logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
         odd: set[int] = set()  # rids of decodes whose news is no plain token
         if logprobs or (drawn and min(drawn) < 0):
             for i, request in enumerate(decodes):
-                if not self._apply_row(request, 1, drawn[i], logprobs.get(i), None):
+                if not self._apply_row(request, 1, drawn[i : i + 1], logprobs.get(first + i), None):
                     odd.add(request.rid)
         else:
             for request, token in zip(decodes, drawn):  # noqa: B905  # the others' tokens come after theirs
@@ -307,30 +313,84 @@ class Scheduler:
                     request.num_computed = computed
                     request.num_in_flight -= 1
                     request.ids.append(token)
-                elif not self._apply_mark(request, token):
+                elif not self._apply_mark(request, array("i", [token])):
                     odd.add(request.rid)
         rids, ids = array("q", map(_rid, decodes)), drawn[: len(decodes)]
         if odd:
             plain = [i for i, rid in enumerate(rids) if rid not in odd]
             rids, ids = array("q", [rids[i] for i in plain]), array("i", [ids[i] for i in plain])
-        next_drawn = iter(drawn[len(decodes) :])
+        if first:
+            rids, ids = guessed_rids + rids, guessed_ids + ids
+        at = len(decodes)
         for i, request in enumerate(flight.others):
-            drew = next(next_drawn) if flight.sample[i] else None
-            row = len(decodes) + i
-            if self._apply_row(request, flight.counts[i], drew, logprobs.get(row), prompt_logprobs.get(row)):
+            tokens = drawn[at : at + flight.sample[i]]
+            at += len(tokens)
+            row = len(flight.decodes) + i
+            if self._apply_row(request, flight.counts[i], tokens, logprobs.get(row), prompt_logprobs.get(row)):
                 rids.append(request.rid)
                 ids.append(request.ids[-1])
         if rids:
             self._news.set_columns(rids, ids)
             self.counters.num_output_tokens += len(rids)
 
-    def _apply_mark(self, request: Request, token: int) -> bool:
-        """A decode row's token with which it may end, or has output to offer. See `_apply_row`."""
-        ids = request.ids
-        if request.state is not State.RUNNING or token in request.stops or len(ids) + 1 >= request.max_len:
-            return self._apply_row(request, 1, token, None, None)
-        ids.append(token)
-        request.num_computed += 1
+    def _apply_speculative(
+        self, flight: InFlight, nums: "array[int]", drawn: "array[int]", rids: "array[int]", ids: "array[int]"
+    ) -> None:
+        """The first rows of a step, each of which drew the next `nums` of the tokens `drawn`. What was planned of
+        guesses that did not come true is taken back. Plain news goes to the columns."""
+        speculate, end, num_accepted = flight.speculate, 0, 0
+        for request, num in zip(flight.decodes, nums):  # noqa: B905  # the other decodes drew one each
+            start, end = end, end + num
+            wrong = speculate + 1 - num
+            request.num_planned -= wrong
+            request.num_total -= wrong
+            token = drawn[end - 1]
+            if num > 1:
+                num_accepted += num - 1
+                tokens = drawn[start:end]
+                if request.stops.isdisjoint(tokens):
+                    computed = request.num_computed + num
+                    if computed < request.mark and token >= 0:
+                        request.num_computed = computed
+                        request.num_in_flight -= 1
+                        request.ids += tokens
+                        rids.extend((request.rid,) * num)
+                        ids += tokens
+                        continue
+                else:
+                    num = num_until_end(tokens, request.stops)
+                    request.num_planned -= len(tokens) - num
+                    request.num_total -= len(tokens) - num
+                    del tokens[num:]  # what comes after its end is nothing
+                    if token < 0 and not request.is_poisoned:
+                        self._poison(request)
+            else:
+                computed = request.num_computed + 1
+                if computed < request.mark and token not in request.stops and token >= 0:
+                    request.num_computed = computed
+                    request.num_in_flight -= 1
+                    request.ids.append(token)
+                    rids.append(request.rid)
+                    ids.append(token)
+                    continue
+                tokens = array("i", [token])
+            if self._apply_mark(request, tokens):
+                rids.extend((request.rid,) * num)
+                ids += tokens
+        self.counters.num_accepted_tokens += num_accepted
+        if self._policy.counts_tokens and num_accepted:
+            for request, num in zip(flight.decodes, nums):  # noqa: B905
+                if request.state is not State.ENDED:
+                    self._policy.serve(request.line, num - 1)
+
+    def _apply_mark(self, request: Request, tokens: "array[int]") -> bool:
+        """A decode row's tokens with which it may end, or has output to offer. See `_apply_row`."""
+        ids, token = request.ids, tokens[-1]
+        is_last = token < 0 or token in request.stops or len(ids) + len(tokens) >= request.max_len
+        if request.state is not State.RUNNING or is_last:
+            return self._apply_row(request, len(tokens), tokens, None, None)
+        ids += tokens
+        request.num_computed += len(tokens)
         request.num_in_flight -= 1
         self.prefix.commit(request)
         request.mark = min(request.mark + COMMIT_BLOCKS * self.block_size, request.end)
@@ -340,30 +400,35 @@ class Scheduler:
         self,
         request: Request,
         count: int,
-        token: int | None,
+        tokens: "array[int]",
         logprobs: RowLogprobs | None,
         prompt_logprobs: RowLogprobs | None,
     ) -> bool:
-        """One row of a step. True: its news is the token and nothing else, which the caller tells."""
+        """One row of a step, which drew `tokens`, none of which but the last may end it. True: its news is the tokens
+        and nothing else, which the caller tells."""
         request.num_in_flight -= 1
         is_plain = False
-        if token is not None and token < 0 and not request.is_poisoned:
+        is_finite = not tokens or tokens[-1] >= 0
+        if not is_finite and not request.is_poisoned:
             self._poison(request)
         if request.state is not State.ENDED:
             start = request.num_computed
             request.num_computed += count
             if prompt_logprobs is not None:
                 prompt_logprobs = request.take_undelivered(start, prompt_logprobs)
-            if token is None:
+            if not tokens:
                 if request.max_tokens == 0 and request.num_computed == request.end:
                     self.roster.end(request, request.terminal("length", prompt_logprobs=prompt_logprobs))
                 elif prompt_logprobs is not None:
                     self._news.add(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
-            elif token < 0:
+            elif is_finite:
+                is_plain = self._apply_tokens(request, tokens, logprobs, prompt_logprobs)
+            else:
+                if len(tokens) > 1:
+                    self._news.add(Tokens(request.rid, tokens[:-1].tobytes()))
+                    self.counters.num_output_tokens += len(tokens) - 1
                 detail = "The model gave numbers that are not finite for this request."
                 self.roster.end(request, Failed(request.rid, "internal", detail))
-            else:
-                is_plain = self._apply_token(request, token, logprobs, prompt_logprobs)
             request.settle()
         if request.num_in_flight == 0 and request.state in (State.ENDED, State.LEAVING):
             self.roster.release(request)
@@ -376,16 +441,21 @@ class Scheduler:
         if self._loads is not None:
             self._loads.refuse(request)
 
-    def _apply_token(
-        self, request: Request, token: int, logprobs: RowLogprobs | None, prompt_logprobs: RowLogprobs | None
+    def _apply_tokens(
+        self,
+        request: Request,
+        tokens: "array[int]",
+        logprobs: RowLogprobs | None,
+        prompt_logprobs: RowLogprobs | None,
     ) -> bool:
         """See `_apply_row`."""
-        request.ids.append(token)
+        request.ids += tokens
+        token = tokens[-1]
         finish = request.finish_of(token)
         if finish is None and logprobs is None and prompt_logprobs is None:
             return True
-        self.counters.num_output_tokens += 1
-        data = ids_to_bytes([token])
+        self.counters.num_output_tokens += len(tokens)
+        data = tokens.tobytes()
         if finish is None:
             self._news.add(Tokens(request.rid, data, logprobs, prompt_logprobs))
         else:

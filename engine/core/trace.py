@@ -18,6 +18,7 @@ from ..extension.core import PlanExtension
 from .block_pool import BlockPool
 from .kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .scheduler import Scheduler
+from .speculation import num_draft_tokens
 
 
 class Opened(Struct, frozen=True, array_like=True, tag=True):
@@ -180,6 +181,7 @@ def make_scheduler(
         connector=connector,
         extension=extension,
         kv_events=config.kv_events is not None,
+        speculate=num_draft_tokens(config.speculative),
     )
 
 

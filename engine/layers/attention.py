@@ -27,10 +27,11 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self._layer = layer
-        self._heads = num_heads
+        self.heads = num_heads
         self._kv_heads = num_kv_heads
         self._dim = head_dim
-        self._window = window
+        self.scale = head_dim**-0.5
+        self.window = window
         self._ops = ops
         self._eps = qk_norm_eps or 0.0
         self.qkv_proj = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
@@ -40,7 +41,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
         """x: [tokens, hidden_size]; cos, sin as `RotaryTable.at` gives them."""
-        heads, kv_heads = self._heads, self._kv_heads
+        heads, kv_heads = self.heads, self._kv_heads
         states = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self._dim)
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
@@ -50,8 +51,8 @@ class Attention(nn.Module):
             turned[:, :heads],
             turned[:, heads:],
             states[:, heads + kv_heads :],
-            scale=self._dim**-0.5,
-            window=self._window,
+            scale=self.scale,
+            window=self.window,
         )
         out: Tensor = self.o_proj(result.view(x.shape[0], -1))
         return out

@@ -1,5 +1,7 @@
 """Matrix products. Several projections of one input are fused into one product, their rows one below the other."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -27,8 +29,12 @@ class Weight(nn.Module):
     def pack(self, ops: Ops) -> None:
         """Hands the loaded values to the kernels; the parameter goes, so that there is no second copy."""
         assert self.weight is not None, "packed twice"
-        self._matrix = ops.matrix(self.weight.data)
+        self._matrix = self.layout(ops)(self.weight.data)
         self.weight = None
+
+    def layout(self, ops: Ops) -> Callable[[Tensor], Matrix]:
+        """What becomes of the weight."""
+        return ops.matrix
 
 
 class Linear(Weight):

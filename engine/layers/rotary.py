@@ -90,6 +90,11 @@ class RotaryTable:
     def num_bytes(self) -> int:
         return self._cos.nbytes + self._sin.nbytes
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """cos, sin of all positions: each [max_len, 1, dim]."""
+        return self._cos, self._sin
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions: [tokens] int64 → cos, sin: each [tokens, 1, dim]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)

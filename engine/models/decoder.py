@@ -127,6 +127,11 @@ class Decoder(nn.Module):
         rope = RopeParameters(**msgspec.structs.asdict(spec.rope))
         self._rotary = RotaryTable(rope, dim=spec.head_dim, max_len=max_len, dtype=dtype, device=device)
 
+    @property
+    def rotary_table(self) -> tuple[Tensor, Tensor]:
+        """cos, sin of all positions: each [max_len, 1, dim]."""
+        return self._rotary.tables
+
     def pack(self, ops: Ops) -> int:
         """Hands the loaded weights to the kernels; once, before the first pass. Returns the bytes that all parameters
         take then."""

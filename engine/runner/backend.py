@@ -1,15 +1,18 @@
 """Which kernels run on a device, and what they ask of the weights' type: decided once, at start."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from ...errors import ConfigError
+from ...kernels import onednn
 from ...kernels.cpu.build import BuildError
 from ...kernels.ops import Ops, reference_ops
 from ..attention.base import AttentionBackend
 from ..attention.torch_paged import TorchPagedAttention
 from ..cache.kv_cache import KvCache
+from ..models.decoder import Decoder, Model
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Backend:
     ops: Ops
     weight_dtype: torch.dtype  # of matrices; the rest of a model is of the activations' type
     attention: Callable[[KvCache], AttentionBackend]
+    model: Callable[[Decoder], Model]  # how a native decoder runs
     note: str  # for the operator
 
 
@@ -35,30 +39,44 @@ def choose_backend(device: torch.device, dtype: torch.dtype, checkpoint_dtype: s
         except BuildError as error:
             why = f", because {error}"
     ops = reference_ops(int8=int8)
+    if device.type == "cpu" and not int8 and onednn.is_available(dtype):
+        ops = replace(ops, matrix=onednn.OneDnnMatrix)
     return Backend(
         ops=ops,
         weight_dtype=dtype,
-        attention=lambda cache: TorchPagedAttention(cache=cache, ops=ops),
+        attention=lambda cache: _torch_attention(cache, ops, dtype),
+        model=lambda decoder: decoder,
         note=f"kernels of torch{' in 8 bits' if int8 else ''}{why}",
     )
+
+
+def _torch_attention(cache: KvCache, ops: Ops, dtype: torch.dtype) -> AttentionBackend:
+    if cache.pages[0][0].dtype != dtype:
+        raise ConfigError(
+            "--kv-cache-dtype can differ from --dtype only on a CPU with a C compiler, float32 arithmetic and heads of "
+            f"a multiple of 16 numbers; here it must be {str(dtype).removeprefix('torch.')}, or left out."
+        )
+    return TorchPagedAttention(cache=cache, ops=ops)
 
 
 def _native(weights: str, *, int8: bool) -> Backend:
     from ...kernels.cpu.native import LANES, Kernels, native_ops
     from ..attention.native import NativePagedAttention
+    from ..models.native import NativeDecoder
 
     kernels = Kernels()
     ops = native_ops(kernels, int8=int8)
 
     def attention(cache: KvCache) -> AttentionBackend:
         if cache.pages[0][0].shape[-1] % LANES:
-            return TorchPagedAttention(cache=cache, ops=ops)
+            return _torch_attention(cache, ops, torch.float32)
         return NativePagedAttention(cache=cache, ops=ops, kernels=kernels)
 
     return Backend(
         ops=ops,
         weight_dtype=torch.bfloat16 if weights == "bfloat16" else torch.float32,
         attention=attention,
+        model=lambda decoder: NativeDecoder(decoder, kernels),
         note="kernels compiled for this CPU: "
         + ("matrices of 8 bits" if int8 else f"{weights} weights, float32 arithmetic"),
     )

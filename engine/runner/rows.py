@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from ...ipc.messages import RowOpen, Sampling
 
+_FIRST_LEVEL = 1  # of `guess_level`: a row has to show first that it can guess
+
 
 class Rows:
     """`num_rows` rows of at most `max_len` positions, and the id that may be drawn after the last of them."""
@@ -31,6 +33,11 @@ class Rows:
         self.num_prompt_logprobs: NDArray[np.int64] = np.full(num_rows, -1, np.int64)
         self.edits_logits: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # has a bias or a penalty
         self.sampling: list[Sampling] = [Sampling()] * num_rows  # whole, for the rows that edit logits
+
+        self.guess_level: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # for these four see `ngram.py`
+        self.guess_wait: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # steps without a guess that are to come
+        self.silent_guess: NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # the id at `silent_end`; -1: none
+        self.silent_end: NDArray[np.int64] = np.zeros(num_rows, np.int64)
 
     def open(self, row: RowOpen) -> None:
         """Forgets what the row held and takes what the message says."""
@@ -57,6 +64,9 @@ class Rows:
             or sampling.frequency_penalty
         )
         self.sampling[i] = sampling
+        self.guess_level[i] = _FIRST_LEVEL
+        self.guess_wait[i] = 0
+        self.silent_guess[i] = -1
 
     def grow(self, rows: NDArray[np.int32], blocks: NDArray[np.int32]) -> None:
         """Appends a block to each row's table; a row may appear several times."""
@@ -64,8 +74,22 @@ class Rows:
             self.blocks[row, self.num_blocks[row]] = block
             self.num_blocks[row] += 1
 
-    def append(self, rows: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
-        """Stores the ids drawn for the positions after those computed. An invalid id (-1) is kept as 0: the core fails
-        such a request, but a plan made before it knew may still compute the row once more."""
-        self.ids[rows, self.num_computed[rows]] = np.maximum(ids, 0)
-        self.num_ids[rows] = self.num_computed[rows] + 1
+    def append(self, rows: NDArray[np.int64], ends: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Stores the ids drawn for the positions `ends`, which become the rows' last. Where a row stands several times,
+        one after another and by position, all its ids but the last stand in for guesses that are stored there: what was
+        drawn after a wrong one counts for nothing. Returns which count: [ids].
+
+        An invalid id (-1) is kept as 0: the core fails such a request, but a plan made before it knew may still compute
+        the row once more."""
+        kept = np.ones(len(rows), np.bool_)
+        again = rows[1:] == rows[:-1]
+        if again.any():
+            wrong = self.ids[rows, ends] != ids
+            wrong_before = np.cumsum(wrong) - wrong
+            firsts = np.flatnonzero(np.concatenate(([True], ~again)))
+            kept = wrong_before == np.repeat(wrong_before[firsts], np.diff(firsts, append=len(rows)))
+            rows, ends, ids = rows[kept], ends[kept], ids[kept]
+        self.ids[rows, ends] = np.maximum(ids, 0)
+        self.num_computed[rows] = ends  # of a row that stands several times, the last assignment counts
+        self.num_ids[rows] = ends + 1
+        return kept

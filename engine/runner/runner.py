@@ -8,6 +8,7 @@ about a request is the core's.
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +36,12 @@ from ..weights.reader import CheckpointReader
 from .backend import Backend, choose_backend
 from .logprobs import best_logprobs, row_logprobs
 from .memory import MemoryPlan, workspace_bytes
+from .ngram import guess, learn
 from .rows import Rows
 from .sampler import Sampler
 from .step_inputs import StepInputs, step_inputs
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LOGITS_BYTES = 32 << 20  # most float32 logits of prompt positions at once
 
 
@@ -78,10 +81,11 @@ class Runner:
         folder = Path(config.model_path)
         spec = read_spec(folder)
         device = choose_device(config.device, num_threads=config.num_threads)
-        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        dtype = _DTYPES[config.dtype]
         backend = choose_backend(device.torch_device, dtype, spec.dtype, int8=config.quantization == "int8")
         model, weights = _load_model(config, spec, folder, dtype, device.torch_device, backend, progress)
         timings["weights"] = time.perf_counter() - started
+        model.kv_shape = replace(model.kv_shape, dtype=_DTYPES[config.kv_cache_dtype])
         block = model.kv_shape.block_bytes(config.block_size)
         workspace = workspace_bytes(
             tokens=config.max_num_batched_tokens,
@@ -167,17 +171,20 @@ class Runner:
                 connector.start_load_kv()
             started = time.perf_counter()  # the connector says itself what its transfers cost
             self._copy_blocks(plan)
-            ids, logprobs, prompt_logprobs = self._run(plan)
+            drawn = self._run(plan)
             if connector is not None:
                 connector.wait_for_save()
         self._device.synchronize()
         self._results.append(
             StepResult(
                 step=plan.step,
-                ids=ids.astype("<i4").tobytes(),
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
+                ids=drawn.ids.astype("<i4").tobytes(),
+                logprobs=drawn.logprobs,
+                prompt_logprobs=drawn.prompt_logprobs,
                 device_ms=(time.perf_counter() - started) * 1000,
+                num_drawn=drawn.nums.astype("<i4").tobytes(),
+                num_drafts=int(np.count_nonzero(drawn.guesses)),
+                num_draft_tokens=int(drawn.guesses.sum()),
             )
         )
 
@@ -209,29 +216,43 @@ class Runner:
             pairs = torch.from_numpy(np.frombuffer(plan.copies, "<i4").astype(np.int64)).to(self._device.torch_device)
             self._cache.copy(pairs[::2], pairs[1::2])
 
-    def _run(self, plan: StepPlan) -> tuple[NDArray[np.int64], dict[int, RowLogprobs], dict[int, RowLogprobs]]:
-        """(ids in the plan's order, logprobs, prompt logprobs), and the rows brought up to date."""
+    def _run(self, plan: StepPlan) -> "_Drawn":
+        """What the pass gave, and the rows brought up to date."""
         assert self._attention is not None, "launch before open_cache"
         if not plan.rows:
-            return np.zeros(0, np.int64), {}, {}
-        device = self._device.torch_device
-        step = step_inputs(plan, self._rows, block_size=self._config.block_size, device=device)
+            return _Drawn({})
+        device, rows = self._device.torch_device, self._rows
+        speculative = np.frombuffer(plan.rows, "<i4", plan.num_speculative).astype(np.int64)
+        guesses = guess(rows, speculative, plan.speculate)
+        step = step_inputs(plan, rows, guesses, block_size=self._config.block_size, device=device)
         self._attention.begin(step.attention)
         hidden = self._model.hidden(step.ids, step.positions, self._attention)
 
         prompt_logprobs = self._prompt_logprobs(hidden, step)
-        self._rows.num_computed[step.rows] += step.counts
-        if not len(step.sampled):
-            return np.zeros(0, np.int64), {}, prompt_logprobs
-        last_tokens = (step.first_tokens + step.counts - 1)[step.sampled]
-        if len(last_tokens) < hidden.shape[0]:
-            hidden = hidden.index_select(0, torch.from_numpy(last_tokens).to(device))
-        logits = self._model.logits(hidden)
-        picked = step.rows[step.sampled]
-        ids = self._sampler.sample(logits, self._rows, picked)
-        self._rows.append(picked, ids)
-        logprobs = self._logprobs(logits, ids, step.order[step.sampled], self._rows.num_logprobs[picked])
-        return ids[np.argsort(step.order[step.sampled])], logprobs, prompt_logprobs
+        rows.num_computed[step.rows] += step.counts
+        draws = step.drawn
+        if not len(draws.rows):
+            return _Drawn(prompt_logprobs)
+        if len(draws.tokens) < hidden.shape[0]:
+            hidden = hidden.index_select(0, torch.from_numpy(draws.tokens).to(device))
+        parts: list[NDArray[np.int64]] = []
+        logprobs: dict[int, RowLogprobs] = {}
+        size = self._config.max_num_seqs  # there is memory for so many logits; only guesses need more
+        for part in (slice(at, at + size) for at in range(0, len(draws.rows), size)):
+            logits = self._model.logits(hidden[part])
+            picked = draws.rows[part]
+            parts.append(self._sampler.sample(logits, rows, picked, draws.ends[part]))
+            logprobs |= self._logprobs(logits, parts[-1], draws.order[part], rows.num_logprobs[picked])
+        ids = np.concatenate(parts)
+        kept = rows.append(draws.rows, draws.ends, ids)
+        places = draws.order[kept]
+        ids = ids[kept][np.argsort(places, kind="stable")]
+        if not guesses.any():
+            return _Drawn(prompt_logprobs, logprobs, ids)
+        nums = np.bincount(places, minlength=len(step.order))
+        made = np.flatnonzero(guesses)
+        learn(rows, speculative[made], 2 * (nums[made] - 1) >= guesses[made])
+        return _Drawn(prompt_logprobs, logprobs, ids, nums[np.frombuffer(plan.sample, np.bool_)], guesses)
 
     def _logprobs(
         self, logits: Tensor, ids: NDArray[np.int64], plan_rows: NDArray[np.int64], wanted: NDArray[np.int64]
@@ -272,6 +293,21 @@ class Runner:
         return result
 
 
+def _none() -> NDArray[np.int64]:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What a step gave; see `StepResult`."""
+
+    prompt_logprobs: dict[int, RowLogprobs]
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    ids: NDArray[np.int64] = field(default_factory=_none)  # those of each row that draws, in the plan's order
+    nums: NDArray[np.int64] = field(default_factory=_none)  # how many of them each of these rows drew; empty: one each
+    guesses: NDArray[np.int64] = field(default_factory=_none)  # of each speculative row
+
+
 def _load_model(
     config: EngineConfig,
     spec: ModelSpec,
@@ -310,7 +346,8 @@ def _load_model(
                 progress=progress,
             )
     del parameters  # so that each goes as it is packed
-    return model, model.pack(backend.ops)
+    num_bytes = model.pack(backend.ops)
+    return backend.model(model), num_bytes
 
 
 def _blocks_needed(config: EngineConfig) -> int:

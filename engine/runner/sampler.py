@@ -36,8 +36,11 @@ class Sampler:
         self._greedy = ops.greedy
         self._steps = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device) * _signed(_STEP)
 
-    def sample(self, logits: Tensor, rows: Rows, picked: NDArray[np.int64]) -> NDArray[np.int64]:
-        """One id for each of the rows `picked`, for the position after those computed; -1 where logits are not finite.
+    def sample(
+        self, logits: Tensor, rows: Rows, picked: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """One id for each of the rows `picked`, for its position `ends`, before which its ids are those in `rows.ids`;
+        -1 where logits are not finite. A row may be picked for several positions.
 
         logits: [picked, vocab] float32 and left as they are.
         """
@@ -49,18 +52,17 @@ class Sampler:
         if len(special):
             edited = logits[torch.from_numpy(special).to(logits.device)]
             for i in np.flatnonzero(rows.edits_logits[picked[special]]).tolist():
-                row = int(picked[special[i]])
-                end = int(rows.num_computed[row])
+                row, end = int(picked[special[i]]), int(ends[special[i]])
                 _edit(edited[i], rows.sampling[row], rows.ids[row, :end], int(rows.num_prompt[row]))
             ids[special] = edited.argmax(dim=-1).cpu().numpy()
             if drawn.any():
                 among = np.flatnonzero(drawn[special])
                 if len(among) < len(special):
                     edited = edited[torch.from_numpy(among).to(logits.device)]
-                ids[drawn] = self._draw(edited, rows, picked[drawn]).cpu().numpy()
+                ids[drawn] = self._draw(edited, rows, picked[drawn], ends[drawn]).cpu().numpy()
         return ids
 
-    def _draw(self, logits: Tensor, rows: Rows, picked: NDArray[np.int64]) -> Tensor:
+    def _draw(self, logits: Tensor, rows: Rows, picked: NDArray[np.int64], ends: NDArray[np.int64]) -> Tensor:
         """ids: [picked] int64. logits: [picked, vocab] float32, changed in place."""
 
         def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
@@ -68,7 +70,7 @@ class Sampler:
 
         temperature = np.maximum(rows.temperature[picked], np.float32(_COLDEST))
         scaled = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(column(temperature))
-        keys = torch.from_numpy(_keys(rows.seed[picked], (rows.num_computed - rows.num_prompt)[picked]))
+        keys = torch.from_numpy(_keys(rows.seed[picked], ends - rows.num_prompt[picked]))
         keys = keys.to(logits.device)
         top_k, top_p, min_p = rows.top_k[picked], rows.top_p[picked], rows.min_p[picked]
         if not ((top_k > 0) | (top_p < 1) | (min_p > 0)).any():

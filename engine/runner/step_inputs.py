@@ -1,7 +1,7 @@
 """Turns a plan into the tensors of one pass: which token of which row stands where.
 
 Decode rows (one token) are put first, in ascending order of context; rows with more tokens follow in the plan's order.
-`order` says which of the plan's rows stands at each place.
+`order` says which of the plan's rows stands at each place. A row with guesses has more tokens, and each of them draws.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,16 @@ from ..attention.base import AttentionStep
 from .rows import Rows
 
 
+@dataclass(frozen=True)
+class Draws:
+    """The tokens that a step draws: those of a row one after another, rows by place. All are [draws] int64."""
+
+    rows: NDArray[np.int64]
+    ends: NDArray[np.int64]  # the position that the token is drawn for
+    tokens: NDArray[np.int64]  # whose logits it is drawn from: the step's token before that position
+    order: NDArray[np.int64]  # index of the row into the plan's rows
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
     """One pass over `tokens` tokens of `rows` rows, on the device."""
@@ -25,23 +35,29 @@ class StepInputs:
     starts: NDArray[np.int64]  # [rows] first position each row computes
     counts: NDArray[np.int64]  # [rows] positions each row computes
     first_tokens: NDArray[np.int64]  # [rows] where the row's tokens begin
-    sampled: NDArray[np.int64]  # places that draw a token, ascending
+    drawn: "Draws"
     ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     attention: AttentionStep
 
 
-def step_inputs(plan: StepPlan, rows: Rows, *, block_size: int, device: torch.device) -> StepInputs:
-    """Reads the rows and changes nothing."""
+def step_inputs(
+    plan: StepPlan, rows: Rows, guesses: NDArray[np.int64], *, block_size: int, device: torch.device
+) -> StepInputs:
+    """Reads the rows and changes nothing. guesses: of the first of the plan's rows, how many stand behind its ids."""
     planned = np.frombuffer(plan.rows, "<i4").astype(np.int64)
     counts = np.frombuffer(plan.counts, "<i4").astype(np.int64)
-    sample = np.frombuffer(plan.sample, np.uint8)
+    draws = np.frombuffer(plan.sample, np.uint8).astype(np.int64)
     starts = rows.num_computed[planned]
+    counts[: len(guesses)] += guesses
+    draws[: len(guesses)] += guesses
+    num_ids = rows.num_ids[planned]
+    num_ids[: len(guesses)] += guesses
 
     order = np.argsort(np.where(counts == 1, starts, np.iinfo(np.int64).max), kind="stable")
     planned, counts, starts = planned[order], counts[order], starts[order]
     ends = starts + counts
-    assert (ends <= rows.num_ids[planned]).all(), f"step {plan.step} computes positions whose ids are not known"
+    assert (ends <= num_ids[order]).all(), f"step {plan.step} computes positions whose ids are not known"
     assert (ends <= rows.num_blocks[planned] * block_size).all(), f"step {plan.step} computes positions without a block"
 
     bounds = np.cumsum(counts)
@@ -59,7 +75,7 @@ def step_inputs(plan: StepPlan, rows: Rows, *, block_size: int, device: torch.de
         starts=starts,
         counts=counts,
         first_tokens=first_tokens,
-        sampled=np.flatnonzero(sample[order]),
+        drawn=_draws(planned, ends, bounds, order, draws[order]),
         ids=torch.from_numpy(rows.ids[row_of_token, positions].astype(np.int64)).to(device),
         positions=torch.from_numpy(positions).to(device),
         attention=AttentionStep(
@@ -73,3 +89,20 @@ def step_inputs(plan: StepPlan, rows: Rows, *, block_size: int, device: torch.de
             extension=plan.extension,
         ),
     )
+
+
+def _draws(
+    rows: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    order: NDArray[np.int64],
+    nums: NDArray[np.int64],
+) -> Draws:
+    """Each row draws `nums` tokens, after its last positions. bounds: where the row's tokens end. All are [rows]."""
+    places = np.flatnonzero(nums)
+    last = bounds - 1
+    if len(places) == nums.sum():
+        return Draws(rows[places], ends[places], last[places], order[places])
+    places = np.repeat(np.arange(len(nums)), nums)
+    back = np.cumsum(nums)[places] - 1 - np.arange(len(places))  # how many the row draws after this one
+    return Draws(rows[places], ends[places] - back, last[places] - back, order[places])

@@ -3,13 +3,6 @@
  */
 #include "product.h"
 
-typedef struct {
-    const char *keys, *values;
-    long heads, kv_heads, dim, block_size, window; /* window 0: none */
-    float scale, softcap;                          /* softcap 0: none */
-    int bf16;
-} Pages;
-
 static inline float sum16(vf x)
 {
     typedef float v8 __attribute__((vector_size(32)));
@@ -60,16 +53,14 @@ static void softmax(float *scores, long from, long to, long n, float softcap)
         *(vf_any *)(scores + i) *= inverse;
 }
 
-/* The keys of a head against the G queries that share it; scores: [G][stride]. The same place of the next block is
- * fetched ahead, because the hardware does not follow from one block to the next. */
-#define SCORES(NAME, G)                                                                                               \
-    static void NAME(const Pages *p, const int32_t *table, long head, const float *q, float *scores, long stride,     \
-                     long from, long to)                                                                              \
+/* Rows of keys lie kv_heads apart, so a block is read in one go for all heads of a task, and the same place of the next
+ * block is fetched ahead: the hardware does not follow from one block to the next. */
+/* G queries that share a key head, and the positions [first, last) of one block. scores: [G][stride]. */
+#define SHARED(G)                                                                                                      \
+    static void scores_##G(const Pages *p, const char *key, const float *q, float *scores, long stride, long first,   \
+                           long last)                                                                                 \
     {                                                                                                                  \
-        for (long i = from; i < to; i++) {                                                                             \
-            const char *key = at(p, p->keys, table, i, head);                                                          \
-            if (i + p->block_size < to)                                                                                \
-                fetch(p, at(p, p->keys, table, i + p->block_size, head));                                              \
+        for (long i = first; i < last; i++, key += p->kv_heads * p->dim * (p->bf16 ? 2 : 4)) {                         \
             vf sum[G] = {{0}};                                                                                         \
             for (long d = 0; d < p->dim; d += LANES) {                                                                 \
                 vf k = load16(key, d, p->bf16);                                                                        \
@@ -80,125 +71,183 @@ static void softmax(float *scores, long from, long to, long n, float softcap)
                 scores[g * stride + i] = sum16(sum[g]) * p->scale;                                                     \
         }                                                                                                              \
     }                                                                                                                  \
-    static void NAME##_values(const Pages *p, const int32_t *table, long head, float *out, const float *weights,      \
-                              long stride, long from, long to)                                                        \
+    static void values_##G(const Pages *p, const char *value, float *out, const float *weights, long stride,          \
+                           long first, long last)                                                                     \
     {                                                                                                                  \
-        for (long g = 0; g < G * p->dim; g += LANES)                                                                   \
-            *(vf_any *)(out + g) = (vf){0};                                                                            \
-        for (long first = from; first < to;) {                                                                         \
-            long last = (first / p->block_size + 1) * p->block_size;                                                   \
-            last = last < to ? last : to;                                                                              \
-            const char *value = at(p, p->values, table, first, head);                                                  \
-            long next = p->kv_heads * p->dim * (p->bf16 ? 2 : 4);                                                      \
-            if (last < to)                                                                                             \
-                for (long i = 0; i < last - first; i++)                                                                \
-                    fetch(p, at(p, p->values, table, last, head) + i * next);                                          \
-            for (long d = 0; d < p->dim; d += LANES) {                                                                 \
-                vf sum[G];                                                                                             \
-                UNROLL for (int g = 0; g < G; g++)                                                                     \
-                    sum[g] = *(vf_any *)(out + g * p->dim + d);                                                        \
-                for (long i = first; i < last; i++) {                                                                  \
-                    vf v = load16(value + (i - first) * next, d, p->bf16);                                             \
+        long next = p->kv_heads * p->dim * (p->bf16 ? 2 : 4);                                                          \
+        for (long d = 0; d < p->dim; d += LANES) {                                                                     \
+            vf sum[G];                                                                                                 \
+            UNROLL for (int g = 0; g < G; g++)                                                                         \
+                sum[g] = *(vf_any *)(out + g * p->dim + d);                                                            \
+            vf more[G][3] = {{{0}}}; /* four sums side by side: one would wait for itself */                           \
+            long i = first;                                                                                            \
+            for (; i + 4 <= last; i += 4)                                                                              \
+                UNROLL for (int j = 0; j < 4; j++) {                                                                   \
+                    vf v = load16(value + (i + j - first) * next, d, p->bf16);                                         \
                     UNROLL for (int g = 0; g < G; g++)                                                                 \
-                        sum[g] += v * weights[g * stride + i];                                                         \
+                        *(j ? &more[g][j - 1] : &sum[g]) += v * weights[g * stride + i + j];                           \
                 }                                                                                                      \
+            for (; i < last; i++) {                                                                                    \
+                vf v = load16(value + (i - first) * next, d, p->bf16);                                                 \
                 UNROLL for (int g = 0; g < G; g++)                                                                     \
-                    *(vf_any *)(out + g * p->dim + d) = sum[g];                                                        \
+                    sum[g] += v * weights[g * stride + i];                                                             \
             }                                                                                                          \
-            first = last;                                                                                              \
+            UNROLL for (int g = 0; g < G; g++)                                                                         \
+                sum[g] += more[g][0] + more[g][1] + more[g][2];                                                        \
+            UNROLL for (int g = 0; g < G; g++)                                                                         \
+                *(vf_any *)(out + g * p->dim + d) = sum[g];                                                            \
         }                                                                                                              \
     }
+SHARED(1)
+SHARED(2)
+SHARED(4)
 
-static inline void fetch(const Pages *p, const char *row)
+/* Two vectors to one: neighbouring groups of W lanes are added up, a's to the even groups and b's to the odd ones. */
+#define LANE(l, w) ((l) / (w) % 2 * 16 + (l) / (w) / 2 * 2 * (w) + (l) % (w))
+#define FOUR(l, w, more) LANE(l, w) + more, LANE((l) + 1, w) + more, LANE((l) + 2, w) + more, LANE((l) + 3, w) + more
+#define HALF(a, b, w, more)                                                                                            \
+    __builtin_shufflevector(a, b, FOUR(0, w, more), FOUR(4, w, more), FOUR(8, w, more), FOUR(12, w, more))
+#define FOLD(a, b, w) (HALF(a, b, w, 0) + HALF(a, b, w, w))
+
+/* As `scores_1`, for 16 positions: their sums over lanes are made in one tree, with a quarter of the shuffles. */
+static void scores_16(const Pages *p, const char *key, const float *q, float *scores)
 {
-    for (long i = 0; i < p->dim * (p->bf16 ? 2 : 4); i += 64)
-        __builtin_prefetch(row + i);
+    long next = p->kv_heads * p->dim * (p->bf16 ? 2 : 4);
+    vf sum[16] = {{0}};
+    for (long d = 0; d < p->dim; d += LANES) {
+        vf query = *(const vf_any *)(q + d);
+        UNROLL for (int i = 0; i < 16; i++)
+            sum[i] += query * load16(key + i * next, d, p->bf16);
+    }
+    UNROLL for (int i = 0; i < 8; i++)
+        sum[i] = FOLD(sum[i], sum[i + 8], 8);
+    UNROLL for (int i = 0; i < 4; i++)
+        sum[i] = FOLD(sum[i], sum[i + 4], 4);
+    UNROLL for (int i = 0; i < 2; i++)
+        sum[i] = FOLD(sum[i], sum[i + 2], 2);
+    *(vf_any *)scores = FOLD(sum[0], sum[1], 1) * p->scale;
 }
 
-SCORES(shared_by_1, 1)
-SCORES(shared_by_2, 2)
-SCORES(shared_by_4, 4)
+/* One query of a row against the heads [head, end) of its positions [from, to); see `pagewire_decode`. `is_value`: the
+ * second pass, over values. */
+static void pass(const Pages *p, int is_value, const int32_t *table, long head, long end, const float *q, float *out,
+                 float *scores, long stride, long from, long to)
+{
+    long group = p->heads / p->kv_heads, bytes = p->dim * (p->bf16 ? 2 : 4), next = p->kv_heads * bytes;
+    const char *pages = is_value ? p->values : p->keys;
+    for (long first = from; first < to;) {
+        long last = (first / p->block_size + 1) * p->block_size;
+        last = last < to ? last : to;
+        if (last < to)
+            for (long i = 0; i < p->block_size; i++)
+                for (const char *ahead = at(p, pages, table, last, head) + i * next, *stop = ahead + (end - head) * bytes;
+                     ahead < stop; ahead += 64)
+                    __builtin_prefetch(ahead);
+        const char *block = at(p, pages, table, first, head);
+        for (long h = head; h < end; h++, block += bytes)
+            for (long g = 0; g < group;) {
+                long query = h * group + g, left = group - g, row = query - head * group;
+                float *s = scores + row * stride;
+                if (is_value)
+                    (left >= 4 ? values_4 : left >= 2 ? values_2 : values_1)(p, block, out + query * p->dim, s, stride,
+                                                                              first, last);
+                else if (left == 1 && last - first == 16)
+                    scores_16(p, block, q + query * p->dim, s + first);
+                else
+                    (left >= 4 ? scores_4 : left >= 2 ? scores_2 : scores_1)(p, block, q + query * p->dim, s, stride,
+                                                                              first, last);
+                g += left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            }
+        first = last;
+    }
+}
 
 /* One query a row, which sees the `context` positions of its blocks. query: rows of [heads][dim], query_stride apart;
- * out: [rows][heads][dim]; scores: [threads][4][score_stride], score_stride a multiple of 16 and no less than any
+ * out: [rows][heads][dim]; scores: [threads][heads][score_stride], score_stride a multiple of 16 and no less than any
  * context. */
 void pagewire_decode(const Pages *p, const float *query, long query_stride, const int32_t *table, long table_stride,
                      const int64_t *context, float *out, float *scores, long score_stride, long rows)
 {
-    long group = p->heads / p->kv_heads;
+    long group = p->heads / p->kv_heads, threads = omp_get_max_threads();
+    long parts = rows >= 4 * threads ? 1 : threads < p->kv_heads ? threads : p->kv_heads; /* of a row's heads */
 #pragma omp parallel for schedule(dynamic, 1)
-    for (long task = rows * p->kv_heads - 1; task >= 0; task--) { /* the longest come last in the step: begin there */
-        long row = task / p->kv_heads, head = task % p->kv_heads, to = context[row];
+    for (long task = rows * parts - 1; task >= 0; task--) { /* the longest come last in the step: begin there */
+        long row = task / parts, part = task % parts, to = context[row];
+        long head = part * p->kv_heads / parts, end = (part + 1) * p->kv_heads / parts;
         long from = p->window && to > p->window ? to - p->window : 0, n = (to + LANES - 1) / LANES * LANES;
-        const int32_t *blocks = table + row * table_stride;
-        float *s = scores + omp_get_thread_num() * 4 * score_stride;
-        for (long done = 0; done < group;) {
-            long g = group - done >= 4 ? 4 : group - done >= 2 ? 2 : 1;
-            const float *q = query + row * query_stride + (head * group + done) * p->dim;
-            float *o = out + (row * p->heads + head * group + done) * p->dim;
-            (g == 4 ? shared_by_4 : g == 2 ? shared_by_2 : shared_by_1)(p, blocks, head, q, s, score_stride, from, to);
-            for (long i = 0; i < g; i++)
-                softmax(s + i * score_stride, from, to, n, p->softcap);
-            (g == 4 ? shared_by_4_values
-             : g == 2 ? shared_by_2_values
-                      : shared_by_1_values)(p, blocks, head, o, s, score_stride, from, to);
-            done += g;
-        }
+        float *s = scores + omp_get_thread_num() * p->heads * score_stride;
+        float *o = out + row * p->heads * p->dim;
+        memset(o + head * group * p->dim, 0, (end - head) * group * p->dim * 4);
+        pass(p, 0, table + row * table_stride, head, end, query + row * query_stride, o, s, score_stride, from, to);
+        for (long i = 0; i < (end - head) * group; i++)
+            softmax(s + i * score_stride, from, to, n, p->softcap);
+        pass(p, 1, table + row * table_stride, head, end, query + row * query_stride, o, s, score_stride, from, to);
     }
 }
 
-/* `count` queries of one row, the last of its `context` positions, each of which sees itself and what comes before it.
- * query, out as above. work: [2][n][dim] for a head's keys and values, n = context in multiples of 16, and then
- * [threads][MR][2 · n + 2 · dim]. */
-void pagewire_extend(const Pages *p, const float *query, long query_stride, const int32_t *table, long context,
-                     long count, float *out, float *work)
+/* A part of a row's queries and one head: queries [begin, end) of `count`, the last of the row's `context` positions. */
+static void extend(const Pages *p, const float *query, long query_stride, const int32_t *table, long context, long count,
+                   long head, long begin, long end, float *out, float *work)
 {
-    long n = (context + LANES - 1) / LANES * LANES, dim = p->dim, group = p->heads / p->kv_heads;
-    long past = context - count, tiles = (count + MR - 1) / MR;
-    long first_seen = p->window && past + 1 > p->window ? (past + 1 - p->window) / LANES * LANES : 0;
-    float *keys = work, *values = work + n * dim;
-#pragma omp parallel
-    {
-        float *panel = work + 2 * n * dim + omp_get_thread_num() * MR * (2 * n + 2 * dim);
-        float *scores = panel + MR * n, *queries = scores + MR * n, *sums = queries + MR * dim;
-        for (long head = 0; head < p->kv_heads; head++) {
-#pragma omp for schedule(static)
-            for (long first = first_seen; first < n; first += LANES) /* packed as weights are: keys and valuesᵀ */
-                for (long l = 0; l < LANES; l++) {
-                    long i = first + l;
-                    const char *key = i < context ? at(p, p->keys, table, i, head) : 0;
-                    const char *value = i < context ? at(p, p->values, table, i, head) : 0;
-                    for (long d = 0; d < dim; d += LANES) {
-                        vf k = key ? load16(key, d, p->bf16) : (vf){0};
-                        for (int j = 0; j < LANES; j++)
-                            keys[(first * dim) + (d + j) * LANES + l] = k[j];
-                        *(vf *)(values + d * n + i * LANES) = value ? load16(value, d, p->bf16) : (vf){0};
-                    }
-                }
-#pragma omp for schedule(dynamic, 1)
-            for (long task = tiles * group - 1; task >= 0; task--) {
-                long tile = task / group, q_head = head * group + task % group;
-                long row = tile * count / tiles, size = (tile + 1) * count / tiles - row;
-                long to = past + row + size, from = 0; /* what any query of the tile sees */
-                if (p->window && past + row + 1 > p->window)
-                    from = (past + row + 1 - p->window) / LANES * LANES;
-                long groups = (to + LANES - 1) / LANES, width = groups * LANES - from;
-                for (long i = 0; i < size; i++)
-                    for (long d = 0; d < dim; d++)
-                        queries[d * size + i] = query[(row + i) * query_stride + q_head * dim + d] * p->scale;
-                Product score = {queries, (char *)(keys + from * dim), 0, scores, width, dim, width, dim * LANES * 4};
-                pagewire_sweep(&score, 0, size, 0, width / LANES, 0);
-                for (long i = 0; i < size; i++) {
-                    long end = past + row + i + 1, begin = p->window && end > p->window ? end - p->window : 0;
-                    softmax(scores + i * width, begin > from ? begin - from : 0, end - from, width, p->softcap);
-                    for (long j = 0; j < width; j++)
-                        panel[j * size + i] = scores[i * width + j];
-                }
-                Product sum = {panel, (char *)(values + from * LANES), 0, sums, dim, width, dim, n * LANES * 4};
-                pagewire_sweep(&sum, 0, size, 0, dim / LANES, 0);
-                for (long i = 0; i < size; i++)
-                    memcpy(out + ((row + i) * p->heads + q_head) * dim, sums + i * dim, dim * 4);
-            }
+    long dim = p->dim, group = p->heads / p->kv_heads, past = context - count;
+    long seen = past + end, n = (seen + LANES - 1) / LANES * LANES; /* positions that any of the queries sees */
+    long first_seen = p->window && past + begin + 1 > p->window ? (past + begin + 1 - p->window) / LANES * LANES : 0;
+    float *keys = work, *values = keys + n * dim, *panel = values + n * dim, *scores = panel + MR * n;
+    float *queries = scores + MR * n, *sums = queries + MR * dim;
+    for (long i = first_seen; i < n; i++) { /* packed as weights are: keys and valuesᵀ */
+        const char *key = i < seen ? at(p, p->keys, table, i, head) : 0;
+        const char *value = i < seen ? at(p, p->values, table, i, head) : 0;
+        for (long d = 0; d < dim; d += LANES) {
+            vf k = key ? load16(key, d, p->bf16) : (vf){0};
+            for (int j = 0; j < LANES; j++)
+                keys[i / LANES * LANES * dim + (d + j) * LANES + i % LANES] = k[j];
+            *(vf *)(values + d * n + i * LANES) = value ? load16(value, d, p->bf16) : (vf){0};
         }
+    }
+    long tiles = (end - begin + MR - 1) / MR;
+    for (long task = 0; task < tiles * group; task++) {
+        long tile = task / group, q_head = head * group + task % group;
+        long row = begin + tile * (end - begin) / tiles, size = begin + (tile + 1) * (end - begin) / tiles - row;
+        long to = past + row + size, from = 0; /* what any query of the tile sees */
+        if (p->window && past + row + 1 > p->window)
+            from = (past + row + 1 - p->window) / LANES * LANES;
+        long width = (to + LANES - 1) / LANES * LANES - from;
+        for (long i = 0; i < size; i++)
+            for (long d = 0; d < dim; d++)
+                queries[d * size + i] = query[(row + i) * query_stride + q_head * dim + d] * p->scale;
+        Product score = {queries, (char *)(keys + from * dim), 0, scores, width, dim, width, dim * LANES * 4};
+        pagewire_sweep(&score, 0, size, 0, width / LANES, 0);
+        for (long i = 0; i < size; i++) {
+            long stop = past + row + i + 1, start = p->window && stop > p->window ? stop - p->window : 0;
+            softmax(scores + i * width, start > from ? start - from : 0, stop - from, width, p->softcap);
+            for (long j = 0; j < width; j++)
+                panel[j * size + i] = scores[i * width + j];
+        }
+        Product sum = {panel, (char *)(values + from * LANES), 0, sums, dim, width, dim, n * LANES * 4};
+        pagewire_sweep(&sum, 0, size, 0, dim / LANES, 0);
+        for (long i = 0; i < size; i++)
+            memcpy(out + ((row + i) * p->heads + q_head) * dim, sums + i * dim, dim * 4);
+    }
+}
+
+/* Rows with several queries each, the last counts[row] of their contexts[row] positions; a query sees itself and what
+ * comes before it. query, out as above, the rows' queries one after another; work: [num_works][work_stride], for as many threads, at least
+ * (2 · dim + 2 · MR) · n + 2 · MR · dim numbers a thread, n being the longest context in multiples of 16. */
+void pagewire_extend(const Pages *p, const float *query, long query_stride, const int32_t *table, long table_stride,
+                     const int64_t *contexts, const int64_t *counts, float *out, float *work, long work_stride,
+                     long num_works, long rows)
+{
+    /* Every head of a row packs its keys for itself; where there are few of them, its queries are shared out as well. */
+    long threads = omp_get_max_threads() < num_works ? omp_get_max_threads() : num_works;
+    long parts = (2 * threads + rows * p->kv_heads - 1) / (rows * p->kv_heads);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (long task = 0; task < rows * p->kv_heads * parts; task++) {
+        long row = task / (p->kv_heads * parts), head = task / parts % p->kv_heads, token = 0;
+        for (long i = 0; i < row; i++)
+            token += counts[i];
+        long begin = task % parts * counts[row] / parts, end = (task % parts + 1) * counts[row] / parts;
+        if (begin < end)
+            extend(p, query + token * query_stride, query_stride, table + row * table_stride, contexts[row], counts[row],
+                   head, begin, end, out + token * p->heads * p->dim, work + omp_get_thread_num() * work_stride);
     }
 }

@@ -14,7 +14,6 @@ from hashlib import sha256
 from pathlib import Path
 
 _FLAGS = ("-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
-_SOURCES = ("linear.c", "int8.c", "attention.c", "rows.c")
 _TIMEOUT_S = 120.0
 
 
@@ -38,7 +37,7 @@ def load() -> ctypes.CDLL:
     folder = Path(__file__).parent
     about = sha256("\0".join((*_FLAGS, _version(cc), _cpu())).encode())
     for source in sorted(folder.glob("*.[ch]")):
-        about.update(source.read_bytes())
+        about.update(source.name.encode() + source.read_bytes())
     name = f"cpu-{about.hexdigest()[:20]}.so"
     for target in (_cache_folder(), Path(tempfile.gettempdir()) / f"pagewire-{os.getuid()}"):
         try:
@@ -55,10 +54,11 @@ def load() -> ctypes.CDLL:
 
 def _compile(cc: str, folder: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        objects = [str(Path(work) / source.replace(".c", ".o")) for source in _SOURCES]
+        sources = sorted(folder.glob("*.c"))
+        objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
         running = [
-            subprocess.Popen([cc, *_FLAGS, "-c", str(folder / source), "-o", out], stderr=subprocess.PIPE, text=True)
-            for source, out in zip(_SOURCES, objects, strict=True)
+            subprocess.Popen([cc, *_FLAGS, "-c", str(source), "-o", out], stderr=subprocess.PIPE, text=True)
+            for source, out in zip(sources, objects, strict=True)
         ]
         errors = [process.communicate(timeout=_TIMEOUT_S)[1] for process in running]
         for process, error in zip(running, errors, strict=True):

@@ -29,10 +29,11 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "pack_int8": (_P, _P, _P, _P, _L, _L, _I),
     "lookup_int8": (_P, _P, _P, _P, _L, _L),
     "decode": (_P, _P, _L, _P, _L, _P, _P, _P, _L, _L),
-    "extend": (_P, _P, _L, _P, _L, _L, _P, _P),
+    "extend": (_P, _P, _L, _P, _L, _P, _P, _P, _P, _L, _L, _L),
     "rms_norm": (_P, _P, _P, _F, _P, _P, _L, _L),
     "silu_mul": (_P, _P, _L, _L),
-    "rotary": (_P, _L, _P, _P, _F, _P, _P, _L, _L, _L, _L),
+    "rotary": (_P, _L, _P, _P, _F, _P, _P, _P, _L, _L, _L, _L),
+    "decoder": (_P, _P, _P),
     "write_kv": (_P, _L, _P, _L, _P, _P, _P, _L, _L, _I),
     "greedy": (_P, _P, _P, _L, _L),
 }
@@ -46,6 +47,46 @@ class Pages(ctypes.Structure):
         *((name, _L) for name in ("heads", "kv_heads", "dim", "block_size", "window")),
         *((name, _F) for name in ("scale", "softcap")),
         ("bf16", _I),
+    )
+
+
+class MatrixFields(ctypes.Structure):
+    """`Matrix` of decoder.c."""
+
+    _fields_ = (*((name, _P) for name in ("w", "scales", "sums", "bias")), *((name, _L) for name in ("n", "k", "kind")))
+
+
+class LayerFields(ctypes.Structure):
+    """`Layer` of decoder.c."""
+
+    _fields_ = (
+        *((name, MatrixFields) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        ("pages", Pages),
+    )
+
+
+class DecoderFields(ctypes.Structure):
+    """`Decoder` of decoder.c."""
+
+    _fields_ = (
+        ("embed", MatrixFields),
+        *((name, _P) for name in ("layers", "norm", "cos", "sin")),
+        *((name, _L) for name in ("num_layers", "hidden", "intermediate")),
+        ("eps", _F),
+    )
+
+
+class StepFields(ctypes.Structure):
+    """`Step` of decoder.c."""
+
+    _fields_ = (
+        *((name, _P) for name in ("ids", "positions", "slots", "table", "contexts", "counts")),
+        *(
+            (name, _L)
+            for name in ("tokens", "rows", "num_decode", "table_stride", "score_stride", "work_stride", "num_works")
+        ),
+        *((name, _P) for name in ("work", "panels", "attention")),
     )
 
 
@@ -72,6 +113,7 @@ class Kernels:
         self.rms_norm = function("rms_norm")
         self.silu_mul = function("silu_mul")
         self.rotary = function("rotary")
+        self.decoder = function("decoder")
         self.write_kv = function("write_kv")
         self.greedy = function("greedy")
 
@@ -92,6 +134,10 @@ class NativeMatrix:
     @property
     def nbytes(self) -> int:
         return self._packed.nbytes
+
+    def fields(self, bias: Tensor | None) -> MatrixFields:
+        """For the C decoder; valid as long as the matrix."""
+        return MatrixFields(self._at, 0, 0, 0 if bias is None else bias.data_ptr(), self._n, self._k, self._bf16)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         m = x.shape[0]
@@ -130,6 +176,10 @@ class NativeInt8Matrix:
     def nbytes(self) -> int:
         return self._packed.nbytes + self._scales.nbytes + self._sums.nbytes
 
+    def fields(self, bias: Tensor | None) -> MatrixFields:
+        """For the C decoder; valid as long as the matrix."""
+        return MatrixFields(*self._at, 0 if bias is None else bias.data_ptr(), self._n, self._k, 2)
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         m = x.shape[0]
         out = torch.empty((m, self._n))
@@ -149,6 +199,7 @@ class NativeInt8Matrix:
 
 def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
     """The table for float32 activations on the CPU."""
+    matrix = partial(NativeInt8Matrix if int8 else NativeMatrix, kernels)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -178,7 +229,7 @@ def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
         kernels.rotary(
             *(states.data_ptr(), states.stride(0)),
             *(0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), eps),
-            *(cos.data_ptr(), sin.data_ptr(), m, heads, both - heads, dim),
+            *(cos.data_ptr(), sin.data_ptr(), 0, m, heads, both - heads, dim),
         )
         return states
 
@@ -197,7 +248,8 @@ def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
         return most, ids
 
     return Ops(
-        matrix=partial(NativeInt8Matrix if int8 else NativeMatrix, kernels),
+        matrix=matrix,
+        table=matrix,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         silu_mul=silu_mul,

@@ -38,3 +38,11 @@ typedef struct {
 
 /* Rows [row, row + count), at most MR and all of one panel; groups [from, to). */
 void pagewire_sweep(const Product *p, long row, long count, long from, long to, int bf16);
+
+/* One layer's keys and values, [blocks][block_size][kv_heads][dim], and how it attends to them. */
+typedef struct {
+    const char *keys, *values;
+    long heads, kv_heads, dim, block_size, window; /* window 0: none */
+    float scale, softcap;                          /* softcap 0: none */
+    int bf16;
+} Pages;

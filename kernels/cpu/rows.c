@@ -61,16 +61,18 @@ void pagewire_silu_mul(const float *gate_up, float *out, long m, long n)
 }
 
 /* Norms (where q_norm and k_norm are given) and rotates queries and keys in place. states: m rows of
- * [heads + kv_heads][dim], stride apart; cos, sin: [m][dim], the first half of the sines negated. */
+ * [heads + kv_heads][dim], stride apart; cos, sin: [positions][dim], the first half of the sines negated, of which row i
+ * takes places[i], or i where there are no places. */
 void pagewire_rotary(float *states, long stride, const float *q_norm, const float *k_norm, float eps, const float *cos,
-                     const float *sin, long m, long heads, long kv_heads, long dim)
+                     const float *sin, const int64_t *places, long m, long heads, long kv_heads, long dim)
 {
     long half = dim / 2;
 #pragma omp parallel for schedule(static) if (m * heads * dim > FEW)
     for (long i = 0; i < m; i++)
         for (long h = 0; h < heads + kv_heads; h++) {
             float *x = states + i * stride + h * dim;
-            const float *norm = h < heads ? q_norm : k_norm, *c = cos + i * dim, *s = sin + i * dim;
+            const float *norm = h < heads ? q_norm : k_norm;
+            const float *c = cos + (places ? places[i] : i) * dim, *s = sin + (places ? places[i] : i) * dim;
             if (norm)
                 scaled(x, inverse_rms(x, dim, eps), norm, x, dim);
             for (long d = 0; d < half; d++) {

@@ -44,6 +44,7 @@ CONFIG = EngineConfig(
     max_model_len=128,
     max_num_seqs=8,
     max_num_batched_tokens=64,
+    kv_cache_dtype="float32",
     kv_cache_memory=None,
     block_size=16,
     enable_prefix_caching=True,

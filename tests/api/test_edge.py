@@ -149,12 +149,14 @@ def test_metrics() -> None:
     assert before["pagewire:time_to_first_token_seconds_count"] == 2
     assert before["pagewire:inter_token_latency_seconds_count"] == 2
     assert before["pagewire:e2e_request_latency_seconds_bucket[+Inf]"] == 2
-    engine.gateway.handle([Snapshot(9, 3, 2, 100, 25, 1, 70, 30, 44, 0.5)])
+    engine.gateway.handle([Snapshot(9, 3, 2, 100, 25, 1, 70, 30, 44, 0.5, (), 5, 20, 8)])
     after = metrics(engine)
     assert after["pagewire:num_requests_running"] == 3 and after["pagewire:num_requests_waiting"] == 2
     assert after["pagewire:kv_cache_usage_perc"] == 0.25 and after["pagewire:num_preemptions_total"] == 1
     assert after["pagewire:prompt_tokens_total"] == 70 and after["pagewire:generation_tokens_total"] == 44
     assert after["pagewire:prefix_cache_hits_total"] == 30
+    kinds = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    assert [after[f"pagewire:spec_decode_{kind}_total"] for kind in kinds] == [5, 20, 8]
     assert not any("external" in name or "tier" in name for name in after)
 
 

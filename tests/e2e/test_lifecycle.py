@@ -106,7 +106,7 @@ def test_sigterm_lets_requests_finish_within_the_timeout(start: Start) -> None:
     answers: list[dict[str, object]] = []
 
     def ask() -> None:
-        body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True}
+        body = {"prompt": "hello", "max_tokens": 1500, "ignore_eos": True}
         request = urllib.request.Request(
             f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -119,7 +119,7 @@ def test_sigterm_lets_requests_finish_within_the_timeout(start: Start) -> None:
     server.process.send_signal(signal.SIGTERM)
     thread.join(30)
     assert server.process.wait(20) == 0
-    assert answers[0]["usage"]["completion_tokens"] == 300  # type: ignore[index]
+    assert answers[0]["usage"]["completion_tokens"] == 1500  # type: ignore[index]
 
 
 def test_a_second_sigint_stops_at_once(start: Start) -> None:

@@ -1,6 +1,7 @@
 """Messages survive the wire, and the wire refuses what a message may not be."""
 
 import math
+from array import array
 
 import msgspec
 import pytest
@@ -62,3 +63,11 @@ def test_every_message_is_frozen_and_columnar() -> None:
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct:
             config = kind.__struct_config__
             assert config.frozen and config.array_like, name
+
+
+def test_columns_give_each_request_its_tokens() -> None:
+    rids, ids = array("q", [7, 9, 9, 9, 2**40, 8, 8]), array("i", [1, 2, 3, 4, 5, 6, 7])
+    batch = m.TokenBatch((), rids.tobytes(), ids.tobytes())
+    found = [(rid, list(m.bytes_to_ids(data))) for rid, data in batch.columns()]
+    assert found == [(7, [1]), (9, [2, 3, 4]), (2**40, [5]), (8, [6, 7])]
+    assert list(m.TokenBatch(()).columns()) == []

@@ -167,9 +167,9 @@ class Journal:
             self.clients[item.rid].hear_failed(item)
             return []
         rids: list[int] = []
-        columns = memoryview(item.rids).cast("q")
-        for rid, token in zip(columns, bytes_to_ids(item.ids), strict=True):
-            self.clients[rid].hear_ids([token])
+        assert 2 * len(item.ids) == len(item.rids), "the columns are not of one length"
+        for rid, data in item.columns():
+            self.clients[rid].hear_ids(bytes_to_ids(data))
             rids.append(rid)
         for tokens in item.tokens:
             self.clients[tokens.rid].hear_tokens(tokens)

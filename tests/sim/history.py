@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from random import Random
 from unittest.mock import patch
 
-from fakes import EOS, VOCAB, FakeWorker
+from fakes import EOS, VOCAB, FakeRow, FakeWorker, kv_of, next_token
 from invariants import check, writes_are_exclusive
 
 from pagewire.engine.core import policy
@@ -62,6 +62,8 @@ class Setting:
         self.turn_share = rng.choice([0.0, 0.3, 0.7])
         self.worker_losses = rng.choice([0, 0, 0, 1, 2])
         self.core_losses = rng.choice([0, 0, 0, 1])
+        self.speculate = rng.choice([0, 1, 2, BLOCK_SIZE - 1])  # guesses of a row in a step
+        self.luck = rng.choice([0.0, 0.5, 0.9, 1.0])  # how likely a guess is right
         self.tier: TierOptions | None = None
         if rng.random() < 0.7:
             kinds = rng.choice(_TIERS)
@@ -205,6 +207,7 @@ class History:
             itl_target_ms=setting.itl_target_ms,
             connector=self._connector,
             kv_events=setting.kv_events,
+            speculate=setting.speculate,
         )
         self._patience = Patience(self._scheduler, setting.policy != "fair", setting.policy == "priority")
         self._fairness = Fairness(self._scheduler, setting.quantum) if setting.policy == "fair" else None
@@ -267,7 +270,9 @@ class History:
                 for rid in message.rids:
                     scheduler.stop_hit(rid)
             case StepResult():
-                self._say(f"step {message.step} is over: {list(bytes_to_ids(message.ids))}")
+                self._say(
+                    f"step {message.step} is over: {list(bytes_to_ids(message.ids))} {list(message.num_drawn[::4])}"
+                )
                 scheduler.apply(message)
             case Transferred():
                 self._say(
@@ -323,6 +328,7 @@ class History:
         if plan is not None:
             flight = scheduler._in_flight[-1]
             rows = [f"{r.rid}+1" for r in flight.decodes]
+            rows[: flight.num_speculative] = [f"{row}?{flight.speculate}" for row in rows[: flight.num_speculative]]
             rows += [f"{r.rid}+{count}" for r, count in zip(flight.others, flight.counts, strict=True)]
             copies = list(bytes_to_ids(plan.copies))
             what = f"plan {plan.step} computes {' '.join(rows)} copies {copies} tells the tier {len(plan.kv)} bytes"
@@ -370,6 +376,7 @@ class History:
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.budget,
             carry_out=self._carry_out,
+            guess=self._guess,
         )
         worker.memory[:] = self.rng.randbytes(len(worker.memory))
         worker.fail_seeds = self._fail_seeds
@@ -390,6 +397,15 @@ class History:
                 seen=self._count,
             )
         self._busy_until = self.now
+
+    def _guess(self, row: FakeRow, num: int) -> list[int]:
+        """What comes next in a row, as far as luck has it."""
+        rng, ids = self.rng, list(row.ids)
+        for _ in range(rng.randint(0, num)):
+            ids.append(next_token(kv_of(ids), row.sampling.seed))
+            if rng.random() >= self._setting.luck:
+                ids[-1] = rng.randrange(VOCAB)
+        return ids[len(row.ids) :]
 
     def _carry_out(self, metadata: bytes) -> None:
         assert self._worker_half is not None, "metadata without a connector"
@@ -458,5 +474,7 @@ class History:
         counters = scheduler.counters
         self.seen["preempted"] += counters.num_preemptions
         self.seen["cached tokens"] += counters.num_cached_tokens
+        self.seen["guesses"] += counters.num_draft_tokens
+        self.seen["guesses accepted"] += counters.num_accepted_tokens
         for client in self._journal.clients.values():
             self.seen[f"ended by {client.end}"] += 1

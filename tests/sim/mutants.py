@@ -4,14 +4,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+from fakes import FakeRow, FakeWorker, kv_of, next_token
 from msgspec.structs import replace
 
 from pagewire.engine.core import planner, preemption, scheduler
 from pagewire.engine.core import request as request_module
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
-from pagewire.engine.core.draft import Draft
+from pagewire.engine.core.draft import Draft, InFlight
 from pagewire.engine.core.loads import Loads
+from pagewire.engine.core.planner import Planner
 from pagewire.engine.core.prefix import PrefixCache
 from pagewire.engine.core.request import Request, State
 from pagewire.engine.core.roster import Roster
@@ -33,6 +35,9 @@ _prefix_events = PrefixCache.take_events
 _loads_start = Loads.start
 _loads_finish = Loads.finish
 _refusal = Scheduler._refusal
+_apply_speculative = Scheduler._apply_speculative
+_plan_speculative = Planner._plan_speculative
+_speculate = FakeWorker._speculate
 _host_meta = HostCore.build_connector_meta
 
 
@@ -177,6 +182,47 @@ def _never_removed(self: PrefixCache):
     return [event for event in _prefix_events(self) if not isinstance(event, scheduler.Removed)]
 
 
+def _accept_one_too_many(self: FakeWorker, state: FakeRow, guesses: list[int]) -> list[int]:
+    tokens = _speculate(self, state, guesses)
+    if len(tokens) <= len(guesses):
+        state.num_computed += 1
+        state.ids.append(next_token(kv_of(state.ids), state.sampling.seed))
+        tokens.append(state.ids[-1])
+    return tokens
+
+
+def _keep_the_bound(self: Scheduler, flight: InFlight, nums, *more) -> None:
+    _apply_speculative(self, flight, nums, *more)
+    for request, num in zip(flight.decodes, nums, strict=False):
+        if request.state is State.RUNNING:
+            request.num_planned += flight.speculate + 1 - num
+            request.num_total += flight.speculate + 1 - num
+
+
+def _offer_a_guess(self: Roster, request: Request) -> None:
+    if request.row >= 0 and request.num_computed < min(len(request.ids), len(request.blocks) * request.block_size):
+        request.num_computed += 1  # there is no KV of its last id, but perhaps of a guess
+        request.num_planned = max(request.num_planned, request.num_computed)
+    _roster_release(self, request)
+
+
+def _speculate_for_free(self: Planner, draft: Draft, running: list[Request]) -> list[Request]:
+    others = _plan_speculative(self, draft, running)
+    draft.budget += draft.num_speculative * draft.speculate
+    return others
+
+
+def _speculate_without_blocks(self: Planner, draft: Draft, running: list[Request]) -> list[Request]:
+    others = _plan_speculative(self, draft, running)
+    del draft.grow_rows[:], draft.grow_blocks[:]
+    return others
+
+
+def _speculate_for_all(self: Request, message, **more) -> None:
+    _request_init(self, message, **more)
+    self.may_speculate = True
+
+
 def _nothing(*_: object) -> None:
     """Done by nobody."""
 
@@ -215,6 +261,13 @@ MUTANTS: dict[str, Patch] = {
     "tenants are served as they come": (Waiting, "first", _by_arrival),
     "the queue has no bound": (Scheduler, "_refusal", _take_everybody),
     "a router is told too little": (PrefixCache, "take_events", _never_removed),
+    "a wrong guess is accepted": (FakeWorker, "_speculate", _accept_one_too_many),
+    "the bound of wrong guesses stays": (Scheduler, "_apply_speculative", _keep_the_bound),
+    "tokens after the end are told": (scheduler, "num_until_end", lambda tokens, stops: len(tokens)),
+    "the KV of a wrong guess is offered": (Roster, "release", _offer_a_guess),
+    "guesses cost no budget": (Planner, "_plan_speculative", _speculate_for_free),
+    "guesses have no blocks": (Planner, "_plan_speculative", _speculate_without_blocks),
+    "who wants log-probabilities gets guesses": (Request, "__init__", _speculate_for_all),
 }
 
 

@@ -6,6 +6,8 @@ waits for those before it to do the same. Plans that are made while a load or a 
 are not counted, and whoever loses its KV with a worker starts again.
 """
 
+from invariants import Touched
+
 from pagewire.engine.core.preemption import order
 from pagewire.engine.core.request import Request, State
 from pagewire.engine.core.scheduler import Scheduler
@@ -104,7 +106,8 @@ class Fairness:
                 assert self._left[a, b] >= 0, f"{b} is served although {a} waits and is far behind"
             elif rank(b) - rank(a) > self._quantum:
                 self.num_ahead += 1
-                self._left[a, b] = sum(max(0, r.end - r.num_planned) for r in running[b])
+                guesses = Touched(scheduler).num_guesses  # they may turn out wrong
+                self._left[a, b] = sum(max(0, r.end - r.num_planned + guesses.get(id(r), 0)) for r in running[b])
 
 
 class Firsts:

@@ -21,6 +21,8 @@ COVERED = {
     "ended by queue_full": 100,
     "ended by stop": 500,
     "ended by unavailable": 100,
+    "guesses": 3000,
+    "guesses accepted": 1500,
     "loads": 150,
     "loads that failed": 40,
     "plans without rows": 100,

@@ -29,6 +29,7 @@ def _backend(kind, cache):
 
 def _step(rng, cache, *, contiguous):
     """A random step: decode rows in ascending order, then chunks; every row has blocks of its own."""
+    size = cache.block_size
     contexts = sorted(rng.choice([1, 3, 4, 5, 30, 31, 90]) for _ in range(rng.randrange(6)))
     lens = [(context, 1) for context in contexts]
     for _ in range(rng.randrange(0 if lens else 1, 3)):
@@ -37,16 +38,14 @@ def _step(rng, cache, *, contiguous):
     free = list(range(cache.num_blocks))
     if not contiguous:
         rng.shuffle(free)
-    width = max(-(-context // BLOCK_SIZE) for context, _ in lens) + 2
+    width = max(-(-context // size) for context, _ in lens) + 2
     table = np.full((len(lens), width), -1, np.int32)  # beyond a row's own blocks anything
     slots, fresh = [], []
     for row, (context, count) in enumerate(lens):
-        num_blocks = -(-context // BLOCK_SIZE)
+        num_blocks = -(-context // size)
         table[row, :num_blocks], free = free[:num_blocks], free[num_blocks:]
-        slots += [
-            int(table[row, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE for p in range(context - count, context)
-        ]
-        if context % BLOCK_SIZE and context - context % BLOCK_SIZE >= context - count:
+        slots += [int(table[row, p // size]) * size + p % size for p in range(context - count, context)]
+        if context % size and context - context % size >= context - count:
             fresh.append(int(table[row, num_blocks - 1]))
     return AttentionStep(
         num_decode=len(contexts),
@@ -62,25 +61,25 @@ def _step(rng, cache, *, contiguous):
 @pytest.mark.parametrize("window", [None, 1, 6, 40])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (7, 1)])
-@pytest.mark.parametrize("kind", BACKENDS)
-def test_random_steps_agree_with_the_definition(kind, window, softcap, heads, kv_heads, monkeypatch):
+@pytest.mark.parametrize(("kind", "size"), [(kind, size) for kind in BACKENDS for size in (4, 16)])
+def test_random_steps_agree_with_the_definition(kind, size, window, softcap, heads, kv_heads, monkeypatch):
     dim = 16 if kind == "native" else 8
     monkeypatch.setattr(torch_paged, "_SLICE", 16)
-    monkeypatch.setattr(torch_paged, "_GATHER_BYTES", 12 * BLOCK_SIZE * kv_heads * dim * 4)
+    monkeypatch.setattr(torch_paged, "_GATHER_BYTES", 12 * size * kv_heads * dim * 4)
     rng = random.Random(f"{window} {softcap} {heads}")
     torch.manual_seed(1)
     shape = KvShape(num_layers=2, num_kv_heads=kv_heads, head_dim=dim, dtype=torch.float32)
-    cache = KvCache(shape=shape, num_blocks=300, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    cache = KvCache(shape=shape, num_blocks=300, block_size=size, device=torch.device("cpu"))
     backend = _backend(kind, cache)
     for number in range(25):
         step = _step(rng, cache, contiguous=number % 2 == 0)
         written = np.concatenate(
-            [row[: -(-c // BLOCK_SIZE)] for row, c in zip(step.block_table, step.context_lens, strict=True)]
+            [row[: -(-c // size)] for row, c in zip(step.block_table, step.context_lens, strict=True)]
         )
         for keys, values in cache.pages:
             keys[: cache.num_blocks] = float("nan")
             values[: cache.num_blocks] = float("nan")
-            keys[written], values[written] = torch.randn(2, len(written), BLOCK_SIZE, kv_heads, dim)
+            keys[written], values[written] = torch.randn(2, len(written), size, kv_heads, dim)
         backend.begin(step)
         for layer, (k_pages, v_pages) in enumerate(cache.pages):
             query = torch.randn(int(step.query_lens.sum()), heads, dim)

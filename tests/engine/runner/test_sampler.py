@@ -30,7 +30,8 @@ def _rows(samplings, *, prompts=None, outputs=None):
 def _sample(logits, samplings, **state):
     sampler = Sampler(vocab_size=logits.shape[1], device=torch.device("cpu"), ops=reference_ops())
     before = logits.clone()
-    ids = sampler.sample(logits, _rows(samplings, **state), np.arange(len(samplings)))
+    rows = _rows(samplings, **state)
+    ids = sampler.sample(logits, rows, np.arange(len(samplings)), rows.num_ids[: len(samplings)])
     assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "the raw logits are still needed for logprobs"
     return ids.tolist()
 

@@ -1,0 +1,52 @@
+"""Guesses of next tokens: what may stand behind `--speculative`, and what a step's guesses came to.
+
+Nothing is lost by a wrong guess but the time of computing it: a token is a function of its logits, the request's seed
+and its output position alone, so a guess is accepted if it is the very token that is drawn at its place.
+"""
+
+from array import array
+
+from ...errors import ConfigError
+from ...ipc.messages import StepResult, bytes_to_ids
+from ...plugins import split_spec
+from .draft import InFlight
+
+_FLAG = "--speculative"
+_NUM_TOKENS = 4
+_MOST_TOKENS = 15  # less than a block: see `Planner`
+_one = array("i", [1])
+
+
+def num_draft_tokens(spec: str | None) -> int:
+    """The most guesses of a row in a step; 0: none are made. Raises ConfigError."""
+    if spec is None:
+        return 0
+    name, options = split_spec(_FLAG, spec)
+    unknown = [option for option in options if option != "tokens"]
+    if name != "ngram" or unknown:
+        raise ConfigError(f"{_FLAG} {spec}: write ngram, or ngram,tokens=N.")
+    text = options.get("tokens", str(_NUM_TOKENS))
+    num = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= num <= _MOST_TOKENS:
+        raise ConfigError(f"{_FLAG} {spec}: tokens is a number from 1 to {_MOST_TOKENS}.")
+    return num
+
+
+def num_until_end(tokens: "array[int]", stops: frozenset[int]) -> int:
+    """How many of the tokens come before the first that ends their request, and that one."""
+    return next((i for i, token in enumerate(tokens, start=1) if token in stops), len(tokens))
+
+
+def num_drawn(flight: InFlight, result: StepResult, num_ids: int) -> "array[int]":
+    """How many tokens each speculative row drew. Raises ValueError if that is not what the plan allows."""
+    due, first = len(flight.decodes) + sum(flight.sample), flight.num_speculative
+    if not result.num_drawn:
+        if num_ids != due:
+            raise ValueError(f"step {result.step} drew {num_ids} tokens where {due} were due")
+        return _one * first
+    nums = bytes_to_ids(result.num_drawn)
+    if len(nums) != due or sum(nums) != num_ids or min(nums) < 1:
+        raise ValueError(f"step {result.step} drew {num_ids} tokens in {len(nums)} rows, and {sum(nums)} are counted")
+    if max(nums[:first], default=1) > 1 + flight.speculate or max(nums[first:], default=1) > 1:
+        raise ValueError(f"step {result.step} drew more tokens of a row than its plan allows")
+    return nums[:first]

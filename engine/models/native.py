@@ -1,0 +1,82 @@
+"""A native decoder whose layers run in one call of C, where nothing needs to be told of each layer."""
+
+import ctypes
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...kernels.cpu.native import DecoderFields, Kernels, LayerFields, NativeInt8Matrix, NativeMatrix
+from ..attention.base import AttentionBackend
+from ..attention.native import NativePagedAttention
+from ..layers.linear import Linear, Weight
+from .decoder import Decoder, DecoderLayer
+
+
+class NativeDecoder:
+    """See `Model`. The same bits as the decoder it wraps, which takes over where attention is wrapped in something that
+    wants to see every layer."""
+
+    def __init__(self, decoder: Decoder, kernels: Kernels) -> None:
+        self.kv_shape = decoder.kv_shape
+        self._decoder = decoder
+        self._kernels = kernels
+        self._fields: DecoderFields | None = None
+        self._layers: ctypes.Array[LayerFields] | None = None
+        self._heads = self._per_token = self._widest = self._hidden = 0
+        self._work = self._panels = torch.empty(0)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._decoder.logits(hidden)
+
+    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        if not isinstance(attention, NativePagedAttention):
+            return self._decoder.hidden(ids, positions, attention)
+        if self._fields is None:
+            self._fields = self._describe(attention)
+        tokens = ids.shape[0]
+        if self._work.numel() < tokens * self._per_token:
+            self._work = torch.empty(tokens * self._per_token)
+            self._panels = torch.empty(tokens * self._widest)
+        step = attention.step_fields(self._heads)
+        step.ids, step.positions = ids.data_ptr(), positions.data_ptr()
+        step.work, step.panels = self._work.data_ptr(), self._panels.data_ptr()
+        out = torch.empty((tokens, self._hidden))
+        self._kernels.decoder(ctypes.addressof(self._fields), ctypes.addressof(step), out.data_ptr())
+        return out
+
+    def _describe(self, attention: NativePagedAttention) -> DecoderFields:
+        """Where everything is. Once, when the cache is there."""
+        body = self._decoder.model
+        layers = [cast(DecoderLayer, layer) for layer in body.layers]
+        self._layers = (LayerFields * len(layers))()
+        for fields, (index, layer) in zip(self._layers, enumerate(layers), strict=True):
+            part = layer.self_attn
+            fields.qkv, fields.o = _matrix(part.qkv_proj), _matrix(part.o_proj)
+            fields.gate_up, fields.down = _matrix(layer.mlp.gate_up_proj), _matrix(layer.mlp.down_proj)
+            fields.input_norm = layer.input_layernorm.weight.data_ptr()
+            fields.post_norm = layer.post_attention_layernorm.weight.data_ptr()
+            if part.q_norm is not None and part.k_norm is not None:
+                fields.q_norm, fields.k_norm = part.q_norm.weight.data_ptr(), part.k_norm.weight.data_ptr()
+            fields.pages = attention.pages(index, part.heads, part.scale, part.window, None)
+        first, embed = self._layers[0], _matrix(body.embed_tokens)
+        cos, sin = self._decoder.rotary_table
+        self._heads, self._hidden = first.pages.heads, embed.k
+        self._per_token = 3 * embed.k + first.qkv.n + first.o.k + 3 * first.down.k
+        self._widest = max(embed.k, first.o.k, first.down.k) + 4
+        return DecoderFields(
+            embed=embed,
+            layers=ctypes.addressof(self._layers),
+            norm=body.norm.weight.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            num_layers=len(layers),
+            hidden=embed.k,
+            intermediate=first.down.k,
+            eps=body.norm.eps,
+        )
+
+
+def _matrix(module: Weight) -> ctypes.Structure:
+    matrix = cast(NativeMatrix | NativeInt8Matrix, module.matrix)
+    return matrix.fields(module.bias if isinstance(module, Linear) else None)

@@ -1,0 +1,79 @@
+"""Guesses the next ids of rows from what they said before: prompt lookup, by n-grams.
+
+Where the last few ids of a row stood once before, those that followed are guessed to follow again. A wrong guess costs
+the computing of its position, so each row has a level that says how timid it is. At level 0 it guesses in every step as
+many ids as it may. At level n it looks every 2^n steps only, and guesses silently: nothing is computed, and the next
+step shows whether the guess was right. A right one makes it bolder, a wrong one more timid. So a text that does not
+repeat costs a glance now and then, and one that begins to is noticed within some twenty tokens.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .rows import Rows
+
+_LOOK_AGAIN = 3  # steps that a row waits in whose ids nothing was found
+_MOST_TIMID = 4  # level
+
+
+def find(ids: NDArray[np.int32], nums: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each row, where that stands which followed its last n ids when they stood there before: for the greatest n
+    from 4 down to 2 for which they did, and the latest such place; -1 if there is none.
+
+    ids: [rows, at least max(nums)], of which the first `nums` are a row's; nums: [rows], each at least 2.
+    """
+    each, width = np.arange(len(nums)), int(nums.max()) - 1
+    again = (ids[:, : width - 1] == ids[each, nums - 2][:, None]) & (ids[:, 1:width] == ids[each, nums - 1][:, None])
+    row, end = np.divmod(np.flatnonzero(again), max(1, width - 1))
+    end += 1  # where two ids that are the last two end
+    inside = end < nums[row] - 1
+    row, end = row[inside], end[inside]
+    third = (end >= 2) & (ids[row, end - 2] == ids[row, nums[row] - 3])
+    fourth = third & (end >= 3) & (ids[row, end - 3] == ids[row, nums[row] - 4])
+    best = np.full(len(nums), -1)
+    np.maximum.at(best, row, (third.astype(np.int64) + fourth) * width + end)
+    return np.where(best < 0, -1, best % width + 1)
+
+
+def guess(rows: Rows, picked: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Writes guesses behind the ids of the rows `picked`. How many of each, 0 or `most`: [picked]."""
+    guessed = np.zeros(len(picked), np.int64)
+    _judge(rows, picked[rows.silent_guess[picked] >= 0])
+    wait = rows.guess_wait[picked] - 1
+    rows.guess_wait[picked] = wait
+    num_ids = rows.num_ids[picked]
+    look = np.flatnonzero((wait < 0) & (num_ids >= 2))
+    if not len(look):
+        return guessed
+    # Rows of like length are looked through together: a long one would make all others as long.
+    magnitude = np.frexp(num_ids[look])[1]
+    for size in np.unique(magnitude):
+        places = look[magnitude == size]
+        some, nums = picked[places], num_ids[places]
+        starts = find(rows.ids[some, : int(nums.max())], nums)
+        found = starts >= 0
+        rows.guess_wait[some[~found]] = _LOOK_AGAIN
+        silent = found & (rows.guess_level[some] > 0)
+        rows.silent_guess[some[silent]] = rows.ids[some[silent], starts[silent]]
+        rows.silent_end[some[silent]] = nums[silent]
+        bold = found & ~silent
+        some, nums, starts = some[bold], nums[bold], starts[bold]
+        ahead = np.arange(most)
+        follow = starts[:, None] + ahead % (nums - starts)[:, None]  # what repeats is guessed to go on repeating
+        rows.ids[some[:, None], nums[:, None] + ahead] = rows.ids[some[:, None], follow]
+        guessed[places[bold]] = most
+    return guessed
+
+
+def learn(rows: Rows, picked: NDArray[np.int64], good: NDArray[np.bool_]) -> None:
+    """Whether the guesses of the rows `picked` were worth their while: [picked]."""
+    level = (rows.guess_level[picked] + np.where(good, -2, 1)).clip(0, _MOST_TIMID)
+    rows.guess_level[picked] = level
+    rows.guess_wait[picked] = (1 << level) - 1
+
+
+def _judge(rows: Rows, picked: NDArray[np.int64]) -> None:
+    """The rows `picked` have made silent guesses, and what they were about is known by now."""
+    if len(picked):
+        learn(rows, picked, rows.ids[picked, rows.silent_end[picked]] == rows.silent_guess[picked])
+        rows.silent_guess[picked] = -1

@@ -1,0 +1,29 @@
+"""Products by oneDNN on weights in the layout that it likes, for CPUs whose own bfloat16 instructions beat our kernels,
+and for those without a compiler."""
+
+import torch
+from torch import Tensor
+
+_ROWS = 16  # how many at a time the layout is chosen for: many streams, or a small part of a prompt
+
+
+def is_available(dtype: torch.dtype) -> bool:
+    """oneDNN is there and computes in `dtype`."""
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_onednn and (dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+
+
+class OneDnnMatrix:
+    """A weight [n, k] in oneDNN's layout, which only it can read. See `kernels.ops.Matrix`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._n = weight.shape[0]
+        self.nbytes = weight.nbytes  # the layout pads a little; torch does not say how much
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, bias, "none", [], "")
+        return out
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError("a table is kept as it is; see `Ops.table`")

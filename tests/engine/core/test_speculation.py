@@ -1,0 +1,253 @@
+"""What the scheduler promises of speculation, one rule a test."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from fakes import EOS, FakeRow, FakeWorker, all_tokens, enqueue, expected_output, kv_of, next_token
+from invariants import check
+
+from pagewire.config import Config
+from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.scheduler import Scheduler
+from pagewire.engine.core.speculation import num_draft_tokens
+from pagewire.errors import ConfigError
+from pagewire.ipc.messages import Failed, StepPlan, StepResult, TokenBatch, Tokens, bytes_to_ids, ids_to_bytes
+from pagewire.prepare import prepare
+
+BLOCK_SIZE = 4
+Guess = Callable[[FakeRow, int], Sequence[int]]
+
+
+def truth(row: FakeRow, num: int) -> list[int]:
+    """What really comes next."""
+    ids = list(row.ids)
+    for _ in range(num):
+        ids.append(next_token(kv_of(ids), row.sampling.seed))
+    return ids[len(row.ids) :]
+
+
+def wrong(row: FakeRow, num: int) -> list[int]:
+    """Nothing that comes next."""
+    return [token ^ 1 for token in truth(row, num)]
+
+
+def make(guess: Guess = truth, *, num_blocks: int = 64, **more: object) -> tuple[Scheduler, FakeWorker]:
+    options = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 100,
+        "max_queued_requests": 100,
+        "max_queued_tokens": 10**6,
+        "depth": 1,
+        "eos_token_ids": (EOS,),
+        "speculate": 3,
+        **more,
+    }
+    scheduler = Scheduler(pool=BlockPool(num_blocks=num_blocks), block_size=BLOCK_SIZE, **options)  # type: ignore[arg-type]
+    worker = FakeWorker(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        guess=guess,
+    )
+    return scheduler, worker
+
+
+def run(scheduler: Scheduler, worker: FakeWorker, num_plans: int = 1000) -> list[tuple[StepPlan, StepResult]]:
+    """Runs to the end, or so many plans, as many in flight as may be."""
+    done: list[tuple[StepPlan, StepResult]] = []
+    flying: list[tuple[StepPlan, StepResult]] = []
+    while True:
+        while len(done) + len(flying) < num_plans and (plan := scheduler.plan()) is not None:
+            flying.append((plan, worker.run(plan)))
+            check(scheduler)
+        if not flying:
+            return done
+        done.append(flying.pop(0))
+        scheduler.apply(done[-1][1])
+        check(scheduler)
+
+
+def heard(scheduler: Scheduler) -> dict[int, list[Tokens]]:
+    news: dict[int, list[Tokens]] = {}
+    for item in scheduler.take_news():
+        for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
+            news.setdefault(tokens.rid, []).append(tokens)
+    return news
+
+
+def output(news: list[Tokens]) -> list[int]:
+    return [i for tokens in news for i in bytes_to_ids(tokens.ids)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_is_guessed_right_saves_steps(depth: int) -> None:
+    scheduler, worker = make(depth=depth)
+    scheduler.add(enqueue(1, [1, 2, 3], max_tokens=41, ignore_eos=True))
+    steps = run(scheduler, worker)
+    assert output(heard(scheduler)[1]) == expected_output([1, 2, 3], 41, 100, 0, ignore_eos=True)
+    assert len(steps) <= 1 + 10 + 3, "the first token, four a step, and the last few one by one"
+    counters = scheduler.counters
+    assert counters.num_drafts <= 10 and counters.num_accepted_tokens == counters.num_draft_tokens >= 27
+    assert counters.num_output_tokens == 41
+
+
+def test_what_is_guessed_wrong_costs_no_step() -> None:
+    scheduler, worker = make(wrong, depth=2)
+    scheduler.add(enqueue(1, [1, 2, 3], max_tokens=41, ignore_eos=True))
+    assert len(run(scheduler, worker)) == 41
+    assert output(heard(scheduler)[1]) == expected_output([1, 2, 3], 41, 100, 0, ignore_eos=True)
+    assert scheduler.counters.num_accepted_tokens == 0 < scheduler.counters.num_draft_tokens
+
+
+def test_nothing_is_computed_at_the_end_or_beyond() -> None:
+    scheduler, worker = make()
+    for rid, max_tokens in enumerate(range(1, 9), start=1):
+        scheduler.add(enqueue(rid, [rid], max_tokens=max_tokens, ignore_eos=True))
+    assert any(plan.num_speculative for plan, _ in run(scheduler, worker))
+    for state in worker.rows:
+        assert state is not None and state.num_computed <= state.ids[0], "the prompt is [max_tokens]"
+    news = heard(scheduler)
+    for rid in range(1, 9):
+        assert output(news[rid]) == expected_output([rid], rid, 100, 0, ignore_eos=True)
+
+
+def test_the_budget_is_charged_and_when_it_is_short_nobody_speculates() -> None:
+    for budget, num_speculative in ((8, 2), (7, 0)):
+        scheduler, worker = make(max_num_batched_tokens=budget)
+        for rid in (1, 2):
+            scheduler.add(enqueue(rid, [rid], max_tokens=30, ignore_eos=True))
+        run(scheduler, worker, 1)
+        plan = scheduler.plan()
+        assert plan is not None and plan.num_speculative == num_speculative
+        assert plan.speculate == (3 if num_speculative else 0)
+    scheduler, worker = make(max_num_batched_tokens=12)
+    scheduler.add(enqueue(1, [1], max_tokens=30, ignore_eos=True))
+    run(scheduler, worker, 1)
+    scheduler.add(enqueue(2, list(range(20)), max_tokens=30, ignore_eos=True))
+    plan = scheduler.plan()
+    assert plan is not None and list(bytes_to_ids(plan.counts)) == [1, 8], "12 less the row and its 3 guesses"
+
+
+def test_who_wants_logprobs_is_planned_plainly() -> None:
+    scheduler, worker = make()
+    scheduler.add(enqueue(1, [1], max_tokens=20, ignore_eos=True, logprobs=0))
+    scheduler.add(enqueue(2, [2], max_tokens=20, ignore_eos=True))
+    plans = [plan for plan, _ in run(scheduler, worker, 3)]
+    assert plans[2].num_speculative == 1 and len(plans[2].sample) == 2
+    run(scheduler, worker)
+    news = heard(scheduler)
+    assert all(tokens.logprobs is not None and len(tokens.ids) == 4 for tokens in news[1])
+    assert output(news[2]) == expected_output([2], 20, 100, 0, ignore_eos=True)
+
+
+def test_without_a_block_for_the_guesses_there_are_none() -> None:
+    scheduler, worker = make(num_blocks=8, max_model_len=32)
+    for rid in (1, 2):
+        scheduler.add(enqueue(rid, [rid], max_tokens=16, ignore_eos=True))
+    plans = [plan for plan, _ in run(scheduler, worker)]
+    news = heard(scheduler)
+    for rid in (1, 2):
+        assert output(news[rid]) == expected_output([rid], 16, 32, 0, ignore_eos=True)
+    assert scheduler.counters.num_preemptions == 0 and any(plan.num_speculative for plan in plans)
+
+
+def test_a_stop_token_in_the_middle_is_the_last() -> None:
+    whole = expected_output([1], 60, 100, 0, ignore_eos=True)
+    for i in range(1, 20):
+        if whole.index(whole[i]) < i:
+            continue
+        scheduler, worker = make()
+        scheduler.add(enqueue(1, [1], max_tokens=60, ignore_eos=True, stop_token_ids=(whole[i],)))
+        run(scheduler, worker)
+        news = heard(scheduler)[1]
+        assert output(news) == whole[: i + 1]
+        assert news[-1].finish == "stop" and news[-1].usage is not None and news[-1].usage.num_output == i + 1
+        assert scheduler.counters.num_output_tokens == i + 1 and scheduler.pool.num_held == 0
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 3])
+def test_tokens_before_one_that_is_not_finite_are_told(num_good: int) -> None:
+    scheduler, worker = make()
+    scheduler.add(enqueue(1, [1] * 4, max_tokens=20, ignore_eos=True))
+    run(scheduler, worker, 1)
+    plan = scheduler.plan()
+    assert plan is not None and plan.num_speculative == 1
+    ids = [*[20, 21, 22][:num_good], -1]
+    scheduler.apply(StepResult(plan.step, ids_to_bytes(ids), {}, {}, 1.0, ids_to_bytes([len(ids)]), 1, 3))
+    check(scheduler)
+    *batches, failed = scheduler.take_news()[1:]
+    assert isinstance(failed, Failed) and failed.kind == "internal"
+    told = [
+        i for batch in batches if isinstance(batch, TokenBatch) for t in all_tokens(batch) for i in bytes_to_ids(t.ids)
+    ]
+    assert told[1:] == ids[:-1]
+    assert not scheduler.pool._by_key, "nothing of it is found again"
+
+
+def test_what_came_true_is_found_again_and_what_did_not_is_not() -> None:
+    for guess in (truth, wrong):
+        scheduler, worker = make(guess, depth=2)
+        scheduler.add(enqueue(1, [1, 2, 3], max_tokens=42, seed=1, ignore_eos=True))
+        run(scheduler, worker)
+        turn = [1, 2, 3, *output(heard(scheduler)[1]), 9]
+        scheduler.add(enqueue(2, turn, max_tokens=8, seed=2, ignore_eos=True))
+        run(scheduler, worker)
+        news = heard(scheduler)[2]
+        assert output(news) == expected_output(turn, 8, 100, 2, ignore_eos=True)
+        assert news[-1].usage is not None and news[-1].usage.num_cached == 44, "the last token drawn has no KV"
+
+
+def test_tokens_of_a_step_are_one_piece_of_news() -> None:
+    scheduler, worker = make()
+    for rid in (1, 2):
+        scheduler.add(enqueue(rid, [rid], max_tokens=30, ignore_eos=True))
+    run(scheduler, worker, 1)
+    scheduler.take_news()
+    run(scheduler, worker, 1)
+    (batch,) = scheduler.take_news()
+    assert isinstance(batch, TokenBatch) and not batch.tokens
+    assert [(rid, len(data)) for rid, data in batch.columns()] == [(1, 16), (2, 16)]
+
+
+def test_fair_counts_the_guesses_that_came_true() -> None:
+    for guess, num in ((truth, 4), (wrong, 1)):
+        scheduler, worker = make(guess, policy="fair")
+        scheduler.add(enqueue(1, [1], max_tokens=30, ignore_eos=True, tenant="a"))
+        run(scheduler, worker, 1)
+        before = scheduler._policy.rank("a")
+        run(scheduler, worker, 1)
+        assert scheduler._policy.rank("a") - before == num
+
+
+@pytest.mark.parametrize(("ids", "nums"), [([1, 2], b""), ([1, 2], [1]), ([1] * 5, [5]), ([], [0]), ([1, 2], [1, 1])])
+def test_a_result_that_the_plan_does_not_allow_is_refused(ids: list[int], nums: list[int] | bytes) -> None:
+    scheduler, worker = make()
+    scheduler.add(enqueue(1, [1], max_tokens=30, ignore_eos=True))
+    run(scheduler, worker, 1)
+    plan = scheduler.plan()
+    assert plan is not None
+    data = nums if isinstance(nums, bytes) else ids_to_bytes(nums)
+    with pytest.raises(ValueError, match="drew"):
+        scheduler.apply(StepResult(plan.step, ids_to_bytes(ids), {}, {}, 1.0, data))
+
+
+def test_the_flag() -> None:
+    assert num_draft_tokens(None) == 0 and num_draft_tokens("ngram") == 4 and num_draft_tokens("ngram,tokens=15") == 15
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("eagle", "--speculative eagle: write ngram, or ngram,tokens=N."),
+        ("ngram,n=3", "--speculative ngram,n=3: write ngram, or ngram,tokens=N."),
+        ("ngram,tokens=16", "--speculative ngram,tokens=16: tokens is a number from 1 to 15."),
+        ("ngram,tokens=0", "--speculative ngram,tokens=0: tokens is a number from 1 to 15."),
+        ("ngram,tokens=\u0663", "--speculative ngram,tokens=\u0663: tokens is a number from 1 to 15."),
+    ],
+)
+def test_a_wrong_flag_gives_one_sentence(spec: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        prepare(Config(model="./nowhere", speculative=spec))
+    assert str(error.value) == sentence

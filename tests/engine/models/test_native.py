@@ -1,0 +1,50 @@
+"""The layers in one call of C against the same layers op by op: the same bits."""
+
+import checkpoints
+import pytest
+import torch
+
+from pagewire.bench.step import opened, plan
+from pagewire.config import Config
+from pagewire.engine.models.decoder import Decoder
+from pagewire.engine.models.native import NativeDecoder
+from pagewire.engine.runner.runner import Runner
+from pagewire.kernels.cpu import build
+from pagewire.prepare import prepare
+
+if build.compiler() is None:
+    pytest.skip("no C compiler", allow_module_level=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"kv_cache_dtype": "bfloat16"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_call_gives_the_bits_of_many(kind, options, dtype, tmp_path):
+    folder = checkpoints.make_checkpoint(tmp_path, kind, dtype=dtype)
+    config = prepare(Config(model=str(folder), dtype="float32", max_model_len=96, kv_cache_memory=1 << 22, **options))
+    seen: dict[bool, list[torch.Tensor]] = {}
+    for in_one_call in (True, False):
+        runner = Runner.load(config)
+        runner.open_cache(runner.offer())
+        model = runner._model
+        assert isinstance(model, NativeDecoder)
+        inner = model if in_one_call else model._decoder
+        outputs = seen[in_one_call] = []
+
+        class Recorder:
+            kv_shape, logits = model.kv_shape, staticmethod(inner.logits)
+
+            @staticmethod
+            def hidden(ids, positions, attention, inner: NativeDecoder | Decoder = inner, to=outputs):
+                to.append(inner.hidden(ids, positions, attention))
+                return to[-1]
+
+        runner._model = Recorder()
+        opens = tuple(opened(row, 40 + row, 96, config.vocab_size) for row in range(3))
+        steps = [plan(1, [0, 1], [40, 41], opens), plan(2, [0, 2, 1], [1, 42, 1]), plan(3, [2, 1, 0], [1, 1, 1])]
+        for step in steps:
+            runner.launch(step)
+            assert min(torch.tensor(bytearray(runner.collect().ids))) >= 0
+    assert len(seen[True]) == 3
+    for ours, theirs in zip(seen[True], seen[False], strict=True):
+        assert torch.equal(ours, theirs) and ours.isfinite().all()

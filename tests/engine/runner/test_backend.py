@@ -1,0 +1,86 @@
+"""Which kernels run: what the C ones and torch's own give, and what is said of them."""
+
+import pytest
+import torch
+import vocabulary
+
+from pagewire import LLM, SamplingParams
+from pagewire.engine.runner.runner import Runner
+from pagewire.errors import ConfigError
+from pagewire.kernels.cpu import build
+
+PROMPTS = [[5, 6, 7, 8] * 9, [9, 4], [11] * 40]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def _tokens(folder, **options):
+    llm = LLM(str(folder), kv_cache_memory="4M", **{"dtype": "float32"} | options)
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.fixture
+def checkpoint(checkpoint):
+    """As everywhere in these tests, with a tokenizer."""
+
+    def make(kind, **changes):
+        folder = checkpoint(kind, **changes)
+        vocabulary.add_tokenizer(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    def load():
+        raise build.BuildError("there is no C compiler (cc, gcc or clang)")
+
+    monkeypatch.setattr(build, "load", load)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_compiler_torch_gives_the_same_tokens(dtype, checkpoint, request):
+    folder = checkpoint("qwen3", dtype=dtype)
+    expected = _tokens(folder)
+    request.getfixturevalue("no_compiler")
+    assert _tokens(folder) == expected
+
+
+def test_the_operator_is_told_why_torch_computes(checkpoint, resolved, no_compiler):
+    runner = Runner.load(resolved(checkpoint("llama"), dtype="float32"))
+    assert runner.notes[0] == "kernels of torch, because there is no C compiler (cc, gcc or clang)"
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
+def test_bfloat16_weights_are_kept_as_they_are(checkpoint, resolved):
+    folder = checkpoint("llama", dtype=torch.bfloat16)
+    runner = Runner.load(resolved(folder, dtype="float32"))
+    assert "bfloat16 weights, float32 arithmetic" in runner.notes[0]
+    wide = Runner.load(resolved(checkpoint("llama"), dtype="float32"))
+    assert runner._memory.weights < 0.55 * wide._memory.weights
+
+
+def test_8_bits_are_near_and_need_a_native_architecture(checkpoint):
+    folder = checkpoint("qwen3")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for options in ({}, {"quantization": "int8"}):
+        llm = LLM(str(folder), kv_cache_memory="4M", dtype="float32", **options)
+        entries = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].prompt_logprobs[1:]
+        found.append([entry[token].logprob for entry, token in zip(entries, PROMPTS[0][1:], strict=True)])
+    distances = [abs(exact - rounded) for exact, rounded in zip(*found, strict=True)]
+    assert 0 < sum(distances) / len(distances) < 0.1
+    with pytest.raises(ConfigError, match="--quantization is there for LlamaForCausalLM"):
+        LLM(str(checkpoint("gemma2")), quantization="int8")
+
+
+def test_8_bits_without_a_compiler_give_the_same_tokens(checkpoint, no_compiler, monkeypatch):
+    folder = checkpoint("qwen3")
+    with_torch = _tokens(folder, quantization="int8")
+    monkeypatch.undo()
+    assert _tokens(folder, quantization="int8") == with_torch
+
+
+def test_torch_wants_one_type_for_everything(checkpoint, no_compiler):
+    with pytest.raises(ConfigError, match="here it must be float32, or left out"):
+        LLM(str(checkpoint("llama")), dtype="float32", kv_cache_dtype="bfloat16")
