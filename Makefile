@@ -41,7 +41,7 @@ test: lint types
 	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10 $(ARGS)
 
 bench: $(VENV)/.dev
-	for bench in offline serve startup scheduler long_prompt policies kv_tiers; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
+	for bench in offline serve startup scheduler long_prompt policies kv_tiers accuracy speculation; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
 
 dist: $(VENV)/.dev
 	$(BIN)/python -m build --no-isolation

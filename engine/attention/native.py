@@ -12,6 +12,7 @@ from ...kernels.ops import Ops
 from ..cache.kv_cache import KvCache
 from .base import AttentionStep
 
+_FEW = 6  # tokens of a row, such as guesses: packing its keys for them would cost more than reading these once for each
 _WORK_BYTES = 256 << 20  # most that all threads together pack keys and values of prompts into; one may take more
 
 
@@ -31,15 +32,24 @@ class NativePagedAttention:
         self._num_decode = self._score_stride = self._decode_room = self._work_stride = self._num_works = 0
 
     def begin(self, step: AttentionStep) -> None:
+        counts, num_decode = step.query_lens, step.num_decode
+        table, contexts = step.block_table, step.context_lens
+        few = num_decode + int(np.argmax(np.append(counts[num_decode:], _FEW + 1) > _FEW))
+        if few > num_decode:  # the next rows have few tokens: each of them is read like a decode row
+            rows = np.concatenate((np.repeat(np.arange(few), counts[:few]), np.arange(few, len(counts))))
+            num_decode = int(counts[:few].sum())
+            after = np.cumsum(counts[:few])[rows[:num_decode]] - 1 - np.arange(num_decode)  # of the row's tokens
+            table, contexts, counts = table[rows], contexts[rows], counts[rows]
+            contexts[:num_decode] -= after
+            counts[:num_decode] = 1
         self._slots = step.slots
-        self._table = np.ascontiguousarray(step.block_table)
-        self._contexts = np.ascontiguousarray(step.context_lens)
-        self._counts = np.ascontiguousarray(step.query_lens)
-        self._num_decode = step.num_decode
-        longest = int(self._contexts[: step.num_decode].max(initial=0))
-        self._score_stride = -(-longest // LANES) * LANES
+        self._table = np.ascontiguousarray(table)
+        self._contexts = np.ascontiguousarray(contexts)
+        self._counts = np.ascontiguousarray(counts)
+        self._num_decode = num_decode
+        self._score_stride = -(-int(contexts[:num_decode].max(initial=0)) // LANES) * LANES
         self._decode_room = torch.get_num_threads() * self._score_stride
-        n = -(-int(self._contexts.max(initial=0)) // LANES) * LANES if len(self._counts) > step.num_decode else 0
+        n = -(-int(contexts[num_decode:].max(initial=0)) // LANES) * LANES
         dim = self._cache.pages[0][0].shape[3]
         self._work_stride = (2 * dim + 2 * MOST_ROWS) * n + 2 * MOST_ROWS * dim
         self._num_works = min(torch.get_num_threads(), max(1, _WORK_BYTES // (4 * self._work_stride)))

@@ -32,9 +32,9 @@ def _step(rng, cache, *, contiguous):
     size = cache.block_size
     contexts = sorted(rng.choice([1, 3, 4, 5, 30, 31, 90]) for _ in range(rng.randrange(6)))
     lens = [(context, 1) for context in contexts]
-    for _ in range(rng.randrange(0 if lens else 1, 3)):
+    for _ in range(rng.randrange(0 if lens else 1, 5)):
         context = rng.randrange(2, 120)
-        lens.append((context, rng.randrange(2, context + 1)))
+        lens.append((context, rng.choice([2, min(6, context), min(7, context), rng.randrange(2, context + 1)])))
     free = list(range(cache.num_blocks))
     if not contiguous:
         rng.shuffle(free)
@@ -69,7 +69,7 @@ def test_random_steps_agree_with_the_definition(kind, size, window, softcap, hea
     rng = random.Random(f"{window} {softcap} {heads}")
     torch.manual_seed(1)
     shape = KvShape(num_layers=2, num_kv_heads=kv_heads, head_dim=dim, dtype=torch.float32)
-    cache = KvCache(shape=shape, num_blocks=300, block_size=size, device=torch.device("cpu"))
+    cache = KvCache(shape=shape, num_blocks=400, block_size=size, device=torch.device("cpu"))
     backend = _backend(kind, cache)
     for number in range(25):
         step = _step(rng, cache, contiguous=number % 2 == 0)
@@ -105,7 +105,7 @@ def test_bfloat16_pages(kind):
     dtype = torch.float32 if kind == "native" else torch.bfloat16  # of activations
     torch.manual_seed(2)
     shape = KvShape(num_layers=1, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16)
-    cache = KvCache(shape=shape, num_blocks=300, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    cache = KvCache(shape=shape, num_blocks=400, block_size=BLOCK_SIZE, device=torch.device("cpu"))
     backend = _backend(kind, cache)
     step = _step(random.Random(3), cache, contiguous=False)
     k_pages, v_pages = cache.pages[0]
@@ -119,6 +119,37 @@ def test_bfloat16_pages(kind):
     table = torch.from_numpy(np.maximum(step.block_table, 0))
     expected = paged_attention(query, k_pages, v_pages, table, *lens, 0.25, None, None)
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+def test_few_tokens_of_a_row_get_the_bits_of_decode_rows():
+    """So that a guessed token is judged by the very logits that it would have got by itself."""
+    shape = KvShape(num_layers=1, num_kv_heads=2, head_dim=32, dtype=torch.float32)
+    cache = KvCache(shape=shape, num_blocks=40, block_size=16, device=torch.device("cpu"))
+    for pages in cache.pages[0]:
+        pages.normal_()
+    table = np.arange(6, dtype=np.int32)[None]
+    query, key, value = torch.randn(5, 4, 32), torch.randn(5, 2, 32), torch.randn(5, 2, 32)
+    backend = _backend("native", cache)
+
+    def attend(first, last):
+        """Tokens [first, last) of the five, which are the last of 90."""
+        count = last - first
+        step = AttentionStep(
+            num_decode=int(count == 1),
+            context_lens=np.array([85 + last]),
+            query_lens=np.array([count]),
+            block_table=table,
+            slots=torch.arange(85 + first, 85 + last),
+            fresh_blocks=None,
+            order=np.arange(1),
+        )
+        backend.begin(step)
+        return backend.forward(0, query[first:last], key[first:last], value[first:last], scale=0.2)
+
+    together = attend(0, 5)
+    assert torch.equal(torch.cat([attend(i, i + 1) for i in range(5)]), together)
+    assert torch.equal(attend(1, 3), together[1:3])
 
 
 @pytest.mark.parametrize("seed", range(20))
