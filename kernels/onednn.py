@@ -17,7 +17,6 @@ class OneDnnMatrix:
     """A weight [n, k] in oneDNN's layout, which only it can read. See `kernels.ops.Matrix`."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._n = weight.shape[0]
         self.nbytes = weight.nbytes  # the layout pads a little; torch does not say how much
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
 

@@ -48,11 +48,12 @@ class NativePagedAttention:
         self._counts = np.ascontiguousarray(counts)
         self._num_decode = num_decode
         self._score_stride = -(-int(contexts[:num_decode].max(initial=0)) // LANES) * LANES
-        self._decode_room = torch.get_num_threads() * self._score_stride
+        threads = self._kernels.threads()
+        self._decode_room = threads * self._score_stride
         n = -(-int(contexts[num_decode:].max(initial=0)) // LANES) * LANES
         dim = self._cache.pages[0][0].shape[3]
         self._work_stride = (2 * dim + 2 * MOST_ROWS) * n + 2 * MOST_ROWS * dim
-        self._num_works = min(torch.get_num_threads(), max(1, _WORK_BYTES // (4 * self._work_stride)))
+        self._num_works = min(threads, max(1, _WORK_BYTES // (4 * self._work_stride)))
 
     def forward(
         self,

@@ -251,3 +251,11 @@ void pagewire_extend(const Pages *p, const float *query, long query_stride, cons
                    head, begin, end, out + token * p->heads * p->dim, work + omp_get_thread_num() * work_stride);
     }
 }
+
+/* Sets how many threads the caller's work is shared out to; returns how many there will be at most. torch may have
+ * brought an OpenMP of its own, whose setting is not ours. */
+int pagewire_threads(int wanted)
+{
+    omp_set_num_threads(wanted);
+    return omp_get_max_threads();
+}

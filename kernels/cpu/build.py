@@ -39,6 +39,7 @@ def load() -> ctypes.CDLL:
     for source in sorted(folder.glob("*.[ch]")):
         about.update(source.name.encode() + source.read_bytes())
     name = f"cpu-{about.hexdigest()[:20]}.so"
+    problem: Exception | str = "both folders for them belong to somebody else"
     for target in (_cache_folder(), Path(tempfile.gettempdir()) / f"pagewire-{os.getuid()}"):
         try:
             target.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -47,7 +48,7 @@ def load() -> ctypes.CDLL:
             if not (target / name).exists():
                 _compile(cc, folder, target / name)
             return ctypes.CDLL(str(target / name))
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             problem = error
     raise BuildError(f"the compiled kernels could not be kept or loaded: {problem}")
 

@@ -102,6 +102,8 @@ class Kernels:
             call: Call = found
             return call
 
+        self._threads = library.pagewire_threads
+        self._threads.argtypes, self._threads.restype = (_I,), _I
         self.linear = function("linear")
         self.pack = function("pack")
         self.lookup = function("lookup")
@@ -116,6 +118,11 @@ class Kernels:
         self.decoder = function("decoder")
         self.write_kv = function("write_kv")
         self.greedy = function("greedy")
+
+    def threads(self) -> int:
+        """Makes the functions use torch's number of threads, from the calling thread on; how many there are at most."""
+        threads: int = self._threads(torch.get_num_threads())
+        return threads
 
 
 class NativeMatrix:
