@@ -4,6 +4,8 @@ and for those without a compiler."""
 import torch
 from torch import Tensor
 
+from . import reference
+
 _ROWS = 16  # how many at a time the layout is chosen for: many streams, or a small part of a prompt
 
 
@@ -23,6 +25,9 @@ class OneDnnMatrix:
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, bias, "none", [], "")
         return out
+
+    def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.greedy(self.product(x, None).float())
 
     def lookup(self, ids: Tensor) -> Tensor:
         raise NotImplementedError("a table is kept as it is; see `Ops.table`")

@@ -19,6 +19,9 @@ class Matrix(Protocol):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x · weightᵀ + bias. x: [tokens, k] → [tokens, n]."""
 
+    def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`reference.greedy` of the product without a bias, whose numbers need not be kept."""
+
     def lookup(self, ids: Tensor) -> Tensor:
         """Rows of the weight. ids: [tokens] int64 → [tokens, k], of the type of activations."""
 

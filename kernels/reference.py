@@ -59,6 +59,9 @@ class TorchMatrix:
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self._weight, bias)
 
+    def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return greedy(self.product(x, None).float())
+
     def lookup(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._weight)
 
@@ -79,6 +82,9 @@ class TorchInt8Matrix:
         sums = torch._int_mm(rounded, self._weight.t())
         out = sums.float().mul_(scales).mul_(self._scales.t())
         return out if bias is None else out.add_(bias)
+
+    def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return greedy(self.product(x, None).float())
 
     def lookup(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._weight).float().mul_(self._scales[ids])

@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import cast
+
+import uvloop
 
 from .base import RUN_TIMEOUT_S, START_TIMEOUT_S, PeerError, Request, Stream
 from .process_tree import ProcessTree
@@ -50,7 +53,7 @@ class Server:
 
     def run(self, requests: Sequence[Request]) -> list[Stream]:
         try:
-            return asyncio.run(self._all(requests))
+            return uvloop.run(self._all(requests))
         except TimeoutError:
             raise PeerError(
                 f"{len(requests)} requests took more than {RUN_TIMEOUT_S:g} s; {self.meter.log_tail()}"
@@ -99,10 +102,9 @@ class _Client(asyncio.Protocol):
         self.parts: list[tuple[float, bytes]] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         self.sent = time.perf_counter()
-        transport.write(self._request)
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self.parts.append((time.perf_counter(), data))

@@ -33,6 +33,9 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [positions, hidden_size], any selection of what `hidden` gave → float32 [positions, vocab_size]."""
 
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(greatest logit, its id): float32 [positions], int64 [positions]. The greatest is NaN where a logit is."""
+
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each after a norm and added to the residual."""
@@ -147,5 +150,11 @@ class Decoder(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return head.matrix.product(hidden, None).float()
+        return self._head.matrix.product(hidden, None).float()
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self._head.matrix.greedy(hidden)
+
+    @property
+    def _head(self) -> Weight:
+        return self.model.embed_tokens if self.lm_head is None else self.lm_head

@@ -29,6 +29,9 @@ class NativeDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._decoder.logits(hidden)
 
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self._decoder.greedy(hidden)
+
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         if not isinstance(attention, NativePagedAttention):
             return self._decoder.hidden(ids, positions, attention)

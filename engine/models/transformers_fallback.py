@@ -20,6 +20,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...errors import CheckpointError, ConfigError
+from ...kernels import reference
 from ..attention.base import AttentionBackend, AttentionStep
 from ..cache.kv_cache import KvShape
 from .registry import NATIVE
@@ -93,6 +94,9 @@ class TransformersModel:
         ids = torch.zeros((1, hidden.shape[0]), dtype=torch.int64, device=hidden.device)
         logits: Tensor = self._whole(input_ids=ids, use_cache=False).logits[0].float()
         return logits
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.greedy(self.logits(hidden))
 
     def _trial(self, config: Any, name: str, dtype: torch.dtype, device: torch.device) -> KvShape:
         trial = _Trial()

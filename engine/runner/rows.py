@@ -32,6 +32,7 @@ class Rows:
         self.num_logprobs: NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # -1: not asked for
         self.num_prompt_logprobs: NDArray[np.int64] = np.full(num_rows, -1, np.int64)
         self.edits_logits: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # has a bias or a penalty
+        self.uses_logits: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # wants more of them than the greatest
         self.sampling: list[Sampling] = [Sampling()] * num_rows  # whole, for the rows that edit logits
 
         self.guess_level: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # for these four see `ngram.py`
@@ -63,6 +64,7 @@ class Rows:
             or sampling.presence_penalty
             or sampling.frequency_penalty
         )
+        self.uses_logits[i] = self.edits_logits[i] or sampling.temperature > 0 or sampling.logprobs is not None
         self.sampling[i] = sampling
         self.guess_level[i] = _FIRST_LEVEL
         self.guess_wait[i] = 0

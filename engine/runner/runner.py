@@ -239,8 +239,11 @@ class Runner:
         logprobs: dict[int, RowLogprobs] = {}
         size = self._config.max_num_seqs  # there is memory for so many logits; only guesses need more
         for part in (slice(at, at + size) for at in range(0, len(draws.rows), size)):
-            logits = self._model.logits(hidden[part])
             picked = draws.rows[part]
+            if not rows.uses_logits[picked].any():
+                parts.append(self._sampler.greedy(*self._model.greedy(hidden[part])))
+                continue
+            logits = self._model.logits(hidden[part])
             parts.append(self._sampler.sample(logits, rows, picked, draws.ends[part]))
             logprobs |= self._logprobs(logits, parts[-1], draws.order[part], rows.num_logprobs[picked])
         ids = np.concatenate(parts)

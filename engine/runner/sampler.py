@@ -36,6 +36,10 @@ class Sampler:
         self._greedy = ops.greedy
         self._steps = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device) * _signed(_STEP)
 
+    def greedy(self, most: Tensor, best: Tensor) -> NDArray[np.int64]:
+        """The ids `best` where the logits `most` are finite, else -1. Both [rows]."""
+        return np.where(torch.isfinite(most).cpu().numpy(), best.cpu().numpy(), -1)
+
     def sample(
         self, logits: Tensor, rows: Rows, picked: NDArray[np.int64], ends: NDArray[np.int64]
     ) -> NDArray[np.int64]:
@@ -44,9 +48,8 @@ class Sampler:
 
         logits: [picked, vocab] float32 and left as they are.
         """
-        most, best = self._greedy(logits)
-        finite = torch.isfinite(most).cpu().numpy()
-        ids = np.where(finite, best.cpu().numpy(), -1)
+        ids = self.greedy(*self._greedy(logits))
+        finite = ids >= 0
         drawn = finite & (rows.temperature[picked] > 0)
         special = np.flatnonzero(drawn | (finite & rows.edits_logits[picked]))
         if len(special):

@@ -13,14 +13,6 @@ static inline float sum16(vf x)
     return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
-static inline vf load16(const char *from, long i, int bf16)
-{
-    if (!bf16)
-        return *(const vf_any *)(from + 4 * i);
-    typedef uint16_t vh __attribute__((vector_size(32), aligned(2), may_alias));
-    return (vf)(__builtin_convertvector(*(const vh *)(from + 2 * i), vu) << 16);
-}
-
 static inline const char *at(const Pages *p, const char *pages, const int32_t *table, long position, long head)
 {
     long slot = table[position / p->block_size] * p->block_size + position % p->block_size;
@@ -129,22 +121,24 @@ static void scores_16(const Pages *p, const char *key, const float *q, float *sc
 }
 
 /* One query of a row against the heads [head, end) of its positions [from, to); see `pagewire_decode`. `is_value`: the
- * second pass, over values. */
+ * second pass, over values; `then`: what is read after this, to be fetched ahead. */
 static void pass(const Pages *p, int is_value, const int32_t *table, long head, long end, const float *q, float *out,
-                 float *scores, long stride, long from, long to)
+                 float *scores, long stride, long from, long to, const char *then)
 {
     long group = p->heads / p->kv_heads, bytes = p->dim * (p->bf16 ? 2 : 4), next = p->kv_heads * bytes;
     const char *pages = is_value ? p->values : p->keys;
     for (long first = from; first < to;) {
         long last = (first / p->block_size + 1) * p->block_size;
         last = last < to ? last : to;
-        if (last < to)
-            for (long i = 0; i < p->block_size; i++)
-                for (const char *ahead = at(p, pages, table, last, head) + i * next, *stop = ahead + (end - head) * bytes;
-                     ahead < stop; ahead += 64)
-                    __builtin_prefetch(ahead);
+        const char *ahead = last < to ? at(p, pages, table, last, head) : then;
         const char *block = at(p, pages, table, first, head);
-        for (long h = head; h < end; h++, block += bytes)
+        for (long h = head; h < end; h++, block += bytes) {
+            if (ahead) { /* a head at a time, beside the arithmetic */
+                for (const char *line = ahead, *stop = ahead + p->block_size * next; line < stop; line += next)
+                    for (long offset = 0; offset < bytes; offset += 64)
+                        __builtin_prefetch(line + offset);
+                ahead += bytes;
+            }
             for (long g = 0; g < group;) {
                 long query = h * group + g, left = group - g, row = query - head * group;
                 float *s = scores + row * stride;
@@ -158,6 +152,7 @@ static void pass(const Pages *p, int is_value, const int32_t *table, long head, 
                                                                               first, last);
                 g += left >= 4 ? 4 : left >= 2 ? 2 : 1;
             }
+        }
         first = last;
     }
 }
@@ -178,10 +173,12 @@ void pagewire_decode(const Pages *p, const float *query, long query_stride, cons
         float *s = scores + omp_get_thread_num() * p->heads * score_stride;
         float *o = out + row * p->heads * p->dim;
         memset(o + head * group * p->dim, 0, (end - head) * group * p->dim * 4);
-        pass(p, 0, table + row * table_stride, head, end, query + row * query_stride, o, s, score_stride, from, to);
+        const float *q = query + row * query_stride;
+        const int32_t *blocks = table + row * table_stride;
+        pass(p, 0, blocks, head, end, q, o, s, score_stride, from, to, at(p, p->values, blocks, from, head));
         for (long i = 0; i < (end - head) * group; i++)
             softmax(s + i * score_stride, from, to, n, p->softcap);
-        pass(p, 1, table + row * table_stride, head, end, query + row * query_stride, o, s, score_stride, from, to);
+        pass(p, 1, blocks, head, end, q, o, s, score_stride, from, to, 0);
     }
 }
 
@@ -215,7 +212,7 @@ static void extend(const Pages *p, const float *query, long query_stride, const 
         for (long i = 0; i < size; i++)
             for (long d = 0; d < dim; d++)
                 queries[d * size + i] = query[(row + i) * query_stride + q_head * dim + d] * p->scale;
-        Product score = {queries, (char *)(keys + from * dim), 0, scores, width, dim, width, dim * LANES * 4};
+        Product score = {queries, (char *)(keys + from * dim), 0, scores, 0, width, dim, width, dim * LANES * 4};
         pagewire_sweep(&score, 0, size, 0, width / LANES, 0);
         for (long i = 0; i < size; i++) {
             long stop = past + row + i + 1, start = p->window && stop > p->window ? stop - p->window : 0;
@@ -223,7 +220,7 @@ static void extend(const Pages *p, const float *query, long query_stride, const 
             for (long j = 0; j < width; j++)
                 panel[j * size + i] = scores[i * width + j];
         }
-        Product sum = {panel, (char *)(values + from * LANES), 0, sums, dim, width, dim, n * LANES * 4};
+        Product sum = {panel, (char *)(values + from * LANES), 0, sums, 0, dim, width, dim, n * LANES * 4};
         pagewire_sweep(&sum, 0, size, 0, dim / LANES, 0);
         for (long i = 0; i < size; i++)
             memcpy(out + ((row + i) * p->heads + q_head) * dim, sums + i * dim, dim * 4);

@@ -9,6 +9,8 @@
 
 #include "product.h"
 
+enum { AHEAD = 32 }; /* see linear.c */
+
 #ifdef __AVX512VNNI__
 #include <immintrin.h>
 enum { OFFSET = 128 };
@@ -35,14 +37,19 @@ typedef struct {
     const int32_t *w_sums;
     const float *bias;
     float *y;
+    Best *best; /* [rows], instead of y; or 0 */
     long n, words, group_bytes; /* words: k / 4 */
 } Int8;
 
 static __attribute__((noinline)) void store(const Int8 *p, long row, long column, vi sum)
 {
-    float *y = p->y + row * p->n + column;
     vf out = __builtin_convertvector(sum - *(const vi_any *)(p->w_sums + column) * OFFSET, vf);
     out *= *(const vf_any *)(p->w_scales + column) * p->x_scales[row];
+    if (p->best) {
+        keep_best(p->best + row, out, column, p->n);
+        return;
+    }
+    float *y = p->y + row * p->n + column;
     for (int l = 0; l < LANES && column + l < p->n; l++)
         y[l] = out[l] + (p->bias ? p->bias[column + l] : 0);
 }
@@ -55,6 +62,10 @@ static __attribute__((noinline)) void store(const Int8 *p, long row, long column
         vi sum[R][G] = {{{0}}};                                                                                        \
         for (long k = 0; k < p->words; k++) {                                                                          \
             vi weights[G];                                                                                             \
+            long ahead = (k + AHEAD < p->words ? k + AHEAD : k + AHEAD + (G - 1) * p->words) * 64;                     \
+            if (R <= 4)                                                                                                \
+                UNROLL for (int j = 0; j < G; j++)                                                                     \
+                    __builtin_prefetch(w + j * p->group_bytes + ahead);                                                \
             UNROLL for (int j = 0; j < G; j++)                                                                         \
                 weights[j] = *(const vi *)(w + j * p->group_bytes + k * 64);                                           \
             UNROLL for (int i = 0; i < R; i++)                                                                         \
@@ -86,26 +97,24 @@ static void sweep(const Int8 *p, long row, long count, long from, long to)
         TILES[count - 1].last(p, row, from);
 }
 
-static inline vf load(const float *x)
-{
-    return *(const vf_any *)x;
-}
-
 /* 16 numbers to whole ones, ties to even: x · 127 / most. */
 static inline vi rounded16(vf x, float most)
 {
     return (vi)(x * 127.0f / most + 12582912.0f) - 0x4b400000; /* 1.5 · 2²³ */
 }
 
-/* One row to 8 bits, its words `stride` apart; returns its scale, NaN where a number of it is not finite. */
-static float quantize(const float *x, uint32_t *out, long k, long stride)
+/* One row to 8 bits plus the offset, its words `stride` apart, zeros after the last; `sum` is that of the 8 bits.
+ * Returns the row's scale, NaN where a number of it is not finite. */
+static inline float quantize(const char *x, int bf16, int offset, uint32_t *out, long k, long stride, int32_t *sum)
 {
     typedef int8_t v16 __attribute__((vector_size(16)));
     vf most16 = {0}, any = {0}, rest = {0};
+    vi sum16 = {0};
     long whole = k / LANES * LANES;
-    memcpy(&rest, x + whole, (k - whole) * 4);
+    for (long i = whole; i < k; i++)
+        rest[i - whole] = number(x, i, bf16);
     for (long i = 0; i <= whole; i += LANES) {
-        vf v = i < whole ? load(x + i) : rest;
+        vf v = i < whole ? load16(x, i, bf16) : rest;
         any += v * 0.0f; /* NaN from infinities, too */
         most16 = max16((vf)((vi)v & 0x7fffffff), most16);
     }
@@ -116,48 +125,77 @@ static float quantize(const float *x, uint32_t *out, long k, long stride)
     }
     int is_plain = odd == 0 && most > 0;
     for (long i = 0; i < k; i += LANES) {
-        vi q = is_plain ? rounded16(i < whole ? load(x + i) : rest, most) : (vi){0};
-        v16 bytes = __builtin_convertvector(q + OFFSET, v16);
+        vi q = is_plain ? rounded16(i < whole ? load16(x, i, bf16) : rest, most) : (vi){0};
+        sum16 += q;
+        v16 bytes = __builtin_convertvector(q + offset, v16);
         uint32_t words[4];
         memcpy(words, &bytes, 16);
         for (long j = 0; j < 4 && i + 4 * j < k; j++)
             out[(i / 4 + j) * stride] = words[j];
     }
+    *sum = 0;
+    for (int l = 0; l < LANES; l++)
+        *sum += sum16[l];
     return odd == 0 ? most / 127 : NAN;
 }
 
-/* x: m rows of k float32, x_stride apart; w_scales, w_sums: [n], padded to whole groups; y: [m][n]; work: room for
- * m · (k / 4, rounded up) + m numbers of 32 bits. */
-void pagewire_linear_int8(const float *x, const char *w, const float *w_scales, const int32_t *w_sums,
-                          const float *bias, float *y, uint32_t *work, long m, long n, long k, long x_stride)
+/* x: m rows of k float32, x_stride apart; work: room for m · (k / 4, rounded up) + m numbers of 32 bits. `p` lacks its
+ * x and x_scales. */
+static void multiply(Int8 p, const float *x, uint32_t *work, long m, long k, long x_stride)
 {
-    long words = (k + 3) / 4;
-    float *x_scales = (float *)(work + m * words);
-    Int8 p = {work, x_scales, w, w_scales, w_sums, bias, y, n, words, words * 64};
-    long groups = (n + LANES - 1) / LANES;
+    long words = (k + 3) / 4, groups = (p.n + LANES - 1) / LANES;
     long num_panels = (m + MR - 1) / MR;
     long most = X_BYTES / 4 / words / MR;
+    float *x_scales = (float *)(work + m * words);
     if (most < 1)
         most = 1;
+    p.x = work;
+    p.x_scales = x_scales;
+    p.words = words;
+    p.group_bytes = words * 64;
 #define ROW(PANEL) ((PANEL)*m / num_panels)
 #pragma omp parallel
     {
         long from, to;
         share(num_panels, 1, &from, &to);
         for (long i = from; i < to; i++)
-            for (long row = ROW(i); row < ROW(i + 1); row++)
-                x_scales[row] =
-                    quantize(x + row * x_stride, work + ROW(i) * words + row - ROW(i), k, ROW(i + 1) - ROW(i));
+            for (long row = ROW(i); row < ROW(i + 1); row++) {
+                int32_t unused;
+                x_scales[row] = quantize((const char *)(x + row * x_stride), 0, OFFSET,
+                                         work + ROW(i) * words + row - ROW(i), k, ROW(i + 1) - ROW(i), &unused);
+            }
 #pragma omp barrier
+        Int8 mine = p;
+        if (p.best)
+            mine.best += omp_get_thread_num() * m;
         share(groups, WIDE * 4, &from, &to);
         for (long first = 0; first < num_panels; first += most) {
             long last = first + most < num_panels ? first + most : num_panels;
             long step = last - first == 1 ? to - from : WIDE;
             for (long group = from; group < to; group += step)
                 for (long i = first; i < last; i++)
-                    sweep(&p, ROW(i), ROW(i + 1) - ROW(i), group, group + step < to ? group + step : to);
+                    sweep(&mine, ROW(i), ROW(i + 1) - ROW(i), group, group + step < to ? group + step : to);
         }
     }
+}
+
+/* w_scales, w_sums: [n], padded to whole groups; y: [m][n]; the rest as in `multiply`. */
+void pagewire_linear_int8(const float *x, const char *w, const float *w_scales, const int32_t *w_sums,
+                          const float *bias, float *y, uint32_t *work, long m, long n, long k, long x_stride)
+{
+    multiply((Int8){.w = w, .w_scales = w_scales, .w_sums = w_sums, .bias = bias, .y = y, .n = n}, x, work, m, k,
+             x_stride);
+}
+
+/* See `pagewire_linear_greedy`. */
+void pagewire_linear_greedy_int8(const float *x, const char *w, const float *w_scales, const int32_t *w_sums,
+                                 uint32_t *work, Best *best, int64_t *ids, float *most, long m, long n, long k,
+                                 long x_stride)
+{
+    long threads = omp_get_max_threads();
+    pagewire_clear_best(best, m, threads);
+    multiply((Int8){.w = w, .w_scales = w_scales, .w_sums = w_sums, .best = best, .n = n}, x, work, m, k, x_stride);
+    pagewire_merge_best(best, ids, most, m, threads);
 }
 
 /* w: [n][k] in bfloat16 or float32 → packed, scales [n] = max |w| / 127 and sums [n], padded to whole groups. */
@@ -166,18 +204,14 @@ void pagewire_pack_int8(const char *w, char *packed, float *scales, int32_t *sum
     long words = (k + 3) / 4, groups = (n + LANES - 1) / LANES;
 #pragma omp parallel for schedule(static)
     for (long row = 0; row < groups * LANES; row++) {
-        int8_t *out = (int8_t *)packed + row / LANES * words * 64 + row % LANES * 4;
-        float most = 0;
-        for (long i = 0; i < k && row < n; i++)
-            most = fmaxf(most, fabsf(number(w, row * k + i, bf16)));
-        int32_t sum = 0;
-        for (long i = 0; i < words * 4; i++) {
-            int8_t q = row < n && i < k && most > 0 ? (int8_t)lrintf(number(w, row * k + i, bf16) * 127 / most) : 0;
-            out[i / 4 * 64 + i % 4] = q;
-            sum += q;
+        uint32_t *out = (uint32_t *)packed + row / LANES * words * LANES + row % LANES;
+        if (row < n) {
+            scales[row] = quantize(w + row * k * (bf16 ? 2 : 4), bf16, 0, out, k, LANES, sums + row);
+        } else {
+            scales[row] = sums[row] = 0;
+            for (long i = 0; i < words; i++)
+                out[i * LANES] = 0;
         }
-        scales[row] = most / 127;
-        sums[row] = sum;
     }
 }
 

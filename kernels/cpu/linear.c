@@ -10,9 +10,15 @@
  */
 #include "product.h"
 
+/* So far ahead weights are fetched, into the next groups where these end: the hardware starts anew with every group. */
+enum { AHEAD = 64 };
 
 static __attribute__((noinline)) void store(const Product *p, long row, long column, vf sum)
 {
+    if (p->best) {
+        keep_best(p->best + row, sum, column, p->n);
+        return;
+    }
     float *y = p->y + row * p->y_stride + column;
     if (column + LANES <= p->n) {
         if (p->bias)
@@ -33,6 +39,10 @@ static __attribute__((noinline)) void store(const Product *p, long row, long col
         vf sum[R][G] = {{{0}}};                                                                                        \
         for (long k = 0; k < p->k; k += BF16 ? 2 : 1) {                                                                \
             vu pair[G];                                                                                                \
+            long ahead = (k + AHEAD < p->k ? k + AHEAD : k + AHEAD + (G - 1) * p->k) * (BF16 ? 32 : 64);               \
+            if (R <= 4)                                                                                                \
+                UNROLL for (int j = 0; j < G; j++)                                                                     \
+                    __builtin_prefetch(w + j * p->group_bytes + ahead);                                                \
             UNROLL for (int j = 0; j < G; j++)                                                                         \
                 pair[j] = *(const vu *)(w + j * p->group_bytes + k * (BF16 ? 32 : 64));                                \
             UNROLL for (int i = 0; i < R; i++)                                                                         \
@@ -74,21 +84,38 @@ void pagewire_sweep(const Product *p, long row, long count, long from, long to, 
 /* Rows that lie 4 kB apart fall into the same lines of the first-level cache, so a panel's are brought side by side. */
 static void gather(const float *x, float *panel, long count, long k, long x_stride)
 {
-    for (long i = 0; i < count; i++)
-        for (long j = 0; j < k; j++)
-            panel[j * count + i] = x[i * x_stride + j];
+    typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
+    typedef double v2 __attribute__((vector_size(16))); /* of two floats each */
+    long i = 0, fours = k / 4 * 4;
+    for (; i + 4 <= count; i += 4) {
+        const float *row = x + i * x_stride;
+        float *to = panel + i;
+        for (long j = 0; j < fours; j += 4, row += 4, to += 4 * count) {
+            v4 a = *(const v4 *)row, b = *(const v4 *)(row + x_stride);
+            v4 c = *(const v4 *)(row + 2 * x_stride), d = *(const v4 *)(row + 3 * x_stride);
+            v2 ab0 = (v2)__builtin_shufflevector(a, b, 0, 4, 1, 5), ab2 = (v2)__builtin_shufflevector(a, b, 2, 6, 3, 7);
+            v2 cd0 = (v2)__builtin_shufflevector(c, d, 0, 4, 1, 5), cd2 = (v2)__builtin_shufflevector(c, d, 2, 6, 3, 7);
+            *(v4 *)to = (v4)__builtin_shufflevector(ab0, cd0, 0, 2);
+            *(v4 *)(to + count) = (v4)__builtin_shufflevector(ab0, cd0, 1, 3);
+            *(v4 *)(to + 2 * count) = (v4)__builtin_shufflevector(ab2, cd2, 0, 2);
+            *(v4 *)(to + 3 * count) = (v4)__builtin_shufflevector(ab2, cd2, 1, 3);
+        }
+    }
+    for (long row = 0; row < count; row++)
+        for (long j = row < i ? fours : 0; j < k; j++)
+            panel[j * count + row] = x[row * x_stride + j];
 }
 
-/* x: m rows of k float32, x_stride apart; y: [m][n]; panels: room for m · k float32, not needed for one row. */
-void pagewire_linear(const float *x, const char *w, const float *bias, float *y, float *panels, long m, long n, long k,
-                     long x_stride, int bf16)
+/* x: m rows of k float32, x_stride apart; panels: room for m · k float32, not needed for one row. `p` lacks its x. */
+static void multiply(Product p, const float *x, float *panels, long m, long x_stride, int bf16)
 {
-    Product p = {m == 1 ? x : panels, w, bias, y, n, k, n, k * LANES * (bf16 ? 2 : 4)};
-    long groups = (n + LANES - 1) / LANES;
+    long groups = (p.n + LANES - 1) / LANES, k = p.k;
     long num_panels = (m + MR - 1) / MR;
     long most = X_BYTES / 4 / k / MR; /* panels of MR rows whose activations stay cached */
     if (most < 1)
         most = 1;
+    p.x = m == 1 ? x : panels;
+    p.group_bytes = k * LANES * (bf16 ? 2 : 4);
     /* Rows are spread evenly over the panels: 13 are 7 and 6, not 12 and 1. */
 #define ROW(PANEL) ((PANEL)*m / num_panels)
 #pragma omp parallel
@@ -100,6 +127,9 @@ void pagewire_linear(const float *x, const char *w, const float *bias, float *y,
                 gather(x + ROW(i) * x_stride, panels + ROW(i) * k, ROW(i + 1) - ROW(i), k, x_stride);
 #pragma omp barrier
         }
+        Product mine = p;
+        if (p.best)
+            mine.best += omp_get_thread_num() * m;
         share(groups, WIDE * 4, &from, &to);
         for (long first = 0; first < num_panels; first += most) {
             long last = first + most < num_panels ? first + most : num_panels;
@@ -107,9 +137,28 @@ void pagewire_linear(const float *x, const char *w, const float *bias, float *y,
             long step = last - first == 1 ? to - from : WIDE;
             for (long group = from; group < to; group += step)
                 for (long i = first; i < last; i++)
-                    pagewire_sweep(&p, ROW(i), ROW(i + 1) - ROW(i), group, group + step < to ? group + step : to, bf16);
+                    pagewire_sweep(&mine, ROW(i), ROW(i + 1) - ROW(i), group, group + step < to ? group + step : to,
+                                   bf16);
         }
     }
+}
+
+/* y: [m][n]; the rest as in `multiply`. */
+void pagewire_linear(const float *x, const char *w, const float *bias, float *y, float *panels, long m, long n, long k,
+                     long x_stride, int bf16)
+{
+    multiply((Product){.w = w, .bias = bias, .y = y, .n = n, .k = k, .y_stride = n}, x, panels, m, x_stride, bf16);
+}
+
+/* Of each row of the product only the greatest number and its column, as `pagewire_greedy` does; best: room for
+ * [threads][m]. */
+void pagewire_linear_greedy(const float *x, const char *w, float *panels, Best *best, int64_t *ids, float *most, long m,
+                            long n, long k, long x_stride, int bf16)
+{
+    long threads = omp_get_max_threads();
+    pagewire_clear_best(best, m, threads);
+    multiply((Product){.w = w, .best = best, .n = n, .k = k}, x, panels, m, x_stride, bf16);
+    pagewire_merge_best(best, ids, most, m, threads);
 }
 
 /* w: [n][k] of either type → packed. */

@@ -24,8 +24,10 @@ _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 _ARGUMENTS: dict[str, Sequence[type]] = {
     "linear": (_P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
     "pack": (_P, _P, _L, _L, _I),
+    "linear_greedy": (_P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
     "lookup": (_P, _P, _P, _L, _L, _I),
     "linear_int8": (_P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
+    "linear_greedy_int8": (_P, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
     "pack_int8": (_P, _P, _P, _P, _L, _L, _I),
     "lookup_int8": (_P, _P, _P, _P, _L, _L),
     "decode": (_P, _P, _L, _P, _L, _P, _P, _P, _L, _L),
@@ -105,9 +107,11 @@ class Kernels:
         self._threads = library.pagewire_threads
         self._threads.argtypes, self._threads.restype = (_I,), _I
         self.linear = function("linear")
+        self.linear_greedy = function("linear_greedy")
         self.pack = function("pack")
         self.lookup = function("lookup")
         self.linear_int8 = function("linear_int8")
+        self.linear_greedy_int8 = function("linear_greedy_int8")
         self.pack_int8 = function("pack_int8")
         self.lookup_int8 = function("lookup_int8")
         self.decode = function("decode")
@@ -156,6 +160,15 @@ class NativeMatrix:
         )
         return out
 
+    def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        m = x.shape[0]
+        panels, best, most, ids = torch.empty(m * self._k), *_best(self._kernels, m)
+        self._kernels.linear_greedy(
+            *(x.data_ptr(), self._at, panels.data_ptr(), best.data_ptr(), ids.data_ptr(), most.data_ptr()),
+            *(m, self._n, self._k, x.stride(0), self._bf16),
+        )
+        return most, ids
+
     def lookup(self, ids: Tensor) -> Tensor:
         out = torch.empty((ids.shape[0], self._k))
         self._kernels.lookup(self._at, ids.data_ptr(), out.data_ptr(), ids.shape[0], self._k, self._bf16)
@@ -197,11 +210,25 @@ class NativeInt8Matrix:
         )
         return out
 
+    def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        m = x.shape[0]
+        work, best, most, ids = torch.empty(m * (self._words + 1)), *_best(self._kernels, m)
+        self._kernels.linear_greedy_int8(
+            *(x.data_ptr(), *self._at, work.data_ptr(), best.data_ptr(), ids.data_ptr(), most.data_ptr()),
+            *(m, self._n, self._k, x.stride(0)),
+        )
+        return most, ids
+
     def lookup(self, ids: Tensor) -> Tensor:
         out = torch.empty((ids.shape[0], self._k))
         packed, scales, _ = self._at
         self._kernels.lookup_int8(packed, scales, ids.data_ptr(), out.data_ptr(), ids.shape[0], self._k)
         return out
+
+
+def _best(kernels: Kernels, m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the `Best` of product.h of every thread, and for what they find: greatest numbers and ids."""
+    return torch.empty(kernels.threads() * m * 3 * LANES), torch.empty(m), torch.empty(m, dtype=torch.int64)
 
 
 def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:

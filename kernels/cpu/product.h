@@ -28,11 +28,33 @@ enum { X_BYTES = 512 << 10 }; /* of activations that stay in the second-level ca
 #define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5)
 #endif
 
+/* The greatest of a row's numbers so far and its column, lane by lane; `odd`: where one was not a number. */
+typedef struct {
+    vf most;
+    vi id, odd;
+} Best;
+
+/* Takes a row's numbers from `column` on into account; there are n of them in all. Columns come in order. */
+static inline void keep_best(Best *best, vf numbers, long column, long n)
+{
+    vi id = (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)column;
+    vi is_there = id < (vi){0} + (int32_t)n;
+    best->odd |= is_there & (numbers != numbers);
+    vi is_better = is_there & (numbers > best->most);
+    best->most = select16(is_better, numbers, best->most);
+    best->id = (is_better & id) | (~is_better & best->id);
+}
+
+/* What each of `threads` has found in its columns of m rows, [threads][m]: clear before, and then put together. */
+void pagewire_clear_best(Best *best, long m, long threads);
+void pagewire_merge_best(const Best *best, int64_t *ids, float *most, long m, long threads);
+
 typedef struct {
     const float *x; /* panels of rows, each [k][rows of the panel] */
     const char *w;  /* packed */
     const float *bias;
-    float *y; /* [rows][y_stride] */
+    float *y;   /* [rows][y_stride] */
+    Best *best; /* [rows], instead of y; or 0 */
     long n, k, y_stride, group_bytes;
 } Product;
 

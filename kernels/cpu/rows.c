@@ -1,7 +1,7 @@
 /* What happens to each row of activations between the products. All float32 but the pages. */
 #include <math.h>
 
-#include "vectors.h"
+#include "product.h"
 
 enum { FEW = 4096 }; /* so many numbers are done before another thread is awake */
 
@@ -83,27 +83,58 @@ void pagewire_rotary(float *states, long stride, const float *q_norm, const floa
         }
 }
 
-static inline uint32_t rounded(float x)
+/* Rounded to the nearest, ties to even. */
+static inline void store_bf16(vf x, char *to)
 {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    typedef uint16_t vh __attribute__((vector_size(32), aligned(2), may_alias));
+    vu bits = (vu)x, half = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    *(vh *)to = __builtin_convertvector((vu)select16(x != x, (vf)((vu){0} + 0x7fc0), (vf)half), vh);
 }
 
-/* Rows of `width` numbers into their slots of the pages. key, value: m rows, their strides apart. */
+/* Rows of `width` numbers (of bfloat16 a multiple of 16) into their slots of the pages. key, value: m rows, their strides apart. */
 void pagewire_write_kv(const float *key, long key_stride, const float *value, long value_stride, char *k_pages,
                        char *v_pages, const int64_t *slots, long m, long width, int bf16)
 {
+#pragma omp parallel for schedule(static) if (m * width > FEW)
     for (long i = 0; i < m; i++)
         for (int part = 0; part < 2; part++) {
             const float *from = part ? value + i * value_stride : key + i * key_stride;
             char *to = (part ? v_pages : k_pages) + slots[i] * width * (bf16 ? 2 : 4);
             if (bf16)
-                for (long j = 0; j < width; j++)
-                    ((uint16_t *)to)[j] = rounded(from[j]);
+                for (long j = 0; j < width; j += LANES)
+                    store_bf16(*(const vf_any *)(from + j), to + 2 * j);
             else
                 memcpy(to, from, width * 4);
         }
+}
+
+void pagewire_clear_best(Best *best, long m, long threads)
+{
+    for (long i = 0; i < m * threads; i++)
+        best[i] = (Best){(vf){0} - INFINITY};
+}
+
+/* Where numbers are equal the first counts; it is the one of the lowest column. */
+void pagewire_merge_best(const Best *best, int64_t *ids, float *most, long m, long threads)
+{
+    for (long i = 0; i < m; i++) {
+        int odd = 0;
+        ids[i] = 0;
+        most[i] = -INFINITY;
+        for (long t = 0; t < threads; t++)
+            for (int l = 0; l < LANES; l++) {
+                const Best *b = best + t * m + i;
+                odd |= b->odd[l];
+                if (b->most[l] > most[i] || (b->most[l] == most[i] && b->id[l] < ids[i])) {
+                    most[i] = b->most[l];
+                    ids[i] = b->id[l];
+                }
+            }
+        if (odd) {
+            ids[i] = -1;
+            most[i] = NAN;
+        }
+    }
 }
 
 /* The first of each row's greatest numbers and that number, or -1 and NaN where one is not a number. x: [m][n]. */
@@ -111,32 +142,13 @@ void pagewire_greedy(const float *x, int64_t *ids, float *most, long m, long n)
 {
 #pragma omp parallel for schedule(static) if (m * n > FEW)
     for (long i = 0; i < m; i++) {
-        const float *row = x + i * n;
-        vf best = (vf){0} - INFINITY;
-        vi nan = {0};
+        Best best = {(vf){0} - INFINITY};
+        vf rest = {0};
         long j = 0;
-        for (; j + LANES <= n; j += LANES) {
-            vf v = *(const vf_any *)(row + j);
-            nan |= v != v;
-            best = max16(v, best);
-        }
-        float top = -INFINITY;
-        int odd = 0;
-        for (int l = 0; l < LANES; l++) {
-            top = best[l] > top ? best[l] : top;
-            odd |= nan[l];
-        }
-        for (; j < n; j++) {
-            odd |= row[j] != row[j];
-            top = row[j] > top ? row[j] : top;
-        }
-        most[i] = odd ? NAN : top;
-        ids[i] = -1;
-        if (!odd)
-            for (j = 0; j < n; j++)
-                if (row[j] == top) {
-                    ids[i] = j;
-                    break;
-                }
+        for (; j + LANES <= n; j += LANES)
+            keep_best(&best, *(const vf_any *)(x + i * n + j), j, n);
+        memcpy(&rest, x + i * n + j, (n - j) * 4);
+        keep_best(&best, rest, j, n);
+        pagewire_merge_best(&best, ids + i, most + i, 1, 1);
     }
 }

@@ -37,6 +37,15 @@ static inline float number(const char *from, long i, int bf16)
     return value;
 }
 
+/* 16 of them from the i-th on. */
+static inline vf load16(const char *from, long i, int bf16)
+{
+    if (!bf16)
+        return *(const vf_any *)(from + 4 * i);
+    typedef uint16_t vh __attribute__((vector_size(32), aligned(2), may_alias));
+    return (vf)(__builtin_convertvector(*(const vh *)(from + 2 * i), vu) << 16);
+}
+
 /* This thread's part [from, to) of `total`, in whole steps of `step`. */
 static inline void share(long total, long step, long *from, long *to)
 {

@@ -125,3 +125,19 @@ def test_greedy(vocab):
     torch.testing.assert_close(most, expected, equal_nan=True, atol=0, rtol=0)
     finite = ~expected.isnan()
     assert torch.equal(ids[finite], places[finite]) and ids[2] == -1 and ids[3] == 0
+
+
+@pytest.mark.parametrize("kind", [NativeMatrix, NativeInt8Matrix])
+@pytest.mark.parametrize("n", [1, 15, 16, 33, 1000])
+@pytest.mark.parametrize("rows", [1, 3, 12, 40])
+def test_the_greatest_of_a_product_without_the_product(kind, n, rows):
+    weight, x = torch.randn(n, 64), torch.randn(rows, 64)
+    weight[n // 3 :: 7] = weight[n // 3].clone()  # equals, of which the first counts
+    x[rows // 2] = weight[n // 3] * 3
+    matrix = kind(KERNELS, weight)
+    most, ids = matrix.greedy(x)
+    expected, places = reference.greedy(matrix.product(x, None))
+    assert torch.equal(most, expected) and torch.equal(ids, places) and ids[rows // 2] == n // 3
+    x[0, 5] = float("nan")
+    most, ids = matrix.greedy(x)
+    assert most[0].isnan() and ids[0] == -1 and torch.equal(ids[1:], places[1:])

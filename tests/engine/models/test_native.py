@@ -32,7 +32,8 @@ def test_one_call_gives_the_bits_of_many(kind, options, dtype, tmp_path):
         outputs = seen[in_one_call] = []
 
         class Recorder:
-            kv_shape, logits = model.kv_shape, staticmethod(inner.logits)
+            kv_shape = model.kv_shape
+            logits, greedy = staticmethod(inner.logits), staticmethod(inner.greedy)
 
             @staticmethod
             def hidden(ids, positions, attention, inner: NativeDecoder | Decoder = inner, to=outputs):
