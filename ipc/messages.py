@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from ..errors import ErrorKind
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a request ended: an eos/stop token or stop string; a length limit; cancelled by its client."""
@@ -211,6 +211,7 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     extension: bytes = b""  # per-step metadata of a plan extension, for the attention backend that it wraps
     num_speculative: int = 0
     speculate: int = 0
+    break_even: float = 0.0  # the share of guesses that must come true for guessing to pay
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):

@@ -17,6 +17,10 @@ _SCALES = (1.0, 0.01, 1e-4, 1e-3, 1e-6)  # bring the features to one magnitude
 _MIN_OBSERVED = 4  # steps with prefill before predictions are trusted
 
 
+CAUTIOUS = 1 / 3
+"""What share of guesses has to come true while nothing is known of their cost."""
+
+
 class Work(NamedTuple):
     """What a step computes."""
 
@@ -65,6 +69,15 @@ class CostModel:
     def predict_more(self, work: Work) -> float:
         """Milliseconds that this work adds to a step that is made anyway."""
         return self.predict(work) - self.predict(NO_WORK)
+
+    def break_even(self, work: Work) -> float:
+        """The share of guessed tokens that must come true, so that computing them after `work` takes no longer than as
+        many tokens more in steps of their own. Few rows share the weights that a step reads and may guess freely; for
+        many each position has its price. `CAUTIOUS` until steps were seen."""
+        work = Work(work.rows, work.context, 0, 0)
+        ms = self.predict(work)
+        more = self.predict(with_guesses(work, work.rows)) - ms
+        return min(0.95, max(0.1, more / ms)) if work.rows and more > 0 else CAUTIOUS
 
     def longest_chunk(self, beside: Work, past: int, target_ms: float, limit: int) -> int:
         """The most positions of one row, `past` of it computed, that keep a step with `beside` below `target_ms`.

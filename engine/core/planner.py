@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from ...ipc.messages import Opened
 from .block_pool import BlockPool
-from .cost import NO_WORK, CostModel, Work, with_chunk
+from .cost import CAUTIOUS, NO_WORK, CostModel, Work, with_chunk
 from .draft import Draft
 from .loads import Loads
 from .news import News
@@ -59,6 +59,7 @@ class Planner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._itl_target_ms = itl_target_ms
         self._speculate = speculate
+        self.break_even = CAUTIOUS  # see `StepPlan`; whoever learns what steps cost sets it
 
     def draft(self) -> Draft:
         """The next step, possibly empty."""
@@ -95,7 +96,7 @@ class Planner:
                 limit -= 1  # it is none of the rows below, and must have a position all the same
             elif (first := roster.waiting.first()) is not None and self._goes_before(first, running[-1]):
                 limit -= 1
-        elif self._speculate and len(running) * (1 + self._speculate) + (len(roster.waiting) > 0) <= limit:
+        elif self._speculate and len(running) * (1 + self._speculate) <= limit and not self._may_prefill(running):
             running = self._plan_speculative(draft, running)
         decodes = draft.decodes
         take = decodes.append
@@ -131,6 +132,13 @@ class Planner:
             rest.insert(0, front)
         return rest
 
+    def _may_prefill(self, running: list[Request]) -> bool:
+        """Whether the step may hold more than one position of a row: then each costs its arithmetic, and a guess is no
+        bargain."""
+        roster = self._roster
+        comes_in = len(roster.waiting) > 0 and bool(roster.free_rows)
+        return comes_in or any(request.num_total - request.num_planned > 1 for request in running)
+
     def _plan_speculative(self, draft: Draft, running: list[Request]) -> list[Request]:
         """Plans the rows that need one position and may compute guesses after it, with the blocks for them. There are
         blocks and budget for all `running`. Returns the others.
@@ -163,6 +171,7 @@ class Planner:
             draft.grow_rows.append(request.row)
         draft.num_speculative = len(draft.decodes)
         draft.speculate = self._speculate if draft.decodes else 0
+        draft.break_even = self.break_even
         return others
 
     def _grow(self, draft: Draft, growing: list[Request], limit: int) -> list[Request]:

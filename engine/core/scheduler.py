@@ -293,6 +293,8 @@ class Scheduler:
         nums = num_drawn(flight, result, len(drawn))
         if flight.work is not None and flight.work.rows + flight.work.prefill:
             self._cost.observe(with_guesses(flight.work, result.num_draft_tokens), result.device_ms)
+            if first:
+                self._planner.break_even = self._cost.break_even(flight.work)
         self._news.close_batch()
         guessed_rids, guessed_ids = array("q"), array("i")
         if first:

@@ -1,10 +1,11 @@
 """Guesses the next ids of rows from what they said before: prompt lookup, by n-grams.
 
 Where the last few ids of a row stood once before, those that followed are guessed to follow again. A wrong guess costs
-the computing of its position, so each row has a level that says how timid it is. At level 0 it guesses in every step as
-many ids as it may. At level n it looks every 2^n steps only, and guesses silently: nothing is computed, and the next
-step shows whether the guess was right. A right one makes it bolder, a wrong one more timid. So a text that does not
-repeat costs a glance now and then, and one that begins to is noticed within some twenty tokens.
+the computing of its position, so each row has a level that says how timid it is. Below level 1 it guesses in every step
+as many ids as it may. From there on it looks every 2^level steps only, and guesses silently: nothing is computed, and
+the next step shows whether the guess was right. A wrong one makes it more timid and a right one bolder, by as much as
+keeps the level where the share of right ones is just what makes guessing pay. So a text that does not repeat costs a
+glance now and then, and one that begins to is noticed within some twenty tokens where guesses are cheap.
 """
 
 import numpy as np
@@ -12,7 +13,9 @@ from numpy.typing import NDArray
 
 from .rows import Rows
 
-_LOOK_AGAIN = 3  # steps that a row waits in whose ids nothing was found
+_LOOK_AGAIN = 3  # steps that a row waits in whose ids nothing was found,
+_LOOK_LATER = 7  # and a timid one
+_TOGETHER = 4  # timid rows look in every fourth step only, all at once: a glance costs the same for one and for many
 _MOST_TIMID = 4  # level
 
 
@@ -35,25 +38,31 @@ def find(ids: NDArray[np.int32], nums: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(best < 0, -1, best % width + 1)
 
 
-def guess(rows: Rows, picked: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Writes guesses behind the ids of the rows `picked`. How many of each, 0 or `most`: [picked]."""
+def guess(rows: Rows, picked: NDArray[np.int64], most: int, break_even: float) -> NDArray[np.int64]:
+    """Writes guesses behind the ids of the rows `picked`. How many of each, 0 or `most`: [picked]. `break_even`: the
+    share of guesses, above 0, that must come true for guessing to pay."""
     guessed = np.zeros(len(picked), np.int64)
-    _judge(rows, picked[rows.silent_guess[picked] >= 0])
+    _judge(rows, picked[rows.silent_guess[picked] >= 0], break_even)
     wait = rows.guess_wait[picked] - 1
     rows.guess_wait[picked] = wait
     num_ids = rows.num_ids[picked]
-    look = np.flatnonzero((wait < 0) & (num_ids >= 2))
+    due = (wait < 0) & (num_ids >= 2)
+    if rows.guess_step % _TOGETHER:
+        due &= rows.guess_level[picked] < 1
+    rows.guess_step += 1
+    look = np.flatnonzero(due)
     if not len(look):
         return guessed
     # Rows of like length are looked through together: a long one would make all others as long.
     magnitude = np.frexp(num_ids[look])[1]
-    for size in np.unique(magnitude):
+    for size in set(magnitude.tolist()):
         places = look[magnitude == size]
         some, nums = picked[places], num_ids[places]
         starts = find(rows.ids[some, : int(nums.max())], nums)
         found = starts >= 0
-        rows.guess_wait[some[~found]] = _LOOK_AGAIN
-        silent = found & (rows.guess_level[some] > 0)
+        timid = rows.guess_level[some] >= 1
+        rows.guess_wait[some[~found]] = np.where(timid[~found], _LOOK_LATER, _LOOK_AGAIN)
+        silent = found & timid
         rows.silent_guess[some[silent]] = rows.ids[some[silent], starts[silent]]
         rows.silent_end[some[silent]] = nums[silent]
         bold = found & ~silent
@@ -65,15 +74,16 @@ def guess(rows: Rows, picked: NDArray[np.int64], most: int) -> NDArray[np.int64]
     return guessed
 
 
-def learn(rows: Rows, picked: NDArray[np.int64], good: NDArray[np.bool_]) -> None:
+def learn(rows: Rows, picked: NDArray[np.int64], good: NDArray[np.bool_], break_even: float) -> None:
     """Whether the guesses of the rows `picked` were worth their while: [picked]."""
-    level = (rows.guess_level[picked] + np.where(good, -2, 1)).clip(0, _MOST_TIMID)
+    bolder = (1 - break_even) / break_even
+    level = (rows.guess_level[picked] + np.where(good, -bolder, 1)).clip(0, _MOST_TIMID)
     rows.guess_level[picked] = level
-    rows.guess_wait[picked] = (1 << level) - 1
+    rows.guess_wait[picked] = np.where(level < 1, 0, np.exp2(level).round() - 1)
 
 
-def _judge(rows: Rows, picked: NDArray[np.int64]) -> None:
+def _judge(rows: Rows, picked: NDArray[np.int64], break_even: float) -> None:
     """The rows `picked` have made silent guesses, and what they were about is known by now."""
     if len(picked):
-        learn(rows, picked, rows.ids[picked, rows.silent_end[picked]] == rows.silent_guess[picked])
+        learn(rows, picked, rows.ids[picked, rows.silent_end[picked]] == rows.silent_guess[picked], break_even)
         rows.silent_guess[picked] = -1

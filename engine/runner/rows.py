@@ -35,7 +35,8 @@ class Rows:
         self.uses_logits: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # wants more of them than the greatest
         self.sampling: list[Sampling] = [Sampling()] * num_rows  # whole, for the rows that edit logits
 
-        self.guess_level: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # for these four see `ngram.py`
+        self.guess_step = 0  # how often guesses were asked for; for this and the next four see `ngram.py`
+        self.guess_level: NDArray[np.float64] = np.zeros(num_rows)
         self.guess_wait: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # steps without a guess that are to come
         self.silent_guess: NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # the id at `silent_end`; -1: none
         self.silent_end: NDArray[np.int64] = np.zeros(num_rows, np.int64)

@@ -223,7 +223,7 @@ class Runner:
             return _Drawn({})
         device, rows = self._device.torch_device, self._rows
         speculative = np.frombuffer(plan.rows, "<i4", plan.num_speculative).astype(np.int64)
-        guesses = guess(rows, speculative, plan.speculate)
+        guesses = guess(rows, speculative, plan.speculate, plan.break_even)
         step = step_inputs(plan, rows, guesses, block_size=self._config.block_size, device=device)
         self._attention.begin(step.attention)
         hidden = self._model.hidden(step.ids, step.positions, self._attention)
@@ -254,7 +254,7 @@ class Runner:
             return _Drawn(prompt_logprobs, logprobs, ids)
         nums = np.bincount(places, minlength=len(step.order))
         made = np.flatnonzero(guesses)
-        learn(rows, speculative[made], 2 * (nums[made] - 1) >= guesses[made])
+        learn(rows, speculative[made], nums[made] - 1 >= plan.break_even * guesses[made], plan.break_even)
         return _Drawn(prompt_logprobs, logprobs, ids, nums[np.frombuffer(plan.sample, np.bool_)], guesses)
 
     def _logprobs(

@@ -7,7 +7,7 @@ from fakes import FakeWorker, all_tokens, enqueue
 from invariants import check
 
 from pagewire.engine.core.block_pool import BlockPool
-from pagewire.engine.core.cost import CostModel, Work, with_chunk
+from pagewire.engine.core.cost import CAUTIOUS, CostModel, Work, with_chunk
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.ipc.messages import TokenBatch, bytes_to_ids
 
@@ -35,6 +35,16 @@ def test_it_learns_what_steps_cost() -> None:
     for _ in range(50):
         work = random_work(rng)
         assert model.predict(work) == pytest.approx(true_ms(work), rel=0.15, abs=1.0)
+
+
+def test_guesses_of_many_rows_must_come_true_more_often() -> None:
+    rng = random.Random(4)
+    model = CostModel()
+    assert model.break_even(Work(8, 800, 0, 0)) == CAUTIOUS
+    model = trained(rng)
+    shares = [model.break_even(Work(rows, rows * 200, 0, 0)) for rows in (1, 8, 64)]
+    assert shares == sorted(shares) and shares[0] == 0.1
+    assert shares[2] == pytest.approx((64 * 0.05 + 64 * 0.02) / (2 + 64 * 0.05 + 64 * 0.02), abs=0.1)
 
 
 def test_it_follows_a_machine_that_gets_slower() -> None:

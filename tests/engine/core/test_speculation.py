@@ -113,7 +113,7 @@ def test_nothing_is_computed_at_the_end_or_beyond() -> None:
         assert output(news[rid]) == expected_output([rid], rid, 100, 0, ignore_eos=True)
 
 
-def test_the_budget_is_charged_and_when_it_is_short_nobody_speculates() -> None:
+def test_when_the_budget_is_short_or_a_prompt_is_computed_nobody_speculates() -> None:
     for budget, num_speculative in ((8, 2), (7, 0)):
         scheduler, worker = make(max_num_batched_tokens=budget)
         for rid in (1, 2):
@@ -127,7 +127,8 @@ def test_the_budget_is_charged_and_when_it_is_short_nobody_speculates() -> None:
     run(scheduler, worker, 1)
     scheduler.add(enqueue(2, list(range(20)), max_tokens=30, ignore_eos=True))
     plan = scheduler.plan()
-    assert plan is not None and list(bytes_to_ids(plan.counts)) == [1, 8], "12 less the row and its 3 guesses"
+    assert plan is not None and list(bytes_to_ids(plan.counts)) == [1, 11], "beside a prompt guesses are dear"
+    assert not plan.num_speculative
 
 
 def test_who_wants_logprobs_is_planned_plainly() -> None:
