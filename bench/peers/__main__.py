@@ -104,9 +104,12 @@ def measure(peer: Peer, folder: Path, work: Sequence[Workload], rows: dict[tuple
         running.stop()
 
 
-def compare(peers: Sequence[Peer], work: Sequence[Workload], times: int, root: Path) -> tuple[list[Row], list[str]]:
-    """(rows with figures, one line for each peer that has none or not all). A peer that fails is left out of what
-    follows on that checkpoint."""
+Keep = Callable[[int, list[Row], list[str]], None]
+
+
+def compare(peers: Sequence[Peer], work: Sequence[Workload], times: int, root: Path, keep: Keep) -> None:
+    """Tells `keep` after each repetition: its number, rows with figures, and one line for each peer that has none or
+    not all. A peer that fails is left out of what follows on that checkpoint."""
     missing = {peer.name: peer.missing() for peer in peers}
     lines = [f"{name}: skipped, it is not installed: {how}" for name, how in missing.items() if how]
     ready = [peer for peer in peers if not missing[peer.name]]
@@ -124,7 +127,7 @@ def compare(peers: Sequence[Peer], work: Sequence[Workload], times: int, root: P
                 except PeerError as error:
                     failed.add((like, peer.name))
                     lines.append(f"{peer.name}: failed on {like}: {error}")
-    return [row for row in rows.values() if row.figures], lines
+        keep(i + 1, [row for row in rows.values() if row.figures], lines)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -163,24 +166,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     times = 1 if given.quick else given.repeat
     work = [workload for workload in workloads(quick=given.quick) if workload.name in given.workloads]
     peers = [make_peer(name, given.at, given.flags) for name in dict.fromkeys(given.peers)]
+
+    def keep(num: int, rows: list[Row], lines: list[str]) -> None:
+        """A run takes hours: one that is ended early leaves what it has."""
+        settings: dict[str, object] = {
+            "repeat": num,
+            "quick": given.quick,
+            "workloads": {workload.name: f"{workload.title}, {workload.like}" for workload in work},
+            "flags": given.flags,
+            "notes": lines,
+        }
+        write_json(given.json, "beside other engines", rows, facts, settings)
+        if num == times:
+            for workload in work:
+                print(f"{workload.name}: {workload.title} ({workload.like}, a bfloat16 checkpoint)")
+            print(f"median (smallest–largest) of {times}")
+            print_table(rows)
+            for line in lines:
+                print(line)
+
     try:
-        rows, lines = compare(peers, work, times, given.files.resolve())
+        compare(peers, work, times, given.files.resolve(), keep)
     except PeerError as error:
         raise SystemExit(str(error)) from None
-    for workload in work:
-        print(f"{workload.name}: {workload.title} ({workload.like}, a bfloat16 checkpoint)")
-    print(f"median (smallest–largest) of {times}")
-    print_table(rows)
-    for line in lines:
-        print(line)
-    settings: dict[str, object] = {
-        "repeat": times,
-        "quick": given.quick,
-        "workloads": {workload.name: f"{workload.title}, {workload.like}" for workload in work},
-        "flags": given.flags,
-        "notes": lines,
-    }
-    write_json(given.json, "beside other engines", rows, facts, settings)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,11 @@ class Planner:
                 limit -= 1  # it is none of the rows below, and must have a position all the same
             elif (first := roster.waiting.first()) is not None and self._goes_before(first, running[-1]):
                 limit -= 1
-        elif self._speculate and len(running) * (1 + self._speculate) <= limit and not self._may_prefill(running):
+        elif (
+            self._speculate
+            and len(running) * (1 + self._speculate) + (len(roster.waiting) > 0) <= limit
+            and all(request.num_total - request.num_planned <= 1 for request in running)  # else positions are dear
+        ):
             running = self._plan_speculative(draft, running)
         decodes = draft.decodes
         take = decodes.append
@@ -131,13 +135,6 @@ class Planner:
             rest.remove(front)
             rest.insert(0, front)
         return rest
-
-    def _may_prefill(self, running: list[Request]) -> bool:
-        """Whether the step may hold more than one position of a row: then each costs its arithmetic, and a guess is no
-        bargain."""
-        roster = self._roster
-        comes_in = len(roster.waiting) > 0 and bool(roster.free_rows)
-        return comes_in or any(request.num_total - request.num_planned > 1 for request in running)
 
     def _plan_speculative(self, draft: Draft, running: list[Request]) -> list[Request]:
         """Plans the rows that need one position and may compute guesses after it, with the blocks for them. There are

@@ -212,7 +212,10 @@ def test_a_run_of_pagewire(tmp_path: Path) -> None:
     work = [Workload("W4", "llama-15m", "4 streams", requests, seed=0)]
     peers = [Pagewire(["--no-such-flag"], name="broken"), Pagewire(["--threads", "1"])]
     started = time.perf_counter()
-    rows, lines = compare(peers, work, 1, tmp_path)
+    told = []
+    compare(peers, work, 1, tmp_path, lambda *what: told.append(what))
+    ((num, rows, lines),) = told
+    assert num == 1
     seconds = time.perf_counter() - started
     assert [row.name for row in rows] == ["W4 pagewire"], lines
     assert len(lines) == 1 and lines[0].startswith("broken: failed on llama-15m: it ended with exit code")

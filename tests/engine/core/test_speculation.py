@@ -126,9 +126,9 @@ def test_when_the_budget_is_short_or_a_prompt_is_computed_nobody_speculates() ->
     scheduler.add(enqueue(1, [1], max_tokens=30, ignore_eos=True))
     run(scheduler, worker, 1)
     scheduler.add(enqueue(2, list(range(20)), max_tokens=30, ignore_eos=True))
-    plan = scheduler.plan()
-    assert plan is not None and list(bytes_to_ids(plan.counts)) == [1, 11], "beside a prompt guesses are dear"
-    assert not plan.num_speculative
+    plans = [plan for plan, _ in run(scheduler, worker, 2)]
+    assert list(bytes_to_ids(plans[0].counts)) == [1, 8], "12 less the row and its 3 guesses"
+    assert list(bytes_to_ids(plans[1].counts)) == [1, 11], "beside a prompt guesses are dear"
 
 
 def test_who_wants_logprobs_is_planned_plainly() -> None:
