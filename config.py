@@ -246,7 +246,17 @@ def _num_cores() -> int:
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    return len(cores)
+    return max(1, min(len(cores), cpu_quota(Path("/sys/fs/cgroup"))))
+
+
+def cpu_quota(group: Path) -> int:
+    """Whole CPUs whose time a control group grants (cpu.max: microseconds, of so many), as `docker run --cpus` sets it:
+    threads beyond them would stand still with those they wait for. A large number where nothing is set."""
+    try:
+        granted, period = (group / "cpu.max").read_text().split()
+        return max(1, int(granted) // int(period))
+    except (OSError, ValueError):  # no such group, or "max"
+        return 1 << 16
 
 
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:

@@ -5,7 +5,7 @@ import argparse
 import msgspec
 import pytest
 
-from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts, parse_size, resolve
+from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts, cpu_quota, parse_size, resolve
 from pagewire.errors import ConfigError
 from pagewire.flags import add_flags, read_flags
 
@@ -126,3 +126,10 @@ def test_the_type_that_the_machine_is_fast_with(checkpoint: str, machine: dict[s
 def test_resolve_refuses_more_context_than_there_is() -> None:
     with pytest.raises(ConfigError, match="--max-model-len 5000 is more than the 4096 tokens"):
         decide(Config(max_model_len=5000))
+
+
+def test_a_control_group_grants_whole_cpus(tmp_path):
+    assert cpu_quota(tmp_path) > 1000
+    for text, num in (("max 100000", 1 << 16), ("250000 100000", 2), ("50000 100000", 1), ("nonsense", 1 << 16)):
+        (tmp_path / "cpu.max").write_text(text + "\n")
+        assert cpu_quota(tmp_path) == num

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from ...tools.make_checkpoint import SHAPES
@@ -107,9 +107,16 @@ def measure(peer: Peer, folder: Path, work: Sequence[Workload], rows: dict[tuple
 Keep = Callable[[int, list[Row], list[str]], None]
 
 
-def compare(peers: Sequence[Peer], work: Sequence[Workload], times: int, root: Path, keep: Keep) -> None:
+def compare(
+    peers: Sequence[Peer],
+    work: Sequence[Workload],
+    times: int,
+    root: Path,
+    keep: Keep,
+    skip: Collection[tuple[str, str]] = (),
+) -> None:
     """Tells `keep` after each repetition: its number, rows with figures, and one line for each peer that has none or
-    not all. A peer that fails is left out of what follows on that checkpoint."""
+    not all. A peer that fails is left out of what follows on that checkpoint. skip: (peer, workload) to leave out."""
     missing = {peer.name: peer.missing() for peer in peers}
     lines = [f"{name}: skipped, it is not installed: {how}" for name, how in missing.items() if how]
     ready = [peer for peer in peers if not missing[peer.name]]
@@ -119,11 +126,12 @@ def compare(peers: Sequence[Peer], work: Sequence[Workload], times: int, root: P
     for i in range(times):
         for like, folder in checkpoints.items():
             for peer in ready:
-                if (like, peer.name) in failed:
+                wanted = [w for w in work if w.like == like and (peer.name, w.name) not in skip]
+                if not wanted or (like, peer.name) in failed:
                     continue
                 print(f"repetition {i + 1} of {times}: {peer.name} on {like}", flush=True)
                 try:
-                    measure(peer, folder, [w for w in work if w.like == like], rows)
+                    measure(peer, folder, wanted, rows)
                 except PeerError as error:
                     failed.add((like, peer.name))
                     lines.append(f"{peer.name}: failed on {like}: {error}")
@@ -145,7 +153,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_argument(
         "--flags", nargs="+", default=[], metavar="PEER='FLAGS'", help="appended to a server's command line"
     )
+    flags.add_argument("--skip", nargs="+", default=[], metavar="PEER:W", help="workloads to spare a peer")
     given = flags.parse_args(argv)
+    given.skip = [tuple(entry.split(":")) for entry in given.skip]
+    if any(len(entry) != 2 for entry in given.skip):
+        flags.error("--skip: PEER:W, such as openvino:W3")
     given.at = dict(entry.partition("=")[::2] for entry in given.at)
     unknown = [name for name, path in given.at.items() if name not in PEERS or name.startswith("pagewire") or not path]
     if unknown:
@@ -186,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(line)
 
     try:
-        compare(peers, work, times, given.files.resolve(), keep)
+        compare(peers, work, times, given.files.resolve(), keep, given.skip)
     except PeerError as error:
         raise SystemExit(str(error)) from None
 

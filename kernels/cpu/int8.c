@@ -41,10 +41,15 @@ typedef struct {
     long n, words, group_bytes; /* words: k / 4 */
 } Int8;
 
-static __attribute__((noinline)) void store(const Int8 *p, long row, long column, vi sum)
+static inline vf scaled(const Int8 *p, long row, long column, vi sum)
 {
     vf out = __builtin_convertvector(sum - *(const vi_any *)(p->w_sums + column) * OFFSET, vf);
-    out *= *(const vf_any *)(p->w_scales + column) * p->x_scales[row];
+    return out * (*(const vf_any *)(p->w_scales + column) * p->x_scales[row]);
+}
+
+static __attribute__((noinline)) void store(const Int8 *p, long row, long column, vi sum)
+{
+    vf out = scaled(p, row, column, sum);
     if (p->best) {
         keep_best(p->best + row, out, column, p->n);
         return;
@@ -72,9 +77,15 @@ static __attribute__((noinline)) void store(const Int8 *p, long row, long column
                 UNROLL for (int j = 0; j < G; j++)                                                                     \
                     sum[i][j] = dot(sum[i][j], weights[j], x[k * R + i]);                                              \
         }                                                                                                              \
-        UNROLL for (int j = 0; j < G; j++)                                                                             \
-            UNROLL for (int i = 0; i < R; i++)                                                                         \
-                store(p, row + i, (group + j) * LANES, sum[i][j]);                                                     \
+        float *y = p->y + row * p->n + group * LANES;                                                                  \
+        if (!p->best && !p->bias && (group + G) * LANES <= p->n) /* a call would put all sums on the stack */          \
+            UNROLL for (int j = 0; j < G; j++)                                                                         \
+                UNROLL for (int i = 0; i < R; i++)                                                                     \
+                    *(vf_any *)(y + i * p->n + j * LANES) = scaled(p, row + i, (group + j) * LANES, sum[i][j]);        \
+        else                                                                                                           \
+            UNROLL for (int j = 0; j < G; j++)                                                                         \
+                UNROLL for (int i = 0; i < R; i++)                                                                     \
+                    store(p, row + i, (group + j) * LANES, sum[i][j]);                                                 \
     }
 
 typedef void (*Tile)(const Int8 *p, long row, long group);

@@ -8,10 +8,14 @@
  * [groups][k / 2][16][2], so that one 32-bit lane holds two weights of one column that follow each other in k; the
  * lower one is widened by a shift, the upper one by a mask.
  */
+#include <stdlib.h>
+
 #include "product.h"
 
 /* So far ahead weights are fetched, into the next groups where these end: the hardware starts anew with every group. */
 enum { AHEAD = 64 };
+
+enum { MANY = 6 }; /* more panels than these share weights that were widened beforehand */
 
 static __attribute__((noinline)) void store(const Product *p, long row, long column, vf sum)
 {
@@ -53,9 +57,15 @@ static __attribute__((noinline)) void store(const Product *p, long row, long col
                     UNROLL for (int j = 0; j < G; j++)                                                                 \
                         sum[i][j] += (vf)(pair[j] & 0xffff0000u) * x[k * R + R + i];                                   \
         }                                                                                                              \
-        UNROLL for (int j = 0; j < G; j++)                                                                             \
-            UNROLL for (int i = 0; i < R; i++)                                                                         \
-                store(p, row + i, (group + j) * LANES, sum[i][j]);                                                     \
+        float *y = p->y + row * p->y_stride + group * LANES;                                                           \
+        if (!p->best && !p->bias && (group + G) * LANES <= p->n) /* a call would put all sums on the stack */          \
+            UNROLL for (int j = 0; j < G; j++)                                                                         \
+                UNROLL for (int i = 0; i < R; i++)                                                                     \
+                    *(vf_any *)(y + i * p->y_stride + j * LANES) = sum[i][j];                                          \
+        else                                                                                                           \
+            UNROLL for (int j = 0; j < G; j++)                                                                         \
+                UNROLL for (int i = 0; i < R; i++)                                                                     \
+                    store(p, row + i, (group + j) * LANES, sum[i][j]);                                                 \
     }
 
 typedef void (*Tile)(const Product *p, long row, long group);
@@ -106,6 +116,29 @@ static void gather(const float *x, float *panel, long count, long k, long x_stri
             panel[j * count + row] = x[row * x_stride + j];
 }
 
+/* Groups [from, to), at most WIDE, of bfloat16 weights as float32: for many panels widening them once is quicker than in
+ * every tile, and they stay cached. Room of the thread's own, kept; 0 if there is none to be had. */
+static const float *widened(const Product *p, long from, long to)
+{
+    static _Thread_local float *room;
+    static _Thread_local long size;
+    long needed = WIDE * p->k * LANES;
+    if (size < needed) {
+        free(room);
+        room = aligned_alloc(64, needed * 4);
+        size = room ? needed : 0;
+    }
+    for (long group = from; room && group < to; group++) {
+        const vu *pairs = (const vu *)(p->w + group * p->group_bytes);
+        vu *out = (vu *)(room + (group - from) * p->k * LANES);
+        for (long i = 0; i < p->k / 2; i++) {
+            out[2 * i] = pairs[i] << 16;
+            out[2 * i + 1] = pairs[i] & 0xffff0000u;
+        }
+    }
+    return room;
+}
+
 /* x: m rows of k float32, x_stride apart; panels: room for m · k float32, not needed for one row. `p` lacks its x. */
 static void multiply(Product p, const float *x, float *panels, long m, long x_stride, int bf16)
 {
@@ -135,10 +168,18 @@ static void multiply(Product p, const float *x, float *panels, long m, long x_st
             long last = first + most < num_panels ? first + most : num_panels;
             /* Groups outermost: their weights are read from memory once for all panels of the block. */
             long step = last - first == 1 ? to - from : WIDE;
-            for (long group = from; group < to; group += step)
+            for (long group = from; group < to; group += step) {
+                long end = group + step < to ? group + step : to;
+                const float *wide = bf16 && last - first > MANY ? widened(&p, group, end) : 0;
+                if (wide) {
+                    mine.group_bytes = k * LANES * 4;
+                    mine.w = (const char *)wide - group * mine.group_bytes;
+                }
                 for (long i = first; i < last; i++)
-                    pagewire_sweep(&mine, ROW(i), ROW(i + 1) - ROW(i), group, group + step < to ? group + step : to,
-                                   bf16);
+                    pagewire_sweep(&mine, ROW(i), ROW(i + 1) - ROW(i), group, end, bf16 && !wide);
+                mine.group_bytes = p.group_bytes;
+                mine.w = p.w;
+            }
         }
     }
 }
