@@ -211,7 +211,7 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     extension: bytes = b""  # per-step metadata of a plan extension, for the attention backend that it wraps
     num_speculative: int = 0
     speculate: int = 0
-    break_even: float = 0.0  # the share of guesses that must come true for guessing to pay
+    break_even: float = 0.5  # the share of guesses, between 0 and 1, that must come true for guessing to pay
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):

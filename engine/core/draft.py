@@ -39,7 +39,7 @@ class Draft:
         self.decodes: list[Request] = []  # those that need one position, which draws a token
         self.num_speculative = 0  # of them, the first ones: they may compute `speculate` positions more
         self.speculate = 0
-        self.break_even = 0.0
+        self.break_even = 0.5  # of no account without guesses
         self.others: list[Request] = []
         self.counts: list[int] = []  # of others
         self.sample: list[int] = []  # of others

@@ -8,6 +8,7 @@ from invariants import check
 
 from pagewire.config import Config
 from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.cost import CAUTIOUS
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.core.speculation import num_draft_tokens
 from pagewire.errors import ConfigError
@@ -122,6 +123,7 @@ def test_when_the_budget_is_short_or_a_prompt_is_computed_nobody_speculates() ->
         plan = scheduler.plan()
         assert plan is not None and plan.num_speculative == num_speculative
         assert plan.speculate == (3 if num_speculative else 0)
+        assert not num_speculative or plan.break_even == CAUTIOUS
     scheduler, worker = make(max_num_batched_tokens=12)
     scheduler.add(enqueue(1, [1], max_tokens=30, ignore_eos=True))
     run(scheduler, worker, 1)
