@@ -155,3 +155,26 @@ def paged_attention(
             out[token] = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[seen]).to(out.dtype)
             token += 1
     return out
+
+
+def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """(weights, experts) of each token: the softmax over all experts at the best `top_k` of them, the best first; with
+    `renormalize` divided by their sum. router_logits: [tokens, experts] → [tokens, top_k] float32 and int64."""
+    weights, experts = torch.softmax(router_logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, experts
+
+
+def moe(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The sum over each token's experts of weight · down(silu(gate) · up).
+
+    x: [tokens, hidden]; weights, experts: [tokens, top_k] from `route`; gate_up: [experts, 2 · inter, hidden], the
+    gates first; down: [experts, hidden, inter]. Result as x.
+    """
+    out = torch.zeros_like(x)
+    for expert in sorted(set(experts.flatten().tolist())):
+        token, choice = (experts == expert).nonzero(as_tuple=True)
+        result = F.linear(silu_mul(F.linear(x[token], gate_up[expert])), down[expert])
+        out.index_add_(0, token, result * weights[token, choice, None].to(x.dtype))
+    return out

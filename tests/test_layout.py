@@ -160,7 +160,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_only_a_started_worker_needs_torch(modules: str) -> None:
-    code = f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    code = f"import sys, {modules}; print(sorted({{'torch', 'transformers', 'triton'}} & set(sys.modules)))"
     result = run_python(code)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 

@@ -1,0 +1,382 @@
+"""Attention over the paged cache of rows with one new token each: split along the keys, one launch a layer.
+
+`plan_decode` cuts the rows into chunks of positions, once a step and on the device, so that the host need not know how
+long the rows are. `decode_attention` starts a fixed number of programs, which take the (chunk, kv head) pairs in turn;
+whichever finishes the last chunk of a row merges all of them, in the order of their positions. Where a row is cut
+depends on its own length only, and no sum on who came first: a row has the same bits in any company and in every run.
+
+Pages are head-major, [blocks, kv_heads, block_size, head_dim], and hold this step's keys and values already. A tile is
+one page, so that its keys lie in one piece. `extend_attention.py` shares the arithmetic of a tile.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .variant import Variant
+
+CHUNK = 256  # positions; twice, four times, … as many in rows that would have more than `MOST_CHUNKS`
+MOST_CHUNKS = 64  # of a row: bounds the memory for partial results, and what one program has to merge
+DOUBLINGS = tl.constexpr(8)
+NUM_WARPS, NUM_STAGES = 4, 3
+_FIELDS = tl.constexpr(5)  # of an item, see `DecodeWorkspace`
+_LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeWorkspace:
+    """Memory that the layers with one window share, since they run one after another; from `workspace_decode`."""
+
+    items: Tensor  # [most items, 5] int32: row, first position, end, number of the chunk in its row, chunks of the row
+    num_items: Tensor  # [1] int32
+    partials: Tensor  # [most items, heads, head_dim] float32: what a chunk's values come to
+    lses: Tensor  # [most items, heads] float32: log2 of the sum of exponentials that belongs to it
+    arrivals: Tensor  # [rows, kv_heads] int32: chunks that are done; zero between launches
+    window: int | None
+    chunk: int
+
+
+def workspace_decode(
+    *,
+    rows: int,
+    most_context: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None = None,
+    chunk: int = CHUNK,
+    device: torch.device | str,
+) -> DecodeWorkspace:
+    """For up to `rows` rows of up to `most_context` positions. `chunk`: a multiple of the size of a block."""
+    assert most_context <= (chunk << DOUBLINGS.value) * MOST_CHUNKS, (most_context, chunk)
+    span = most_context if window is None else min(window, most_context)
+    most_items = rows * min(MOST_CHUNKS, -(-span // chunk) + 1)  # one more: a window may begin inside a chunk
+    assert most_items * heads * head_dim < 2**31, "offsets are of 32 bits"
+    return DecodeWorkspace(
+        items=torch.empty((most_items, _FIELDS.value), dtype=torch.int32, device=device),
+        num_items=torch.zeros(1, dtype=torch.int32, device=device),
+        partials=torch.empty((most_items, heads, head_dim), device=device),
+        lses=torch.empty((most_items, heads), device=device),
+        arrivals=torch.zeros((rows, kv_heads), dtype=torch.int32, device=device),
+        window=window,
+        chunk=chunk,
+    )
+
+
+def plan_decode(context_lens: Tensor, workspace: DecodeWorkspace) -> None:
+    """Lists the chunks of a step's rows in `workspace`. context_lens: [rows] int32, keys of each row, its new token
+    included; 0 for a row that only pads the batch."""
+    (rows,), most_rows = context_lens.shape, workspace.arrivals.shape[0]
+    assert rows <= most_rows, (rows, most_rows)
+    _plan_kernel[(1,)](
+        workspace.items,
+        workspace.num_items,
+        context_lens,
+        rows,
+        workspace.window,
+        CHUNK=workspace.chunk,
+        MOST_CHUNKS=MOST_CHUNKS,
+        ROWS=triton.next_power_of_2(most_rows),
+        num_warps=NUM_WARPS,
+    )
+
+
+def decode_attention(
+    out: Tensor,
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    num_programs: int,
+) -> None:
+    """Attention of the rows that `workspace` was planned for; rows with a context of 0 get zeros.
+
+    out, query: [rows, heads, head_dim], of which rows may lie apart; k_pages, v_pages: [blocks, kv_heads, block_size,
+    head_dim], of the type of queries or float8_e4m3fn, which `k_scale` and `v_scale` multiply; block_table: [rows, most
+    blocks] int32, beyond a row's own blocks anything. sinks: [heads] float32, a score beside those of the keys that
+    takes its share of the softmax and has no value. num_programs: as many as the device holds at once, three a
+    multiprocessor with head_dim 128; the result does not depend on it.
+    """
+    _, heads, head_dim = query.shape
+    _, kv_heads, block_size, _ = k_pages.shape
+    assert workspace.chunk % block_size == 0, (workspace.chunk, block_size)
+    assert k_pages.is_contiguous() and v_pages.is_contiguous()
+    assert query.stride()[1:] == out.stride()[1:] == (head_dim, 1)
+    score_scale, cap = score_factors(scale * k_scale, softcap)
+    group = heads // kv_heads
+    _decode_kernel[(num_programs,)](
+        out,
+        query,
+        k_pages,
+        v_pages,
+        block_table,
+        workspace.items,
+        workspace.num_items,
+        workspace.partials,
+        workspace.lses,
+        workspace.arrivals,
+        sinks,
+        score_scale,
+        cap,
+        v_scale,
+        out.stride(0),
+        query.stride(0),
+        block_table.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        TILE_ROWS=max(16, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+    )
+
+
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """(score_scale, cap) of `tile_scores`. Scores are in units of log2(e), so that exp2 does for exp.
+
+    With a softcap c they are c · tanh(x / c) = c · (2 / (1 + exp(-2x / c)) - 1), for want of a tanh without libdevice.
+    """
+    if softcap is None:
+        return scale * _LOG2_E.value, None
+    return -2 * scale / softcap * _LOG2_E.value, softcap * _LOG2_E.value
+
+
+@triton.jit(do_not_specialize=["rows", "window"])
+def _plan_kernel(
+    items,
+    num_items,
+    context_lens,
+    rows,
+    window,
+    CHUNK: tl.constexpr,
+    MOST_CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program. A row without keys is one empty item, for the sake of its zeros."""
+    row = tl.arange(0, ROWS)
+    context = tl.load(context_lens + row, mask=row < rows, other=0)
+    start = tl.zeros([ROWS], tl.int32)
+    if window is not None:
+        start = tl.maximum(context - window, 0)
+    size = tl.full([ROWS], CHUNK, tl.int32)
+    for _ in tl.static_range(DOUBLINGS):
+        size = tl.where(tl.cdiv(context, size) - start // size > MOST_CHUNKS, size * 2, size)
+    first = start // size
+    count = tl.where(row < rows, tl.maximum(tl.cdiv(context, size) - first, 1), 0)
+    end = tl.cumsum(count, 0)
+    tl.store(num_items, tl.max(end, 0))
+    for number in range(tl.max(count, 0)):
+        item = items + (end - count + number) * _FIELDS
+        begin = (first + number) * size
+        real = number < count
+        tl.store(item, row, mask=real)
+        tl.store(item + 1, tl.maximum(begin, start), mask=real)
+        tl.store(item + 2, tl.minimum(begin + size, context), mask=real)
+        tl.store(item + 3, number, mask=real)
+        tl.store(item + 4, count, mask=real)
+
+
+@triton.jit
+def tile_scores(q, k, score_scale, cap):
+    """Scores in units of log2(e). q: [rows, dim]; k: [keys, dim]; score_scale and cap: see `score_factors`."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+    if cap is not None:
+        scores = cap * (2.0 / (1.0 + tl.exp2(scores)) - 1.0)
+    return scores
+
+
+@triton.jit
+def softmax_step(acc, most, total, scores, v):
+    """Adds a tile to a running softmax: acc [rows, dim] = Σ 2^(score - most) · v, total [rows] the sum of the weights.
+
+    `most` starts at -1e30: a row may see no key of its first tiles, and -inf - -inf is NaN. Keys that a row does not
+    see have a score of -inf and change no bit of its sums.
+    """
+    grown = tl.maximum(most, tl.max(scores, 1))
+    weights = tl.exp2(scores - grown[:, None])
+    shrink = tl.exp2(most - grown)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, grown, total
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_kernel(
+    out,
+    query,
+    k_pages,
+    v_pages,
+    block_table,
+    items,
+    num_items,
+    partials,
+    lses,
+    arrivals,
+    sinks,
+    score_scale,
+    cap,
+    v_scale,
+    out_stride,
+    query_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Rows of a tile are the GROUP query heads of one kv head; 16 is the least that tensor cores take."""
+    member = tl.arange(0, TILE_ROWS)
+    dims = tl.arange(0, HEAD_DIM)
+    offsets = tl.arange(0, BLOCK_SIZE)
+    real = member < GROUP
+    in_page = offsets[:, None] * HEAD_DIM + dims[None, :]
+    for work in range(tl.program_id(0), tl.load(num_items) * KV_HEADS, tl.num_programs(0)):
+        item = work // KV_HEADS
+        kv_head = work % KV_HEADS
+        fields = items + item * _FIELDS
+        row = tl.load(fields)
+        start = tl.load(fields + 1)
+        stop = tl.load(fields + 2)
+        number = tl.load(fields + 3)
+        count = tl.load(fields + 4)
+        head = kv_head * GROUP + member
+        in_row = head[:, None] * HEAD_DIM + dims[None, :]
+        q = tl.load(query + row * query_stride + in_row, mask=real[:, None], other=0.0)
+        if k_pages.dtype.element_ty.is_fp8():
+            q = q.to(tl.float16)  # every e4m3 is an fp16, and one instruction converts two
+        most = tl.full([TILE_ROWS], -1e30, tl.float32)
+        total = tl.zeros([TILE_ROWS], tl.float32)
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=real, other=0.0) * _LOG2_E
+            most = tl.where(number == 0, sink, most)
+            total = tl.where(number == 0, 1.0, total)
+        acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+
+        table = block_table + row * table_stride
+        of_head = kv_head * (BLOCK_SIZE * HEAD_DIM) + in_page
+        first_page = start // BLOCK_SIZE
+        last_page = tl.cdiv(stop, BLOCK_SIZE)
+        # The next page's id is loaded one turn ahead: a load of keys that waits for a load of the same turn is not
+        # pipelined.
+        next_block = tl.load(table + first_page, mask=first_page < last_page, other=0)
+        for page in range(first_page, last_page):
+            at = next_block.to(tl.int64) * (KV_HEADS * BLOCK_SIZE * HEAD_DIM) + of_head
+            next_block = tl.load(table + page + 1, mask=page + 1 < last_page, other=0)
+            position = page * BLOCK_SIZE + offsets
+            seen = (position >= start) & (position < stop)
+            # Values as well, not only scores: 0 · NaN from a stale page is NaN.
+            k = tl.load(k_pages + at, mask=seen[:, None], other=0.0).to(q.dtype)
+            scores = tl.where(seen[None, :], tile_scores(q, k, score_scale, cap), float("-inf"))
+            v = tl.load(v_pages + at, mask=seen[:, None], other=0.0).to(q.dtype)
+            acc, most, total = softmax_step(acc, most, total, scores, v)
+
+        result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+        target = out + row * out_stride + in_row
+        if count == 1:
+            tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None])
+        else:
+            slot = item * (KV_HEADS * GROUP)
+            tl.store(partials + slot * HEAD_DIM + in_row, result, mask=real[:, None])
+            tl.store(lses + slot + head, most + tl.log2(total), mask=real)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            arrival = arrivals + row * KV_HEADS + kv_head
+            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == count - 1:
+                highest = tl.full([TILE_ROWS], -1e30, tl.float32)
+                share = tl.zeros([TILE_ROWS], tl.float32)
+                merged = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+                for other in tl.range(item - number, item - number + count, loop_unroll_factor=4):
+                    there = other * (KV_HEADS * GROUP)
+                    # Not from the L1, which knows nothing of other multiprocessors' stores.
+                    lse = tl.load(lses + there + head, mask=real, other=0.0, cache_modifier=".cg")
+                    partial = tl.load(
+                        partials + there * HEAD_DIM + in_row, mask=real[:, None], other=0.0, cache_modifier=".cg"
+                    )
+                    grown = tl.maximum(highest, lse)
+                    weight = tl.exp2(lse - grown)
+                    shrink = tl.exp2(highest - grown)
+                    merged = merged * shrink[:, None] + partial * weight[:, None]
+                    share = share * shrink + weight
+                    highest = grown
+                tl.store(target, (merged / share[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+                tl.store(arrival, 0)
+
+
+_POINTERS = {
+    "block_table": "*i32",
+    "items": "*i32",
+    "num_items": "*i32",
+    "partials": "*fp32",
+    "lses": "*fp32",
+    "arrivals": "*i32",
+}
+_STRIDES = ("out_stride", "query_stride")
+
+
+def _variant(
+    name: str, heads: int, kv_heads: int, *, kv: str = "bf16", capped: bool = False, sinks: bool = False
+) -> Variant:
+    signature = {"out": "*bf16", "query": "*bf16", "k_pages": f"*{kv}", "v_pages": f"*{kv}", **_POINTERS}
+    constexprs: dict[str, Any] = {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "TILE_ROWS": 16,
+        "HEAD_DIM": 128,
+        "BLOCK_SIZE": 64,
+    }
+    if sinks:
+        signature["sinks"] = "*fp32"
+    divisible = (*signature, *_STRIDES)
+    signature |= {"score_scale": "fp32", "v_scale": "fp32", "table_stride": "i32"} | dict.fromkeys(_STRIDES, "i32")
+    if capped:
+        signature["cap"] = "fp32"
+    constexprs |= {absent: None for absent in ("sinks", "cap") if absent not in signature}
+    return Variant(
+        name=f"decode_attention {name}",
+        kernel=_decode_kernel,
+        signature=signature,
+        constexprs=constexprs,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+        divisible=divisible,
+        sm_80=("HMMA", "LDGSTS"),
+        sm_90=("HMMA", "LDGSTS"),
+        buffers=NUM_STAGES - 1,
+    )
+
+
+def _plan_variant(window: bool) -> Variant:
+    pointers = {"items": "*i32", "num_items": "*i32", "context_lens": "*i32"}
+    return Variant(
+        name=f"plan_decode{' window' if window else ''}",
+        kernel=_plan_kernel,
+        signature=pointers | {"rows": "i32"} | ({"window": "i32"} if window else {}),
+        constexprs={"CHUNK": CHUNK, "MOST_CHUNKS": MOST_CHUNKS, "ROWS": 512} | ({} if window else {"window": None}),
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+        divisible=tuple(pointers),
+    )
+
+
+VARIANTS: tuple[Variant, ...] = (
+    _plan_variant(window=False),
+    _plan_variant(window=True),
+    _variant("bf16 16/8 D128", 16, 8),  # Qwen3-0.6B
+    _variant("bf16 32/8 D128", 32, 8),  # Llama-3.1-8B
+    _variant("bf16 32/4 D128", 32, 4),  # Qwen3-30B-A3B
+    _variant("fp8 32/8 D128", 32, 8, kv="fp8e4nv"),
+    _variant("bf16 32/8 D128 softcap sinks", 32, 8, capped=True, sinks=True),
+)

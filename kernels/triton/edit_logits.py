@@ -1,0 +1,217 @@
+"""Bias, penalties and grammars: the logits that a request asked to change, in a copy.
+
+The raw logits stay, for log-probabilities, so only rows with something to change take a row of memory and time. The
+meaning is that of `engine/runner/sampler.py`: the bias is added, then come the penalties, and what overflows is made
+finite. A token that the model gave -inf keeps it, and one that the grammar forbids gets it. A row whose raw logits
+hold a NaN or +inf holds a NaN afterwards, so that `sampling.py` can tell.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .variant import Variant
+
+_BLOCK = 2048
+_ENTRIES = 128  # of a bias list, at a time
+_MOST_COUNTED = tl.constexpr(2**15 - 1)
+_GREATEST = tl.constexpr(1e30)  # stands for an edited logit that is infinite, so that it can be subtracted
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditColumns:
+    """What is changed, by row. The host writes a row when a request takes it; the device counts what it drew."""
+
+    repetition_penalty: Tensor  # [rows] float32, over prompt and output; 1: none
+    presence_penalty: Tensor  # [rows] float32, over output
+    frequency_penalty: Tensor  # [rows] float32, over output
+    history: Tensor  # [rows] int32, the row's place in the next two; -1: it has no penalties
+    prompt_bits: Tensor  # [places, ⌈vocab / 32⌉] int32; bit t % 32 of word t / 32: token t is in the prompt
+    output_counts: Tensor  # [places, vocab] int16, how often each token is in the output, or 32767
+    bias_first: Tensor  # [rows] int32, of the row's entries in the next two
+    bias_len: Tensor  # [rows] int32; 0: no bias
+    bias_ids: Tensor  # [entries] int32, each at most once in a row; ids beyond the vocabulary count for nothing
+    bias_values: Tensor  # [entries] float32
+
+
+@triton.jit
+def _edited(raw, biased, tokens, inside, history, bits, counts, allowed, grammar, repetition, presence, frequency):
+    """What becomes of `biased`, which is `raw` with its bias. bits, counts, allowed: pointers to the row's own."""
+    penalised = inside & (history >= 0)
+    count = tl.load(counts + tokens, mask=penalised, other=0).to(tl.float32)
+    word = tl.load(bits + tokens // 32, mask=penalised, other=0)
+    seen = (((word >> (tokens % 32)) & 1) != 0) | (count > 0)
+    x = tl.where(seen, tl.where(biased > 0, tl.div_rn(biased, repetition), biased * repetition), biased)
+    x = tl.where(count > 0, x - (frequency * count + presence), x)
+    x = tl.where(x < float("inf"), x, tl.where(x == x, _GREATEST, -_GREATEST))
+    x = tl.where(x > float("-inf"), x, -_GREATEST)
+    word = tl.load(allowed + tokens // 32, mask=inside & (grammar >= 0), other=-1)
+    x = tl.where((raw > float("-inf")) & (((word >> (tokens % 32)) & 1) != 0), x, float("-inf"))
+    return tl.where((raw == raw) & (raw < float("inf")), x, float("nan"))
+
+
+@triton.jit
+def _edit_kernel(
+    edited,
+    logits,
+    edited_stride,
+    logits_stride,
+    places,
+    picked,
+    grammars,
+    grammar_bits,
+    repetition_penalty,
+    presence_penalty,
+    frequency_penalty,
+    history,
+    prompt_bits,
+    output_counts,
+    bias_first,
+    bias_len,
+    bias_ids,
+    bias_values,
+    vocab,
+    BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    pick = tl.program_id(0)
+    place = tl.load(places + pick)
+    if place < 0:
+        return
+    row = tl.load(picked + pick)
+    source = logits + pick.to(tl.int64) * logits_stride
+    target = edited + place.to(tl.int64) * edited_stride
+    words = tl.cdiv(vocab, 32)
+    grammar = tl.load(grammars + pick)
+    allowed = grammar_bits + grammar.to(tl.int64) * words
+    past = tl.load(history + row)
+    bits = prompt_bits + past.to(tl.int64) * words
+    counts = output_counts + past.to(tl.int64) * vocab
+    repetition = tl.load(repetition_penalty + row)
+    presence = tl.load(presence_penalty + row)
+    frequency = tl.load(frequency_penalty + row)
+
+    first = tl.program_id(1) * BLOCK
+    tokens = first + tl.arange(0, BLOCK)
+    inside = tokens < vocab
+    raw = tl.load(source + tokens, mask=inside, other=0.0)
+    x = _edited(raw, raw, tokens, inside, past, bits, counts, allowed, grammar, repetition, presence, frequency)
+    tl.store(target + tokens, x, mask=inside)
+
+    num_biased = tl.load(bias_len + row)
+    if num_biased > 0:
+        tl.debug_barrier()  # the stores above come first
+        entries = tl.load(bias_first + row)
+        for start in range(0, num_biased, ENTRIES):
+            entry = start + tl.arange(0, ENTRIES)
+            listed = entry < num_biased
+            ids = tl.load(bias_ids + entries + entry, mask=listed, other=0)
+            bias = tl.load(bias_values + entries + entry, mask=listed, other=0.0)
+            mine = listed & (ids >= first) & (ids < tl.minimum(first + BLOCK, vocab))
+            own = tl.load(source + ids, mask=mine, other=0.0)
+            value = _edited(
+                own, own + bias, ids, mine, past, bits, counts, allowed, grammar, repetition, presence, frequency
+            )
+            tl.store(target + ids, value, mask=mine)
+
+
+@triton.jit(do_not_specialize=["num_picked"])
+def _count_kernel(ids, picked, history, output_counts, num_picked, vocab, ROWS: tl.constexpr):
+    pick = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = pick < num_picked
+    token = tl.load(ids + pick, mask=inside, other=-1)
+    past = tl.load(history + tl.load(picked + pick, mask=inside, other=0), mask=inside, other=-1)
+    counted = (token >= 0) & (past >= 0)
+    count = output_counts + past.to(tl.int64) * vocab + token
+    most = tl.load(count, mask=counted, other=0).to(tl.int32)
+    tl.store(count, tl.minimum(most + 1, _MOST_COUNTED).to(tl.int16), mask=counted)
+
+
+def edit_logits(
+    edited: Tensor,
+    logits: Tensor,
+    places: Tensor,
+    picked: Tensor,
+    columns: EditColumns,
+    grammars: Tensor,
+    grammar_bits: Tensor,
+) -> None:
+    """Writes the changed logits of those that have a place in `edited`.
+
+    logits: [picked, vocab] float32, of the rows `picked` ([picked] int32); edited: [places, vocab] float32; rows of
+    both may lie apart. places: [picked] int32, -1: the raw logits will do. grammars: [picked] int32, which row of
+    grammar_bits ([grammars, ⌈vocab / 32⌉] int32, a set bit allows the token) holds for it; -1: all tokens are allowed.
+    A row with penalties is picked once a step, since its counts are those of one position.
+    """
+    num_picked, vocab = logits.shape
+    assert logits.stride(1) == edited.stride(1) == 1 and edited.shape[1] == vocab, (logits.shape, edited.shape)
+    if num_picked == 0:
+        return
+    _edit_kernel[(num_picked, triton.cdiv(vocab, _BLOCK))](
+        edited,
+        logits,
+        edited.stride(0),
+        logits.stride(0),
+        places,
+        picked,
+        grammars,
+        grammar_bits,
+        columns.repetition_penalty,
+        columns.presence_penalty,
+        columns.frequency_penalty,
+        columns.history,
+        columns.prompt_bits,
+        columns.output_counts,
+        columns.bias_first,
+        columns.bias_len,
+        columns.bias_ids,
+        columns.bias_values,
+        vocab,
+        BLOCK=_BLOCK,
+        ENTRIES=_ENTRIES,
+        num_warps=4,
+    )
+
+
+def count_drawn(ids: Tensor, picked: Tensor, columns: EditColumns) -> None:
+    """Adds ids just drawn to their rows' counts. ids, picked: [picked] int32; -1 is no id. Each row with penalties at
+    most once."""
+    (num_picked,) = ids.shape
+    if num_picked == 0:
+        return
+    vocab = columns.output_counts.shape[1]
+    grid = (triton.cdiv(num_picked, _ENTRIES),)
+    _count_kernel[grid](
+        ids, picked, columns.history, columns.output_counts, num_picked, vocab, ROWS=_ENTRIES, num_warps=4
+    )
+
+
+VARIANTS = (
+    Variant(
+        name="edit_logits",
+        kernel=_edit_kernel,
+        signature=dict.fromkeys(("edited", "logits"), "*fp32")
+        | dict.fromkeys(("edited_stride", "logits_stride"), "i32")
+        | dict.fromkeys(("places", "picked", "grammars", "grammar_bits"), "*i32")
+        | dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), "*fp32")
+        | {"history": "*i32", "prompt_bits": "*i32", "output_counts": "*i16"}
+        | {"bias_first": "*i32", "bias_len": "*i32", "bias_ids": "*i32", "bias_values": "*fp32", "vocab": "i32"},
+        constexprs={"BLOCK": _BLOCK, "ENTRIES": _ENTRIES},
+        num_warps=4,
+        num_stages=3,
+        divisible=("edited", "logits", "edited_stride", "logits_stride", "output_counts", "vocab"),
+        sm_80=("LDG.E.128", "STG.E.128"),
+        sm_90=("LDG.E.128", "STG.E.128"),
+    ),
+    Variant(
+        name="count_drawn",
+        kernel=_count_kernel,
+        signature=dict.fromkeys(("ids", "picked", "history"), "*i32")
+        | {"output_counts": "*i16", "num_picked": "i32", "vocab": "i32"},
+        constexprs={"ROWS": _ENTRIES},
+        num_warps=4,
+        num_stages=3,
+    ),
+)

@@ -1,0 +1,300 @@
+"""Causal attention over the paged cache of rows with any number of new tokens: whole prompts, pieces of prompts behind
+a cached prefix, decode rows and guesses to verify, all in one launch.
+
+The host cuts the rows' new tokens into tiles (`extend_work`); a program takes a tile and a kv head, and reads the
+row's keys once for all tokens and query heads of the tile. The keys of a row are not split: long rows with few tokens
+are the business of `decode_attention.py`, which also explains the layout of pages.
+
+The length of a row is read on the device, so the host may be behind with it. A token has the same bits however its
+prompt is cut into steps and tiles: its sums run over the same pages, and keys that it does not see change no bit.
+"""
+
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .decode_attention import score_factors, softmax_step, tile_scores
+from .variant import Variant
+
+TILE_ROWS = 128  # (token, query head) pairs of a tile where there are prompts; 16 is right for guesses alone
+NUM_STAGES = 3
+_FIELDS = tl.constexpr(4)  # of a tile, see `extend_work`
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def tile_tokens(group: int, tile_rows: int = TILE_ROWS) -> int:
+    """Tokens of a tile. group: query heads of a kv head."""
+    return tile_rows // group
+
+
+def most_tiles(tokens: int, rows: int, per_tile: int) -> int:
+    """Tiles that `tokens` tokens of `rows` rows make at most."""
+    return (tokens + rows * (per_tile - 1)) // per_tile
+
+
+def extend_work(query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], per_tile: int) -> NDArray[np.int32]:
+    """The tiles of a step, [tiles, 4]: row, first token (counted over all rows), number of tokens, tokens of the row
+    from this one on.
+
+    query_lens: [rows] new tokens; context_lens: [rows] keys, the new tokens included, as far as the host knows: they
+    only decide the order, which is longest first, so that no long tile starts when the others are done.
+    per_tile: `tile_tokens`.
+    """
+    tiles = -(-query_lens // per_tile)
+    row = np.repeat(np.arange(len(tiles)), tiles)
+    first = (np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * per_tile
+    remaining = query_lens[row] - first
+    number = np.minimum(remaining, per_tile)
+    token = (np.cumsum(query_lens) - query_lens)[row] + first
+    keys = context_lens[row] - remaining + number
+    work = np.stack((row, token, number, remaining), axis=1).astype(np.int32)
+    return work[np.argsort(-keys, kind="stable")]
+
+
+def extend_attention(
+    out: Tensor,
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    work: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    tile_rows: int = TILE_ROWS,
+) -> None:
+    """Attention of the tokens that `work` lists; the output of any others is left as it is.
+
+    out, query: [tokens, heads, head_dim]; context_lens: [rows] int32, of which 0 makes the row's outputs zeros;
+    work: [tiles, 4] int32 from `extend_work` with tiles of `tile_tokens(heads // kv_heads, tile_rows)` tokens, on the
+    device; tiles of 0 tokens at its end cost next to nothing, so its length can be `most_tiles` and never change. With
+    `window` w a token sees itself and the w - 1 before it. All else as in `decode_attention`.
+    """
+    _, heads, head_dim = query.shape
+    _, kv_heads, block_size, _ = k_pages.shape
+    group = heads // kv_heads
+    assert group <= tile_rows, (group, tile_rows)
+    assert k_pages.is_contiguous() and v_pages.is_contiguous() and work.is_contiguous()
+    assert query.stride()[1:] == out.stride()[1:] == (head_dim, 1)
+    score_scale, cap = score_factors(scale * k_scale, softcap)
+    _extend_kernel[(work.shape[0] * kv_heads,)](
+        out,
+        query,
+        k_pages,
+        v_pages,
+        block_table,
+        context_lens,
+        work,
+        sinks,
+        score_scale,
+        cap,
+        v_scale,
+        window,
+        out.stride(0),
+        query.stride(0),
+        block_table.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        TILE_ROWS=tile_rows,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        num_warps=_num_warps(tile_rows),
+        num_stages=NUM_STAGES,
+    )
+
+
+def _num_warps(tile_rows: int) -> int:
+    return 8 if tile_rows >= 128 else 4  # 128 rows and four warps do not fit into registers
+
+
+@triton.jit
+def _add_pages(
+    acc,
+    most,
+    total,
+    q,
+    position,
+    k_head,
+    v_head,
+    table,
+    first_page,
+    last_page,
+    stop,
+    window,
+    score_scale,
+    cap,
+    BLOCK_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds some pages of a row to a running softmax (see `softmax_step`). position: [rows] of the queries; stop: end of
+    the keys that any of them sees. Without MASKED all of them see all keys of these pages."""
+    offsets = tl.arange(0, BLOCK_SIZE)
+    in_page = offsets[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    # One turn ahead, see `_decode_kernel`.
+    next_block = tl.load(table + first_page, mask=first_page < last_page, other=0)
+    for page in range(first_page, last_page):
+        at = next_block.to(tl.int64) * BLOCK_STRIDE + in_page
+        next_block = tl.load(table + page + 1, mask=page + 1 < last_page, other=0)
+        if MASKED:
+            key = page * BLOCK_SIZE + offsets
+            written = (key < stop)[:, None]  # a NaN beyond would spoil the sums even with a weight of 0
+            k = tl.load(k_head + at, mask=written, other=0.0).to(q.dtype)
+            scores = tile_scores(q, k, score_scale, cap)
+            seen = key[None, :] <= position[:, None]
+            if window is not None:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+            v = tl.load(v_head + at, mask=written, other=0.0).to(q.dtype)
+        else:
+            k = tl.load(k_head + at).to(q.dtype)
+            scores = tile_scores(q, k, score_scale, cap)
+            v = tl.load(v_head + at).to(q.dtype)
+        acc, most, total = softmax_step(acc, most, total, scores, v)
+    return acc, most, total
+
+
+@triton.jit(do_not_specialize=["window", "table_stride"])
+def _extend_kernel(
+    out,
+    query,
+    k_pages,
+    v_pages,
+    block_table,
+    context_lens,
+    work,
+    sinks,
+    score_scale,
+    cap,
+    v_scale,
+    window,
+    out_stride,
+    query_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One tile and one kv head a program; the kv heads of a tile are neighbours, and so are their pages in memory."""
+    fields = work + (tl.program_id(0) // KV_HEADS) * _FIELDS
+    kv_head = tl.program_id(0) % KV_HEADS
+    number = tl.load(fields + 2)
+    if number == 0:
+        return
+    row = tl.load(fields)
+    token = tl.load(fields + 1)
+    context = tl.load(context_lens + row)
+    start = context - tl.load(fields + 3)  # position of the tile's first token
+    stop = start + number
+
+    pair = tl.arange(0, TILE_ROWS)
+    of_tile = pair // GROUP
+    head = kv_head * GROUP + pair % GROUP
+    real = of_tile < number
+    position = start + of_tile
+    in_row = head[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    q = tl.load(query + (token + of_tile)[:, None] * query_stride + in_row, mask=real[:, None], other=0.0)
+    if k_pages.dtype.element_ty.is_fp8():
+        q = q.to(tl.float16)
+    most = tl.full([TILE_ROWS], -1e30, tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    if sinks is not None:
+        most = tl.load(sinks + head, mask=real, other=0.0) * _LOG2_E
+        total = tl.full([TILE_ROWS], 1.0, tl.float32)
+    acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+
+    BLOCK_STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    k_head = k_pages + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    v_head = v_pages + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    table = block_table + row * table_stride
+    # Pages up to `full` end before the first token or with it: all tokens see them, if no window ends before. The
+    # bounds at 0 are for rows whose context is 0.
+    full = tl.maximum(start + 1, 0) // BLOCK_SIZE
+    last_page = tl.cdiv(tl.maximum(stop, 0), BLOCK_SIZE)
+    open_page = 0
+    if window is not None:
+        first_page = tl.maximum(start + 1 - window, 0) // BLOCK_SIZE
+        open_page = tl.minimum(tl.cdiv(tl.maximum(stop - window, 0), BLOCK_SIZE), full)
+        acc, most, total = _add_pages(
+            acc, most, total, q, position, k_head, v_head, table, first_page, open_page, stop, window, score_scale, cap,
+            BLOCK_STRIDE, HEAD_DIM, BLOCK_SIZE, True,
+        )  # fmt: skip
+    acc, most, total = _add_pages(
+        acc, most, total, q, position, k_head, v_head, table, open_page, full, stop, window, score_scale, cap,
+        BLOCK_STRIDE, HEAD_DIM, BLOCK_SIZE, False,
+    )  # fmt: skip
+    acc, most, total = _add_pages(
+        acc, most, total, q, position, k_head, v_head, table, full, last_page, stop, window, score_scale, cap,
+        BLOCK_STRIDE, HEAD_DIM, BLOCK_SIZE, True,
+    )  # fmt: skip
+
+    result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+    target = out + (token + of_tile)[:, None] * out_stride + in_row
+    tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None])
+
+
+_POINTERS = {"block_table": "*i32", "context_lens": "*i32", "work": "*i32"}
+_STRIDES = ("out_stride", "query_stride")
+
+
+def _variant(
+    name: str,
+    heads: int,
+    kv_heads: int,
+    *,
+    kv: str = "bf16",
+    tile_rows: int = TILE_ROWS,
+    windowed: bool = False,
+    capped: bool = False,
+) -> Variant:
+    signature = {"out": "*bf16", "query": "*bf16", "k_pages": f"*{kv}", "v_pages": f"*{kv}", **_POINTERS}
+    divisible = (*signature, *_STRIDES)
+    signature |= {"score_scale": "fp32", "v_scale": "fp32", "table_stride": "i32"} | dict.fromkeys(_STRIDES, "i32")
+    constexprs: dict[str, Any] = {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "TILE_ROWS": tile_rows,
+        "HEAD_DIM": 128,
+        "BLOCK_SIZE": 64,
+        "sinks": None,
+    }
+    for argument, kind, present in (("window", "i32", windowed), ("cap", "fp32", capped)):
+        if present:
+            signature[argument] = kind
+        else:
+            constexprs[argument] = None
+    wide = tile_rows >= 64  # the least rows that Hopper's own instruction takes
+    return Variant(
+        name=f"extend_attention {name}",
+        kernel=_extend_kernel,
+        signature=signature,
+        constexprs=constexprs,
+        num_warps=_num_warps(tile_rows),
+        num_stages=NUM_STAGES,
+        divisible=divisible,
+        sm_80=("HMMA", "LDGSTS"),
+        sm_90=("HGMMA", "LDGSTS") if wide else ("HMMA", "LDGSTS"),
+        buffers=NUM_STAGES - 1,
+    )
+
+
+VARIANTS: tuple[Variant, ...] = (
+    _variant("bf16 16/8 D128", 16, 8),  # Qwen3-0.6B
+    _variant("bf16 32/8 D128", 32, 8),  # Llama-3.1-8B
+    _variant("bf16 32/4 D128", 32, 4),  # Qwen3-30B-A3B
+    _variant("bf16 32/8 D128 guesses", 32, 8, tile_rows=16),
+    _variant("fp8 32/8 D128", 32, 8, kv="fp8e4nv"),
+    _variant("bf16 32/8 D128 window softcap", 32, 8, windowed=True, capped=True),
+)

@@ -1,0 +1,432 @@
+"""Mixture of experts: each token goes through the `top_k` experts that its router scores best.
+
+Five launches, and nothing that the host would have to wait for. `_route_kernel` picks the experts of a token.
+`_align_kernel` lines up the (token, choice) pairs, called assignments, by expert, and fills the last block of rows of
+each expert up. `_gate_up_kernel` and `_down_kernel` multiply a block of rows with its expert's weights; grids are as
+large as the worst case, and programs without a block leave at once. `_sum_kernel` adds the results of a token in the
+order of its choices. Nothing is added by atomics and every product is of one row, so the bits of a token depend on
+nothing but how many rows a block has, which follows from the number of tokens of the launch.
+
+Blocks of one expert stand next to each other, and programs that differ in the block only start one after another: the
+weights of an expert are read once and found in the cache by its other blocks.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .order import REMOVED, to_ordinal
+from .silu_mul import gated
+from .variant import Variant
+
+_ROWS = (16, 64, 128)  # of a block; the least is what tensor cores take
+_PAIRS = 1024  # assignments that `_align_kernel` looks at in one go
+_SUMMED = 1024  # columns of a program of `_sum_kernel`
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeWorkspace:
+    """Memory between the launches, from `workspace_moe`; layers share it, since they run one after another."""
+
+    weights: Tensor  # [tokens, top_k] float32
+    experts: Tensor  # [tokens, top_k] int32; -1 for tokens that only pad the batch
+    assignments: Tensor  # [most rows] int32, token · top_k + choice, by expert; their number fills a block up
+    block_experts: Tensor  # [most blocks] int32
+    num_blocks: Tensor  # [1] int32
+    gated: Tensor  # [tokens · top_k, inter], as activations
+    parts: Tensor  # [tokens · top_k, hidden], as activations: weighted results, to be added
+
+
+def workspace_moe(
+    *,
+    most_tokens: int,
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    inter: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> MoeWorkspace:
+    """For up to `most_tokens` tokens a launch."""
+    num_assigned = most_tokens * top_k
+
+    def room(shape: tuple[int, ...], of: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=of, device=device)
+
+    return MoeWorkspace(
+        weights=room((most_tokens, top_k), torch.float32),
+        experts=room((most_tokens, top_k), torch.int32),
+        assignments=room((max(_most_blocks(num_assigned, num_experts, rows) * rows for rows in _ROWS),), torch.int32),
+        block_experts=room((_most_blocks(num_assigned, num_experts, _ROWS[0]),), torch.int32),
+        num_blocks=room((1,), torch.int32),
+        gated=room((num_assigned, inter), dtype),
+        parts=room((num_assigned, hidden), dtype),
+    )
+
+
+def _most_blocks(num_assigned: int, num_experts: int, rows: int) -> int:
+    """Blocks of `rows` assignments, if every expert that has any wastes as much as it can."""
+    return min(num_assigned, num_assigned // rows + num_experts)
+
+
+class _Tiles(NamedTuple):
+    """How a product is cut."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+def _tiles(num_assigned: int, num_experts: int) -> _Tiles:
+    """As many rows as an expert has on average, so that few are filled up."""
+    if num_assigned <= 16 * num_experts:
+        return _Tiles(16, 128, 4, 4)
+    if num_assigned <= 256 * num_experts:
+        return _Tiles(64, 128, 4, 3)
+    return _Tiles(128, 128, 8, 3)
+
+
+def _depth(width: int) -> int:
+    """Columns of the activations that one step of a product takes."""
+    assert width % 32 == 0, f"{width} columns: products take 32 at a time"
+    return 64 if width % 64 == 0 else 32
+
+
+@triton.jit
+def _route_kernel(
+    weights,
+    experts,
+    logits,
+    logits_stride,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    LANES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    token = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    x = tl.load(logits + token * logits_stride + lane, mask=lane < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
+    weight = tl.exp(x - tl.max(x, axis=0))
+    # By ordinals, so that even a row of NaN gets experts that exist; its weights are NaN.
+    ordinals = tl.where(lane < NUM_EXPERTS, to_ordinal(x), REMOVED)
+    choice = tl.full((LANES,), -1, tl.int32)
+    for i in range(TOP_K):
+        best = tl.argmax(ordinals, axis=0)
+        choice = tl.where(lane == best, i, choice)
+        ordinals = tl.where(lane == best, REMOVED, ordinals)
+    if RENORMALIZE:
+        weight = weight / tl.sum(tl.where(choice >= 0, weight, 0.0), axis=0)
+    else:
+        weight = weight / tl.sum(weight, axis=0)
+    at = token * TOP_K + choice
+    tl.store(weights + at, weight, mask=choice >= 0)
+    tl.store(experts + at, tl.where(token < tl.load(num_tokens), lane, -1), mask=choice >= 0)
+
+
+@triton.jit(do_not_specialize=["num_assigned"])
+def _align_kernel(
+    assignments,
+    block_experts,
+    num_blocks,
+    experts,
+    num_assigned,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """One program an expert: all count all experts, and each places its own assignments, in their order."""
+    expert = tl.program_id(0)
+    pair = tl.arange(0, PAIRS)
+    counts = tl.zeros((LANES,), tl.int32)
+    for first in range(0, num_assigned, PAIRS):
+        ids = tl.load(experts + first + pair, mask=first + pair < num_assigned, other=-1)
+        counts += tl.histogram(ids, LANES, mask=ids >= 0)
+    blocks = (counts + (ROWS - 1)) // ROWS
+    lane = tl.arange(0, LANES)
+    first_block = tl.sum(tl.where(lane < expert, blocks, 0), axis=0)
+    own_blocks = tl.sum(tl.where(lane == expert, blocks, 0), axis=0)
+    if expert == 0:
+        tl.store(num_blocks, tl.sum(blocks, axis=0))
+    for first in range(0, own_blocks, PAIRS):
+        tl.store(block_experts + first_block + first + pair, expert, mask=first + pair < own_blocks)
+
+    place = first_block * ROWS
+    for first in range(0, num_assigned, PAIRS):
+        ids = tl.load(experts + first + pair, mask=first + pair < num_assigned, other=-1)
+        own = (ids == expert).to(tl.int32)
+        tl.store(assignments + place + tl.cumsum(own, axis=0) - 1, first + pair, mask=own > 0)
+        place += tl.sum(own, axis=0)
+    rest = place + tl.arange(0, ROWS)
+    tl.store(assignments + rest, num_assigned, mask=rest < (first_block + own_blocks) * ROWS)
+
+
+@triton.jit(do_not_specialize=["num_assigned"])
+def _gate_up_kernel(
+    out,
+    x,
+    x_stride,
+    gate_up,
+    assignments,
+    block_experts,
+    num_blocks,
+    num_assigned,
+    hidden,
+    inter,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """out[assignment] = silu(gate) · up of its token, of which a program computes as many columns of both."""
+    block = tl.program_id(0)
+    if block >= tl.load(num_blocks):
+        return
+    dtype = x.dtype.element_ty
+    rows = tl.load(assignments + block * ROWS + tl.arange(0, ROWS))
+    real = rows < num_assigned
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < inter
+    steps = tl.arange(0, DEPTH)
+    expert = tl.load(block_experts + block).to(tl.int64)
+    x_at = x + (rows // TOP_K).to(tl.int64)[:, None] * x_stride + steps[None, :]
+    gate_at = gate_up + expert * 2 * inter * hidden + columns[None, :] * hidden + steps[:, None]
+    up_at = gate_at + inter * hidden
+    gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for _ in range(0, hidden, DEPTH):
+        values = tl.load(x_at, mask=real[:, None], other=0.0)
+        gate = tl.dot(values, tl.load(gate_at, mask=inside[None, :], other=0.0), gate)
+        up = tl.dot(values, tl.load(up_at, mask=inside[None, :], other=0.0), up)
+        x_at += DEPTH
+        gate_at += DEPTH
+        up_at += DEPTH
+    result = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+    out_at = out + rows.to(tl.int64)[:, None] * inter + columns[None, :]
+    tl.store(out_at, result, mask=real[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["num_assigned"])
+def _down_kernel(
+    out,
+    x,
+    down,
+    weights,
+    assignments,
+    block_experts,
+    num_blocks,
+    num_assigned,
+    hidden,
+    inter,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """out[assignment] = its weight · the expert's result."""
+    block = tl.program_id(0)
+    if block >= tl.load(num_blocks):
+        return
+    rows = tl.load(assignments + block * ROWS + tl.arange(0, ROWS))
+    real = rows < num_assigned
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < hidden
+    steps = tl.arange(0, DEPTH)
+    expert = tl.load(block_experts + block).to(tl.int64)
+    x_at = x + rows.to(tl.int64)[:, None] * inter + steps[None, :]
+    down_at = down + expert * hidden * inter + columns[None, :] * inter + steps[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for _ in range(0, inter, DEPTH):
+        values = tl.load(x_at, mask=real[:, None], other=0.0)
+        total = tl.dot(values, tl.load(down_at, mask=inside[None, :], other=0.0), total)
+        x_at += DEPTH
+        down_at += DEPTH
+    total *= tl.load(weights + rows, mask=real, other=0.0)[:, None]
+    out_at = out + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+@triton.jit
+def _sum_kernel(out, out_stride, parts, experts, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(TOP_K):
+        at = token * TOP_K + i
+        computed = tl.load(experts + at) >= 0
+        total += tl.load(parts + at * hidden + columns, mask=inside & computed, other=0.0).to(tl.float32)
+    tl.store(out + token * out_stride + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def route(router_logits: Tensor, num_tokens: Tensor, workspace: MoeWorkspace, *, top_k: int, renormalize: bool) -> None:
+    """Fills `workspace.weights` and `.experts`: the softmax over all experts at the best `top_k`, the best first, the
+    first of equals; with `renormalize` divided by their sum.
+
+    router_logits: [tokens, experts], whose rows may lie apart. num_tokens: [1] int32; the tokens beyond it pad the
+    batch, and no expert computes them.
+    """
+    tokens, num_experts = router_logits.shape
+    assert top_k <= num_experts and router_logits.stride(1) == 1, (top_k, router_logits.shape)
+    _route_kernel[(tokens,)](
+        workspace.weights,
+        workspace.experts,
+        router_logits,
+        router_logits.stride(0),
+        num_tokens,
+        NUM_EXPERTS=num_experts,
+        LANES=triton.next_power_of_2(num_experts),
+        TOP_K=top_k,
+        RENORMALIZE=renormalize,
+        num_warps=1,
+    )
+
+
+def align(workspace: MoeWorkspace, *, num_assigned: int, num_experts: int) -> None:
+    """Fills `workspace.assignments`, `.block_experts` and `.num_blocks` by what `.experts` says."""
+    _align_kernel[(num_experts,)](
+        workspace.assignments,
+        workspace.block_experts,
+        workspace.num_blocks,
+        workspace.experts,
+        num_assigned,
+        LANES=triton.next_power_of_2(num_experts),
+        ROWS=_tiles(num_assigned, num_experts).rows,
+        PAIRS=_PAIRS,
+        num_warps=4,
+    )
+
+
+def moe(
+    out: Tensor,
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    num_tokens: Tensor,
+    workspace: MoeWorkspace,
+    *,
+    top_k: int,
+    renormalize: bool,
+) -> None:
+    """out[token] = the sum over its experts of weight · down(silu(gate(x)) · up(x)); 0 for tokens that pad.
+
+    out, x: [tokens, hidden], whose rows may lie apart; gate_up: [experts, 2 · inter, hidden] contiguous, the gates
+    first; down: [experts, hidden, inter] contiguous. All of one type, bfloat16 or float16; hidden and inter are
+    multiples of 32. For the router's logits and num_tokens see `route`.
+    """
+    tokens, hidden = x.shape
+    num_experts, _, inter = down.shape
+    num_assigned = tokens * top_k
+    assert gate_up.shape == (num_experts, 2 * inter, hidden) and down.shape[1] == hidden, (gate_up.shape, down.shape)
+    assert gate_up.is_contiguous() and down.is_contiguous() and x.stride(1) == out.stride(1) == 1
+    assert tokens <= workspace.experts.shape[0] and top_k == workspace.experts.shape[1], (tokens, top_k)
+    if tokens == 0:
+        return
+    route(router_logits, num_tokens, workspace, top_k=top_k, renormalize=renormalize)
+    align(workspace, num_assigned=num_assigned, num_experts=num_experts)
+    tiles = _tiles(num_assigned, num_experts)
+    blocks = _most_blocks(num_assigned, num_experts, tiles.rows)
+    order = (workspace.assignments, workspace.block_experts, workspace.num_blocks, num_assigned, hidden, inter)
+    options = {"ROWS": tiles.rows, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    _gate_up_kernel[(blocks, triton.cdiv(2 * inter, tiles.columns))](
+        workspace.gated,
+        x,
+        x.stride(0),
+        gate_up,
+        *order,
+        TOP_K=top_k,
+        COLUMNS=tiles.columns // 2,
+        DEPTH=_depth(hidden),
+        **options,
+    )
+    _down_kernel[(blocks, triton.cdiv(hidden, tiles.columns))](
+        workspace.parts,
+        workspace.gated,
+        down,
+        workspace.weights,
+        *order,
+        COLUMNS=tiles.columns,
+        DEPTH=_depth(inter),
+        **options,
+    )
+    _sum_kernel[(tokens, triton.cdiv(hidden, _SUMMED))](
+        out, out.stride(0), workspace.parts, workspace.experts, hidden, TOP_K=top_k, BLOCK=_SUMMED, num_warps=4
+    )
+
+
+def _variants(model: str, num_experts: int, top_k: int, hidden: int, inter: int) -> list[Variant]:
+    """The kernels of one model, its products for every number of rows. The numbers of the model that are arguments
+    count as multiples of 16 only."""
+    lanes = triton.next_power_of_2(num_experts)
+    order = {"assignments": "*i32", "block_experts": "*i32", "num_blocks": "*i32", "num_assigned": "i32"}
+    sizes = {"hidden": "i32", "inter": "i32"}
+    found = [
+        Variant(
+            name=f"moe route {model}",
+            kernel=_route_kernel,
+            signature={"weights": "*fp32", "experts": "*i32", "num_tokens": "*i32"}
+            | {"logits": "*bf16", "logits_stride": "i32"},
+            constexprs={"NUM_EXPERTS": num_experts, "LANES": lanes, "TOP_K": top_k, "RENORMALIZE": True},
+            num_warps=1,
+            num_stages=3,
+            divisible=("logits",),
+        ),
+        Variant(
+            name=f"moe sum {model}",
+            kernel=_sum_kernel,
+            signature={"out": "*bf16", "out_stride": "i32", "parts": "*bf16", "experts": "*i32", "hidden": "i32"},
+            constexprs={"TOP_K": top_k, "BLOCK": _SUMMED},
+            num_warps=4,
+            num_stages=3,
+            divisible=("out", "out_stride", "parts", "hidden"),
+            sm_80=("LDG.E.128", "STG.E.128"),
+            sm_90=("LDG.E.128", "STG.E.128"),
+        ),
+    ]
+    for num_assigned in (num_experts, 64 * num_experts, 1024 * num_experts):
+        tiles = _tiles(num_assigned, num_experts)
+        align_constexprs = {"LANES": lanes, "ROWS": tiles.rows, "PAIRS": _PAIRS}
+        product = {"ROWS": tiles.rows, "COLUMNS": tiles.columns}
+        sm_90 = ("HMMA", "LDGSTS") if tiles.rows < 64 else ("HGMMA", "LDGSTS")
+        found += [
+            Variant(
+                name=f"moe align {model} {tiles.rows}",
+                kernel=_align_kernel,
+                signature=order | {"experts": "*i32"},
+                constexprs=align_constexprs,
+                num_warps=4,
+                num_stages=3,
+                divisible=("experts", "assignments"),
+            ),
+            Variant(
+                name=f"moe gate_up bf16 {model} {tiles.rows}",
+                kernel=_gate_up_kernel,
+                signature={"out": "*bf16", "x": "*bf16", "x_stride": "i32", "gate_up": "*bf16"} | order | sizes,
+                constexprs=product | {"TOP_K": top_k, "COLUMNS": tiles.columns // 2, "DEPTH": _depth(hidden)},
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+                divisible=("out", "x", "x_stride", "gate_up", "assignments", "hidden", "inter"),
+                sm_80=("HMMA", "LDGSTS"),
+                sm_90=sm_90,
+            ),
+            Variant(
+                name=f"moe down bf16 {model} {tiles.rows}",
+                kernel=_down_kernel,
+                signature={"out": "*bf16", "x": "*bf16", "down": "*bf16", "weights": "*fp32"} | order | sizes,
+                constexprs=product | {"DEPTH": _depth(inter)},
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+                divisible=("out", "x", "down", "assignments", "hidden", "inter"),
+                sm_80=("HMMA", "LDGSTS"),
+                sm_90=sm_90,
+            ),
+        ]
+    return found
+
+
+VARIANTS = (*_variants("Qwen3-30B-A3B", 128, 8, 2048, 768), *_variants("Mixtral-8x7B", 8, 2, 4096, 14336))

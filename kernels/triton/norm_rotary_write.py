@@ -1,0 +1,187 @@
+"""What lies between the product for queries, keys and values and attention, in one kernel: the norm of each head, the
+rotation, and keys and values into the cache.
+
+Queries go to a buffer of their own, keys and values straight into head-major pages. The norm rounds as transformers
+does; the rotation is computed in float32 from a float32 table and rounded once, so there is no sine in the kernel.
+Pages may be of 8 bits: a number x is stored as x / scale.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .variant import Variant
+
+_MOST_HEADS = 16  # of one program: with 4 warps a thread has 8 numbers of each half of a head
+
+
+@triton.jit
+def _move(source, target, inside, norm, eps, cos, sin, factor, DIM: tl.constexpr):
+    """Loads heads, norms them (unless norm is None), rotates them (unless cos is None) and stores factor times them.
+
+    source, target: [heads, DIM / 2] pointers to the first halves; inside: [heads, 1]; norm: pointer to [DIM];
+    cos, sin: [1, DIM / 2] float32.
+    """
+    HALF: tl.constexpr = DIM // 2
+    dtype = source.dtype.element_ty
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if norm is not None:
+        columns = tl.arange(0, HALF)
+        squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        low = (low * scale).to(dtype).to(tl.float32) * tl.load(norm + columns).to(tl.float32)[None, :]
+        high = (high * scale).to(dtype).to(tl.float32) * tl.load(norm + HALF + columns).to(tl.float32)[None, :]
+        low = low.to(dtype).to(tl.float32)
+        high = high.to(dtype).to(tl.float32)
+    if cos is not None:
+        low, high = low * cos - high * sin, high * cos + low * sin
+    tl.store(target, (low * factor).to(target.dtype.element_ty), mask=inside)
+    tl.store(target + HALF, (high * factor).to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_rotary_write(
+    qkv,
+    q_norm,
+    k_norm,
+    rotary,
+    positions,
+    slots,
+    q_out,
+    k_pages,
+    v_pages,
+    qkv_stride,
+    eps,
+    k_factor,
+    v_factor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+):
+    """One token and some of its heads: the first programs of a token have queries, the others keys and values."""
+    HALF: tl.constexpr = DIM // 2
+    Q_GROUPS: tl.constexpr = (HEADS + Q_BLOCK - 1) // Q_BLOCK
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    columns = tl.arange(0, HALF)
+    angles = rotary + tl.load(positions + token).to(tl.int64) * DIM + columns
+    cos = tl.load(angles)[None, :]
+    sin = tl.load(angles + HALF)[None, :]
+    states = qkv + token * qkv_stride
+    if group < Q_GROUPS:
+        q_heads = (group * Q_BLOCK + tl.arange(0, Q_BLOCK))[:, None]
+        q_states = q_heads * DIM + columns[None, :]
+        q_target = q_out + token * (HEADS * DIM) + q_states
+        _move(states + q_states, q_target, q_heads < HEADS, q_norm, eps, cos, sin, 1.0, DIM)
+    else:
+        kv_heads = ((group - Q_GROUPS) * KV_BLOCK + tl.arange(0, KV_BLOCK))[:, None]
+        slot = tl.load(slots + token).to(tl.int64)
+        inside = (kv_heads < KV_HEADS) & (slot >= 0)
+        target = ((slot // PAGE * KV_HEADS + kv_heads) * PAGE + slot % PAGE) * DIM + columns[None, :]
+        keys = states + (HEADS + kv_heads) * DIM + columns[None, :]
+        _move(keys, k_pages + target, inside, k_norm, eps, cos, sin, k_factor, DIM)
+        _move(keys + KV_HEADS * DIM, v_pages + target, inside, None, eps, None, None, v_factor, DIM)
+
+
+def rotary_table(inverse_frequencies: Tensor, attention_factor: float, max_len: int) -> Tensor:
+    """[max_len, dim] float32: the cosines of a position's dim / 2 angles, then their sines.
+
+    inverse_frequencies: [dim / 2] float32, radians a position.
+    """
+    positions = torch.arange(max_len, dtype=torch.float32, device=inverse_frequencies.device)
+    angles = positions[:, None] * inverse_frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+
+
+def norm_rotary_write(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rotary: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    q_out: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """Norms, rotates and stores the states of a step's tokens.
+
+    qkv: [tokens, (heads + 2 · kv_heads) · dim], queries, keys, values; norms: of queries and of keys, each [dim];
+    rotary: see `rotary_table`; positions, slots: [tokens] int32, a slot being block · block_size + offset, or -1 for a
+    token that leaves nothing in the cache; q_out: [tokens, heads, dim]; k_pages, v_pages: [blocks, kv_heads,
+    block_size, dim] of the same type or of 8 bits; scales: of keys and of values.
+    """
+    tokens, heads, dim = q_out.shape
+    kv_heads, page = k_pages.shape[1:3]
+    assert qkv.shape == (tokens, (heads + 2 * kv_heads) * dim) and qkv.stride(1) == 1, (qkv.shape, q_out.shape)
+    assert q_out.is_contiguous() and k_pages.is_contiguous() and v_pages.is_contiguous() and rotary.is_contiguous()
+    if tokens == 0:
+        return
+    options = _options(heads, kv_heads, dim, page)
+    grid = (tokens, triton.cdiv(heads, options["Q_BLOCK"]) + triton.cdiv(kv_heads, options["KV_BLOCK"]))
+    _norm_rotary_write[grid](
+        qkv,
+        None if norms is None else norms[0],
+        None if norms is None else norms[1],
+        rotary,
+        positions,
+        slots,
+        q_out,
+        k_pages,
+        v_pages,
+        qkv.stride(0),
+        eps,
+        1 / scales[0],
+        1 / scales[1],
+        **options,
+    )
+
+
+def _options(heads: int, kv_heads: int, dim: int, page: int) -> dict[str, int]:
+    """What a launch for these shapes is compiled with."""
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "PAGE": page,
+        "Q_BLOCK": min(triton.next_power_of_2(heads), _MOST_HEADS),
+        "KV_BLOCK": min(triton.next_power_of_2(kv_heads), _MOST_HEADS),
+        "num_warps": 4,
+    }
+
+
+def _variant(heads: int, kv_heads: int, *, normed: bool, pages: str) -> Variant:
+    options = _options(heads, kv_heads, 128, 64)
+    num_warps = options.pop("num_warps")
+    norms = ("q_norm", "k_norm")
+    states = ("qkv", "q_out") + (norms if normed else ())
+    return Variant(
+        name=f"norm_rotary_write bf16 D128 H{heads} KV{kv_heads}" + (" normed" if normed else "") + f" {pages} pages",
+        kernel=_norm_rotary_write,
+        signature=dict.fromkeys(states, "*bf16")
+        | dict.fromkeys(("k_pages", "v_pages"), f"*{pages}")
+        | dict.fromkeys(("positions", "slots"), "*i32")
+        | {"rotary": "*fp32", "qkv_stride": "i32"}
+        | dict.fromkeys(("eps", "k_factor", "v_factor"), "fp32"),
+        constexprs=options | ({} if normed else dict.fromkeys(norms)),
+        num_warps=num_warps,
+        num_stages=3,
+        divisible=(*states, "k_pages", "v_pages", "positions", "slots", "rotary", "qkv_stride"),
+        sm_80=("LDG.E.128", "STG.E.128"),
+        sm_90=("LDG.E.128", "STG.E.128") if pages == "bf16" else ("LDG.E.128", "F2FP.SATFINITE.E4M3"),
+    )
+
+
+# Qwen3-0.6B and Llama-3.1-8B, pages of 64 positions.
+VARIANTS = (
+    _variant(16, 8, normed=True, pages="bf16"),
+    _variant(16, 8, normed=True, pages="fp8e4nv"),
+    _variant(32, 8, normed=False, pages="bf16"),
+    _variant(32, 8, normed=False, pages="fp8e4nv"),
+)

@@ -1,0 +1,183 @@
+"""Turns the host's packet into what a step's kernels read, as the first node of its graph.
+
+The rows' state stays on the device: the id each row drew last, how many of its positions are in the cache, its block
+table. So the host can describe a step before the one before it has ended: it says which rows run, with how many tokens,
+and which blocks they were given. A packet is one int32 array, sent in one copy:
+
+    rows, tokens, where the ids begin, where the blocks begin
+    a record for each row: row, first token, tokens, place of its first new block in its table, new blocks, where in the
+        packet's blocks these begin
+    an id for each token; -1: the one that the row drew last
+    the new blocks of all rows
+
+A graph has room for more rows and tokens than a step may have. What is left over gets a context of 0, and tokens
+without a slot.
+"""
+
+import numpy as np
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .variant import Variant
+
+_HEADER = 4
+_RECORD = 6
+_BLOCK = 256  # tokens or blocks that a program moves at a time
+
+
+def packet_size(*, rows: int, tokens: int, new_blocks: int) -> int:
+    """Numbers that a packet takes up at most."""
+    return _HEADER + _RECORD * rows + tokens + new_blocks
+
+
+def fill_packet(
+    packet: NDArray[np.int32],
+    *,
+    rows: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    ids: NDArray[np.int32],
+    places: NDArray[np.int32],
+    num_new: NDArray[np.int32],
+    blocks: NDArray[np.int32],
+) -> None:
+    """Writes a step's packet. rows: the rows by place; counts: [rows] tokens of each; ids: [tokens], -1 for the one the
+    row drew last; places, num_new: [rows] where each row's new blocks go in its table, and how many; blocks: these, one
+    row's after another."""
+    ids_at = _HEADER + _RECORD * len(rows)
+    blocks_at = ids_at + len(ids)
+    packet[:_HEADER] = len(rows), len(ids), ids_at, blocks_at
+    records = packet[_HEADER:ids_at].reshape(-1, _RECORD)
+    records[:, 0] = rows
+    records[:, 1] = np.cumsum(counts) - counts
+    records[:, 2] = counts
+    records[:, 3] = places
+    records[:, 4] = num_new
+    records[:, 5] = np.cumsum(num_new) - num_new
+    packet[ids_at:blocks_at] = ids
+    packet[blocks_at : blocks_at + len(blocks)] = blocks
+
+
+@triton.jit(do_not_specialize=["most_tokens"])
+def _prepare_step(
+    packet,
+    last_ids,
+    num_computed,
+    row_tables,
+    ids,
+    positions,
+    slots,
+    context_lens,
+    tables,
+    most_tokens,
+    most_blocks,
+    PAGE: tl.constexpr,
+    HEADER: tl.constexpr,
+    RECORD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row, and a last one for the tokens that the step does not have."""
+    place = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    num_rows = tl.load(packet)
+    if place == tl.num_programs(0) - 1:
+        for begin in range(tl.load(packet + 1), most_tokens, BLOCK):
+            token = begin + lanes
+            tl.store(ids + token, 0, mask=token < most_tokens)
+            tl.store(positions + token, 0, mask=token < most_tokens)
+            tl.store(slots + token, -1, mask=token < most_tokens)
+    elif place >= num_rows:
+        tl.store(context_lens + place, 0)
+    else:
+        record = packet + HEADER + place * RECORD
+        row = tl.load(record)
+        first_token = tl.load(record + 1)
+        count = tl.load(record + 2)
+        num_new = tl.load(record + 4)
+        new_blocks = packet + tl.load(packet + 3) + tl.load(record + 5)
+        known_ids = packet + tl.load(packet + 2)
+        table = row_tables + row.to(tl.int64) * most_blocks
+        new_table = table + tl.load(record + 3)
+        for begin in range(0, num_new, BLOCK):
+            i = begin + lanes
+            tl.store(new_table + i, tl.load(new_blocks + i, mask=i < num_new), mask=i < num_new)
+        tl.debug_barrier()  # other threads read what this one wrote
+
+        start = tl.load(num_computed + row)
+        end = start + count
+        last_id = tl.load(last_ids + row)
+        for begin in range(0, count, BLOCK):
+            i = begin + lanes
+            inside = i < count
+            position = start + i
+            known = tl.load(known_ids + first_token + i, mask=inside, other=0)
+            block = tl.load(table + position // PAGE, mask=inside, other=0)
+            tl.store(ids + first_token + i, tl.where(known >= 0, known, last_id), mask=inside)
+            tl.store(positions + first_token + i, position, mask=inside)
+            tl.store(slots + first_token + i, block * PAGE + position % PAGE, mask=inside)
+
+        num_blocks = (end + PAGE - 1) // PAGE
+        step_table = tables + place.to(tl.int64) * most_blocks
+        for begin in range(0, num_blocks, BLOCK):
+            i = begin + lanes
+            tl.store(step_table + i, tl.load(table + i, mask=i < num_blocks), mask=i < num_blocks)
+        tl.store(context_lens + place, end)
+        tl.store(num_computed + row, end)
+
+
+def prepare_step(
+    packet: Tensor,
+    last_ids: Tensor,
+    num_computed: Tensor,
+    row_tables: Tensor,
+    ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    tables: Tensor,
+    block_size: int,
+) -> None:
+    """Everything is int32 and contiguous. Of the state: last_ids, num_computed: [all rows]; row_tables: [all rows, most
+    blocks]; the new blocks are added to the tables, the step's tokens to num_computed. Of the step: ids, positions,
+    slots: [most tokens]; context_lens: [most rows], the step's tokens included; tables: [most rows, most blocks], of
+    which only a row's own blocks are written. A row may stand in a packet once.
+    """
+    assert tables.shape[1] == row_tables.shape[1], (tables.shape, row_tables.shape)
+    _prepare_step[(len(context_lens) + 1,)](
+        packet,
+        last_ids,
+        num_computed,
+        row_tables,
+        ids,
+        positions,
+        slots,
+        context_lens,
+        tables,
+        len(ids),
+        tables.shape[1],
+        **_options(block_size),
+    )
+
+
+def _options(block_size: int) -> dict[str, int]:
+    return {"PAGE": block_size, "HEADER": _HEADER, "RECORD": _RECORD, "BLOCK": _BLOCK, "num_warps": 1}
+
+
+def _variant(block_size: int) -> Variant:
+    options = _options(block_size)
+    num_warps = options.pop("num_warps")
+    state = ("packet", "last_ids", "num_computed", "row_tables")
+    step = ("ids", "positions", "slots", "context_lens", "tables")
+    return Variant(
+        name=f"prepare_step page {block_size}",
+        kernel=_prepare_step,
+        signature=dict.fromkeys(state + step, "*i32") | dict.fromkeys(("most_tokens", "most_blocks"), "i32"),
+        constexprs=options,
+        num_warps=num_warps,
+        num_stages=3,
+        divisible=state + step,
+    )
+
+
+VARIANTS = (_variant(64),)

@@ -1,0 +1,71 @@
+"""RMSNorm over rows, alone or of a sum with the residual stream.
+
+One program a row, whatever the batch, so a row's numbers do not depend on its company. The order of rounding is that
+of transformers: the sum is rounded to the type of the activations before it is normed; x / rms(x) is rounded, too, and
+then multiplied by the weight.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .variant import Variant
+
+
+@triton.jit
+def _rms_norm(x, residual, weight, out, x_stride, out_stride, eps, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < DIM
+    dtype = x.dtype.element_ty
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        place = residual + row * DIM + columns
+        total = (values + tl.load(place, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(place, total, mask=inside)
+        values = total.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values, axis=0) / DIM + eps)
+    normed = (values * factor).to(dtype).to(tl.float32)
+    scaled = normed * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + columns, scaled.to(dtype), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None = None) -> None:
+    """out = norm(x) · weight, or with `residual`: residual += x, out = norm(residual) · weight.
+
+    x, out: [tokens, dim], whose rows need not follow one another; out may be x. residual: [tokens, dim] contiguous.
+    weight: [dim]. All of one type.
+    """
+    tokens, dim = x.shape
+    assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous(), (x.stride(), out.stride())
+    assert residual is None or residual.is_contiguous()
+    if tokens == 0:
+        return
+    _rms_norm[(tokens,)](x, residual, weight, out, x.stride(0), out.stride(0), eps, **_options(dim))
+
+
+def _options(dim: int) -> dict[str, int]:
+    """What a launch for this dimension is compiled with: 8 numbers a thread, the 16 bytes of a load."""
+    block = triton.next_power_of_2(dim)
+    return {"DIM": dim, "BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
+
+
+def _variant(dim: int, *, with_residual: bool) -> Variant:
+    options = _options(dim)
+    num_warps = options.pop("num_warps")
+    tensors = ("x", "weight", "out") + (("residual",) if with_residual else ())
+    return Variant(
+        name=f"rms_norm bf16 {dim}" + (" residual" if with_residual else ""),
+        kernel=_rms_norm,
+        signature=dict.fromkeys(tensors, "*bf16") | {"x_stride": "i32", "out_stride": "i32", "eps": "fp32"},
+        constexprs=options | ({} if with_residual else {"residual": None}),
+        num_warps=num_warps,
+        num_stages=3,
+        divisible=(*tensors, "x_stride", "out_stride"),
+        sm_80=("LDG.E.128", "STG.E.128"),
+        sm_90=("LDG.E.128", "STG.E.128"),
+    )
+
+
+# The hidden sizes of Qwen3-0.6B and Llama-3.1-8B.
+VARIANTS = tuple(_variant(dim, with_residual=r) for dim in (1024, 4096) for r in (False, True))

@@ -1,0 +1,476 @@
+"""Draws the next token of each row, without a word to the host.
+
+The meaning is that of `engine/runner/sampler.py`, and so is the noise (`noise.py`): temperature divides the logits,
+min_p, top_k and top_p cut the tail, and the token with the greatest logit + noise is drawn. `edit_logits.py` comes
+before, for the rows that need it.
+
+Two launches. `_scan_kernel` reads a block of a row's logits and keeps what the rest must know of it: its greatest, and
+the best token with noise. `_pick_kernel`, one program a row, takes the best of all blocks. A row that cuts its tail is
+drawn there instead. It needs its least logit that may be drawn, which is the least value above which there are fewer
+than k logits, or less than p of their mass: found by narrowing an interval of values, not by sorting. The maxima of
+groups of logits say where to look: k groups have k logits that are as great as the k-th greatest maximum, so nothing
+smaller is needed. No sum depends on other rows or on who came first, so a row draws the same in any company.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .noise import exponential, noise_key
+from .order import from_ordinal, to_ordinal
+from .variant import Variant
+
+Kind = Literal["greedy", "drawn", "filtered"]
+"""What the rows of a batch ask for at most: no noise; noise; noise and top_k, top_p or min_p."""
+
+_GREEDY, _FILTERED = tl.constexpr(0), tl.constexpr(2)
+_KINDS: dict[Kind, int] = {"greedy": 0, "drawn": 1, "filtered": 2}
+_BLOCK = 2048  # logits that one program scans
+_GROUP = 256  # logits of which only the greatest is looked at first; divides _BLOCK
+_TILE = 1024  # candidates at a time
+_PICK_WARPS: dict[Kind, int] = {"greedy": 1, "drawn": 1, "filtered": 8}
+_COLDEST = tl.constexpr(1e-5)  # temperatures below count as this one: float32 could not tell them apart
+_PIVOTS = tl.constexpr(8)  # parts into which a step of the search divides its interval
+_PIVOTS_LOG2 = tl.constexpr(3)
+_FIRST_CUT = tl.constexpr(-8.0)  # logits below the greatest: where candidates end if nothing says so, then twice as far
+_LAST_CUT = tl.constexpr(-20.0)  # beyond it all are candidates
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingColumns:
+    """How each row draws. The host writes a row when a request takes it."""
+
+    temperature: Tensor  # [rows] float32; 0: greedy
+    top_k: Tensor  # [rows] int32; 0: off
+    top_p: Tensor  # [rows] float32; 1: off
+    min_p: Tensor  # [rows] float32; 0: off
+    seed: Tensor  # [rows] int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingWorkspace:
+    """Memory between the launches, from `workspace_sampling`. What it holds counts for one `sample`."""
+
+    block_most: Tensor  # [picked, blocks] float32, the greatest logit, or NaN if any is
+    block_token: Tensor  # [picked, blocks] int32, the best token
+    block_mass: Tensor  # [picked, blocks] float32, the sum of exp((logit - block_most) / temperature)
+    group_most: Tensor  # [picked, groups] float32
+    groups: Tensor  # [picked, groups] int32, those with candidates
+    candidates: Tensor  # [picked, vocab] int32, tokens
+
+
+def workspace_sampling(*, most_picked: int, vocab_size: int, device: torch.device | str) -> SamplingWorkspace:
+    """For up to `most_picked` rows a step. Nearly all of it are the candidates, 4 bytes a logit."""
+    blocks = triton.cdiv(vocab_size, _BLOCK)
+    groups = blocks * (_BLOCK // _GROUP)
+
+    def room(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((most_picked, width), dtype=dtype, device=device)
+
+    return SamplingWorkspace(
+        block_most=room(blocks, torch.float32),
+        block_token=room(blocks, torch.int32),
+        block_mass=room(blocks, torch.float32),
+        group_most=room(groups, torch.float32),
+        groups=room(groups, torch.int32),
+        candidates=room(vocab_size, torch.int32),
+    )
+
+
+@triton.jit
+def _source(logits, logits_stride, edited, edited_stride, places, pick):
+    """A pointer to the logits that are drawn from."""
+    place = tl.load(places + pick)
+    raw = logits + pick.to(tl.int64) * logits_stride
+    return tl.where(place >= 0, edited + place.to(tl.int64) * edited_stride, raw)
+
+
+@triton.jit
+def _scaled(x, greatest, temperature):
+    """The logits as the sampler compares them, the greatest of the row at 0. greatest: finite, or any finite number for
+    logits that are not."""
+    return tl.div_rn(x - greatest, temperature)
+
+
+@triton.jit
+def _finite_or_0(x):
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def _filters(top_k, top_p, min_p, vocab):
+    return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
+
+
+@triton.jit
+def _scan_kernel(
+    logits,
+    logits_stride,
+    edited,
+    edited_stride,
+    places,
+    picked,
+    positions,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    block_most,
+    block_token,
+    block_mass,
+    group_most,
+    vocab,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    pick, block = tl.program_id(0), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    source = _source(logits, logits_stride, edited, edited_stride, places, pick)
+    x = tl.load(source + tokens, mask=tokens < vocab, other=float("-inf"))
+    any_nan = tl.max((x != x).to(tl.int32), axis=0)
+    x = tl.where(x == x, x, float("-inf"))
+    most, best = tl.max(x, axis=0, return_indices=True)
+    at = pick * tl.num_programs(1) + block
+    tl.store(block_most + at, tl.where(any_nan == 0, most, float("nan")))
+    if KIND != _GREEDY:
+        row = tl.load(picked + pick)
+        heat = tl.load(temperature + row)
+        if heat > 0:
+            # Scaled by the greatest of the block, which is as good as that of the row for a choice inside it.
+            scaled = _scaled(x, _finite_or_0(most), tl.maximum(heat, _COLDEST))
+            filtered = False
+            if KIND == _FILTERED:
+                filtered = _filters(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), vocab)
+            if filtered:
+                GROUPS: tl.constexpr = BLOCK // GROUP
+                maxima = tl.max(tl.reshape(x, (GROUPS, GROUP)), axis=1)
+                tl.store(group_most + at * GROUPS + tl.arange(0, GROUPS), maxima)
+                tl.store(block_mass + at, tl.sum(tl.exp(scaled), axis=0))
+            else:
+                key = noise_key(tl.load(seed + row), tl.load(positions + pick))
+                best = tl.argmax(scaled - tl.log(exponential(key, tokens)), axis=0)
+    tl.store(block_token + at, block * BLOCK + best)
+
+
+@triton.jit
+def _least_kept(
+    values,
+    index,
+    num,
+    greatest,
+    heat,
+    lowest,
+    limit,
+    INDEXED: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The least scaled logit, not below `lowest`, with less than `limit` above it: logits, or BY_MASS their exp.
+
+    Of `num` logits, one of them the greatest: values[i] or, INDEXED, values[index[i]]. The sums of a step are taken in
+    one order, so they never grow with the pivot, and what is found is one of the logits, or `lowest`.
+    """
+    low = to_ordinal(lowest).to(tl.int64) - 1
+    high = tl.zeros((), tl.int64)  # the ordinal of the greatest, which is always kept
+    parts = tl.arange(0, _PIVOTS) + 1
+    while high - low > 1:
+        span = high - low
+        pivots = (low + (span * parts >> _PIVOTS_LOG2)).to(tl.int32)
+        above = tl.zeros((_PIVOTS,), tl.float32)
+        for first in range(0, num, TILE):
+            i = first + tl.arange(0, TILE)
+            inside = i < num
+            if INDEXED:
+                i = tl.load(index + i, mask=inside, other=0)
+            value = _scaled(tl.load(values + i, mask=inside, other=float("-inf")), greatest, heat)
+            weight = tl.where(inside, tl.exp(value) if BY_MASS else 1.0, 0.0)
+            is_above = to_ordinal(value)[:, None] > pivots[None, :]
+            above += tl.sum(tl.where(is_above, weight[:, None], 0.0), axis=0)
+        passed = tl.sum((above >= limit).to(tl.int64), axis=0)  # the first pivots, and never the last
+        high = low + (span * (passed + 1) >> _PIVOTS_LOG2)
+        low = low + (span * passed >> _PIVOTS_LOG2)
+    return from_ordinal(high.to(tl.int32))
+
+
+@triton.jit
+def _list_candidates(
+    source,
+    group_most,
+    groups,
+    candidates,
+    greatest,
+    heat,
+    cut,
+    num_groups,
+    vocab,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Lists the tokens whose scaled logits are at least `cut`, in their order. Returns their number and their mass."""
+    lane = tl.arange(0, TILE)
+    num_listed = 0
+    for first in range(0, num_groups, TILE):
+        group = first + lane
+        most = tl.load(group_most + group, mask=group < num_groups, other=float("-inf"))
+        listed = (group < num_groups) & (_scaled(most, greatest, heat) >= cut)
+        place = num_listed + tl.cumsum(listed.to(tl.int32), axis=0) - 1
+        tl.store(groups + place, group, mask=listed)
+        num_listed += tl.sum(listed.to(tl.int32), axis=0)
+    tl.debug_barrier()  # what one thread stored others load
+    num = 0
+    mass = 0.0
+    for first in range(0, num_listed * GROUP, TILE):
+        i = first + lane
+        inside = i < num_listed * GROUP
+        token = tl.load(groups + i // GROUP, mask=inside, other=0) * GROUP + i % GROUP
+        inside = inside & (token < vocab)
+        value = _scaled(tl.load(source + token, mask=inside, other=float("-inf")), greatest, heat)
+        kept = inside & (value >= cut)
+        place = num + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        tl.store(candidates + place, token, mask=kept)
+        num += tl.sum(kept.to(tl.int32), axis=0)
+        mass += tl.sum(tl.where(kept, tl.exp(value), 0.0), axis=0)
+    tl.debug_barrier()
+    return num, mass
+
+
+@triton.jit
+def _mass_from(source, candidates, num, greatest, heat, floor, TILE: tl.constexpr):
+    """The sum of exp over the candidates that are at least `floor`."""
+    mass = 0.0
+    for first in range(0, num, TILE):
+        i = first + tl.arange(0, TILE)
+        token = tl.load(candidates + i, mask=i < num, other=0)
+        value = _scaled(tl.load(source + token, mask=i < num, other=float("-inf")), greatest, heat)
+        mass += tl.sum(tl.where(value >= floor, tl.exp(value), 0.0), axis=0)
+    return mass
+
+
+@triton.jit
+def _draw_filtered(
+    source,
+    group_most,
+    groups,
+    candidates,
+    greatest,
+    heat,
+    row_mass,
+    k,
+    p,
+    min_p,
+    key,
+    num_groups,
+    vocab,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The token that a row draws whose greatest logit is finite. row_mass: the sum of exp over all its tokens."""
+    has_k = (k > 0) & (k < vocab)
+    limit = k.to(tl.float32)
+    # Nothing below `bound` is drawn. min_p 0 gives -inf.
+    bound = tl.log(min_p)
+    if has_k & (k <= num_groups):
+        bound = _least_kept(group_most, groups, num_groups, greatest, heat, bound, limit, False, False, TILE)
+
+    cut = tl.where(bound > float("-inf"), bound, _FIRST_CUT)
+    num = 0
+    mass = 0.0
+    short = bound <= 0.0
+    while short:
+        num, mass = _list_candidates(
+            source, group_most, groups, candidates, greatest, heat, cut, num_groups, vocab, GROUP, TILE
+        )
+        short = (cut > bound) & tl.where(has_k, num < k, mass < p * row_mass)
+        cut = tl.where(short, tl.where(cut > _LAST_CUT, 2 * cut, float("-inf")), cut)
+
+    floor = cut
+    if has_k:
+        floor = _least_kept(source, candidates, num, greatest, heat, cut, limit, True, False, TILE)
+    if p < 1.0:
+        total = row_mass
+        if has_k | (min_p > 0.0):
+            total = _mass_from(source, candidates, num, greatest, heat, floor, TILE)
+        floor = _least_kept(source, candidates, num, greatest, heat, floor, p * total, True, True, TILE)
+
+    lane = tl.arange(0, TILE)
+    best = float("-inf")
+    chosen = 0
+    for first in range(0, num, TILE):
+        inside = first + lane < num
+        token = tl.load(candidates + first + lane, mask=inside, other=0)
+        value = _scaled(tl.load(source + token, mask=inside, other=float("-inf")), greatest, heat)
+        score = tl.where(value >= floor, value - tl.log(exponential(key, token)), float("-inf"))
+        most, place = tl.max(score, axis=0, return_indices=True)
+        here = tl.sum(tl.where(lane == place, token, 0), axis=0)
+        chosen = tl.where(most > best, here, chosen)
+        best = tl.maximum(most, best)
+    return chosen
+
+
+@triton.jit
+def _pick_kernel(
+    out,
+    logits,
+    logits_stride,
+    edited,
+    edited_stride,
+    places,
+    picked,
+    positions,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    block_most,
+    block_token,
+    block_mass,
+    group_most,
+    groups,
+    candidates,
+    vocab,
+    KIND: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    pick = tl.program_id(0)
+    num_blocks = tl.cdiv(vocab, BLOCK)
+    blocks = tl.arange(0, BLOCKS)
+    at = pick * num_blocks + blocks
+    most = tl.load(block_most + at, mask=blocks < num_blocks, other=float("-inf"))
+    tokens = tl.load(block_token + at, mask=blocks < num_blocks, other=0)
+    any_nan = tl.max((most != most).to(tl.int32), axis=0)
+    most = tl.where(most == most, most, float("-inf"))
+    greatest = tl.max(most, axis=0)
+    finite = (tl.abs(greatest) < float("inf")) & (any_nan == 0)
+    scores = most
+    if KIND != _GREEDY:
+        source = _source(logits, logits_stride, edited, edited_stride, places, pick)
+        row = tl.load(picked + pick)
+        heat = tl.load(temperature + row)
+        key = noise_key(tl.load(seed + row), tl.load(positions + pick))
+        if heat > 0:
+            x = tl.load(source + tokens, mask=blocks < num_blocks, other=float("-inf"))
+            scaled = _scaled(x, _finite_or_0(greatest), tl.maximum(heat, _COLDEST))
+            scores = scaled - tl.log(exponential(key, tokens))
+    chosen = tl.sum(tl.where(blocks == tl.argmax(scores, axis=0), tokens, 0), axis=0)
+    if KIND == _FILTERED:
+        k, p, least_p = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+        if finite & (heat > 0) & _filters(k, p, least_p, vocab):
+            heat = tl.maximum(heat, _COLDEST)
+            masses = tl.load(block_mass + at, mask=blocks < num_blocks, other=0.0)
+            GROUPS: tl.constexpr = BLOCK // GROUP
+            first_group = pick * num_blocks * GROUPS
+            chosen = _draw_filtered(
+                source,
+                group_most + first_group,
+                groups + first_group,
+                candidates + pick.to(tl.int64) * vocab,
+                greatest,
+                heat,
+                tl.sum(masses * tl.exp(_scaled(most, greatest, heat)), axis=0),
+                k,
+                p,
+                least_p,
+                key,
+                num_blocks * GROUPS,
+                vocab,
+                GROUP,
+                TILE,
+            )
+    tl.store(out + pick, tl.where(finite, chosen, -1))
+
+
+def sample(
+    out: Tensor,
+    logits: Tensor,
+    edited: Tensor,
+    places: Tensor,
+    picked: Tensor,
+    positions: Tensor,
+    columns: SamplingColumns,
+    workspace: SamplingWorkspace,
+    *,
+    kind: Kind,
+) -> None:
+    """One id for each of the rows `picked`; -1 where logits are not finite. A row may be picked for several positions.
+
+    out: [picked] int32. logits: [picked, vocab] float32 and left as they are; edited: [places, vocab] float32, from
+    which those are drawn that have a place in it (places: [picked] int32, -1: none). Rows of both may lie apart.
+    picked: [picked] int32, rows of `columns`. positions: [picked] int32, output positions, from 0.
+    kind: what the rows ask for at most; rows that ask for less get what they ask for.
+    """
+    num_picked, vocab = logits.shape
+    blocks = triton.cdiv(vocab, _BLOCK)
+    assert logits.stride(1) == edited.stride(1) == 1, (logits.stride(), edited.stride())
+    assert workspace.candidates.shape[1] == vocab and num_picked <= workspace.candidates.shape[0], logits.shape
+    if num_picked == 0:
+        return
+    rows = (logits, logits.stride(0), edited, edited.stride(0), places, picked, positions)
+    how = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.seed)
+    partial = (workspace.block_most, workspace.block_token, workspace.block_mass, workspace.group_most)
+    sizes = {"KIND": _KINDS[kind], "BLOCK": _BLOCK, "GROUP": _GROUP}
+    _scan_kernel[(num_picked, blocks)](*rows, *how, *partial, vocab, **sizes, num_warps=4)
+    _pick_kernel[(num_picked,)](
+        out,
+        *rows,
+        *how,
+        *partial,
+        workspace.groups,
+        workspace.candidates,
+        vocab,
+        BLOCKS=triton.next_power_of_2(blocks),
+        TILE=_TILE,
+        **sizes,
+        num_warps=_PICK_WARPS[kind],
+    )
+
+
+_SIGNATURE = (
+    {"logits": "*fp32", "logits_stride": "i32", "edited": "*fp32", "edited_stride": "i32"}
+    | dict.fromkeys(("places", "picked", "positions", "top_k", "block_token"), "*i32")
+    | dict.fromkeys(("temperature", "top_p", "min_p", "block_most", "block_mass", "group_most"), "*fp32")
+    | {"seed": "*i64", "vocab": "i32"}
+)
+_DIVISIBLE = ("logits", "logits_stride", "edited", "edited_stride", "vocab")
+
+
+def _scan_variant(kind: Kind) -> Variant:
+    return Variant(
+        name=f"sampling scan {kind}",
+        kernel=_scan_kernel,
+        signature=_SIGNATURE,
+        constexprs={"KIND": _KINDS[kind], "BLOCK": _BLOCK, "GROUP": _GROUP},
+        num_warps=4,
+        num_stages=3,
+        divisible=_DIVISIBLE,
+        sm_80=("LDG.E.128",),
+        sm_90=("LDG.E.128",),
+    )
+
+
+def _pick_variant(kind: Kind, vocab: int) -> Variant:
+    blocks = triton.next_power_of_2(triton.cdiv(vocab, _BLOCK))
+    return Variant(
+        name=f"sampling pick {kind} {vocab}",
+        kernel=_pick_kernel,
+        signature=_SIGNATURE | dict.fromkeys(("out", "groups", "candidates"), "*i32"),
+        constexprs={"KIND": _KINDS[kind], "BLOCKS": blocks, "BLOCK": _BLOCK, "GROUP": _GROUP, "TILE": _TILE},
+        num_warps=_PICK_WARPS[kind],
+        num_stages=3,
+        divisible=_DIVISIBLE,
+    )
+
+
+# The vocabularies of Qwen3 and Llama-3.
+VARIANTS = tuple(_scan_variant(kind) for kind in _KINDS) + tuple(
+    _pick_variant(kind, vocab) for kind in _KINDS for vocab in (151936, 128256)
+)

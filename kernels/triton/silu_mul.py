@@ -1,0 +1,64 @@
+"""silu(gate) · up of the two halves of a product, or of its even and odd columns.
+
+The product of a few rows (`small_product.py`) takes the weights of gate and up interleaved, so that one program owns
+both; a product of many rows with the same weights then has its gates in the even columns. The order of rounding is that
+of transformers: silu(gate) is rounded before it is multiplied.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .variant import Variant
+
+_BLOCK = 1024
+
+
+@triton.jit
+def gated(gate, up, DTYPE: tl.constexpr):
+    """silu(gate) · up. gate, up: float32 of which each is a number of type DTYPE; the result is of that type."""
+    return ((gate * tl.sigmoid(gate)).to(DTYPE).to(tl.float32) * up).to(DTYPE)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, dim, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    columns = first + tl.arange(0, BLOCK)
+    inside = columns < dim
+    place = gate_up + row * 2 * dim
+    if INTERLEAVED:
+        pairs = 2 * first + tl.arange(0, 2 * BLOCK)
+        both = tl.load(place + pairs, mask=pairs < 2 * dim, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        gate = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(place + dim + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * dim + columns, gated(gate, up, gate_up.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor, *, interleaved: bool) -> None:
+    """gate_up: [tokens, 2 · dim] contiguous, the gates first or, if interleaved, in the even columns; out: [tokens,
+    dim] contiguous, of the same type."""
+    tokens, dim = out.shape
+    assert gate_up.shape == (tokens, 2 * dim) and gate_up.is_contiguous() and out.is_contiguous(), gate_up.shape
+    if tokens == 0:
+        return
+    grid = (tokens, triton.cdiv(dim, _BLOCK))
+    _silu_mul[grid](gate_up, out, dim, INTERLEAVED=interleaved, BLOCK=_BLOCK, num_warps=4)
+
+
+VARIANTS = tuple(
+    Variant(
+        name="silu_mul bf16" + (" interleaved" if interleaved else ""),
+        kernel=_silu_mul,
+        signature={"gate_up": "*bf16", "out": "*bf16", "dim": "i32"},
+        constexprs={"INTERLEAVED": interleaved, "BLOCK": _BLOCK},
+        num_warps=4,
+        num_stages=3,
+        divisible=("gate_up", "out", "dim"),
+        sm_80=("LDG.E.128", "STG.E.128"),
+        sm_90=("LDG.E.128", "STG.E.128"),
+    )
+    for interleaved in (False, True)
+)

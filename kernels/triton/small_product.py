@@ -1,0 +1,248 @@
+"""Products of at most 16 rows, with what stands before and behind them in a decoder: few rows are bound by reading the
+weight and by the number of launches, so the norm, the residual sum and the gate are no kernels of their own.
+
+A program owns BLOCK_N columns of the result. Where that leaves much of the GPU idle, the sum over k is split between
+programs: each stores what it has, and the last to arrive adds these up in their order. `tiling` chooses by the shape of
+the weight alone, so a row's numbers depend neither on the number of rows nor on which program was last.
+
+The order of rounding is that of transformers: the normed row, the product and silu(gate) are rounded to the type of the
+activations. The norm is computed by every program, from rows that are in the L2 cache.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .silu_mul import gated
+from .variant import Variant
+
+MOST_ROWS = 16  # of one product: the M of the smallest tensor core instruction
+_PROCESSORS = 132  # of an H100 or H200; a constant, so that sums are split alike everywhere
+_BUSY = 0.9  # the share of the processors' time that a tiling should use
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _small_product(
+    x,
+    weight,
+    out,
+    norm,
+    bias,
+    residual,
+    partials,
+    arrivals,
+    rows,
+    x_stride,
+    out_stride,
+    residual_stride,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    SPAN: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K  # of k, one program's share
+    EVEN: tl.constexpr = K == SPLITS * SPAN  # then no mask over k is left: x | True is True
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)[:, None]
+    column = tl.arange(0, BLOCK_N)[None, :]
+    n = tile * BLOCK_N + column
+    used = m < rows
+    dtype = x.dtype.element_ty
+    x_rows = x + m * x_stride
+    columns = weight + tile.to(tl.int64) * (BLOCK_N * K) + column * K
+
+    if norm is not None:
+        squares = tl.zeros((BLOCK_M,), tl.float32)
+        for first in tl.range(0, K, BLOCK_K, num_stages=5):
+            k = first + tl.arange(0, BLOCK_K)
+            part = tl.load(x_rows + k[None, :], mask=used & ((k < K)[None, :] | EVEN), other=0.0).to(tl.float32)
+            squares += tl.sum(part * part, axis=1)
+        factor = tl.rsqrt(squares / K + eps)[:, None]
+
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(split * SPAN, (split + 1) * SPAN, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = (k < K) | EVEN
+        left = tl.load(x_rows + k[None, :], mask=used & inside[None, :], other=0.0)
+        if norm is not None:
+            normed = (left.to(tl.float32) * factor).to(dtype).to(tl.float32)
+            left = (normed * tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)[None, :]).to(dtype)
+        right = tl.load(columns + k[:, None], mask=inside[:, None], other=0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+
+    if SPLITS > 1:
+        place = partials + tile * (BLOCK_M * BLOCK_N) + m * BLOCK_N + column
+        tl.store(place + split * (BLOCK_M * N), sums, mask=used)
+        # All threads' numbers have to be written before the arrival says so; the load below must not be served by an L1
+        # cache, which does not see what other processors write.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+            return
+        tl.store(arrivals + tile, 0)
+        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for other in tl.static_range(SPLITS):
+            sums += tl.load(place + other * (BLOCK_M * N), mask=used, other=0.0, cache_modifier=".cg")
+
+    if bias is not None:
+        sums += tl.load(bias + n).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.reshape(sums, (BLOCK_M, BLOCK_N // 2, 2)))
+        half = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
+        result = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+        tl.store(out + m * out_stride + half, result, mask=used)
+    else:
+        if residual is not None:
+            sums = sums.to(dtype).to(tl.float32)
+            sums += tl.load(residual + m * residual_stride + n, mask=used, other=0.0).to(tl.float32)
+        tl.store(out + m * out_stride + n, sums.to(out.dtype.element_ty), mask=used)
+
+
+class Tiling(NamedTuple):
+    block_n: int
+    block_k: int
+    splits: int
+
+
+class Workspace(NamedTuple):
+    """What products that split their sum need; see `workspace_small_product`."""
+
+    partials: Tensor  # float32; anything
+    arrivals: Tensor  # int32, zero before and after every product
+
+
+def tiling(n: int, k: int) -> Tiling:
+    """How the weight [n, k] is divided: the fewest splits and the widest tiles that keep the processors busy, which
+    work in waves of one tile each."""
+
+    def busy(candidate: Tiling) -> float:
+        tiles = n // candidate.block_n * candidate.splits
+        return tiles / (-(-tiles // _PROCESSORS) * _PROCESSORS)
+
+    candidates = [
+        Tiling(block_n, 256 if block_n < 64 else 128, splits)
+        for splits in (1, 2, 4)
+        for block_n in (64, 32, 16)
+        if n % block_n == 0 and (splits == 1 or k % (splits * 256) == 0)
+    ]
+    assert candidates, f"a weight of {n} rows, which 16 does not divide"
+    return next((candidate for candidate in candidates if busy(candidate) >= _BUSY), max(candidates, key=busy))
+
+
+def workspace_small_product(shapes: Iterable[tuple[int, int]], device: torch.device) -> Workspace:
+    """Serves the products with weights of all these shapes [n, k], one after another on one stream."""
+    split = [(n, tiling(n, k)) for n, k in shapes]
+    partials = max((MOST_ROWS * n * t.splits for n, t in split if t.splits > 1), default=0)
+    arrivals = max((n // t.block_n for n, t in split if t.splits > 1), default=0)
+    return Workspace(
+        torch.empty(partials, dtype=torch.float32, device=device),
+        torch.zeros(arrivals, dtype=torch.int32, device=device),
+    )
+
+
+def small_product(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    workspace: Workspace,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    is_gated: bool = False,
+) -> None:
+    """out = [norm(x)] · weightᵀ [+ bias] [+ residual], or silu(gate) · up of it.
+
+    x: [rows ≤ 16, k]; weight: [n, k] contiguous; norm: weight [k] and epsilon of an RMSNorm over x; bias: [n];
+    residual: [rows, n], may be out; out: [rows, n], of x's type or, without a residual, float32. With `is_gated` the
+    even columns of the product are gates, the odd ones ups, and out is [rows, n / 2]. Rows need not follow one another.
+    """
+    n, k = weight.shape
+    rows = x.shape[0]
+    assert rows <= MOST_ROWS and x.shape[1] == k and out.shape == (rows, n // 2 if is_gated else n), (
+        x.shape,
+        out.shape,
+    )
+    assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous(), (x.stride(), out.stride())
+    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1 and not is_gated)
+    if rows == 0:
+        return
+    options = _options(n, k)
+    _small_product[n // options["BLOCK_N"], options["SPLITS"]](
+        x,
+        weight,
+        out,
+        None if norm is None else norm[0],
+        bias,
+        residual,
+        workspace.partials,
+        workspace.arrivals,
+        rows,
+        x.stride(0),
+        out.stride(0),
+        0 if residual is None else residual.stride(0),
+        0.0 if norm is None else norm[1],
+        GATED=is_gated,
+        **options,
+    )
+
+
+def _options(n: int, k: int) -> dict[str, int]:
+    """What a launch for a weight of this shape is compiled with. Five stages keep four tiles in flight."""
+    block_n, block_k, splits = tiling(n, k)
+    return {
+        "N": n,
+        "K": k,
+        "BLOCK_M": MOST_ROWS,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "SPLITS": splits,
+        "num_warps": 4,
+        "num_stages": 5,
+    }
+
+
+def _variant(
+    name: str, n: int, k: int, *, norm: bool = False, residual: bool = False, is_gated: bool = False, out: str = "*bf16"
+) -> Variant:
+    options = _options(n, k)
+    num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
+    tensors = ("x", "weight") + (("norm",) if norm else ()) + (("residual",) if residual else ())
+    absent = {"bias", "norm", "residual"} - set(tensors)
+    return Variant(
+        name=f"small_product bf16 {name} {n}x{k}",
+        kernel=_small_product,
+        signature=dict.fromkeys(tensors, "*bf16")
+        | {"out": out, "partials": "*fp32", "arrivals": "*i32", "eps": "fp32"}
+        | dict.fromkeys(("rows", "x_stride", "out_stride", "residual_stride"), "i32"),
+        constexprs=options | {"GATED": is_gated} | dict.fromkeys(sorted(absent)),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        divisible=(*tensors, "out", "partials", "arrivals", "x_stride", "out_stride", "residual_stride"),
+        sm_80=("HMMA", "LDGSTS.E.BYPASS.128"),
+        sm_90=("HMMA", "LDGSTS.E.BYPASS.128"),
+        buffers=4,
+    )
+
+
+# Qwen3-0.6B and Llama-3.1-8B: the products of a layer, and the head.
+VARIANTS = (
+    _variant("qkv", 4096, 1024, norm=True),
+    _variant("out", 1024, 2048, residual=True),
+    _variant("gate_up", 6144, 1024, norm=True, is_gated=True),
+    _variant("down", 1024, 3072, residual=True),
+    _variant("head", 151936, 1024, norm=True, out="*fp32"),
+    _variant("qkv", 6144, 4096, norm=True),
+    _variant("out", 4096, 4096, residual=True),
+    _variant("gate_up", 28672, 4096, norm=True, is_gated=True),
+    _variant("down", 4096, 14336, residual=True),
+    _variant("head", 128256, 4096, norm=True, out="*fp32"),
+)

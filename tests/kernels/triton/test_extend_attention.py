@@ -1,0 +1,226 @@
+"""Paged attention of prompts, pieces of prompts, guesses and decode rows in one launch, against float64."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire.kernels.triton.decode_attention import decode_attention, plan_decode, workspace_decode
+from pagewire.kernels.triton.extend_attention import extend_attention, extend_work, most_tiles, tile_tokens
+
+BIG = torch.cuda.is_available()
+FP8 = torch.float8_e4m3fn
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3, FP8: 5e-3}
+CASES = [  # type of pages, heads, kv heads, head_dim, block size, rows of a tile
+    (torch.float32, 2, 2, 16, 16, 16),
+    (torch.float32, 14, 2, 16, 64, 64),
+    (torch.bfloat16, 4, 2, 128, 64, 128),
+    (torch.bfloat16, 8, 2, 64, 16, 64),
+    (torch.float16, 8, 1, 64, 64, 128),
+    (FP8, 8, 2, 64, 64, 64),
+]
+if BIG:
+    CASES += [
+        (dtype, heads, 8, 128, 64, tile_rows)
+        for dtype in (torch.bfloat16, FP8)
+        for heads in (16, 32)
+        for tile_rows in (16, 64, 128)
+    ]
+OPTIONS = [{"window": 20}, {"window": 70, "softcap": 3.0}, {"sinks": True}]
+
+
+def steps_of(block_size: int) -> tuple[list[int], list[int]]:
+    """(query_lens, context_lens): prompts, prefix hits, guesses, decode rows and a row with nothing to do."""
+    rows = [
+        (1, 1),
+        (block_size - 1, block_size - 1),
+        (block_size, block_size),
+        (block_size + 1, block_size + 1),
+        (0, 40),
+        (1, 2 * block_size),
+        (1, 2 * block_size + 1),
+        (5, 3 * block_size + 2),
+        (block_size, 2 * block_size),
+        (50, block_size + 71),
+    ]
+    if BIG:
+        rows += [(1000, 1000), (513, 4096), (1, 3000), (8, 2001), (4096, 5000)]
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def pages_of(counts, contexts, case, device, *, window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(k_pages, v_pages, block_table): NaN beyond the end of each row and in pages that lie before its windows."""
+    dtype, _, kv_heads, head_dim, block_size, _ = case
+    blocks = [-(-context // block_size) for context in contexts]
+    nobody = sum(blocks)
+    table = torch.full((len(contexts), max(blocks) + 1), nobody, dtype=torch.int32)
+    hidden = torch.ones(nobody + 1, block_size, dtype=torch.bool)
+    shuffled = torch.randperm(nobody, dtype=torch.int32).split(blocks)
+    for row, (count, context, own) in enumerate(zip(counts, contexts, shuffled, strict=True)):
+        table[row, : len(own)] = own
+        first = 0 if window is None else max(0, context - count + 1 - window)
+        held = torch.arange(first // block_size * block_size, context)
+        hidden[own[held // block_size].long(), held % block_size] = False
+    pages = torch.randn(2, nobody + 1, kv_heads, block_size, head_dim)
+    pages = pages.masked_fill_(hidden[:, None, :, None], torch.nan).to(dtype).to(device)
+    return pages[0], pages[1], table.to(device)
+
+
+def queries_of(tokens, case, device) -> Tensor:
+    dtype, heads, _, head_dim, _, _ = case
+    return torch.randn(tokens, heads, head_dim, dtype=torch.bfloat16 if dtype == FP8 else dtype, device=device)
+
+
+def expected_of(
+    query, k_pages, v_pages, table, counts, contexts, *, window=None, softcap=None, sinks=None, **scales
+) -> Tensor:
+    """softmax(q · kᵀ · scale, and the sink) · v of every token, in float64."""
+    outs = []
+    block_size = k_pages.shape[2]
+    group = query.shape[1] // k_pages.shape[1]
+    exact = k_pages.double(), v_pages.double()
+    for row, queries in enumerate(query.double().split(counts)):
+        first = 0 if window is None else max(0, contexts[row] - counts[row] + 1 - window)
+        key = torch.arange(first, contexts[row], device=query.device)
+        blocks = table[row, key // block_size].long()
+        keys, values = (pages[blocks, :, key % block_size].repeat_interleave(group, 1) for pages in exact)
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scales["scale"] * scales.get("k_scale", 1)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        position = torch.arange(contexts[row] - counts[row], contexts[row], device=query.device)[:, None]
+        seen = (key <= position) & (key > position - (window or 1 << 30))
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, counts[row], 1)), dim=2)
+        weights = scores.softmax(dim=2)[:, :, : len(key)]
+        outs.append(torch.einsum("hqk,khd->qhd", weights, values) * scales.get("v_scale", 1))
+    return torch.cat(outs)
+
+
+def attend(query, pages, counts, contexts, case, *, out=None, spare_tiles=2, **options) -> Tensor:
+    _, heads, kv_heads, _, _, tile_rows = case
+    per_tile = tile_tokens(heads // kv_heads, tile_rows)
+    tiles = extend_work(np.array(counts), np.array(contexts), per_tile)
+    work = torch.zeros(len(tiles) + spare_tiles, 4, dtype=torch.int32)
+    work[: len(tiles)] = torch.from_numpy(tiles)
+    out = torch.full_like(query, torch.nan) if out is None else out
+    lens = torch.tensor(contexts, dtype=torch.int32, device=query.device)
+    extend_attention(out, query, *pages, lens, work.to(query.device), tile_rows=tile_rows, **options)
+    return out
+
+
+def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Every token by itself, so that none hides another."""
+    distance, norm = (out.double() - expected).flatten(1).norm(dim=1), expected.flatten(1).norm(dim=1)
+    assert (distance <= TOLERANCE[dtype] * norm).all(), (distance / norm).max()
+
+
+def options_of(option, case, device):
+    """Arguments that the kernel and the reference understand alike."""
+    dtype, heads, _, head_dim, _, _ = case
+    options = {"scale": head_dim**-0.5 * 1.5, **option}
+    if "sinks" in option:
+        options["sinks"] = torch.randn(heads, device=device) * 2
+    if dtype == FP8:
+        options |= {"k_scale": 1.25, "v_scale": 0.5}
+    return options
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_row(case, device):
+    counts, contexts = steps_of(case[-2])
+    query, pages = queries_of(sum(counts), case, device), pages_of(counts, contexts, case, device)
+    options = options_of({}, case, device)
+    out = attend(query, pages, counts, contexts, case, **options)
+    assert_near(out, expected_of(query, *pages, counts, contexts, **options), case[0])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("case", CASES[1:4:2] + CASES[6:])
+def test_windows_caps_and_sinks(case, option, device):
+    counts, contexts = steps_of(case[-2])
+    query = queries_of(sum(counts), case, device)
+    pages = pages_of(counts, contexts, case, device, window=option.get("window"))
+    options = options_of(option, case, device)
+    out = attend(query, pages, counts, contexts, case, **options)
+    assert_near(out, expected_of(query, *pages, counts, contexts, **options), case[0])
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_token_has_the_same_bits_however_its_prompt_is_cut(window, device):
+    case = CASES[3]
+    prompt = 75
+    query, pages = queries_of(prompt, case, device), pages_of([prompt], [prompt], case, device)
+    whole = attend(query, pages, [prompt], [prompt], case, scale=0.2, window=window)
+    pieces = torch.full_like(query, torch.nan)
+    done = 0
+    for count in (30, 1, 16, 28):
+        part = slice(done, done + count)
+        done += count
+        attend(query[part], pages, [count], [done], case, out=pieces[part], scale=0.2, window=window)
+    assert torch.equal(whole, pieces)
+    other = queries_of(9, case, device)
+    both = attend(
+        torch.cat((other, query)), (*pages[:2], pages[2].expand(2, -1)), [9, prompt], [9, prompt], case,
+        scale=0.2, window=window,
+    )  # fmt: skip
+    assert torch.equal(whole, both[9:])
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]])
+def test_decode_rows_are_those_of_decode_attention(case, device):
+    dtype, heads, kv_heads, head_dim, block_size, _ = case
+    contexts = [1, block_size, 4 * block_size + 3]
+    query, pages = queries_of(3, case, device), pages_of([1, 1, 1], contexts, case, device)
+    out = attend(query, pages, [1, 1, 1], contexts, case, scale=0.2)
+    workspace = workspace_decode(
+        rows=3, most_context=max(contexts), heads=heads, kv_heads=kv_heads, head_dim=head_dim, chunk=2 * block_size,
+        device=device,
+    )  # fmt: skip
+    plan_decode(torch.tensor(contexts, dtype=torch.int32, device=device), workspace)
+    decoded = torch.full_like(query, torch.nan)
+    decode_attention(decoded, query, *pages, workspace, scale=0.2, num_programs=4)
+    assert_near(decoded, out.double(), dtype)
+
+
+def test_a_row_without_context_gives_zeros_and_tokens_of_no_row_stay(device):
+    """A row that ended on the device before the host heard of it, and the padding of a captured graph."""
+    case = CASES[0]
+    query, pages = queries_of(40, case, device), pages_of([37], [37], case, device)
+    work = torch.from_numpy(extend_work(np.array([37]), np.array([37]), 16)).to(device)
+    out = torch.full_like(query, torch.nan)
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    extend_attention(out, query, *pages, none, work, scale=0.2, tile_rows=16)
+    assert not out[:37].any() and out[37:].isnan().all()
+
+
+def test_the_device_may_know_better_how_long_a_row_is(device):
+    """The host counted on 3 tokens more than came true; pages beyond the length on the device hold no numbers."""
+    case = CASES[3]
+    counts, contexts, believed = [4, 20], [36, 47], [39, 50]
+    query, pages = queries_of(24, case, device), pages_of(counts, contexts, case, device)
+    work = torch.from_numpy(extend_work(np.array(counts), np.array(believed), tile_tokens(4, 64))).to(device)
+    out = torch.full_like(query, torch.nan)
+    lens = torch.tensor(contexts, dtype=torch.int32, device=device)
+    extend_attention(out, query, *pages, lens, work, scale=0.2, tile_rows=64)
+    assert_near(out, expected_of(query, *pages, counts, contexts, scale=0.2), case[0])
+
+
+def test_tiles_hold_every_token_once_and_come_longest_first():
+    rng = np.random.default_rng(0)
+    for per_tile in (1, 9, 64):
+        counts = rng.integers(0, 200, 30)
+        contexts = counts + rng.integers(0, 500, 30)
+        work = extend_work(counts, contexts, per_tile)
+        assert work.dtype == np.int32 and len(work) <= most_tiles(int(counts.sum()), len(counts), per_tile)
+        starts = np.cumsum(counts) - counts
+        tokens, keys = [], []
+        for row, token, number, remaining in work.tolist():
+            assert 0 < number <= per_tile and number == min(per_tile, remaining)
+            assert remaining == starts[row] + counts[row] - token
+            tokens += range(token, token + number)
+            keys.append(contexts[row] - remaining + number)
+        assert sorted(tokens) == list(range(counts.sum()))
+        assert keys == sorted(keys, reverse=True)
+    assert extend_work(np.array([0, 0]), np.array([5, 0]), 4).shape == (0, 4)
+    assert most_tiles(10, 10, 4) == 10 and most_tiles(64, 1, 64) == 1

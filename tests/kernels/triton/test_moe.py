@@ -1,0 +1,156 @@
+"""Mixture of experts against the reference, in float64."""
+
+import pytest
+import torch
+
+from pagewire.kernels import reference
+from pagewire.kernels.triton import moe
+
+BIG = torch.cuda.is_available()
+CLOSE = 6e-3  # gate, up, silu, their product, the part and the sum are each rounded to bfloat16, as in transformers
+
+
+def _case(device, *, tokens, num_experts, top_k, hidden, inter, most_tokens=None, dtype=torch.bfloat16):
+    """Activations, router logits, weights, and a workspace full of NaN."""
+    x = torch.randn(tokens, hidden + 8, device=device).to(dtype)[:, :hidden]  # rows need not follow one another
+    logits = torch.randn(tokens, num_experts, device=device)
+    gate_up = (torch.randn(num_experts, 2 * inter, hidden, device=device) * hidden**-0.5).to(dtype)
+    down = (torch.randn(num_experts, hidden, inter, device=device) * inter**-0.5).to(dtype)
+    workspace = moe.workspace_moe(
+        most_tokens=most_tokens or tokens,
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden=hidden,
+        inter=inter,
+        dtype=dtype,
+        device=device,
+    )
+    for tensor in (workspace.weights, workspace.gated, workspace.parts):
+        tensor.fill_(torch.nan)
+    for tensor in (workspace.experts, workspace.assignments, workspace.block_experts, workspace.num_blocks):
+        tensor.fill_(2**30)
+    return x, logits, gate_up, down, workspace
+
+
+def _moe(x, logits, gate_up, down, workspace, *, renormalize=True, num_tokens=None):
+    out = torch.full((x.shape[0], x.shape[1] + 16), torch.nan, dtype=x.dtype, device=x.device)
+    num = torch.tensor([x.shape[0] if num_tokens is None else num_tokens], dtype=torch.int32, device=x.device)
+    top_k = workspace.experts.shape[1]
+    moe.moe(out[:, : x.shape[1]], x, logits, gate_up, down, num, workspace, top_k=top_k, renormalize=renormalize)
+    assert out[:, x.shape[1] :].isnan().all()
+    return out[:, : x.shape[1]]
+
+
+def _expected(x, logits, gate_up, down, top_k, renormalize=True):
+    weights, experts = reference.route(logits, top_k, renormalize)
+    return reference.moe(x.double(), weights, experts, gate_up.double(), down.double())
+
+
+def _error(out, expected):
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (60, 4), (128, 8), (3, 3), (5, 1)])
+def test_routes(device, num_experts, top_k, renormalize):
+    logits = torch.randn(9, num_experts + 4, device=device)[:, :num_experts]
+    logits[3] = 0.5  # the first of equals
+    workspace = _case(device, tokens=9, num_experts=num_experts, top_k=top_k, hidden=32, inter=32)[-1]
+    num_tokens = torch.tensor([8], dtype=torch.int32, device=device)
+    moe.route(logits, num_tokens, workspace, top_k=top_k, renormalize=renormalize)
+    weights, experts = reference.route(logits, top_k, renormalize)
+    torch.testing.assert_close(workspace.weights[:8], weights[:8], atol=1e-6, rtol=1e-5)
+    distinct = [i for i in range(8) if i != 3]
+    assert torch.equal(workspace.experts[distinct].long(), experts[distinct])
+    assert workspace.experts[3].tolist() == list(range(top_k))
+    assert (workspace.experts[8] == -1).all(), "a token that pads the batch has no expert"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k"), [(1, 8, 2), (3, 6, 4), (40, 5, 2), (300, 3, 4), (290, 1, 1)]
+)
+def test_lines_assignments_up_by_expert(device, tokens, num_experts, top_k):
+    workspace = _case(device, tokens=tokens, num_experts=num_experts, top_k=top_k, hidden=32, inter=32)[-1]
+    num_assigned = tokens * top_k
+    rows = moe._tiles(num_assigned, num_experts).rows
+    experts = torch.randint(-1, num_experts, (num_assigned,), dtype=torch.int32)
+    experts[experts == num_experts - 2] = -1  # an expert without any
+    workspace.experts.copy_(experts.view(tokens, top_k))
+    moe.align(workspace, num_assigned=num_assigned, num_experts=num_experts)
+    num_blocks = workspace.num_blocks.item()
+    lined_up, of = [], []
+    for expert in range(num_experts):
+        own = (experts == expert).nonzero()[:, 0].tolist()
+        lined_up += own + [num_assigned] * (-len(own) % rows)
+        of += [expert] * -(-len(own) // rows)
+    assert num_blocks == len(of) <= moe._most_blocks(num_assigned, num_experts, rows)
+    assert workspace.block_experts[:num_blocks].tolist() == of
+    assert workspace.assignments[: num_blocks * rows].tolist() == lined_up
+
+
+def test_there_is_room_for_the_worst_case():
+    for num_experts in (1, 8, 60):
+        for num_assigned in range(1, 3000, 7):
+            rows = moe._tiles(num_assigned, num_experts).rows
+            used = min(num_experts, num_assigned)  # all but one of them with one row more than whole blocks
+            worst = used + (num_assigned - used) // rows
+            assert worst <= moe._most_blocks(num_assigned, num_experts, rows), (num_experts, num_assigned)
+
+
+_SHAPES = [
+    # tokens, experts, top_k, hidden, inter: blocks of 16 rows, of 64 and of 128
+    (1, 8, 2, 64, 32),
+    (7, 6, 3, 96, 160),
+    (33, 3, 2, 128, 64),
+    (270, 1, 1, 64, 96),
+]
+if BIG:
+    _SHAPES += [
+        (tokens, *model) for tokens in (1, 32, 256, 2048, 8192) for model in ((128, 8, 2048, 768), (8, 2, 4096, 14336))
+    ]
+
+
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k", "hidden", "inter"), _SHAPES)
+def test_moe(device, tokens, num_experts, top_k, hidden, inter):
+    sizes = {"num_experts": num_experts, "top_k": top_k, "hidden": hidden, "inter": inter}
+    x, logits, gate_up, down, workspace = _case(device, tokens=tokens, **sizes)
+    out = _moe(x, logits, gate_up, down, workspace)
+    assert _error(out, _expected(x, logits, gate_up, down, top_k)) < CLOSE
+
+
+def test_half_precision_with_weights_as_the_router_has_them(device):
+    sizes = {"num_experts": 4, "top_k": 2, "hidden": 64, "inter": 64}
+    x, logits, gate_up, down, workspace = _case(device, tokens=5, dtype=torch.float16, **sizes)
+    out = _moe(x, logits, gate_up, down, workspace, renormalize=False)
+    assert _error(out, _expected(x, logits, gate_up, down, 2, renormalize=False)) < 1e-3
+
+
+def test_tokens_that_pad_the_batch_are_not_computed_and_touch_nobody(device):
+    sizes = {"num_experts": 6, "top_k": 2, "hidden": 64, "inter": 64}
+    x, logits, gate_up, down, workspace = _case(device, tokens=9, most_tokens=20, **sizes)
+    x[6:] = torch.nan
+    logits[7:] = torch.nan
+    out = _moe(x, logits, gate_up, down, workspace, num_tokens=6)
+    assert _error(out[:6], _expected(x[:6], logits[:6], gate_up, down, 2)) < CLOSE
+    assert (out[6:] == 0).all()
+    assert (workspace.gated.isnan().sum(dim=1) == 64).sum() == 40 - 12, "only their assignments are written"
+
+
+def test_a_token_of_nan_keeps_it_to_itself(device):
+    sizes = {"num_experts": 5, "top_k": 2, "hidden": 64, "inter": 64}
+    x, logits, gate_up, down, workspace = _case(device, tokens=8, **sizes)
+    expected = _moe(x, logits, gate_up, down, workspace).clone()
+    x[2] = torch.nan
+    logits[2] = torch.nan
+    out = _moe(x, logits, gate_up, down, workspace)
+    others = [0, 1, 3, 4, 5, 6, 7]
+    assert out[2].isnan().all() and torch.equal(out[others], expected[others])
+
+
+def test_a_token_is_the_same_in_any_company(device):
+    """Bit for bit, among launches whose blocks have as many rows."""
+    sizes = {"num_experts": 8, "top_k": 2, "hidden": 64, "inter": 64}
+    x, logits, gate_up, down, workspace = _case(device, tokens=24, **sizes)
+    together = _moe(x, logits, gate_up, down, workspace).clone()
+    for part in (slice(0, 1), slice(5, 9), slice(20, 24)):
+        assert torch.equal(_moe(x[part], logits[part], gate_up, down, workspace), together[part])

@@ -1,0 +1,112 @@
+import pytest
+import torch
+
+from pagewire.kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
+
+BIG = torch.cuda.is_available()
+# heads, kv_heads, dim
+HEADS = [(16, 8, 128), (32, 8, 128), (40, 8, 64)] if BIG else [(4, 2, 16), (3, 1, 32), (20, 20, 16)]
+TOKENS = 200 if BIG else 5
+BLOCKS, PAGE, EPS = (40, 64, 1e-6) if BIG else (5, 16, 1e-6)
+MAX_LEN = 5000
+
+
+def error(out, exact):
+    return ((out.double() - exact).norm() / exact.norm()).item()
+
+
+def expected(x, norm, rotary, positions):
+    """x: [tokens, heads, dim]; the norm rounds twice, to x's type. Result in float64."""
+    if norm is not None:
+        wide = x.float()
+        x = norm * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    low, high = x.double().chunk(2, dim=-1)
+    cos, sin = rotary[positions.long()].double()[:, None].chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def gathered(pages, slots):
+    """The heads at these slots: [tokens, kv_heads, dim] float32."""
+    slots = slots.long()
+    return pages.float()[slots // PAGE, :, slots % PAGE]
+
+
+class Case:
+    """Random states; token 1 has no slot."""
+
+    def __init__(self, device, dtype, heads, kv_heads, dim, *, normed, page_dtype=None):
+        self.heads, self.kv_heads = heads, kv_heads
+        width = (heads + 2 * kv_heads) * dim
+        self.qkv = torch.randn(TOKENS, width + 16, device=device).to(dtype)[:, :width]
+        self.norms = tuple(torch.randn(dim, device=device).to(dtype) for _ in range(2)) if normed else None
+        inverse = 1 / 10000 ** (torch.arange(0, dim, 2, device=device) / dim)
+        self.rotary = rotary_table(inverse, 1.0, MAX_LEN)
+        self.positions = torch.randint(0, MAX_LEN, (TOKENS,), dtype=torch.int32, device=device)
+        self.slots = torch.randperm(BLOCKS * PAGE)[:TOKENS].int().to(device)
+        self.slots[1] = -1
+        self.q_out = torch.full((TOKENS, heads, dim), torch.nan, dtype=dtype, device=device)
+        shape = (2, BLOCKS, kv_heads, PAGE, dim)
+        self.pages = torch.full(shape, torch.nan, device=device).to(page_dtype or dtype)
+
+    def run(self, scales=(1.0, 1.0)):
+        norm_rotary_write(
+            self.qkv, self.norms, EPS, self.rotary, self.positions, self.slots, self.q_out, *self.pages, scales
+        )
+
+    def expected(self):
+        """Queries, keys and values of all tokens."""
+        states = self.qkv.unflatten(1, (-1, self.q_out.shape[2]))
+        query, key, value = states.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        norms = self.norms or (None, None)
+        keys = expected(key, norms[1], self.rotary, self.positions)
+        return expected(query, norms[0], self.rotary, self.positions), keys, value.double()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float16, 5e-4), (torch.bfloat16, 3e-3)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_states_are_normed_rotated_and_stored(device, dtype, most, heads, kv_heads, dim, normed):
+    case = Case(device, dtype, heads, kv_heads, dim, normed=normed)
+    case.run()
+    query, key, value = case.expected()
+    stored = case.slots >= 0
+    assert error(case.q_out, query) < most
+    assert error(gathered(case.pages[0], case.slots)[stored], key[stored]) < most
+    assert torch.equal(gathered(case.pages[1], case.slots)[stored].double(), value[stored])
+
+
+def test_nothing_is_written_beside_the_slots(device):
+    case = Case(device, torch.bfloat16, *HEADS[0], normed=True)
+    case.run()
+    written = ~case.pages.float().isnan().any(-1).transpose(2, 3).flatten(1, 2)  # [2, slots, kv_heads]
+    meant = torch.zeros_like(written)
+    meant[:, case.slots[case.slots >= 0].long()] = True
+    assert torch.equal(written, meant)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_pages_of_8_bits(device, normed):
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("a type of sm_89")
+    case = Case(device, torch.bfloat16, *HEADS[0], normed=normed, page_dtype=torch.float8_e4m3fn)
+    case.qkv[0, -1] = 3000.0  # too great for its scale
+    scales = 0.01, 0.02
+    case.run(scales)
+    stored = case.slots >= 0
+    for pages, wanted, scale in zip(case.pages, case.expected()[1:], scales, strict=True):
+        out = gathered(pages, case.slots)[stored]
+        rounded = (wanted[stored] / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        assert (out == rounded).float().mean() > 0.98
+        assert error(out, rounded.double()) < 0.02
+
+
+def test_a_query_and_a_key_only_know_their_distance(device):
+    """The table and the rotation together: q(m) · k(n) depends on m - n."""
+    case = Case(device, torch.float32, *HEADS[0], normed=False)
+    case.qkv[:] = case.qkv[0]
+    case.positions[:4] = torch.tensor([10, 7, 1010, 1007])
+    case.slots[:4] = torch.tensor([0, 1, 2, 3])
+    case.run()
+    keys = gathered(case.pages[0], case.slots)
+    near, far = ((case.q_out[i, 0] * keys[i + 1, 0]).sum() for i in (0, 2))
+    torch.testing.assert_close(near, far, rtol=1e-3, atol=1e-3)

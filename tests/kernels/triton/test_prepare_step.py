@@ -1,0 +1,111 @@
+"""Histories of steps against a plain model of them, which keeps lists of ids and blocks."""
+
+import numpy as np
+import pytest
+import torch
+
+from pagewire.kernels.triton.prepare_step import fill_packet, packet_size, prepare_step
+
+BIG = torch.cuda.is_available()
+PAGE = 16
+NUM_ROWS, MOST_ROWS, MOST_TOKENS, MOST_BLOCKS = (300, 256, 2048, 700) if BIG else (9, 6, 700, 60)
+
+
+class Device:
+    """The state, the buffers of a step, and the packet."""
+
+    def __init__(self, device):
+        def integers(*shape):
+            return torch.full(shape, 12345, dtype=torch.int32, device=device)
+
+        self.last_ids, self.num_computed = integers(NUM_ROWS), torch.zeros_like(integers(NUM_ROWS))
+        self.row_tables, self.tables = integers(NUM_ROWS, MOST_BLOCKS), integers(MOST_ROWS, MOST_BLOCKS)
+        self.ids, self.positions, self.slots = (integers(MOST_TOKENS) for _ in range(3))
+        self.context_lens = integers(MOST_ROWS)
+        size = packet_size(rows=MOST_ROWS, tokens=MOST_TOKENS, new_blocks=MOST_TOKENS // PAGE + MOST_ROWS)
+        self.packet = integers(size)
+
+    def step(self, **fields):
+        packet = np.full(len(self.packet), 77, np.int32)
+        fill_packet(packet, **{name: np.array(values, np.int32) for name, values in fields.items()})
+        self.packet.copy_(torch.from_numpy(packet))
+        prepare_step(
+            self.packet,
+            self.last_ids,
+            self.num_computed,
+            self.row_tables,
+            self.ids,
+            self.positions,
+            self.slots,
+            self.context_lens,
+            self.tables,
+            PAGE,
+        )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_history_of_steps(device, seed):
+    random = np.random.default_rng(seed)
+    ours = Device(device)
+    num_computed = np.zeros(NUM_ROWS, np.int64)
+    blocks = [[] for _ in range(NUM_ROWS)]
+    next_block = 0
+    for _ in range(6):
+        rows = random.permutation(NUM_ROWS)[: random.integers(1, MOST_ROWS + 1)]
+        counts = np.where(random.random(len(rows)) < 0.6, 1, random.integers(1, MOST_TOKENS // MOST_ROWS, len(rows)))
+        last_ids = random.integers(0, 1000, NUM_ROWS)
+        ours.last_ids.copy_(torch.from_numpy(last_ids))
+        ids = random.integers(-1, 1000, counts.sum())
+        first_tokens = np.cumsum(counts) - counts
+        ids[first_tokens] = -1
+        places, num_new, new_blocks = [], [], []
+        for row, count in zip(rows, counts, strict=True):
+            places.append(len(blocks[row]))
+            num_new.append(-(-(num_computed[row] + count) // PAGE) - len(blocks[row]))
+            new_blocks += range(next_block, next_block + num_new[-1])
+            blocks[row] += range(next_block, next_block + num_new[-1])
+            next_block += num_new[-1]
+        ours.step(rows=rows, counts=counts, ids=ids, places=places, num_new=num_new, blocks=new_blocks)
+
+        total = counts.sum()
+        row_of_token = np.repeat(rows, counts)
+        positions = np.arange(total) + np.repeat(num_computed[rows] - first_tokens, counts)
+        slots = [blocks[r][p // PAGE] * PAGE + p % PAGE for r, p in zip(row_of_token, positions, strict=True)]
+        num_computed[rows] += counts
+
+        def padded(values, rest, size):
+            return [*values, *[rest] * (size - len(values))]
+
+        known = np.where(ids < 0, last_ids[row_of_token], ids)
+        assert ours.ids.tolist() == padded(known, 0, MOST_TOKENS)
+        assert ours.positions.tolist() == padded(positions, 0, MOST_TOKENS)
+        assert ours.slots.tolist() == padded(slots, -1, MOST_TOKENS)
+        assert ours.context_lens.tolist() == padded(num_computed[rows], 0, MOST_ROWS)
+        assert ours.num_computed.tolist() == num_computed.tolist()
+        for place, row in enumerate(rows):
+            assert ours.tables[place, : len(blocks[row])].tolist() == blocks[row]
+
+
+def test_a_whole_prompt_then_one_token_a_step(device):
+    ours = Device(device)
+    prompt = np.arange(600)
+    blocks = np.arange(38) * 3 + 1
+    ours.step(rows=[4], counts=[600], ids=prompt, places=[0], num_new=[38], blocks=blocks)
+    assert ours.ids[:600].tolist() == prompt.tolist() == ours.positions[:600].tolist()
+    assert ours.slots[:600].tolist() == [int(blocks[p // PAGE]) * PAGE + p % PAGE for p in prompt]
+    for position in range(600, 612):
+        ours.last_ids[4] = 1000 + position
+        new = [9] if position == 608 else []
+        ours.step(rows=[4], counts=[1], ids=[-1], places=[38], num_new=[len(new)], blocks=new)
+        block = 9 if position >= 608 else int(blocks[-1])
+        assert ours.ids[:2].tolist() == [1000 + position, 0]
+        assert ours.positions[:2].tolist() == [position, 0]
+        assert ours.slots[:2].tolist() == [block * PAGE + position % PAGE, -1]
+        assert ours.context_lens.tolist() == [position + 1] + [0] * (MOST_ROWS - 1)
+
+
+def test_a_step_without_rows(device):
+    ours = Device(device)
+    ours.step(rows=[], counts=[], ids=[], places=[], num_new=[], blocks=[])
+    assert not ours.context_lens.any() and not ours.num_computed.any()
+    assert (ours.slots == -1).all()

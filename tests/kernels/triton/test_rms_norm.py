@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from pagewire.kernels.triton.rms_norm import rms_norm
+
+BIG = torch.cuda.is_available()
+SHAPES = [(1, 4096), (300, 1024), (1000, 4096), (7, 5120)] if BIG else [(1, 16), (7, 96), (3, 1024)]
+EPS = 1e-6
+
+
+def error(out, exact):
+    return ((out.double() - exact).norm() / exact.norm()).item()
+
+
+def exact_norm(x, weight):
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + EPS) * weight.double()
+
+
+def transformers_norm(x, weight):
+    """LlamaRMSNorm.forward."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm(device, dtype, most, shape):
+    wide = (torch.randn(shape[0], shape[1] + 32, device=device) * 30).to(dtype)
+    x, weight = wide[:, : shape[1]], torch.randn(shape[1], device=device).to(dtype)
+    out = torch.full(shape, torch.nan, dtype=dtype, device=device)
+    rms_norm(x, weight, EPS, out)
+    assert error(out, exact_norm(x, weight)) < most
+    rms_norm(x, weight, EPS, x)
+    assert torch.equal(x, out)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm_of_the_residual_sum(device, dtype, most, shape):
+    x, residual, weight = (torch.randn(size, device=device).to(dtype) for size in (shape, shape, shape[1]))
+    total = x + residual
+    out = torch.full(shape, torch.nan, dtype=dtype, device=device)
+    rms_norm(x, weight, EPS, out, residual)
+    assert torch.equal(residual, total)
+    assert error(out, exact_norm(total, weight)) < most
+
+
+def test_it_rounds_as_transformers_does(device):
+    x = torch.randn(64, 256, device=device).bfloat16()
+    weight = torch.randn(256, device=device).bfloat16()
+    out = torch.empty_like(x)
+    rms_norm(x, weight, EPS, out)
+    same = (out == transformers_norm(x, weight)).float().mean()
+    rounded_once = (out == exact_norm(x, weight).bfloat16()).float().mean()
+    assert same > 0.995 and rounded_once < 0.9
+
+
+def test_no_rows(device):
+    x = torch.empty(0, 64, device=device)
+    rms_norm(x, torch.ones(64, device=device), EPS, x)
