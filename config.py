@@ -62,6 +62,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], _doc("engine", "where the model runs; auto: cuda if there is one")
     ] = "auto"
+    tensor_parallel_size: Annotated[
+        int, _doc("engine", "ranks that share the model out, a process and a device each", ge=1, le=64)
+    ] = 1
     max_num_seqs: Annotated[int, _doc("engine", "most requests that run at once", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
         _Positive | None,
@@ -69,7 +72,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     kv_cache_memory: Annotated[
         _Positive | None,
-        _doc("engine", "bytes for the KV cache, such as 2G (default: from the memory that is free)"),
+        _doc("engine", "bytes for the KV cache of each rank, such as 2G (default: from the memory that is free)"),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
@@ -126,7 +129,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str | None,
         _doc("engine", "ngram: draft tokens from what the text said before; ngram,tokens=4: so many at once"),
     ] = None
-    threads: Annotated[int, _doc("engine", "CPU threads of the worker; 0: one for each core", ge=0)] = 0
+    threads: Annotated[
+        int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, shared out", ge=0)
+    ] = 0
 
     host: Annotated[str, _doc("server", "address to listen on")] = "127.0.0.1"
     port: Annotated[int, _doc("server", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
@@ -177,6 +182,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...]
     dtype: Dtype
     device: Literal["auto", "cpu", "cuda"]
+    tensor_parallel_size: int = 1
     quantization: Literal["int8"] | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int
@@ -272,12 +278,16 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError("--kv-events has nothing to tell with --no-enable-prefix-caching; leave one of them out.")
     if config.speculative is not None and config.extension is not None:
         raise ConfigError("--speculative computes more than --extension is told of a plan; leave one of them out.")
+    if config.tensor_parallel_size > 1 and (config.kv_connector or config.extension is not None):
+        flag = "--kv-connector" if config.kv_connector else "--extension"
+        raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
     dtype = _choose_dtype(config, model, machine)
     return EngineConfig(
         model_path=model.path,
         served_model_names=config.served_model_name or (model.name,),
         dtype=dtype,
         device=config.device,
+        tensor_parallel_size=config.tensor_parallel_size,
         quantization=config.quantization,
         load_format=config.load_format,
         max_model_len=max_model_len,
@@ -299,7 +309,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         record_trace=config.record_trace,
         pipeline_depth=config.pipeline_depth,
         speculative=config.speculative,
-        num_threads=config.threads or machine.num_cores,
+        num_threads=config.threads or max(1, machine.num_cores // config.tensor_parallel_size),
         vocab_size=model.vocab_size,
         model_fingerprint=model.fingerprint,
         eos_token_ids=model.eos_token_ids,

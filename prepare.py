@@ -5,6 +5,7 @@ from .engine.core.speculation import num_draft_tokens
 from .engine.extension.load import load_extension
 from .engine.kv_connector import registry
 from .engine.models.spec import model_facts, read_spec
+from .engine.parallel import shard
 from .engine.weights.source import locate
 
 
@@ -15,4 +16,6 @@ def prepare(config: Config) -> EngineConfig:
     if config.extension is not None:
         load_extension(config.extension)
     folder, name = locate(config.model, config.revision, weights=config.load_format != "dummy")
-    return resolve(config, model_facts(read_spec(folder), folder, name), machine_facts())
+    spec = read_spec(folder)
+    shard.check(spec, config.tensor_parallel_size)
+    return resolve(config, model_facts(spec, folder, name), machine_facts())

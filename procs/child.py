@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from ..config import EngineConfig
+from ..engine.parallel.place import Place
 from ..errors import CheckpointError, ConfigError, PagewireError
 from ..ipc.actor import Actor, Post
 from ..ipc.channel import ChannelFull, Inbox
@@ -35,7 +36,7 @@ from ..ipc.messages import (
     Stop,
 )
 from ..ipc.zmq_channel import Keys, ZmqContext, ZmqOutbox
-from .topology import ACTORS, receivers
+from .topology import ACTORS, kind, rank, receivers
 
 log = logging.getLogger("pagewire")
 
@@ -50,6 +51,8 @@ class Launch(Struct, frozen=True):
     lifeline_fd: int  # read end of a pipe whose other end only the supervisor holds
     http_fd: int  # the api's bound socket; -1: none
     progress: bool  # draw a progress bar while weights load
+    ranks_here: tuple[int, ...] = (0,)  # of the tensor-parallel group; see `Place`
+    rendezvous: str = ""
 
 
 def exit_code(error: BaseException) -> int:
@@ -90,7 +93,8 @@ class Mailman:
 
     def __init__(self, name: str, launch: Launch, context: ZmqContext) -> None:
         self._outboxes: dict[str, ZmqOutbox] = {
-            receiver: context.outbox(launch.addresses[receiver]) for receiver in receivers(name)
+            receiver: context.outbox(launch.addresses[receiver])
+            for receiver in receivers(name, launch.config.tensor_parallel_size)
         }
 
     def post(self, receiver: str, message: Message) -> None:
@@ -98,18 +102,19 @@ class Mailman:
         self._outboxes[receiver].send(message)
 
 
-def run_worker(launch: Launch, inbox: Inbox[object], post: Post, on_ready: Callable[[Facts], None]) -> None:
+def run_worker(name: str, launch: Launch, inbox: Inbox[object], post: Post, on_ready: Callable[[Facts], None]) -> None:
     """The worker's plain loop."""
     from .worker import Worker, run
 
     with contextlib.ExitStack() as stack:
-        progress = _progress_bar(stack) if launch.progress else None
+        place = Place(rank(name), launch.ranks_here, launch.rendezvous)
+        progress = _progress_bar(stack) if launch.progress and place.rank == 0 else None
         run(
-            Worker(launch.config, progress=progress),
+            Worker(launch.config, place=place, progress=progress),
             inbox,  # type: ignore[arg-type]  # its decoder knows only ToWorker
             post,
             on_ready,
-            lambda: post("supervisor", Pong("worker")),
+            lambda: post("supervisor", Pong(name)),
         )
 
 
@@ -204,9 +209,9 @@ def main(name: str, launch_file: str) -> int:
     python_s = process_age_s()
     code = 0
     try:
-        inbox: Inbox[object] = context.inbox(launch.addresses[name], ACTORS[name])
-        if name == "worker":
-            run_worker(launch, inbox, post, on_ready)
+        inbox: Inbox[object] = context.inbox(launch.addresses[name], ACTORS[kind(name)])
+        if kind(name) == "worker":
+            run_worker(name, launch, inbox, post, on_ready)
         else:
             import uvloop
 

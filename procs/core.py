@@ -24,6 +24,7 @@ from ..ipc.messages import (
     OpenCache,
     Ping,
     Snapshot,
+    StepPlan,
     StepResult,
     Stop,
     StopHit,
@@ -31,6 +32,7 @@ from ..ipc.messages import (
     Transferred,
 )
 from .kv_events import KvEventPublisher
+from .topology import workers
 
 _ASK_AGAIN_S = 0.001  # until a KV connector that has not made up its mind is asked again
 
@@ -44,6 +46,8 @@ class CoreActor:
         self._trace: BinaryIO | None = None
         self._kv_events: KvEventPublisher | None = None
         self._early: list[Enqueue | Cancel] = []  # what came before the worker's offer
+        self._workers = workers(config.tensor_parallel_size)
+        self._offers: dict[int, CacheOffer] = {}  # of each rank
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
 
@@ -113,9 +117,13 @@ class CoreActor:
         return self._scheduler
 
     def _open(self, offer: CacheOffer) -> None:
-        """One worker: its offer is what all ranks have room for."""
+        """Begins once every rank has made its offer: there are as many blocks as all have room for."""
         config = self._config
-        self._post("worker", OpenCache(offer.num_blocks))
+        self._offers[offer.rank] = offer
+        if len(self._offers) < len(self._workers):
+            return
+        num_blocks = min(offer.num_blocks for offer in self._offers.values())
+        self._tell_workers(OpenCache(num_blocks))
         facts = ConnectorFacts(
             block_size=config.block_size, block_bytes=offer.block_bytes, model_key=config.kv_model_key
         )
@@ -128,8 +136,8 @@ class CoreActor:
         if config.extension is not None:
             kind, options = load_extension(config.extension)
             extension = kind.core(options)
-        self._scheduler = trace.make_scheduler(config, offer.num_blocks, connector, extension)
-        self._record(trace.Opened(structs.replace(config, api_keys=()), offer.num_blocks))
+        self._scheduler = trace.make_scheduler(config, num_blocks, connector, extension)
+        self._record(trace.Opened(structs.replace(config, api_keys=()), num_blocks))
         early, self._early = self._early, []
         self.handle(list(early))
 
@@ -146,7 +154,7 @@ class CoreActor:
                 break
             if scheduler.num_in_flight == 1:
                 self._oldest_plan_at = time.monotonic()
-            self._post("worker", plan)
+            self._tell_workers(plan)
         for news in scheduler.take_news():
             self._post("detokenizer", news)
         if self._kv_events is not None:
@@ -155,6 +163,10 @@ class CoreActor:
             with contextlib.suppress(RuntimeError):  # without a loop, whoever runs the actors calls `handle` again
                 asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
                 self._asks_again = True
+
+    def _tell_workers(self, message: OpenCache | StepPlan) -> None:
+        for name in self._workers:
+            self._post(name, message)
 
     def _ask_again(self) -> None:
         self._asks_again = False

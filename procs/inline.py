@@ -12,6 +12,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..engine.core.scheduler import Scheduler
+from ..errors import ConfigError
 from ..ipc.actor import Actor
 from ..ipc.messages import Accepted, Chunk, Failed, Message, OpenCache, Snapshot, StepPlan, TextBatch
 from .core import CoreActor
@@ -34,6 +35,8 @@ class Inline:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Loads everything. Raises a PagewireError if it cannot."""
+        if config.tensor_parallel_size > 1:
+            raise ConfigError("Several ranks are several processes: serve the model with --tensor-parallel-size.")
         self._on_chunk = on_chunk
         self._on_failed = on_failed
         self._mail: dict[str, deque[Message]] = {

@@ -14,7 +14,7 @@ from ..ipc.zmq_channel import check_address, read_keys
 from ..prepare import prepare
 from .child import exit_code
 from .supervisor import Supervisor
-from .topology import ACTORS, receivers
+from .topology import ACTORS, RENDEZVOUS, names, receivers, workers
 
 _EXAMPLE = """\
 example: the model on one machine, everything else on another (copy the key file to both)
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--actors", default=",".join(ACTORS), metavar="A,B", help="which actors to start here (default: %(default)s)"
+        "--actors", metavar="A,B", help=f"which actors to start here (default: all: {', '.join(ACTORS)}, worker-1 …)"
     )
     parser.add_argument(
         "--address",
@@ -48,21 +48,33 @@ def main(argv: list[str] | None = None) -> int:
     add_flags(parser)
     arguments = parser.parse_args(argv)
     try:
-        actors = arguments.actors.split(",")
-        if unknown := [name for name in actors if name not in ACTORS]:
-            raise ConfigError(f"There is no actor {unknown[0]!r}; there are {', '.join(ACTORS)}.")
+        config = read_flags(arguments)
+        num_ranks = config.tensor_parallel_size
+        known = names(num_ranks)
+        actors = arguments.actors.split(",") if arguments.actors else list(known)
+        if unknown := [name for name in actors if name not in known]:
+            raise ConfigError(f"There is no actor {unknown[0]!r}; there are {', '.join(known)}.")
         keys = read_keys(arguments.key_file) if arguments.key_file else None
         addresses = {}
         for text in arguments.address:
             name, _, address = text.partition("=")
-            if name not in ACTORS:
-                raise ConfigError(f"--address {text}: write ACTOR=ADDRESS with one of {', '.join(ACTORS)}.")
+            if name not in (*known, RENDEZVOUS):
+                raise ConfigError(
+                    f"--address {text}: write ACTOR=ADDRESS with one of {', '.join(known)}, {RENDEZVOUS}."
+                )
             check_address(address, keys)
+            if name == RENDEZVOUS and not address.startswith("tcp://"):
+                raise ConfigError(
+                    f"--address {text}: ranks meet at tcp://host:port, a port of the first one's machine."
+                )
             addresses[name] = address
-        needed = {r for name in actors for r in receivers(name)} - {"supervisor", *actors}
+        needed = {r for name in actors for r in receivers(name, num_ranks)} - {"supervisor", *actors}
+        here = {name for name in workers(num_ranks) if name in actors}
+        if here and len(here) < num_ranks:
+            needed.add(RENDEZVOUS)
         if missing := sorted(needed - addresses.keys()):
             raise ConfigError(f"Say where {missing[0]} is: --address {missing[0]}=tcp://host:port.")
-        supervisor = Supervisor(prepare(read_flags(arguments)), actors=actors, addresses=addresses, keys=keys)
+        supervisor = Supervisor(prepare(config), actors=actors, addresses=addresses, keys=keys)
         return run(supervisor)
     except PagewireError as error:
         print(f"pagewire: {error}", file=sys.stderr)

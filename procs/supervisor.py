@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,7 +33,7 @@ from ..ipc.messages import (
 )
 from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, check_address, make_run_folder, remove_run_folder
 from .child import Launch, process_age_s
-from .topology import ACTORS
+from .topology import RENDEZVOUS, kind, names, rank
 
 PING_INTERVAL_S = 0.5
 STOP_GRACE_S = 5.0  # for each actor, on top of what open requests are given
@@ -57,18 +58,21 @@ class Supervisor:
         self,
         config: EngineConfig,
         *,
-        actors: Sequence[str] = tuple(ACTORS),
+        actors: Sequence[str] | None = None,
         addresses: dict[str, str] | None = None,
         keys: Keys | None = None,
         quiet: bool = False,
     ) -> None:
-        """`addresses`: mailboxes that are not in this launch's own run folder. `quiet`: no timeline, no banner."""
+        """`actors`: those to start here (default: all). `addresses`: mailboxes that are not in this launch's own run
+        folder, and `ranks`, where the ranks of a tensor-parallel group meet. `quiet`: no timeline, no banner."""
         self._config = config
-        self._actors = [name for name in ACTORS if name in actors]
+        self._names = names(config.tensor_parallel_size)
+        self._actors = [name for name in self._names if actors is None or name in actors]
         self._elsewhere = addresses or {}
         self._keys = keys
         self._quiet = quiet
         self._children: dict[str, Child] = {}
+        self._dead: list[Child] = []  # in the order of their ends: who died first may have taken others along
         self._inbox: ZmqInbox[ToSupervisor] | None = None
         self._http: socket.socket | None = None
         self._faults: dict[str, Fault] = {}
@@ -90,7 +94,7 @@ class Supervisor:
             for address in self._elsewhere.values():
                 check_address(address, self._keys)
             self._addresses = {
-                name: self._elsewhere.get(name, f"ipc://{run_folder}/{name}") for name in (*ACTORS, "supervisor")
+                name: self._elsewhere.get(name, f"ipc://{run_folder}/{name}") for name in (*self._names, "supervisor")
             }
             self._inbox = context.inbox(self._addresses["supervisor"], ToSupervisor)
             self._inbox.subscribe(loop, self._woken.set)
@@ -126,6 +130,8 @@ class Supervisor:
             lifeline_fd=lifeline,
             http_fd=http_fd,
             progress=not self._quiet and sys.stderr.isatty(),
+            ranks_here=tuple(rank(name) for name in self._actors if kind(name) == "worker"),
+            rendezvous=self._elsewhere.get(RENDEZVOUS, f"file://{run_folder}/{RENDEZVOUS}"),
         )
         launch_file = run_folder / "launch.json"
         with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -139,9 +145,10 @@ class Supervisor:
                 str(launch_file),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(lifeline, http_fd) if name == "api" else (lifeline,),
-                env=_environment(name, self._config),
+                env=_environment(name, self._config, ranks_are_here=RENDEZVOUS not in self._elsewhere),
             )
-            self._children[name] = Child(name, process)
+            child = self._children[name] = Child(name, process)
+            child.exited.add_done_callback(partial(self._on_exit, child))
         self._mark("start of processes")
 
     async def _supervise(self) -> int:
@@ -203,8 +210,11 @@ class Supervisor:
         self._signals.append(signum)
         self._woken.set()
 
+    def _on_exit(self, child: Child, _: object) -> None:
+        self._dead.append(child)
+
     def _first_dead(self) -> Child | None:
-        return next((child for child in self._children.values() if child.exited.done()), None)
+        return self._dead[0] if self._dead else None
 
     async def _next_event(self, timeout_s: float) -> None:
         """Returns after a message, a signal, a death, or the time."""
@@ -333,7 +343,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _environment(name: str, config: EngineConfig) -> dict[str, str]:
+def _environment(name: str, config: EngineConfig, *, ranks_are_here: bool) -> dict[str, str]:
     """What glibc and OpenMP read only when a process starts.
 
     The worker's threads wait for each other between two products of a step and would otherwise spin the other processes
@@ -341,7 +351,7 @@ def _environment(name: str, config: EngineConfig) -> dict[str, str]:
     malloc settings keep large buffers mapped, whose page faults would otherwise cost more than the copies into them.
     """
     environment = dict(os.environ)
-    if name == "worker":
+    if kind(name) == "worker":
         defaults = {
             "OMP_WAIT_POLICY": "passive",
             "GOMP_SPINCOUNT": "3000",
@@ -349,6 +359,8 @@ def _environment(name: str, config: EngineConfig) -> dict[str, str]:
             "MALLOC_MMAP_THRESHOLD_": str(2**30),
             "MALLOC_TRIM_THRESHOLD_": str(2**33),
         }
+        if ranks_are_here:  # else gloo listens where the machine's name leads, and NCCL on the first network it finds
+            defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         environment |= {key: value for key, value in defaults.items() if key not in environment}
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     return environment

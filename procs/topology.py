@@ -34,9 +34,36 @@ TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Serving, m.Fault, m.Pong)
 """What every actor may tell the supervisor (`Serving` only the api)."""
 
 
-def receivers(sender: str) -> tuple[str, ...]:
-    """Whom an actor may send to."""
-    return (*(receiver for source, receiver in EDGES if source == sender), "supervisor")
+RENDEZVOUS = "ranks"
+"""Stands among the addresses for the place where the ranks of a tensor-parallel group meet."""
+
+
+def workers(num_ranks: int) -> tuple[str, ...]:
+    """The names of the ranks' workers: worker, worker-1, worker-2 …"""
+    return ("worker", *(f"worker-{rank}" for rank in range(1, num_ranks)))
+
+
+def names(num_ranks: int) -> tuple[str, ...]:
+    """All actors of an engine, in the order of starting."""
+    return (*workers(num_ranks), *(name for name in ACTORS if name != "worker"))
+
+
+def kind(name: str) -> str:
+    """What the actor of that name is: a key of `ACTORS`."""
+    return name.partition("-")[0]
+
+
+def rank(name: str) -> int:
+    """Of a worker."""
+    return int(name.partition("-")[2] or 0)
+
+
+def receivers(sender: str, num_ranks: int = 1) -> tuple[str, ...]:
+    """Whom an actor may send to. Of the workers only the first one answers the core, but all offer it their memory."""
+    found = [receiver for source, receiver in EDGES if source == kind(sender)]
+    if "worker" in found:
+        found += workers(num_ranks)[1:]
+    return (*found, "supervisor")
 
 
 def picture() -> str:

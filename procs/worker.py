@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, assert_never
 
 from ..config import EngineConfig
+from ..engine.parallel.place import Place
 from ..ipc.actor import Post
 from ..ipc.channel import Inbox
 from ..ipc.messages import CacheOffer, Facts, OpenCache, Ping, StepPlan, Stop, ToWorker
@@ -16,16 +17,24 @@ from ..ipc.messages import CacheOffer, Facts, OpenCache, Ping, StepPlan, Stop, T
 if TYPE_CHECKING:
     from ..engine.runner.runner import Runner
 
+_ALONE = Place()
 _IDLE_WAIT_S = 1.0
 _TRANSFER_WAIT_S = 0.001  # between looks at KV transfers under way
 
 
 class Worker:
-    """One rank. `handle` is the whole of it; `run` feeds it from a mailbox."""
+    """One rank. Every rank is sent the same plans and computes its part; the first one answers."""
 
-    def __init__(self, config: EngineConfig, *, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        place: Place = _ALONE,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
         """`progress` is told the bytes of weights that were read, and of all."""
         self._config = config
+        self._place = place
         self._progress = progress
         self._runner: Runner | None = None
 
@@ -38,21 +47,24 @@ class Worker:
         from ..engine.runner.runner import Runner
 
         self._post = post
-        runner = self._runner = Runner.load(self._config, progress=self._progress)
-        post("core", CacheOffer(0, runner.offer(), runner.block_bytes))
+        runner = self._runner = Runner.load(self._config, place=self._place, progress=self._progress)
+        post("core", CacheOffer(self._place.rank, runner.offer(), runner.block_bytes))
 
     def open(self, message: OpenCache) -> Facts:
         """Allocates the KV cache. Raises ConfigError."""
         runner = self._started()
         runner.open_cache(message.num_blocks)
-        return Facts(self._timings | runner.timings, runner.notes)
+        notes = runner.notes if self._place.rank == 0 else ()  # the others would say the same
+        return Facts(self._timings | runner.timings, notes)
 
     def step(self, plan: StepPlan) -> None:
-        """Runs a plan and answers the core."""
+        """Runs a plan and, on the first rank, answers the core."""
         runner = self._started()
         runner.launch(plan)
-        self._post("core", runner.collect())
-        self.poll()
+        result = runner.collect()
+        if self._place.rank == 0:
+            self._post("core", result)
+            self.poll()
 
     @property
     def num_transfers(self) -> int:

@@ -57,6 +57,22 @@ def test_speculation_and_an_extension_exclude_each_other() -> None:
         decide(Config(speculative="ngram", extension="module:Class"))
 
 
+@pytest.mark.parametrize(
+    "config",
+    [Config(kv_connector=("host,size=1G",)), Config(extension="module:Class")],
+    ids=lambda config: repr(config),
+)
+def test_what_knows_one_rank_is_refused_beside_several(config: Config) -> None:
+    decide(config)
+    with pytest.raises(ConfigError, match="knows the KV of one rank only"):
+        decide(msgspec.structs.replace(config, tensor_parallel_size=2))
+
+
+def test_ranks_share_the_cores() -> None:
+    assert [decide(Config(tensor_parallel_size=size)).num_threads for size in (1, 2, 8)] == [4, 2, 1]
+    assert decide(Config(tensor_parallel_size=2, threads=3)).num_threads == 3
+
+
 def test_every_flag_has_help() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)

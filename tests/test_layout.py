@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "plugins": set(),
     "prepare": {
         "engine.models.spec",
+        "engine.parallel.shard",
         "engine.weights.source",
         "engine.core.speculation",
         "engine.kv_connector.registry",
@@ -46,17 +47,19 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine.extension": {"engine.extension", "engine.attention.base", "engine.cache", "plugins"},
     "engine.attention": {"engine.attention", "engine.cache", "kernels"},
-    "engine.layers": {"engine.layers", "engine.attention", "engine.models.spec", "kernels"},
+    "engine.parallel": {"engine.parallel", "engine.models.spec"},
+    "engine.layers": {"engine.layers", "engine.attention", "engine.models.spec", "engine.parallel", "kernels"},
     "engine.models": {
         "engine.models",
         "engine.layers",
         "engine.attention",
         "engine.cache",
+        "engine.parallel",
         "engine.weights.mapping",
         "kernels",
     },
-    "engine.weights": {"engine.weights", "engine.models.spec"},
-    "engine.device": {"engine.device"},
+    "engine.weights": {"engine.weights", "engine.models.spec", "engine.parallel.shard"},
+    "engine.device": {"engine.device", "engine.parallel.place"},
     "engine.runner": {
         "engine.runner",
         "engine.models",
@@ -64,6 +67,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.attention",
         "engine.cache",
         "engine.device",
+        "engine.parallel",
         "engine.weights",
         "engine.kv_connector",
         "engine.extension",
@@ -190,6 +194,13 @@ def test_mailboxes_accept_exactly_what_the_topology_sends() -> None:
         sent = {kind for (_, receiver), kinds in topology.EDGES.items() if receiver == name for kind in kinds}
         assert sent | set(topology.FROM_SUPERVISOR[name]) == set(accepts.__args__), name  # type: ignore[attr-defined]
     assert set(topology.TO_SUPERVISOR) == set(messages.ToSupervisor.__args__)  # type: ignore[attr-defined]
+
+
+def test_every_rank_is_sent_the_plans_and_answers_nobody_but_the_core() -> None:
+    assert topology.names(3) == ("worker", "worker-1", "worker-2", "core", "tokenizer", "detokenizer", "api")
+    assert topology.receivers("core", 3) == ("worker", "detokenizer", "api", "worker-1", "worker-2", "supervisor")
+    assert topology.receivers("worker-2", 3) == ("core", "supervisor")
+    assert [topology.rank(name) for name in topology.workers(3)] == [0, 1, 2]
 
 
 def test_the_readme_shows_the_topology() -> None:

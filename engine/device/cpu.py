@@ -11,7 +11,9 @@ _CACHE_MOST = 4 << 30
 class CpuDevice:
     """See `Device`. Sets the number of torch's threads for the whole process."""
 
-    def __init__(self, *, num_threads: int) -> None:
+    def __init__(self, *, num_threads: int, num_sharers: int) -> None:
+        """`num_sharers`: processes of this engine whose caches share the memory, this one included."""
+        self._num_sharers = num_sharers
         self.torch_device = torch.device("cpu")
         torch.set_num_threads(num_threads)
 
@@ -25,7 +27,7 @@ class CpuDevice:
         return max(0, min(limits))
 
     def cache_memory(self) -> int:
-        return min(int(_CACHE_SHARE * self.available_memory()), _CACHE_MOST)
+        return min(int(_CACHE_SHARE * self.available_memory()), _CACHE_MOST) // self._num_sharers
 
     def synchronize(self) -> None:
         pass

@@ -6,10 +6,11 @@ _CACHE_SHARE = 0.8  # of the memory that is free once the weights are loaded; th
 
 
 class CudaDevice:
-    """See `Device`. The process's current CUDA device."""
+    """See `Device`. Becomes the process's current CUDA device."""
 
-    def __init__(self) -> None:
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, index: int) -> None:
+        torch.cuda.set_device(index)
+        self.torch_device = torch.device("cuda", index)
 
     def available_memory(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)

@@ -4,12 +4,14 @@ from torch import Tensor, nn
 
 from ...kernels.ops import Ops
 from ..attention.base import AttentionBackend
+from ..parallel.collectives import Group
 from .linear import Linear
 from .norm import RmsNorm
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. `qk_norm_eps` turns on the norms of queries and keys that Qwen3 has."""
+    """Grouped-query attention; the heads are those of this rank. `qk_norm_eps` turns on the norms of queries and keys
+    that Qwen3 has."""
 
     def __init__(
         self,
@@ -23,6 +25,7 @@ class Attention(nn.Module):
         qkv_bias: bool,
         out_bias: bool,
         qk_norm_eps: float | None,
+        group: Group,
         ops: Ops,
     ) -> None:
         super().__init__()
@@ -35,7 +38,7 @@ class Attention(nn.Module):
         self._ops = ops
         self._eps = qk_norm_eps or 0.0
         self.qkv_proj = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
-        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=out_bias)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=out_bias, sum_over=group)
         self.q_norm = RmsNorm(head_dim, eps=qk_norm_eps, ops=ops) if qk_norm_eps is not None else None
         self.k_norm = RmsNorm(head_dim, eps=qk_norm_eps, ops=ops) if qk_norm_eps is not None else None
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.ops import Matrix, Ops
+from ..parallel.collectives import Group
 
 
 def parameter(*size: int) -> nn.Parameter:
@@ -40,9 +41,14 @@ class Weight(nn.Module):
 class Linear(Weight):
     """x · weightᵀ + bias. x: [tokens, in_size] → [tokens, out_size]."""
 
-    def __init__(self, in_size: int, out_size: int, *, bias: bool) -> None:
+    def __init__(self, in_size: int, out_size: int, *, bias: bool, sum_over: Group | None = None) -> None:
+        """`sum_over`: ranks that each hold some of the columns, so that the product is the sum of theirs."""
         super().__init__(out_size, in_size)
         self.bias = parameter(out_size) if bias else None
+        self._group = sum_over
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.matrix.product(x, self.bias)
+        out = self.matrix.product(x, self.bias)
+        if self._group is not None:
+            self._group.all_reduce(out)
+        return out

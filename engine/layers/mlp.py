@@ -3,16 +3,17 @@
 from torch import Tensor, nn
 
 from ...kernels.ops import Ops
+from ..parallel.collectives import Group
 from .linear import Linear
 
 
 class GatedMlp(nn.Module):
     """down(silu(gate(x)) · up(x)). x: [tokens, hidden_size]."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, ops: Ops) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, group: Group, ops: Ops) -> None:
         super().__init__()
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, sum_over=group)
         self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:

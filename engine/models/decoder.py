@@ -14,11 +14,13 @@ from ...kernels.ops import Ops
 from ..attention.base import AttentionBackend
 from ..cache.kv_cache import KvShape
 from ..layers.attention import Attention
-from ..layers.embedding import Embedding
-from ..layers.linear import Linear, Weight
+from ..layers.embedding import Vocabulary
+from ..layers.linear import Weight
 from ..layers.mlp import GatedMlp
 from ..layers.norm import RmsNorm
 from ..layers.rotary import RopeParameters, RotaryTable
+from ..parallel import shard
+from ..parallel.collectives import Group
 from .spec import ModelSpec
 
 
@@ -40,7 +42,17 @@ class Model(Protocol):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each after a norm and added to the residual."""
 
-    def __init__(self, spec: ModelSpec, layer: int, *, qkv_bias: bool, out_bias: bool, qk_norm: bool, ops: Ops) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        *,
+        qkv_bias: bool,
+        out_bias: bool,
+        qk_norm: bool,
+        group: Group,
+        ops: Ops,
+    ) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(spec.hidden_size, eps=spec.rms_norm_eps, ops=ops)
         self.self_attn = Attention(
@@ -53,10 +65,11 @@ class DecoderLayer(nn.Module):
             qkv_bias=qkv_bias,
             out_bias=out_bias,
             qk_norm_eps=spec.rms_norm_eps if qk_norm else None,
+            group=group,
             ops=ops,
         )
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, eps=spec.rms_norm_eps, ops=ops)
-        self.mlp = GatedMlp(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, ops=ops)
+        self.mlp = GatedMlp(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, group=group, ops=ops)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attention: AttentionBackend
@@ -74,11 +87,13 @@ class DecoderLayer(nn.Module):
 class Body(nn.Module):
     """Everything below the head."""
 
-    def __init__(self, spec: ModelSpec, *, qkv_bias: bool, out_bias: bool, qk_norm: bool, ops: Ops) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, qkv_bias: bool, out_bias: bool, qk_norm: bool, group: Group, ops: Ops
+    ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
+        self.embed_tokens = Vocabulary(spec.vocab_size, spec.hidden_size, has_lookups=True, group=group)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, layer, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, ops=ops)
+            DecoderLayer(spec, layer, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, group=group, ops=ops)
             for layer in range(spec.num_layers)
         )
         self.norm = RmsNorm(spec.hidden_size, eps=spec.rms_norm_eps, ops=ops)
@@ -107,12 +122,16 @@ class Decoder(nn.Module):
         max_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        group: Group,
         ops: Ops,
     ) -> None:
+        """spec: of the whole model. group: the ranks that share it out."""
         super().__init__()
-        self.model = Body(spec, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, ops=ops)
+        self.cuts = shard.cuts(spec, group.rank, group.size) if group.size > 1 else {}
+        spec = shard.local(spec, group.rank, group.size)
+        self.model = Body(spec, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, group=group, ops=ops)
         tied = spec.tie_word_embeddings
-        self.lm_head = None if tied else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.lm_head = None if tied else Vocabulary(spec.vocab_size, spec.hidden_size, has_lookups=False, group=group)
         self.kv_shape = KvShape(
             num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
         )
@@ -150,11 +169,11 @@ class Decoder(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head.matrix.product(hidden, None).float()
+        return self._head.logits(hidden)
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return self._head.matrix.greedy(hidden)
+        return self._head.greedy(hidden)
 
     @property
-    def _head(self) -> Weight:
+    def _head(self) -> Vocabulary:
         return self.model.embed_tokens if self.lm_head is None else self.lm_head

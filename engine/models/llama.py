@@ -3,11 +3,14 @@
 import torch
 
 from ...kernels.ops import Ops
+from ..parallel.collectives import Group
 from .decoder import Decoder
 from .spec import ModelSpec
 
 
-def build(spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> Decoder:
+def build(
+    spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Group, ops: Ops
+) -> Decoder:
     """LlamaForCausalLM, MistralForCausalLM."""
     return Decoder(
         spec,
@@ -17,5 +20,6 @@ def build(spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.de
         max_len=max_len,
         dtype=dtype,
         device=device,
+        group=group,
         ops=ops,
     )

@@ -3,12 +3,23 @@
 import torch
 
 from ...kernels.ops import Ops
+from ..parallel.collectives import Group
 from .decoder import Decoder
 from .spec import ModelSpec
 
 
-def build(spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> Decoder:
+def build(
+    spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Group, ops: Ops
+) -> Decoder:
     """Qwen2ForCausalLM."""
     return Decoder(
-        spec, qkv_bias=True, out_bias=False, qk_norm=False, max_len=max_len, dtype=dtype, device=device, ops=ops
+        spec,
+        qkv_bias=True,
+        out_bias=False,
+        qk_norm=False,
+        max_len=max_len,
+        dtype=dtype,
+        device=device,
+        group=group,
+        ops=ops,
     )

@@ -8,6 +8,7 @@ import torch
 from ...kernels.ops import Ops
 from ..layers import rotary
 from ..layers.linear import Weight
+from ..parallel.collectives import Group
 from .decoder import Decoder
 from .spec import ModelSpec
 
@@ -23,21 +24,28 @@ class _Page(Protocol):
     """A family's page."""
 
     def build(
-        self, spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
+        self, spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Group, ops: Ops
     ) -> Decoder: ...
 
 
 def build_native(
-    spec: ModelSpec, *, max_len: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device, ops: Ops
+    spec: ModelSpec,
+    *,
+    max_len: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+    ops: Ops,
 ) -> Decoder | None:
-    """A model whose parameters are still to be filled: matrices of `weight_dtype`, everything else of `dtype`. None:
+    """This rank's part of a model, to be filled: matrices of `weight_dtype`, everything else of `dtype`. None:
     only the fallback can run it, because of its architecture or of a variant that our layers lack."""
     name = NATIVE.get(spec.architecture)
     if name is None or spec.hidden_act not in ("silu", "swish") or spec.rope.kind not in rotary.KINDS:
         return None
     page = cast(_Page, importlib.import_module(f".{name}", __package__))
     with torch.device("meta"):
-        model = page.build(spec, max_len=max_len, dtype=dtype, device=device, ops=ops)
+        model = page.build(spec, max_len=max_len, dtype=dtype, device=device, group=group, ops=ops)
     model.to(dtype)
     for module in model.modules():
         if isinstance(module, Weight) and module.weight is not None:

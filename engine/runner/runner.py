@@ -29,6 +29,8 @@ from ..kv_connector.registry import worker_connector
 from ..models import registry
 from ..models.decoder import Model
 from ..models.spec import ModelSpec, read_spec
+from ..parallel.collectives import Group, join
+from ..parallel.place import Place
 from ..weights.dummy import fill_dummy
 from ..weights.loader import load_weights
 from ..weights.mapping import checkpoint_targets
@@ -42,6 +44,7 @@ from .sampler import Sampler
 from .step_inputs import StepInputs, step_inputs
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ALONE = Place()
 _LOGITS_BYTES = 32 << 20  # most float32 logits of prompt positions at once
 
 
@@ -54,6 +57,7 @@ class Runner:
         config: EngineConfig,
         model: Model,
         device: Device,
+        group: Group,
         backend: Backend,
         memory: MemoryPlan,
         timings: dict[str, float],
@@ -62,6 +66,7 @@ class Runner:
         self._config = config
         self._model = model
         self._device = device
+        self._group = group
         self._backend = backend
         self._memory = memory
         self._rows = Rows(num_rows=config.max_num_seqs, max_len=config.max_model_len, block_size=config.block_size)
@@ -74,16 +79,28 @@ class Runner:
         self._results: deque[StepResult] = deque()
 
     @classmethod
-    def load(cls, config: EngineConfig, *, progress: Callable[[int, int], None] | None = None) -> "Runner":
-        """Reads the checkpoint. `progress` is told (bytes done, bytes in all). Raises ConfigError, CheckpointError."""
+    def load(
+        cls,
+        config: EngineConfig,
+        *,
+        place: Place = _ALONE,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "Runner":
+        """Reads the checkpoint, or this rank's part of it. `progress` is told (bytes done, bytes in all). Raises
+        ConfigError, CheckpointError, and StartError if the ranks do not meet."""
         timings = {}
         started = time.perf_counter()
         folder = Path(config.model_path)
         spec = read_spec(folder)
-        device = choose_device(config.device, num_threads=config.num_threads)
+        size = config.tensor_parallel_size
+        device = choose_device(config.device, num_threads=config.num_threads, place=place)
+        group = join(place, size, device.torch_device)
+        if size > 1:
+            timings["ranks"] = time.perf_counter() - started
+            started = time.perf_counter()
         dtype = _DTYPES[config.dtype]
         backend = choose_backend(device.torch_device, dtype, spec.dtype, int8=config.quantization == "int8")
-        model, weights = _load_model(config, spec, folder, dtype, device.torch_device, backend, progress)
+        model, weights = _load_model(config, spec, folder, dtype, device.torch_device, backend, group, progress)
         timings["weights"] = time.perf_counter() - started
         model.kv_shape = replace(model.kv_shape, dtype=_DTYPES[config.kv_cache_dtype])
         block = model.kv_shape.block_bytes(config.block_size)
@@ -91,7 +108,7 @@ class Runner:
             tokens=config.max_num_batched_tokens,
             rows=config.max_num_seqs,
             hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size,
+            intermediate_size=spec.intermediate_size // size,
             vocab_size=spec.vocab_size,
             itemsize=dtype.itemsize,
             cache_bytes=_blocks_needed(config) * block // model.kv_shape.num_layers,
@@ -103,12 +120,16 @@ class Runner:
             block_size=config.block_size,
             max_model_len=config.max_model_len,
         )
-        return cls(config=config, model=model, device=device, backend=backend, memory=memory, timings=timings)
+        return cls(
+            config=config, model=model, device=device, group=group, backend=backend, memory=memory, timings=timings
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the operator; the KV cache as it was opened, or before that as it would be offered."""
-        return (self._backend.note, *self._memory.lines(self._num_blocks or self.offer()))
+        size = self._group.size
+        ranks = (f"{size} ranks; each of them:",) if size > 1 else ()
+        return (*ranks, self._backend.note, *self._memory.lines(self._num_blocks or self.offer()))
 
     @property
     def block_bytes(self) -> int:
@@ -318,14 +339,24 @@ def _load_model(
     dtype: torch.dtype,
     device: torch.device,
     backend: Backend,
+    group: Group,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[Model, int]:
     """(the model with its weights, their bytes). Raises ConfigError, CheckpointError."""
     max_len = config.max_model_len
     model = registry.build_native(
-        spec, max_len=max_len, dtype=dtype, weight_dtype=backend.weight_dtype, device=device, ops=backend.ops
+        spec,
+        max_len=max_len,
+        dtype=dtype,
+        weight_dtype=backend.weight_dtype,
+        device=device,
+        group=group,
+        ops=backend.ops,
     )
     if model is None:
+        if group.size > 1:
+            known = ", ".join(registry.NATIVE)
+            raise ConfigError(f"--tensor-parallel-size is there for {known}; this is {spec.architecture}.")
         if config.load_format == "dummy":
             known = ", ".join(registry.NATIVE)
             raise ConfigError(f"--load-format dummy is there for {known}; this is {spec.architecture}.")
@@ -344,13 +375,13 @@ def _load_model(
             load_weights(
                 reader,
                 parameters,
-                checkpoint_targets(parameters, model.fused),
+                checkpoint_targets(parameters, model.fused, model.cuts),
                 redundant=model.redundant,
                 progress=progress,
             )
     del parameters  # so that each goes as it is packed
     num_bytes = model.pack(backend.ops)
-    return backend.model(model), num_bytes
+    return (backend.model(model) if group.size == 1 else model), num_bytes  # ranks exchange between its layers
 
 
 def _blocks_needed(config: EngineConfig) -> int:

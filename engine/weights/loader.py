@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ..parallel.shard import Cut
 from .mapping import Target
 from .reader import CheckpointReader
 
@@ -37,15 +38,16 @@ def load_weights(
 
     views = {name: _view(parameters, target) for name, target in targets.items()}
     for name in present:
-        if reader.shape(name) != tuple(views[name].shape):
+        expected = _whole_shape(views[name], targets[name].cut)
+        if reader.shape(name) != expected:
             raise CheckpointError(
                 f"{name} has the shape {list(reader.shape(name))} in the checkpoint, but config.json calls for "
-                f"{list(views[name].shape)}."
+                f"{list(expected)}."
             )
     total = sum(view.nbytes for view in views.values())
     done = 0
     for name in present:
-        views[name].copy_(reader.tensor(name))
+        _fill(views[name], reader, name, targets[name].cut)
         done += views[name].nbytes
         if progress is not None:
             progress(done, total)
@@ -55,6 +57,25 @@ def load_weights(
 def _view(parameters: Mapping[str, Tensor], target: Target) -> Tensor:
     parameter = parameters[target.parameter]
     return parameter if target.rows is None else parameter[target.rows[0] : target.rows[1]]
+
+
+def _whole_shape(view: Tensor, cut: Cut | None) -> tuple[int, ...]:
+    shape = list(view.shape)
+    if cut is not None and cut.dim < len(shape):
+        shape[cut.dim] = cut.whole
+    return tuple(shape)
+
+
+def _fill(view: Tensor, reader: CheckpointReader, name: str, cut: Cut | None) -> None:
+    if cut is None:
+        view.copy_(reader.tensor(name))
+    elif cut.dim < view.dim():
+        part = slice(cut.first, cut.last)
+        view.copy_(reader.tensor(name, part if cut.dim == 0 else (slice(None), part)))
+    elif cut.first == 0:
+        view.copy_(reader.tensor(name))
+    else:
+        view.zero_()  # a bias beside columns that are cut: the first rank adds it
 
 
 def _refuse(verb: str, names: list[str], why: str) -> None:

@@ -20,6 +20,7 @@ _SINGLE = "model.safetensors"
 
 class _Slice(Protocol):
     def get_shape(self) -> list[int]: ...
+    def __getitem__(self, part: slice | tuple[slice, slice]) -> Tensor: ...
 
 
 class _File(Protocol):
@@ -68,10 +69,11 @@ class CheckpointReader:
         """From the file's header; reads no data."""
         return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
 
-    def tensor(self, name: str) -> Tensor:
-        """On the CPU, in the file's dtype. Raises CheckpointError."""
+    def tensor(self, name: str, part: slice | tuple[slice, slice] | None = None) -> Tensor:
+        """On the CPU, in the file's dtype; with `part` no more is read than that. Raises CheckpointError."""
         try:
-            return self._open[self._file_of[name]].get_tensor(name)
+            file = self._open[self._file_of[name]]
+            return file.get_tensor(name) if part is None else file.get_slice(name)[part]
         except (SafetensorError, OSError, RuntimeError) as e:
             raise CheckpointError(f"{name} cannot be read from {self._file_of[name]}: {e}.") from None
 

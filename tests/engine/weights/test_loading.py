@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.engine.models import registry
 from pagewire.engine.models.spec import read_spec
+from pagewire.engine.parallel.collectives import Alone
 from pagewire.engine.weights.loader import load_weights
 from pagewire.engine.weights.mapping import Target, checkpoint_targets
 from pagewire.engine.weights.reader import CheckpointReader
@@ -19,10 +20,12 @@ from pagewire.kernels.ops import reference_ops
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     spec, ops = read_spec(folder), reference_ops()
-    model = registry.build_native(spec, max_len=8, dtype=dtype, weight_dtype=dtype, device=torch.device("cpu"), ops=ops)
+    cpu = torch.device("cpu")
+    model = registry.build_native(spec, max_len=8, dtype=dtype, weight_dtype=dtype, device=cpu, group=Alone(), ops=ops)
     parameters = dict(model.named_parameters())
     with CheckpointReader(folder) as reader:
-        total = load_weights(reader, parameters, checkpoint_targets(parameters, model.fused), redundant=model.redundant)
+        targets = checkpoint_targets(parameters, model.fused, model.cuts)
+        total = load_weights(reader, parameters, targets, redundant=model.redundant)
     assert total == sum(parameter.nbytes for parameter in parameters.values())
     return model
 
@@ -142,7 +145,7 @@ def test_no_weights_and_pickles_only(folder):
 
 def test_targets():
     fused = {"ab_proj": (("a_proj", 2), ("b_proj", 3))}
-    assert checkpoint_targets(["x.ab_proj.weight", "x.ab_proj.bias", "y.weight"], fused) == {
+    assert checkpoint_targets(["x.ab_proj.weight", "x.ab_proj.bias", "y.weight"], fused, {}) == {
         "x.a_proj.weight": Target("x.ab_proj.weight", (0, 2)),
         "x.b_proj.weight": Target("x.ab_proj.weight", (2, 5)),
         "x.a_proj.bias": Target("x.ab_proj.bias", (0, 2)),

@@ -1,0 +1,92 @@
+"""Who of a tensor-parallel group holds which part of a model. Pure arithmetic on sizes.
+
+Projections into heads and into the feed-forward part are cut by their outputs, those back by their inputs, so a layer
+needs one sum over the ranks after attention and one after the feed-forward part (Shoeybi et al., "Megatron-LM", arXiv
+1909.08053, section 3). The rows of the vocabulary are dealt out in order, for the embedding and the head alike.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from ...errors import ConfigError
+from ..models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Of a checkpoint's matrices the part [first, last) of dimension `dim`, which is `whole` long. A bias is cut as the
+    rows are; where columns are cut it is added on the first rank only."""
+
+    dim: int
+    first: int
+    last: int
+    whole: int
+
+
+Cuts = Mapping[str, Cut]
+"""The checkpoint's name of a module → what a rank takes of it; modules that are not there are taken whole."""
+
+
+def part(num: int, rank: int, size: int) -> tuple[int, int]:
+    """[first, last) of `num` things that `size` ranks share out, in order; the last ranks may have fewer."""
+    each = -(-num // size)
+    return min(rank * each, num), min((rank + 1) * each, num)
+
+
+def check(spec: ModelSpec, size: int) -> None:
+    """Raises ConfigError if `size` ranks cannot share the model out."""
+    flag = f"--tensor-parallel-size {size}"
+    if spec.num_heads % size or spec.intermediate_size % size:
+        raise ConfigError(
+            f"{flag}: each rank takes as many of the model's {spec.num_heads} attention heads and "
+            f"{spec.intermediate_size} feed-forward columns, and they cannot be shared out evenly."
+        )
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        raise ConfigError(f"{flag} and the model's {spec.num_kv_heads} key/value heads: one must divide the other.")
+    first, last = part(spec.vocab_size, size - 1, size)
+    if first == last:
+        raise ConfigError(f"{flag}: the last rank would get none of the model's {spec.vocab_size} tokens.")
+
+
+def local(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
+    """The sizes of what this rank computes; the vocabulary stays whole."""
+    first, last = _kv_heads(spec, rank, size)
+    return structs.replace(
+        spec,
+        num_heads=spec.num_heads // size,
+        num_kv_heads=last - first,
+        intermediate_size=spec.intermediate_size // size,
+    )
+
+
+def cuts(spec: ModelSpec, rank: int, size: int) -> Cuts:
+    """What this rank reads of the checkpoint."""
+    dim = spec.head_dim
+    heads = part(spec.num_heads, rank, size)
+    kv_heads = _kv_heads(spec, rank, size)
+    inner = part(spec.intermediate_size, rank, size)
+    queries = heads[0] * dim, heads[1] * dim, spec.num_heads * dim
+    keys = kv_heads[0] * dim, kv_heads[1] * dim, spec.num_kv_heads * dim
+    columns = *inner, spec.intermediate_size
+    words = *part(spec.vocab_size, rank, size), spec.vocab_size
+    return {
+        "q_proj": Cut(0, *queries),
+        "k_proj": Cut(0, *keys),
+        "v_proj": Cut(0, *keys),
+        "o_proj": Cut(1, *queries),
+        "gate_proj": Cut(0, *columns),
+        "up_proj": Cut(0, *columns),
+        "down_proj": Cut(1, *columns),
+        "embed_tokens": Cut(0, *words),
+        "lm_head": Cut(0, *words),
+    }
+
+
+def _kv_heads(spec: ModelSpec, rank: int, size: int) -> tuple[int, int]:
+    """Where there are more ranks than key/value heads, several ranks hold the same one."""
+    if spec.num_kv_heads >= size:
+        return part(spec.num_kv_heads, rank, size)
+    head = rank * spec.num_kv_heads // size
+    return head, head + 1

@@ -1,0 +1,111 @@
+"""Several ranks serve one model, each a process with its part of the weights: the tokens of one rank."""
+
+import json
+import time
+import urllib.request
+
+import checkpoints
+import pytest
+import vocabulary
+from servers import free_port, wait_until
+
+from pagewire import LLM, SamplingParams
+
+pytestmark = pytest.mark.e2e
+PROMPTS = [[5 + i, 9, 40 + 7 * i, 33, 12][: 2 + i % 4] * (1 + 3 * i) for i in range(6)]
+
+
+def _post(server, prompt, **more):
+    """The open response to a completion of 24 tokens."""
+    body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "logprobs": 1, "return_token_ids": True, **more}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def _complete(server, prompt, **more):
+    with _post(server, prompt, **more) as response:
+        choices = sorted(json.load(response)["choices"], key=lambda choice: choice["index"])
+    return [choice["token_ids"] for choice in choices], [choice["logprobs"]["token_logprobs"] for choice in choices]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "changes"),
+    [
+        ("llama-biased", 2, {"vocab_size": 319}),  # the last rank has a token less
+        ("qwen3", 4, {"tie_word_embeddings": False}),  # two ranks each hold the same key/value head
+    ],
+)
+def test_ranks_say_what_one_rank_says(kind, size, changes, tmp_path, start):
+    folder = checkpoints.make_checkpoint(tmp_path, kind, **changes)
+    vocabulary.add_tokenizer(folder, vocab_size=changes.get("vocab_size", 320))
+    llm = LLM(str(folder), dtype="float32", threads=1)
+    greedy, sampled = (
+        [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+        for params in (
+            SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1),
+            SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True),
+        )
+    )
+    flags = ("--dtype", "float32", "--tensor-parallel-size", str(size), "--max-num-batched-tokens", "16")
+    server = start(str(folder), *flags).wait_ready()
+    assert {"worker", *(f"worker-{rank}" for rank in range(1, size))} <= server.children().keys()
+    ids, logprobs = _complete(server, PROMPTS, temperature=0)
+    assert ids == [list(one.token_ids) for one in greedy]
+    for found, one in zip(logprobs, greedy, strict=True):
+        assert found == pytest.approx(
+            [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)], abs=1e-3
+        )
+    assert _complete(server, PROMPTS[5], temperature=0) == ([ids[5]], [logprobs[5]]), "not the bits of the batch"
+    ids, _ = _complete(server, PROMPTS[4], temperature=1, seed=3)
+    assert ids == [list(sampled[4].token_ids)]
+    assert server.stop() == 0, server.log.read_text()
+
+
+def test_a_rank_that_dies_in_service_ends_the_server_with_its_name(start):
+    server = start("--tensor-parallel-size", "2", "--quantization", "int8").wait_ready()
+    children = server.children()
+    assert len(_complete(server, "hello", temperature=0)[0][0]) == 24
+    with _post(server, "hello", max_tokens=8000, stream=True) as response:
+        assert response.readline().startswith(b"data: {")
+        children["worker-1"].kill()
+        died = time.monotonic()
+        events = [line.strip() for line in response if line.strip()]
+    assert b'"error"' in events[-1]
+    assert server.process.wait(20) == 1
+    assert time.monotonic() - died < 15
+    assert "worker-1 was killed by SIGKILL" in server.log.read_text()
+    assert not [child for child in children.values() if child.is_running()]
+
+
+def test_a_rank_that_dies_while_loading_ends_the_start_with_its_name(start):
+    server = start("--tensor-parallel-size", "2")
+    wait_until(lambda: "worker-1" in server.children(), "the processes are there", 30.0)
+    children = server.children()
+    children["worker-1"].kill()
+    assert server.process.wait(20) == 1
+    assert server.log.read_text() == "pagewire: worker-1 was killed by SIGKILL.\n"
+    assert not [child for child in children.values() if child.is_running()]
+
+
+def test_what_only_the_fallback_runs_is_refused_once_for_all_ranks(tmp_path, start):
+    folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, "gpt_neox"))
+    server = start(str(folder), "--tensor-parallel-size", "2")
+    assert server.process.wait(60) == 2
+    (line,) = server.log.read_text().strip().splitlines()
+    assert line.startswith("pagewire: --tensor-parallel-size is there for ") and "GPTNeoXForCausalLM" in line
+
+
+def test_the_ranks_may_be_of_two_launches(start, tmp_path):
+    names = ("worker", "worker-1", "core", "tokenizer", "detokenizer", "api", "ranks")
+    addresses = [f"{name}=tcp://127.0.0.1:{free_port()}" for name in names]
+    launch = ("-m", "pagewire.procs.launch")
+    common = ["--tensor-parallel-size", "2", "--key-file", str(tmp_path / "key"), "--address", *addresses]
+    first = start("--actors", "worker,core,tokenizer,detokenizer,api", *common, command=launch)
+    wait_until(lambda: (tmp_path / "key").exists(), "the key is made")
+    second = start("--actors", "worker-1", *common, command=launch)
+    first.wait_ready()
+    assert set(second.children()) == {"worker-1"}
+    assert len(_complete(first, "hello", temperature=0)[0][0]) == 24
+    assert first.stop() == 0 and second.stop() == 0

@@ -1,0 +1,86 @@
+"""Every number of a checkpoint is held by exactly the ranks that compute with it."""
+
+from itertools import pairwise
+
+import checkpoints
+import pytest
+import torch
+from msgspec import structs
+from safetensors.torch import load_file
+
+from pagewire.engine.models import registry
+from pagewire.engine.models.spec import read_spec
+from pagewire.engine.parallel import shard
+from pagewire.engine.weights.loader import load_weights
+from pagewire.engine.weights.mapping import checkpoint_targets
+from pagewire.engine.weights.reader import CheckpointReader
+from pagewire.errors import ConfigError
+from pagewire.kernels.ops import reference_ops
+
+
+class Rank:
+    """A place in a group whose ranks never meet: enough to be laid out and loaded."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def _load(folder, rank, size):
+    spec, ops = read_spec(folder), reference_ops()
+    float32, cpu = torch.float32, torch.device("cpu")
+    model = registry.build_native(
+        spec, max_len=8, dtype=float32, weight_dtype=float32, device=cpu, group=Rank(rank, size), ops=ops
+    )
+    parameters = dict(model.named_parameters())
+    with CheckpointReader(folder) as reader:
+        targets = checkpoint_targets(parameters, model.fused, model.cuts)
+        load_weights(reader, parameters, targets, redundant=model.redundant)
+    return parameters, targets
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-biased", "qwen2", "qwen3"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_parts_make_the_whole(kind, size, tmp_path):
+    folder = checkpoints.make_checkpoint(tmp_path, kind)
+    tensors = load_file(folder / "model.safetensors")
+    loaded = [_load(folder, rank, size) for rank in range(size)]
+    for name, tensor in tensors.items():
+        if name not in loaded[0][1]:
+            continue
+        parts = []
+        for parameters, targets in loaded:
+            target = targets[name]
+            rows = slice(*target.rows) if target.rows is not None else slice(None)
+            parts.append((parameters[target.parameter][rows], target.cut))
+        cut = parts[0][1]
+        if cut is None:
+            assert all(torch.equal(part, tensor) for part, _ in parts), name
+        elif cut.dim >= tensor.dim():
+            assert torch.equal(torch.stack([part for part, _ in parts]).sum(0), tensor), "the bias is added once"
+        else:
+            places = {}
+            for part, cut in parts:
+                places[cut.first] = part  # where there are more ranks than heads, several hold the same
+            assert torch.equal(torch.cat([places[first] for first in sorted(places)], cut.dim), tensor), name
+
+
+def test_parts_are_in_order_and_complete():
+    for num, size in ((320, 4), (5, 2), (7, 3), (151936, 8)):
+        parts = [shard.part(num, rank, size) for rank in range(size)]
+        assert parts[0][0] == 0 and parts[-1][1] == num
+        assert all(a[1] == b[0] for a, b in pairwise(parts))
+
+
+def test_what_cannot_be_shared_out_is_refused(tmp_path):
+    spec = read_spec(checkpoints.make_checkpoint(tmp_path, "qwen3"))
+    for size in (1, 2, 4):
+        shard.check(spec, size)
+    for size, changes, why in (
+        (3, {}, "4 attention heads"),
+        (8, {}, "4 attention heads"),
+        (4, {"intermediate_size": 94}, "94 feed-forward columns"),
+        (4, {"num_heads": 12, "num_kv_heads": 3}, "3 key/value heads: one must divide the other"),
+        (4, {"vocab_size": 6}, "the last rank would get none of the model's 6 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            shard.check(structs.replace(spec, **changes), size)
