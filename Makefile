@@ -8,12 +8,13 @@ ARGS ?=
 # pip's own compilation of .pyc files must not be switched off, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve test lint types bench dist clean
+.PHONY: help serve test lint types bench kernels dist clean
 
 help:
 	@echo "make serve   start the server on the demo model and print a curl line to try"
 	@echo "make test    ruff, mypy and every test"
 	@echo "make bench   the benchmarks, into bench/results/"
+	@echo "make kernels compiled Triton kernels, which make dist then puts into the wheel"
 	@echo "make dist    wheel and sdist, into dist/"
 
 $(BIN)/python:
@@ -43,8 +44,12 @@ test: lint types
 bench: $(VENV)/.dev
 	for bench in offline serve startup scheduler long_prompt policies kv_tiers accuracy speculation; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
 
+kernels: $(VENV)/.dev
+	for arch in 80 89 90; do \
+		$(BIN)/python -m pagewire.kernels.triton.compile --ship kernels/triton/shipped/sm_$$arch.zip --arch $$arch || exit; done
+
 dist: $(VENV)/.dev
 	$(BIN)/python -m build --no-isolation
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist kernels/triton/shipped *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,21 +1,23 @@
 """Compiles the kernels for sm_80 and sm_90 on a machine without a GPU, and says what the compiler made of them.
 
-    python -m pagewire.kernels.triton.compile [module …]                 a line for each variant
+    python -m pagewire.kernels.triton.compile [module …]                 a line for each kernel
     python -m pagewire.kernels.triton.compile --write golden.json        keeps the numbers
     python -m pagewire.kernels.triton.compile --check golden.json        fails where they have become worse
     python -m pagewire.kernels.triton.compile --check golden.json --sample
                                           compiles one variant a module if no source has changed since they were taken
+    python -m pagewire.kernels.triton.compile --ship sm_90.zip --arch 90 writes what `cubins.py` installs
 
 Worse is: stack (registers are spilled), a tenth more registers (fewer programs share a processor), no tensor cores or
-asynchronous copies where the variant has planned them, fewer pipelining buffers than planned. No test of numbers would
-fail for any of that. Registers are compared only if the same Triton took the golden numbers. Triton keeps what it
-compiled in its own cache, so an unchanged kernel is only read again.
+asynchronous copies where the variant has planned them, fewer pipelining buffers than planned, more shared memory than
+the architecture has, other kernels because of the number of rows. No test of numbers would fail for any of that.
+Registers and stack count only if the same Triton took the golden numbers, because each allocates them in its own way.
+Triton keeps what it compiled in its own cache, so an unchanged kernel is only read again.
 """
 
 import argparse
 import hashlib
 import importlib
-import importlib.util
+import itertools
 import json
 import math
 import multiprocessing
@@ -23,19 +25,18 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from .variant import Variant
+from .cubins import pack
+from .variant import Plan, Variant
 
 MODULES = (
     "decode_attention",
@@ -50,13 +51,18 @@ MODULES = (
     "logprobs",
     "moe",
 )
-ARCHITECTURES = (80, 90)
+ARCHITECTURES = (80, 90)  # that are checked; others can be shipped
 _NO_KERNELS = ("__init__.py", "compile.py", "cubins.py")
 _COUNTED = ("HMMA", "HGMMA", "QGMMA", "LDGSTS", "UTMALDG", "ATOMG", "LDL", "STL")  # kept with the golden numbers
+_MOST_SHARED = {80: 163, 89: 99, 90: 227}  # KiB of a program
 _MORE_REGISTERS = 1.1  # than before is worse
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _BUFFERS = re.compile(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x")
+
+Result = TypeVar("Result")
+Files = dict[str, Path]
+"""What Triton's cache has of one kernel, by suffix: ".cubin", ".json", ".ttgir", …"""
 
 
 class Golden(TypedDict):
@@ -64,18 +70,18 @@ class Golden(TypedDict):
 
     triton: str  # its version
     sources: str  # `sources_key` at that time
-    reports: dict[str, dict[str, Any]]  # of each variant and architecture, by title
+    reports: dict[str, dict[str, dict[str, Any]]]  # by title (variant and architecture) and kernel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A variant compiled for one architecture."""
+    """A kernel compiled for one architecture."""
 
     registers: int  # of a thread
     stack: int  # bytes of a thread
     shared: int  # bytes of a program
     buffers: int  # of the matrix with the fewest that are filled ahead; 1: none is
-    opcodes: dict[str, int]  # how often each of _COUNTED and of what the variant asks for stands in the code
+    opcodes: dict[str, int]  # how often each of _COUNTED and of what the plan asks for stands in the code
 
     def __str__(self) -> str:
         opcodes = " ".join(f"{name} {n}" for name, n in self.opcodes.items())
@@ -84,10 +90,37 @@ class Report:
         )
 
 
+class _NoDevice:
+    """The driver of a device that is not there, as far as Triton asks for one: what is launched is compiled only."""
+
+    _numbers = itertools.count()  # a new device each time: what a process compiled for one it does not look up again
+
+    def __init__(self, architecture: int) -> None:
+        self._target = GPUTarget("cuda", architecture, 32)
+        self._device = next(self._numbers)
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 2**30}
+
+    def load_binary(self, *args: object) -> tuple[None, None, int, int, int]:
+        return None, None, 0, 0, 2**30  # module, function, registers, spills, threads at most
+
+    def launcher_cls(self, *args: object) -> Callable[..., None]:
+        return lambda *args: None
+
+
 def variants(modules: Sequence[str] = MODULES) -> list[Variant]:
-    """Of the modules that exist, in order."""
-    found = [name for name in modules if importlib.util.find_spec(f"{__package__}.{name}") is not None]
-    return [variant for name in found for variant in importlib.import_module(f"{__package__}.{name}").VARIANTS]
+    return [variant for name in modules for variant in importlib.import_module(f"{__package__}.{name}").VARIANTS]
 
 
 def sources_key() -> str:
@@ -99,58 +132,77 @@ def sources_key() -> str:
     return digest.hexdigest()
 
 
-def compile_variant(variant: Variant, architecture: int) -> Report:
-    names = variant.kernel.arg_names
-    source = ASTSource(
-        fn=variant.kernel,
-        signature={name: variant.signature.get(name, "constexpr") for name in names},
-        constexprs=variant.constexprs,
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible},
-    )
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    text = _disassembled(compiled.asm["cubin"])
-    resources = _RESOURCES.search(text)
-    assert resources is not None, text[:1000]
-    opcodes = Counter(_OPCODE.findall(text))
-    wanted = {*_COUNTED, *_planned(variant, architecture)}
-    counts = {name: sum(n for code, n in opcodes.items() if f"{code}.".startswith(f"{name}.")) for name in wanted}
-    return Report(
-        registers=int(resources[1]),
-        stack=int(resources[2]),
-        shared=compiled.metadata.shared,
-        buffers=min(map(int, _BUFFERS.findall(compiled.asm["ttgir"])), default=1),
-        opcodes={name: n for name, n in sorted(counts.items()) if n},
-    )
+def launched(variant: Variant, rows: int, architecture: int) -> list[str]:
+    """What is launched for so many rows, without compiling it: all that Triton would compile a kernel by."""
+    found = []
 
+    def remember(*, compile: dict[str, Any], **_: object) -> bool:
+        found.append(compile["specialization_data"])
+        return True  # instead of compiling it
 
-def failures(variant: Variant, architecture: int, report: Report, most_registers: float) -> list[str]:
-    """What is worse than planned."""
-    found = [f"no {name}" for name in _planned(variant, architecture) if name not in report.opcodes]
-    if variant.buffers is not None and report.buffers < variant.buffers:
-        found.append(f"{report.buffers} buffers, planned are {variant.buffers}")
-    if report.stack:
-        found.append(f"{report.stack} bytes of stack")
-    if report.registers > most_registers:
-        found.append(f"{report.registers} registers, at most {most_registers:.0f} would not be worse")
+    triton.runtime.driver.set_active(_NoDevice(architecture))
+    triton.knobs.runtime.jit_cache_hook = remember
+    try:
+        variant.launch(rows)
+    finally:
+        triton.knobs.runtime.jit_cache_hook = None
     return found
 
 
-def _planned(variant: Variant, architecture: int) -> tuple[str, ...]:
-    return variant.sm_80 if architecture == 80 else variant.sm_90
+def compile_variant(variant: Variant, architecture: int) -> dict[str, Files]:
+    """By the name of the kernel. What was shipped has only the two files that are needed to run it."""
+    found: dict[str, Files] = {}
+
+    def remember(*, src: Any, metadata_group: dict[str, str], **_: object) -> None:
+        assert src.name not in found, src.name
+        found[src.name] = {Path(path).suffix: Path(path) for path in metadata_group.values()}
+
+    triton.runtime.driver.set_active(_NoDevice(architecture))
+    triton.knobs.compilation.listener = remember
+    try:
+        variant.launch(variant.rows[0])
+    finally:
+        triton.knobs.compilation.listener = None
+    assert found.keys() == variant.plans.keys(), (found.keys(), variant.plans.keys())
+    return found
 
 
-def _runs_on(variant: Variant, architecture: int) -> bool:
-    """Numbers of the type e4m3 came with sm_89."""
-    return architecture >= 89 or not any("fp8e4nv" in type_ for type_ in variant.signature.values())
+def report_of(files: Files, wanted: Iterable[str]) -> Report:
+    """wanted: opcodes to count beside `_COUNTED`."""
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", str(files[".cubin"])]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    resources = _RESOURCES.search(text)
+    assert resources is not None, text[:1000]
+    found = Counter(_OPCODE.findall(text))
+    counts = {
+        name: sum(n for opcode, n in found.items() if f"{opcode}.".startswith(f"{name}."))
+        for name in sorted({*_COUNTED, *wanted})
+    }
+    return Report(
+        registers=int(resources[1]),
+        stack=int(resources[2]),
+        shared=json.loads(files[".json"].read_text())["shared"],
+        buffers=min(map(int, _BUFFERS.findall(files[".ttgir"].read_text())), default=1),
+        opcodes={name: n for name, n in counts.items() if n},
+    )
 
 
-def _disassembled(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def failures(plan: Plan, architecture: int, report: Report, before: Report | None, *, same_compiler: bool) -> list[str]:
+    """What is worse than planned, or than before with the same compiler."""
+    found = [f"no {name}" for name in _opcodes(plan, architecture) if name not in report.opcodes]
+    if plan.buffers is not None and report.buffers < plan.buffers:
+        found.append(f"{report.buffers} buffers, planned are {plan.buffers}")
+    if report.shared > 1024 * _MOST_SHARED.get(architecture, math.inf):
+        found.append(f"{report.shared} bytes of shared memory, more than there are")
+    if report.stack and same_compiler:
+        found.append(f"{report.stack} bytes of stack")
+    if before and same_compiler and report.registers > _MORE_REGISTERS * before.registers:
+        found.append(f"{report.registers} registers, were {before.registers}")
+    return found
+
+
+def _opcodes(plan: Plan, architecture: int) -> tuple[str, ...]:
+    return plan.sm_90 if architecture == 90 else plan.sm_80
 
 
 class _Job(NamedTuple):
@@ -161,25 +213,66 @@ class _Job(NamedTuple):
     architecture: int
 
 
-def _run(job: _Job) -> Report | str:
-    """The report, or why there is none."""
+def _files(job: _Job) -> dict[str, Files]:
+    return compile_variant(variants(job.modules)[job.place], job.architecture)
+
+
+def _reports(job: _Job) -> dict[str, Report] | str:
+    """By the name of the kernel, or why there are none."""
+    plans = variants(job.modules)[job.place].plans
     try:
-        return compile_variant(variants(job.modules)[job.place], job.architecture)
+        return {name: report_of(files, _opcodes(plans[name], job.architecture)) for name, files in _files(job).items()}
     except Exception as error:  # the compiler raises whatever it likes; the other variants are still of interest
         return f"{type(error).__name__}: {error}"
 
 
-def _compiled(jobs: Sequence[_Job]) -> Iterator[Report | str]:
+def _in_parallel(run: Callable[[_Job], Result], jobs: Sequence[_Job]) -> list[Result]:
     """By as many processes as there are cores; forked, so that each has the kernels already, and nothing has started a
     thread by now."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(_run, jobs)
+        return list(pool.map(run, jobs))
 
 
 def _sample(jobs: Sequence[_Job], chosen: Sequence[Variant]) -> list[_Job]:
     """The first variant of each module, for the newest architecture."""
-    first = {chosen[job.place].kernel.module: job for job in reversed(jobs) if job.architecture == ARCHITECTURES[-1]}
-    return list(first.values())
+    newest = [job for job in jobs if job.architecture == ARCHITECTURES[-1]]
+    return list({chosen[job.place].launch.__module__: job for job in reversed(newest)}.values())
+
+
+def _check(chosen: Sequence[Variant], jobs: Sequence[_Job], golden: Golden | None, sample: bool) -> tuple[Golden, int]:
+    """The numbers of these jobs, and how many of them are worse."""
+    same_compiler = golden is None or golden["triton"] == triton.__version__
+    unchanged = golden is not None and same_compiler and golden["sources"] == sources_key()
+    compiled = _sample(jobs, chosen) if sample and unchanged else jobs
+    results = dict(zip(compiled, _in_parallel(_reports, compiled), strict=True))
+    taken: Golden = {"triton": triton.__version__, "sources": sources_key(), "reports": {}}
+    num_worse = 0
+    for job in jobs:
+        variant = chosen[job.place]
+        title = f"{variant.name} sm_{job.architecture}"
+        before = {k: Report(**numbers) for k, numbers in golden["reports"].get(title, {}).items()} if golden else {}
+        reports = results.get(job, before)
+        worse = []
+        if golden and not before:
+            worse.append("no golden numbers")
+        if len({tuple(launched(variant, rows, job.architecture)) for rows in variant.rows}) > 1:
+            worse.append(f"not the same kernels for all of {variant.rows} rows")
+        if isinstance(reports, str):
+            worse.append(reports)
+        else:
+            for name, report in reports.items():
+                found = failures(
+                    variant.plans[name], job.architecture, report, before.get(name), same_compiler=same_compiler
+                )
+                worse += [f"{name}: {text}" for text in found]
+                if job in results:
+                    print(f"{title:56} {name:20} {report}")
+            taken["reports"][title] = {name: asdict(report) for name, report in reports.items()}
+        if worse:
+            print(f"WORSE: {title}: {'; '.join(worse)}")
+        num_worse += bool(worse)
+    print(f"{len(compiled)} of {len(jobs)} compiled with triton {triton.__version__}, {num_worse} worse")
+    return taken, num_worse
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -188,45 +281,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="keep the numbers here")
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare with these numbers")
     parser.add_argument("--sample", action="store_true", help="with --check: compile all only if a source has changed")
+    parser.add_argument("--ship", type=Path, metavar="ZIP", help="write the compiled kernels here")
+    parser.add_argument("--arch", type=int, action="append", help="only this one, for example 89; several if repeated")
     options = parser.parse_args(arguments)
     modules = tuple(options.modules) or MODULES
     chosen = variants(modules)
-    jobs = [_Job(modules, i, a) for i, v in enumerate(chosen) for a in ARCHITECTURES if _runs_on(v, a)]
-    titles = [f"{chosen[job.place].name} sm_{job.architecture}" for job in jobs]
-    assert len(set(titles)) == len(titles), [title for title, n in Counter(titles).items() if n > 1]
-
+    architectures = tuple(options.arch or ARCHITECTURES)
+    jobs = [_Job(modules, i, a) for i, v in enumerate(chosen) for a in architectures if a >= v.architecture]
+    if options.ship:
+        pack(options.ship, (files for made in _in_parallel(_files, jobs) for files in made.values()))
+        return 0
     golden: Golden | None = json.loads(options.check.read_text()) if options.check else None
-    same_compiler = golden is not None and golden["triton"] == triton.__version__
-    unchanged = golden is not None and same_compiler and golden["sources"] == sources_key()
-    compiled_jobs = _sample(jobs, chosen) if options.sample and unchanged else jobs
-    reports = dict(zip(compiled_jobs, _compiled(compiled_jobs), strict=True))
-    written: dict[str, dict[str, Any]] = {}
-    num_worse = 0
-    for job, title in zip(jobs, titles, strict=True):
-        before = Report(**golden["reports"][title]) if golden and title in golden["reports"] else None
-        report = reports.get(job, before)
-        if isinstance(report, Report):
-            most_registers = _MORE_REGISTERS * before.registers if before and same_compiler else math.inf
-            worse = failures(chosen[job.place], job.architecture, report, most_registers)
-            written[title] = asdict(report)
-        else:
-            worse = [report or "not compiled"]
-        if golden and before is None:
-            worse.append("no golden numbers")
-        if job in reports or worse:
-            print(f"{title:64} {report}")
-        for text in worse:
-            print(f"  WORSE: {text}")
-        num_worse += bool(worse)
-    if golden and not options.modules:
-        for title in sorted(golden["reports"].keys() - set(titles)):
-            print(f"{title}: golden numbers of a variant that there is not any more\n  WORSE: write them anew")
-            num_worse += 1
+    taken, num_worse = _check(chosen, jobs, golden, options.sample)
+    if golden and not options.modules and not options.arch and golden["reports"].keys() - taken["reports"].keys():
+        print("WORSE: golden numbers of variants that there are not any more; write them anew")
+        num_worse += 1
     if options.write:
-        lines = ",\n".join(f"  {json.dumps(title)}: {json.dumps(report)}" for title, report in written.items())
-        of = f'"triton": {json.dumps(triton.__version__)},\n "sources": {json.dumps(sources_key())}'
-        options.write.write_text(f'{{\n {of},\n "reports": {{\n{lines}\n }}\n}}\n')
-    print(f"{len(reports)} of {len(jobs)} compiled with triton {triton.__version__}, {num_worse} worse")
+        lines = ",\n".join(f"  {json.dumps(title)}: {json.dumps(of)}" for title, of in taken["reports"].items())
+        head = json.dumps({**taken, "reports": {}}, indent=1)
+        options.write.write_text(head.replace('"reports": {}', f'"reports": {{\n{lines}\n }}') + "\n")
     return 1 if num_worse else 0
 
 

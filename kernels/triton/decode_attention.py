@@ -11,14 +11,13 @@ one page, so that its keys lie in one piece. `extend_attention.py` shares the ar
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .variant import Variant
+from .variant import Plan, Variant, shaped
 
 CHUNK = 256  # positions; twice, four times, … as many in rows that would have more than `MOST_CHUNKS`
 MOST_CHUNKS = 64  # of a row: bounds the memory for partial results, and what one program has to merge
@@ -315,68 +314,54 @@ def _decode_kernel(
                 tl.store(arrival, 0)
 
 
-_POINTERS = {
-    "block_table": "*i32",
-    "items": "*i32",
-    "num_items": "*i32",
-    "partials": "*fp32",
-    "lses": "*fp32",
-    "arrivals": "*i32",
-}
-_STRIDES = ("out_stride", "query_stride")
+def _workspace(heads: int, kv_heads: int, window: int | None = None) -> DecodeWorkspace:
+    """As many rows as a server has at once if nobody says otherwise."""
+    return workspace_decode(
+        rows=256, most_context=32768, heads=heads, kv_heads=kv_heads, head_dim=128, window=window, device="meta"
+    )
 
 
 def _variant(
-    name: str, heads: int, kv_heads: int, *, kv: str = "bf16", capped: bool = False, sinks: bool = False
+    name: str, heads: int, kv_heads: int, *, fp8: bool = False, softcap: float | None = None, sinks: bool = False
 ) -> Variant:
-    signature = {"out": "*bf16", "query": "*bf16", "k_pages": f"*{kv}", "v_pages": f"*{kv}", **_POINTERS}
-    constexprs: dict[str, Any] = {
-        "KV_HEADS": kv_heads,
-        "GROUP": heads // kv_heads,
-        "TILE_ROWS": 16,
-        "HEAD_DIM": 128,
-        "BLOCK_SIZE": 64,
-    }
-    if sinks:
-        signature["sinks"] = "*fp32"
-    divisible = (*signature, *_STRIDES)
-    signature |= {"score_scale": "fp32", "v_scale": "fp32", "table_stride": "i32"} | dict.fromkeys(_STRIDES, "i32")
-    if capped:
-        signature["cap"] = "fp32"
-    constexprs |= {absent: None for absent in ("sinks", "cap") if absent not in signature}
+    def launch(rows: int) -> None:
+        query = shaped(rows, heads, 128)
+        pages = shaped(4, kv_heads, 64, 128, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        decode_attention(
+            query,
+            query,
+            pages,
+            pages,
+            shaped(rows, 33, dtype=torch.int32),
+            _workspace(heads, kv_heads),
+            scale=128**-0.5,
+            softcap=softcap,
+            sinks=shaped(heads, dtype=torch.float32) if sinks else None,
+            num_programs=396,
+        )
+
+    opcodes = ("HMMA", "LDGSTS")
     return Variant(
-        name=f"decode_attention {name}",
-        kernel=_decode_kernel,
-        signature=signature,
-        constexprs=constexprs,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
-        divisible=divisible,
-        sm_80=("HMMA", "LDGSTS"),
-        sm_90=("HMMA", "LDGSTS"),
-        buffers=NUM_STAGES - 1,
+        name=f"decode_attention {name} {heads}/{kv_heads} D128",
+        launch=launch,
+        plans={"_decode_kernel": Plan(sm_80=opcodes, sm_90=opcodes, buffers=NUM_STAGES - 1)},
+        architecture=89 if fp8 else 80,
     )
 
 
-def _plan_variant(window: bool) -> Variant:
-    pointers = {"items": "*i32", "num_items": "*i32", "context_lens": "*i32"}
-    return Variant(
-        name=f"plan_decode{' window' if window else ''}",
-        kernel=_plan_kernel,
-        signature=pointers | {"rows": "i32"} | ({"window": "i32"} if window else {}),
-        constexprs={"CHUNK": CHUNK, "MOST_CHUNKS": MOST_CHUNKS, "ROWS": 512} | ({} if window else {"window": None}),
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
-        divisible=tuple(pointers),
-    )
+def _plan_variant(window: int | None) -> Variant:
+    def launch(rows: int) -> None:
+        plan_decode(shaped(rows, dtype=torch.int32), _workspace(16, 8, window))
+
+    return Variant(name="plan_decode" + " window" * bool(window), launch=launch, plans={"_plan_kernel": Plan()})
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _plan_variant(window=False),
-    _plan_variant(window=True),
-    _variant("bf16 16/8 D128", 16, 8),  # Qwen3-0.6B
-    _variant("bf16 32/8 D128", 32, 8),  # Llama-3.1-8B
-    _variant("bf16 32/4 D128", 32, 4),  # Qwen3-30B-A3B
-    _variant("fp8 32/8 D128", 32, 8, kv="fp8e4nv"),
-    _variant("bf16 32/8 D128 softcap sinks", 32, 8, capped=True, sinks=True),
+    _variant("bf16", 16, 8),  # Qwen3-0.6B
+    _variant("bf16", 32, 8),  # Llama-3.1-8B
+    _variant("bf16", 32, 4),  # Qwen3-30B-A3B
+    _variant("fp8", 32, 8, fp8=True),
+    _variant("bf16 softcap sinks", 32, 8, softcap=30.0, sinks=True),
+    _plan_variant(None),
+    _plan_variant(4096),
 )

@@ -8,11 +8,12 @@ hold a NaN or +inf holds a NaN afterwards, so that `sampling.py` can tell.
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .variant import Variant
+from .variant import WIDE, Plan, Variant, shaped
 
 _BLOCK = 2048
 _ENTRIES = 128  # of a bias list, at a time
@@ -188,30 +189,35 @@ def count_drawn(ids: Tensor, picked: Tensor, columns: EditColumns) -> None:
     )
 
 
+def _columns(vocab: int) -> EditColumns:
+    numbers, integers = shaped(256, dtype=torch.float32), shaped(256, dtype=torch.int32)
+    return EditColumns(
+        repetition_penalty=numbers,
+        presence_penalty=numbers,
+        frequency_penalty=numbers,
+        history=integers,
+        prompt_bits=shaped(8, -(-vocab // 32), dtype=torch.int32),
+        output_counts=shaped(8, vocab, dtype=torch.int16),
+        bias_first=integers,
+        bias_len=integers,
+        bias_ids=integers,
+        bias_values=numbers,
+    )
+
+
+def _launch_edit(rows: int) -> None:
+    logits, picked = shaped(rows, _VOCAB, dtype=torch.float32), shaped(rows, dtype=torch.int32)
+    bits = shaped(8, -(-_VOCAB // 32), dtype=torch.int32)
+    edit_logits(logits, logits, picked, picked, _columns(_VOCAB), picked, bits)
+
+
+def _launch_count(rows: int) -> None:
+    picked = shaped(rows, dtype=torch.int32)
+    count_drawn(picked, picked, _columns(_VOCAB))
+
+
+_VOCAB = 151936  # of Qwen3; any that is a multiple of 16 gives the same kernels
 VARIANTS = (
-    Variant(
-        name="edit_logits",
-        kernel=_edit_kernel,
-        signature=dict.fromkeys(("edited", "logits"), "*fp32")
-        | dict.fromkeys(("edited_stride", "logits_stride"), "i32")
-        | dict.fromkeys(("places", "picked", "grammars", "grammar_bits"), "*i32")
-        | dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), "*fp32")
-        | {"history": "*i32", "prompt_bits": "*i32", "output_counts": "*i16"}
-        | {"bias_first": "*i32", "bias_len": "*i32", "bias_ids": "*i32", "bias_values": "*fp32", "vocab": "i32"},
-        constexprs={"BLOCK": _BLOCK, "ENTRIES": _ENTRIES},
-        num_warps=4,
-        num_stages=3,
-        divisible=("edited", "logits", "edited_stride", "logits_stride", "output_counts", "vocab"),
-        sm_80=("LDG.E.128", "STG.E.128"),
-        sm_90=("LDG.E.128", "STG.E.128"),
-    ),
-    Variant(
-        name="count_drawn",
-        kernel=_count_kernel,
-        signature=dict.fromkeys(("ids", "picked", "history"), "*i32")
-        | {"output_counts": "*i16", "num_picked": "i32", "vocab": "i32"},
-        constexprs={"ROWS": _ENTRIES},
-        num_warps=4,
-        num_stages=3,
-    ),
+    Variant(name="edit_logits", launch=_launch_edit, plans={"_edit_kernel": WIDE}),
+    Variant(name="count_drawn", launch=_launch_count, plans={"_count_kernel": Plan()}),
 )

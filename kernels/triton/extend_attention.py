@@ -9,16 +9,15 @@ The length of a row is read on the device, so the host may be behind with it. A 
 prompt is cut into steps and tiles: its sums run over the same pages, and keys that it does not see change no bit.
 """
 
-from typing import Any
-
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
 from .decode_attention import score_factors, softmax_step, tile_scores
-from .variant import Variant
+from .variant import Plan, Variant, shaped
 
 TILE_ROWS = 128  # (token, query head) pairs of a tile where there are prompts; 16 is right for guesses alone
 NUM_STAGES = 3
@@ -245,56 +244,49 @@ def _extend_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None])
 
 
-_POINTERS = {"block_table": "*i32", "context_lens": "*i32", "work": "*i32"}
-_STRIDES = ("out_stride", "query_stride")
-
-
 def _variant(
     name: str,
     heads: int,
     kv_heads: int,
     *,
-    kv: str = "bf16",
+    fp8: bool = False,
     tile_rows: int = TILE_ROWS,
-    windowed: bool = False,
-    capped: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Variant:
-    signature = {"out": "*bf16", "query": "*bf16", "k_pages": f"*{kv}", "v_pages": f"*{kv}", **_POINTERS}
-    divisible = (*signature, *_STRIDES)
-    signature |= {"score_scale": "fp32", "v_scale": "fp32", "table_stride": "i32"} | dict.fromkeys(_STRIDES, "i32")
-    constexprs: dict[str, Any] = {
-        "KV_HEADS": kv_heads,
-        "GROUP": heads // kv_heads,
-        "TILE_ROWS": tile_rows,
-        "HEAD_DIM": 128,
-        "BLOCK_SIZE": 64,
-        "sinks": None,
-    }
-    for argument, kind, present in (("window", "i32", windowed), ("cap", "fp32", capped)):
-        if present:
-            signature[argument] = kind
-        else:
-            constexprs[argument] = None
+    def launch(rows: int) -> None:
+        query = shaped(rows, heads, 128)
+        pages = shaped(4, kv_heads, 64, 128, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        extend_attention(
+            query,
+            query,
+            pages,
+            pages,
+            shaped(rows, 33, dtype=torch.int32),
+            shaped(rows, dtype=torch.int32),
+            shaped(rows, _FIELDS.value, dtype=torch.int32),
+            scale=128**-0.5,
+            window=window,
+            softcap=softcap,
+            tile_rows=tile_rows,
+        )
+
+    opcodes = ("HMMA", "LDGSTS")
     wide = tile_rows >= 64  # the least rows that Hopper's own instruction takes
+    plan = Plan(sm_80=opcodes, sm_90=("HGMMA", "LDGSTS") if wide else opcodes, buffers=NUM_STAGES - 1)
     return Variant(
-        name=f"extend_attention {name}",
-        kernel=_extend_kernel,
-        signature=signature,
-        constexprs=constexprs,
-        num_warps=_num_warps(tile_rows),
-        num_stages=NUM_STAGES,
-        divisible=divisible,
-        sm_80=("HMMA", "LDGSTS"),
-        sm_90=("HGMMA", "LDGSTS") if wide else ("HMMA", "LDGSTS"),
-        buffers=NUM_STAGES - 1,
+        name=f"extend_attention {name} {heads}/{kv_heads} D128",
+        launch=launch,
+        plans={"_extend_kernel": plan},
+        architecture=89 if fp8 else 80,
     )
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _variant("bf16 16/8 D128", 16, 8),  # Qwen3-0.6B
-    _variant("bf16 32/8 D128", 32, 8),  # Llama-3.1-8B
-    _variant("bf16 32/4 D128", 32, 4),  # Qwen3-30B-A3B
-    _variant("bf16 32/8 D128 guesses", 32, 8, tile_rows=16),
-    _variant("fp8 32/8 D128", 32, 8, kv="fp8e4nv"),
-    _variant("bf16 32/8 D128 window softcap", 32, 8, windowed=True, capped=True),
+    _variant("bf16", 16, 8),  # Qwen3-0.6B
+    _variant("bf16", 32, 8),  # Llama-3.1-8B
+    _variant("bf16", 32, 4),  # Qwen3-30B-A3B
+    _variant("bf16 guesses", 32, 8, tile_rows=16),
+    _variant("fp8", 32, 8, fp8=True),
+    _variant("bf16 window softcap", 32, 8, window=4096, softcap=30.0),
 )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .order import REMOVED, from_ordinal, to_ordinal
-from .variant import Variant
+from .variant import Plan, Variant, shaped
 
 MOST_BEST = 20  # that a request may ask for
 _BLOCK = 2048  # logits that one program scans
@@ -177,35 +177,16 @@ def _merge_options(vocab: int) -> dict[str, int]:
     return {"BLOCKS": triton.next_power_of_2(blocks), "CANDIDATES": triton.next_power_of_2(blocks * MOST_BEST)}
 
 
-_SIGNATURE = (
-    {"logits": "*fp32", "logits_stride": "i32", "asking": "*i32"}
-    | {"block_most": "*fp32", "block_mass": "*fp32", "best": "*i32", "best_ids": "*i32"}
-    | {"vocab": "i32", "num_best": "i32"}
-)
+def _variant(vocab: int) -> Variant:
+    def launch(rows: int) -> None:
+        out_ids, out_values = (shaped(rows, 1 + MOST_BEST, dtype=of) for of in (torch.int32, torch.float32))
+        logits, asking = shaped(rows, vocab, dtype=torch.float32), shaped(rows, dtype=torch.int32)
+        workspace = workspace_logprobs(most_asking=rows, vocab_size=vocab, device="meta")
+        logprobs(out_ids, out_values, logits, asking, asking, workspace, num_best=min(rows, MOST_BEST))
+
+    scan = Plan(sm_80=("LDG.E.128",), sm_90=("LDG.E.128",))
+    return Variant(name=f"logprobs {vocab}", launch=launch, plans={"_scan_kernel": scan, "_merge_kernel": Plan()})
+
 
 # The vocabularies of Qwen3 and Llama-3.
-VARIANTS = (
-    Variant(
-        name="logprobs scan",
-        kernel=_scan_kernel,
-        signature=_SIGNATURE,
-        constexprs={"BLOCK": _BLOCK, "MOST_BEST": MOST_BEST},
-        num_warps=4,
-        num_stages=3,
-        divisible=("logits", "logits_stride", "vocab"),
-        sm_80=("LDG.E.128",),
-        sm_90=("LDG.E.128",),
-    ),
-    *(
-        Variant(
-            name=f"logprobs merge {vocab}",
-            kernel=_merge_kernel,
-            signature=_SIGNATURE | {"out_ids": "*i32", "out_values": "*fp32", "out_stride": "i32", "chosen": "*i32"},
-            constexprs={"BLOCK": _BLOCK, "MOST_BEST": MOST_BEST} | _merge_options(vocab),
-            num_warps=4,
-            num_stages=3,
-            divisible=("logits", "logits_stride", "vocab"),
-        )
-        for vocab in (151936, 128256)
-    ),
-)
+VARIANTS = tuple(_variant(vocab) for vocab in (151936, 128256))

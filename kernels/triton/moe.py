@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .order import REMOVED, to_ordinal
 from .silu_mul import gated
-from .variant import Variant
+from .variant import WIDE, Plan, Variant, shaped
 
 _ROWS = (16, 64, 128)  # of a block; the least is what tensor cores take
 _PAIRS = 1024  # assignments that `_align_kernel` looks at in one go
@@ -359,74 +359,41 @@ def moe(
     )
 
 
-def _variants(model: str, num_experts: int, top_k: int, hidden: int, inter: int) -> list[Variant]:
-    """The kernels of one model, its products for every number of rows. The numbers of the model that are arguments
-    count as multiples of 16 only."""
-    lanes = triton.next_power_of_2(num_experts)
-    order = {"assignments": "*i32", "block_experts": "*i32", "num_blocks": "*i32", "num_assigned": "i32"}
-    sizes = {"hidden": "i32", "inter": "i32"}
-    found = [
-        Variant(
-            name=f"moe route {model}",
-            kernel=_route_kernel,
-            signature={"weights": "*fp32", "experts": "*i32", "num_tokens": "*i32"}
-            | {"logits": "*bf16", "logits_stride": "i32"},
-            constexprs={"NUM_EXPERTS": num_experts, "LANES": lanes, "TOP_K": top_k, "RENORMALIZE": True},
-            num_warps=1,
-            num_stages=3,
-            divisible=("logits",),
-        ),
-        Variant(
-            name=f"moe sum {model}",
-            kernel=_sum_kernel,
-            signature={"out": "*bf16", "out_stride": "i32", "parts": "*bf16", "experts": "*i32", "hidden": "i32"},
-            constexprs={"TOP_K": top_k, "BLOCK": _SUMMED},
-            num_warps=4,
-            num_stages=3,
-            divisible=("out", "out_stride", "parts", "hidden"),
-            sm_80=("LDG.E.128", "STG.E.128"),
-            sm_90=("LDG.E.128", "STG.E.128"),
-        ),
-    ]
-    for num_assigned in (num_experts, 64 * num_experts, 1024 * num_experts):
-        tiles = _tiles(num_assigned, num_experts)
-        align_constexprs = {"LANES": lanes, "ROWS": tiles.rows, "PAIRS": _PAIRS}
-        product = {"ROWS": tiles.rows, "COLUMNS": tiles.columns}
-        sm_90 = ("HMMA", "LDGSTS") if tiles.rows < 64 else ("HGMMA", "LDGSTS")
-        found += [
-            Variant(
-                name=f"moe align {model} {tiles.rows}",
-                kernel=_align_kernel,
-                signature=order | {"experts": "*i32"},
-                constexprs=align_constexprs,
-                num_warps=4,
-                num_stages=3,
-                divisible=("experts", "assignments"),
-            ),
-            Variant(
-                name=f"moe gate_up bf16 {model} {tiles.rows}",
-                kernel=_gate_up_kernel,
-                signature={"out": "*bf16", "x": "*bf16", "x_stride": "i32", "gate_up": "*bf16"} | order | sizes,
-                constexprs=product | {"TOP_K": top_k, "COLUMNS": tiles.columns // 2, "DEPTH": _depth(hidden)},
-                num_warps=tiles.num_warps,
-                num_stages=tiles.num_stages,
-                divisible=("out", "x", "x_stride", "gate_up", "assignments", "hidden", "inter"),
-                sm_80=("HMMA", "LDGSTS"),
-                sm_90=sm_90,
-            ),
-            Variant(
-                name=f"moe down bf16 {model} {tiles.rows}",
-                kernel=_down_kernel,
-                signature={"out": "*bf16", "x": "*bf16", "down": "*bf16", "weights": "*fp32"} | order | sizes,
-                constexprs=product | {"DEPTH": _depth(inter)},
-                num_warps=tiles.num_warps,
-                num_stages=tiles.num_stages,
-                divisible=("out", "x", "down", "assignments", "hidden", "inter"),
-                sm_80=("HMMA", "LDGSTS"),
-                sm_90=sm_90,
-            ),
-        ]
-    return found
+def _variant(model: str, num_experts: int, top_k: int, hidden: int, inter: int, tokens: tuple[int, int]) -> Variant:
+    def launch(rows: int) -> None:
+        workspace = workspace_moe(
+            most_tokens=rows,
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden=hidden,
+            inter=inter,
+            dtype=torch.bfloat16,
+            device="meta",
+        )
+        x, num_tokens = shaped(rows, hidden), shaped(1, dtype=torch.int32)
+        gate_up, down = shaped(num_experts, 2 * inter, hidden), shaped(num_experts, hidden, inter)
+        logits = shaped(rows, num_experts)
+        moe(x, x, logits, gate_up, down, num_tokens, workspace, top_k=top_k, renormalize=True)
+
+    block = _tiles(tokens[0] * top_k, num_experts).rows
+    opcodes = ("HMMA", "LDGSTS")
+    product = Plan(sm_80=opcodes, sm_90=opcodes if block < 64 else ("HGMMA", "LDGSTS"))
+    return Variant(
+        name=f"moe bf16 {model} {block}",
+        launch=launch,
+        rows=tokens,
+        plans={
+            "_route_kernel": Plan(),
+            "_align_kernel": Plan(),
+            "_gate_up_kernel": product,
+            "_down_kernel": product,
+            "_sum_kernel": WIDE,
+        },
+    )
 
 
-VARIANTS = (*_variants("Qwen3-30B-A3B", 128, 8, 2048, 768), *_variants("Mixtral-8x7B", 8, 2, 4096, 14336))
+# Numbers of tokens that take blocks of 16 rows, of 64 and of 128.
+VARIANTS = (
+    *(_variant("Qwen3-30B-A3B", 128, 8, 2048, 768, tokens) for tokens in ((1, 256), (257, 4096), (4097, 8192))),
+    *(_variant("Mixtral-8x7B", 8, 2, 4096, 14336, tokens) for tokens in ((1, 64), (65, 1024), (1025, 8192))),
+)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .variant import Variant
+from .variant import WIDE, Plan, Variant, shaped
 
 _MOST_HEADS = 16  # of one program: with 4 warps a thread has 8 numbers of each half of a head
 
@@ -156,32 +156,37 @@ def _options(heads: int, kv_heads: int, dim: int, page: int) -> dict[str, int]:
     }
 
 
-def _variant(heads: int, kv_heads: int, *, normed: bool, pages: str) -> Variant:
-    options = _options(heads, kv_heads, 128, 64)
-    num_warps = options.pop("num_warps")
-    norms = ("q_norm", "k_norm")
-    states = ("qkv", "q_out") + (norms if normed else ())
+def _variant(heads: int, kv_heads: int, *, normed: bool, fp8: bool = False) -> Variant:
+    dim, page = 128, 64
+
+    def launch(rows: int) -> None:
+        slots = shaped(rows, dtype=torch.int32)
+        pages = shaped(4, kv_heads, page, dim, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        norm_rotary_write(
+            shaped(rows, (heads + 2 * kv_heads) * dim),
+            (shaped(dim), shaped(dim)) if normed else None,
+            1e-6,
+            shaped(1000, dim, dtype=torch.float32),
+            slots,
+            slots,
+            shaped(rows, heads, dim),
+            pages,
+            pages,
+        )
+
+    stored = ("LDG.E.128", "F2FP.SATFINITE.E4M3") if fp8 else WIDE.sm_90
     return Variant(
-        name=f"norm_rotary_write bf16 D128 H{heads} KV{kv_heads}" + (" normed" if normed else "") + f" {pages} pages",
-        kernel=_norm_rotary_write,
-        signature=dict.fromkeys(states, "*bf16")
-        | dict.fromkeys(("k_pages", "v_pages"), f"*{pages}")
-        | dict.fromkeys(("positions", "slots"), "*i32")
-        | {"rotary": "*fp32", "qkv_stride": "i32"}
-        | dict.fromkeys(("eps", "k_factor", "v_factor"), "fp32"),
-        constexprs=options | ({} if normed else dict.fromkeys(norms)),
-        num_warps=num_warps,
-        num_stages=3,
-        divisible=(*states, "k_pages", "v_pages", "positions", "slots", "rotary", "qkv_stride"),
-        sm_80=("LDG.E.128", "STG.E.128"),
-        sm_90=("LDG.E.128", "STG.E.128") if pages == "bf16" else ("LDG.E.128", "F2FP.SATFINITE.E4M3"),
+        name=f"norm_rotary_write bf16 D128 {heads}/{kv_heads}" + " normed" * normed + " fp8 pages" * fp8,
+        launch=launch,
+        plans={"_norm_rotary_write": Plan(sm_80=WIDE.sm_80, sm_90=stored)},
+        architecture=89 if fp8 else 80,
     )
 
 
-# Qwen3-0.6B and Llama-3.1-8B, pages of 64 positions.
+# Qwen3-0.6B and Llama-3.1-8B.
 VARIANTS = (
-    _variant(16, 8, normed=True, pages="bf16"),
-    _variant(16, 8, normed=True, pages="fp8e4nv"),
-    _variant(32, 8, normed=False, pages="bf16"),
-    _variant(32, 8, normed=False, pages="fp8e4nv"),
+    _variant(16, 8, normed=True),
+    _variant(16, 8, normed=True, fp8=True),
+    _variant(32, 8, normed=False),
+    _variant(32, 8, normed=False, fp8=True),
 )

@@ -15,12 +15,13 @@ without a slot.
 """
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .variant import Variant
+from .variant import Plan, Variant, shaped
 
 _HEADER = 4
 _RECORD = 6
@@ -59,7 +60,7 @@ def fill_packet(
     packet[blocks_at : blocks_at + len(blocks)] = blocks
 
 
-@triton.jit(do_not_specialize=["most_tokens"])
+@triton.jit(do_not_specialize=["most_tokens", "most_blocks"])
 def _prepare_step(
     packet,
     last_ids,
@@ -156,28 +157,25 @@ def prepare_step(
         tables,
         len(ids),
         tables.shape[1],
-        **_options(block_size),
+        PAGE=block_size,
+        HEADER=_HEADER,
+        RECORD=_RECORD,
+        BLOCK=_BLOCK,
+        num_warps=1,
     )
-
-
-def _options(block_size: int) -> dict[str, int]:
-    return {"PAGE": block_size, "HEADER": _HEADER, "RECORD": _RECORD, "BLOCK": _BLOCK, "num_warps": 1}
 
 
 def _variant(block_size: int) -> Variant:
-    options = _options(block_size)
-    num_warps = options.pop("num_warps")
-    state = ("packet", "last_ids", "num_computed", "row_tables")
-    step = ("ids", "positions", "slots", "context_lens", "tables")
-    return Variant(
-        name=f"prepare_step page {block_size}",
-        kernel=_prepare_step,
-        signature=dict.fromkeys(state + step, "*i32") | dict.fromkeys(("most_tokens", "most_blocks"), "i32"),
-        constexprs=options,
-        num_warps=num_warps,
-        num_stages=3,
-        divisible=state + step,
-    )
+    def launch(rows: int) -> None:
+        def integers(*shape: int) -> Tensor:
+            return shaped(*shape, dtype=torch.int32)
+
+        state, tokens, tables = integers(256), integers(40 * rows), integers(rows, 700)
+        prepare_step(
+            integers(1000), state, state, integers(256, 700), tokens, tokens, tokens, integers(rows), tables, block_size
+        )
+
+    return Variant(name=f"prepare_step page {block_size}", launch=launch, plans={"_prepare_step": Plan()})
 
 
 VARIANTS = (_variant(64),)

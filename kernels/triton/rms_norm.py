@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .variant import Variant
+from .variant import WIDE, Variant, shaped
 
 
 @triton.jit
@@ -51,20 +51,12 @@ def _options(dim: int) -> dict[str, int]:
 
 
 def _variant(dim: int, *, with_residual: bool) -> Variant:
-    options = _options(dim)
-    num_warps = options.pop("num_warps")
-    tensors = ("x", "weight", "out") + (("residual",) if with_residual else ())
-    return Variant(
-        name=f"rms_norm bf16 {dim}" + (" residual" if with_residual else ""),
-        kernel=_rms_norm,
-        signature=dict.fromkeys(tensors, "*bf16") | {"x_stride": "i32", "out_stride": "i32", "eps": "fp32"},
-        constexprs=options | ({} if with_residual else {"residual": None}),
-        num_warps=num_warps,
-        num_stages=3,
-        divisible=(*tensors, "x_stride", "out_stride"),
-        sm_80=("LDG.E.128", "STG.E.128"),
-        sm_90=("LDG.E.128", "STG.E.128"),
-    )
+    def launch(rows: int) -> None:
+        x = shaped(rows, dim)
+        rms_norm(x, shaped(dim), 1e-6, x, x if with_residual else None)
+
+    name = f"rms_norm bf16 {dim}" + (" residual" if with_residual else "")
+    return Variant(name=name, launch=launch, plans={"_rms_norm": WIDE})
 
 
 # The hidden sizes of Qwen3-0.6B and Llama-3.1-8B.

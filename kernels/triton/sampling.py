@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .noise import exponential, noise_key
 from .order import from_ordinal, to_ordinal
-from .variant import Variant
+from .variant import Plan, Variant, shaped
 
 Kind = Literal["greedy", "drawn", "filtered"]
 """What the rows of a batch ask for at most: no noise; noise; noise and top_k, top_p or min_p."""
@@ -313,7 +313,8 @@ def _draw_filtered(
     return chosen
 
 
-@triton.jit
+# The search below reads the groups' maxima. Read four at a time, they cost so many registers that some go to the stack.
+@triton.jit(do_not_specialize_on_alignment=["group_most"])
 def _pick_kernel(
     out,
     logits,
@@ -434,43 +435,19 @@ def sample(
     )
 
 
-_SIGNATURE = (
-    {"logits": "*fp32", "logits_stride": "i32", "edited": "*fp32", "edited_stride": "i32"}
-    | dict.fromkeys(("places", "picked", "positions", "top_k", "block_token"), "*i32")
-    | dict.fromkeys(("temperature", "top_p", "min_p", "block_most", "block_mass", "group_most"), "*fp32")
-    | {"seed": "*i64", "vocab": "i32"}
-)
-_DIVISIBLE = ("logits", "logits_stride", "edited", "edited_stride", "vocab")
+def _variant(kind: Kind, vocab: int) -> Variant:
+    def launch(rows: int) -> None:
+        logits, picked = shaped(rows, vocab, dtype=torch.float32), shaped(rows, dtype=torch.int32)
+        numbers, integers = shaped(256, dtype=torch.float32), shaped(256, dtype=torch.int32)
+        columns = SamplingColumns(
+            temperature=numbers, top_k=integers, top_p=numbers, min_p=numbers, seed=shaped(256, dtype=torch.int64)
+        )
+        workspace = workspace_sampling(most_picked=rows, vocab_size=vocab, device="meta")
+        sample(picked, logits, logits, picked, picked, picked, columns, workspace, kind=kind)
 
-
-def _scan_variant(kind: Kind) -> Variant:
-    return Variant(
-        name=f"sampling scan {kind}",
-        kernel=_scan_kernel,
-        signature=_SIGNATURE,
-        constexprs={"KIND": _KINDS[kind], "BLOCK": _BLOCK, "GROUP": _GROUP},
-        num_warps=4,
-        num_stages=3,
-        divisible=_DIVISIBLE,
-        sm_80=("LDG.E.128",),
-        sm_90=("LDG.E.128",),
-    )
-
-
-def _pick_variant(kind: Kind, vocab: int) -> Variant:
-    blocks = triton.next_power_of_2(triton.cdiv(vocab, _BLOCK))
-    return Variant(
-        name=f"sampling pick {kind} {vocab}",
-        kernel=_pick_kernel,
-        signature=_SIGNATURE | dict.fromkeys(("out", "groups", "candidates"), "*i32"),
-        constexprs={"KIND": _KINDS[kind], "BLOCKS": blocks, "BLOCK": _BLOCK, "GROUP": _GROUP, "TILE": _TILE},
-        num_warps=_PICK_WARPS[kind],
-        num_stages=3,
-        divisible=_DIVISIBLE,
-    )
+    scan = Plan(sm_80=("LDG.E.128",), sm_90=("LDG.E.128",))
+    return Variant(name=f"sampling {kind} {vocab}", launch=launch, plans={"_scan_kernel": scan, "_pick_kernel": Plan()})
 
 
 # The vocabularies of Qwen3 and Llama-3.
-VARIANTS = tuple(_scan_variant(kind) for kind in _KINDS) + tuple(
-    _pick_variant(kind, vocab) for kind in _KINDS for vocab in (151936, 128256)
-)
+VARIANTS = tuple(_variant(kind, vocab) for kind in _KINDS for vocab in (151936, 128256))

@@ -18,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .silu_mul import gated
-from .variant import Variant
+from .variant import Plan, Variant, shaped
 
 MOST_ROWS = 16  # of one product: the M of the smallest tensor core instruction
 _PROCESSORS = 132  # of an H100 or H200; a constant, so that sums are split alike everywhere
+_NUM_STAGES = 5  # four tiles in flight
 _BUSY = 0.9  # the share of the processors' time that a tiling should use
 
 
@@ -137,7 +138,7 @@ def tiling(n: int, k: int) -> Tiling:
     return next((candidate for candidate in candidates if busy(candidate) >= _BUSY), max(candidates, key=busy))
 
 
-def workspace_small_product(shapes: Iterable[tuple[int, int]], device: torch.device) -> Workspace:
+def workspace_small_product(shapes: Iterable[tuple[int, int]], device: torch.device | str) -> Workspace:
     """Serves the products with weights of all these shapes [n, k], one after another on one stream."""
     split = [(n, tiling(n, k)) for n, k in shapes]
     partials = max((MOST_ROWS * n * t.splits for n, t in split if t.splits > 1), default=0)
@@ -196,7 +197,7 @@ def small_product(
 
 
 def _options(n: int, k: int) -> dict[str, int]:
-    """What a launch for a weight of this shape is compiled with. Five stages keep four tiles in flight."""
+    """What a launch for a weight of this shape is compiled with."""
     block_n, block_k, splits = tiling(n, k)
     return {
         "N": n,
@@ -206,30 +207,30 @@ def _options(n: int, k: int) -> dict[str, int]:
         "BLOCK_K": block_k,
         "SPLITS": splits,
         "num_warps": 4,
-        "num_stages": 5,
+        "num_stages": _NUM_STAGES,
     }
 
 
 def _variant(
-    name: str, n: int, k: int, *, norm: bool = False, residual: bool = False, is_gated: bool = False, out: str = "*bf16"
+    name: str, n: int, k: int, *, norm: bool = False, residual: bool = False, is_gated: bool = False, head: bool = False
 ) -> Variant:
-    options = _options(n, k)
-    num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
-    tensors = ("x", "weight") + (("norm",) if norm else ()) + (("residual",) if residual else ())
-    absent = {"bias", "norm", "residual"} - set(tensors)
+    def launch(rows: int) -> None:
+        out = shaped(rows, n // 2 if is_gated else n, dtype=torch.float32 if head else torch.bfloat16)
+        small_product(
+            shaped(rows, k),
+            shaped(n, k),
+            out,
+            workspace_small_product([(n, k)], "meta"),
+            norm=(shaped(k), 1e-6) if norm else None,
+            residual=out if residual else None,
+            is_gated=is_gated,
+        )
+
+    opcodes = ("HMMA", "LDGSTS.E.BYPASS.128")
     return Variant(
         name=f"small_product bf16 {name} {n}x{k}",
-        kernel=_small_product,
-        signature=dict.fromkeys(tensors, "*bf16")
-        | {"out": out, "partials": "*fp32", "arrivals": "*i32", "eps": "fp32"}
-        | dict.fromkeys(("rows", "x_stride", "out_stride", "residual_stride"), "i32"),
-        constexprs=options | {"GATED": is_gated} | dict.fromkeys(sorted(absent)),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        divisible=(*tensors, "out", "partials", "arrivals", "x_stride", "out_stride", "residual_stride"),
-        sm_80=("HMMA", "LDGSTS.E.BYPASS.128"),
-        sm_90=("HMMA", "LDGSTS.E.BYPASS.128"),
-        buffers=4,
+        launch=launch,
+        plans={"_small_product": Plan(sm_80=opcodes, sm_90=opcodes, buffers=_NUM_STAGES - 1)},
     )
 
 
@@ -239,10 +240,10 @@ VARIANTS = (
     _variant("out", 1024, 2048, residual=True),
     _variant("gate_up", 6144, 1024, norm=True, is_gated=True),
     _variant("down", 1024, 3072, residual=True),
-    _variant("head", 151936, 1024, norm=True, out="*fp32"),
+    _variant("head", 151936, 1024, norm=True, head=True),
     _variant("qkv", 6144, 4096, norm=True),
     _variant("out", 4096, 4096, residual=True),
     _variant("gate_up", 28672, 4096, norm=True, is_gated=True),
     _variant("down", 4096, 14336, residual=True),
-    _variant("head", 128256, 4096, norm=True, out="*fp32"),
+    _variant("head", 128256, 4096, norm=True, head=True),
 )

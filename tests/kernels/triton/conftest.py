@@ -4,10 +4,11 @@
 file, which pytest imports before the tests beside it, imports Triton anew. The variable is not left in the environment:
 processes that other tests start are not to inherit it.
 
-The interpreter computes with numpy, which has neither bf16 nor fp8; it keeps their bits as integers and, in 3.7.1,
-calculates with these integers (silently: a product of bf16 matrices is off by 1e8), truncates where it should round to
-nearest even, and is one unit off in some casts to fp8. `_exact` computes all of these in float32 and casts with torch,
-which rounds as the device does. Reductions of such types have no answer that the device would give: reduce in float32.
+The interpreter computes with numpy, which has neither bf16 nor fp8; it keeps their bits as integers and, in 3.6 and
+3.7, calculates with these integers (silently: a product of bf16 matrices is off by 1e8), truncates where it should
+round to nearest even, and is one unit off in some casts to fp8. `_exact` computes all of these in float32 and casts
+with torch, which rounds as the device does. Reductions of such types have no answer that the device would give: reduce
+in float32.
 """
 
 import importlib.util
@@ -41,6 +42,8 @@ def _interpret() -> None:
     # Otherwise the language is patched anew, a few milliseconds, for each launch and each call of a nested kernel.
     interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    # In 3.6 with numpy 2.4 a number that was loaded is no bound of a loop. May go with Triton 3.6.
+    tl.tensor.__index__ = lambda self: self.handle.data.item()
 
 
 def _exact(interpreter, tl) -> None:

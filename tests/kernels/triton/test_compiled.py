@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.kernels.triton.compile import Report, failures
-from pagewire.kernels.triton.decode_attention import VARIANTS
+from pagewire.kernels.triton.variant import Plan
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -31,10 +31,16 @@ def test_no_variant_is_worse_than_its_golden_numbers():
 
 
 def test_what_is_worse_is_said():
-    variant = next(variant for variant in VARIANTS if variant.buffers is not None)
-    good = Report(registers=100, stack=0, shared=0, buffers=variant.buffers, opcodes=dict.fromkeys(variant.sm_90, 1))
-    assert failures(variant, 90, good, most_registers=110) == []
-    assert failures(variant, 90, replace(good, registers=111), most_registers=110)
-    assert failures(variant, 90, replace(good, stack=8), most_registers=110) == ["8 bytes of stack"]
-    assert failures(variant, 90, replace(good, buffers=variant.buffers - 1), most_registers=110)
-    assert failures(variant, 90, replace(good, opcodes={}), most_registers=110) == [f"no {n}" for n in variant.sm_90]
+    plan = Plan(sm_80=("HMMA",), sm_90=("HGMMA", "LDGSTS"), buffers=2)
+    good = Report(registers=100, stack=0, shared=232448, buffers=2, opcodes={"HGMMA": 4, "LDGSTS": 8})
+
+    def said(architecture=90, same_compiler=True, **changes):
+        return failures(plan, architecture, replace(good, **changes), good, same_compiler=same_compiler)
+
+    assert said() == said(registers=110) == []
+    assert said(architecture=80) == ["no HMMA", "232448 bytes of shared memory, more than there are"]
+    assert said(stack=8) == ["8 bytes of stack"]
+    assert said(registers=111) == ["111 registers, were 100"]
+    assert said(buffers=1, opcodes={}) == ["no HGMMA", "no LDGSTS", "1 buffers, planned are 2"]
+    assert said(shared=232449) == ["232449 bytes of shared memory, more than there are"]
+    assert said(registers=111, stack=8, same_compiler=False) == []

@@ -1,0 +1,83 @@
+"""The folder of compiled kernels, and the archives that fill it."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pagewire.kernels.triton.cubins import install_shipped, pack, share_cache
+
+ROOT = Path(__file__).resolve().parents[3]
+KEY = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
+
+
+def test_workers_share_a_folder_of_the_operators_choice():
+    environ = {"XDG_CACHE_HOME": "/of/user"}
+    assert share_cache(environ) == Path("/of/user/pagewire/triton") == Path(environ["TRITON_CACHE_DIR"])
+    environ = {"XDG_CACHE_HOME": "/of/user", "TRITON_CACHE_DIR": "/chosen"}
+    assert share_cache(environ) == Path("/chosen") and environ["TRITON_CACHE_DIR"] == "/chosen"
+    assert share_cache({}) == Path.home() / ".cache" / "pagewire" / "triton"
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """Of one kernel, with a file beside that is none."""
+    made = tmp_path / "cache" / KEY
+    made.mkdir(parents=True)
+    for suffix in (".cubin", ".json", ".ttgir"):
+        (made / f"_kernel{suffix}").write_text(suffix)
+    pack(tmp_path / "new" / "sm_90.zip", [{path.suffix: path for path in made.iterdir()}])
+    with zipfile.ZipFile(tmp_path / "new" / "sm_90.zip", "a") as out:
+        out.writestr("../evil/_kernel.cubin", b"")
+    return tmp_path / "new" / "sm_90.zip"
+
+
+def test_only_what_runs_a_kernel_is_shipped(archive, tmp_path):
+    folder = tmp_path / "folder"
+    assert install_shipped(archive, folder) == 1
+    listed = json.loads((folder / KEY / "__grp___kernel.json").read_text())["child_paths"]
+    assert {name: Path(path).read_text() for name, path in listed.items()} == {
+        "_kernel.cubin": ".cubin",
+        "_kernel.json": ".json",
+    }
+    assert [path.name for path in folder.iterdir()] == [KEY] and len(list((folder / KEY).iterdir())) == 3
+
+
+def test_kernels_that_are_there_stay(archive, tmp_path):
+    entry = tmp_path / "folder" / KEY
+    install_shipped(archive, entry.parent)
+    (entry / "_kernel.cubin").write_text("compiled here")
+    assert install_shipped(archive, entry.parent) == 0
+    assert (entry / "_kernel.cubin").read_text() == "compiled here"
+    (entry / "__grp___kernel.json").unlink()  # as after a process that died while it wrote
+    assert install_shipped(archive, entry.parent) == 1
+    assert (entry / "_kernel.cubin").read_text() == ".cubin"
+
+
+def python(*arguments: str, cache: Path) -> str:
+    """In a process of its own, because this one interprets its kernels."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / ".typing"), "TRITON_CACHE_DIR": str(cache)}
+    result = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_a_launch_finds_what_was_shipped(tmp_path):
+    """The keys of a compilation without a device are those of a launch, as far as there can be one without a device."""
+    shipped = tmp_path / "sm_90.zip"
+    compile_ = ("-m", "pagewire.kernels.triton.compile", "silu_mul", "--arch", "90")
+    python(*compile_, "--ship", str(shipped), cache=tmp_path / "theirs")
+    assert install_shipped(shipped, tmp_path / "ours") == 2
+    launch = (
+        "from pagewire.kernels.triton.compile import compile_variant; from pagewire.kernels.triton.silu_mul import *\n"
+        "for arch in (90, 80):\n"
+        "    print([sorted(files) for variant in VARIANTS for files in compile_variant(variant, arch).values()])"
+    )
+    found, compiled = python("-c", launch, cache=tmp_path / "ours").splitlines()
+    assert found == "[['.cubin', '.json'], ['.cubin', '.json']]"
+    assert ".ttgir" in compiled, "nothing was shipped for sm_80"
