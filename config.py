@@ -15,10 +15,11 @@ from msgspec import Meta, Struct
 
 from .errors import ConfigError
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+KvDtype = Literal["float32", "bfloat16", "float16", "fp8"]
 
 
-def _doc(group: str, text: str, *, ge: int | None = None, le: int | None = None) -> Meta:
+def _doc(group: str, text: str, *, ge: float | None = None, le: float | None = None) -> Meta:
     return Meta(description=text, extra={"group": group}, ge=ge, le=le)
 
 
@@ -36,11 +37,11 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _doc("model", "name(s) that clients may use; the first is the one answered (default: the model's)"),
     ] = ()
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
+        Literal["auto", "float32", "bfloat16", "float16"],
         _doc(
             "model",
             "type of weights and KV cache; auto: bfloat16, but float32 if the checkpoint is, or on a CPU that has no "
-            "bfloat16 instructions and memory enough",
+            "bfloat16 instructions and memory enough; float16 is for GPUs",
         ),
     ] = "auto"
     quantization: Annotated[
@@ -74,9 +75,17 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _Positive | None,
         _doc("engine", "bytes for the KV cache of each rank, such as 2G (default: from the memory that is free)"),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        _doc("engine", "the share of a GPU's memory that this server may take, for weights, steps and KV", ge=0, le=1),
+    ] = 0.9
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        _doc("engine", "type of the KV cache; auto: that of the activations; bfloat16 halves it, a little less exact"),
+        Literal["auto", "float32", "bfloat16", "float16", "fp8"],
+        _doc(
+            "engine",
+            "type of the KV cache; auto: that of the activations; bfloat16 halves that of float32, and on a GPU fp8 "
+            "that of bfloat16, a little less exact",
+        ),
     ] = "auto"
     enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts that begin alike")] = True
     scheduling_policy: Annotated[
@@ -189,7 +198,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_memory: int | None
-    kv_cache_dtype: Dtype
+    kv_cache_dtype: KvDtype
+    gpu_memory_utilization: float = 0.9
     block_size: int
     enable_prefix_caching: bool
     scheduling_policy: Literal["fcfs", "priority", "fair"]
@@ -282,6 +292,10 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         flag = "--kv-connector" if config.kv_connector else "--extension"
         raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
     dtype = _choose_dtype(config, model, machine)
+    if _on_cpu(config, machine) and config.kv_cache_dtype == "fp8":
+        raise ConfigError("--kv-cache-dtype fp8 is for GPUs; on a CPU it can be bfloat16.")
+    if _on_cpu(config, machine) and "float16" in (config.dtype, config.kv_cache_dtype):
+        raise ConfigError("float16 is for GPUs; on a CPU it can be bfloat16 or float32.")
     return EngineConfig(
         model_path=model.path,
         served_model_names=config.served_model_name or (model.name,),
@@ -295,7 +309,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         max_num_batched_tokens=config.max_num_batched_tokens or (512 if _on_cpu(config, machine) else 2048),
         kv_cache_memory=config.kv_cache_memory,
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        block_size=16,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        block_size=16 if _on_cpu(config, machine) else 64,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
         itl_target_ms=config.itl_target_ms,

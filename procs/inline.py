@@ -87,7 +87,10 @@ class Inline:
                 elif isinstance(message, OpenCache):
                     self.facts = self._worker.open(message)
                 busy = True
-            if self._worker.num_transfers:
+            if self._worker.num_pending:
+                self._worker.answer(wait=not busy)
+                busy = True
+            elif self._worker.num_transfers:
                 self._worker.poll()
             if busy or any(self._mail.values()):
                 continue

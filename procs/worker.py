@@ -1,7 +1,8 @@
 """The worker process: the only one that touches a device.
 
-A plain loop instead of an event loop, because it waits for a device and not for sockets: take the next plan, run it,
-answer. On a CPU a launched step is done when `launch` returns.
+A plain loop instead of an event loop, because it waits for a device and not for sockets: take the next plan, launch it,
+answer those that are done. On a CPU a launched step is done when `launch` returns; a GPU works on it while the next
+plan is taken, and the loop looks again and again which of the two comes first: no system call wakes a thread as fast.
 """
 
 import time
@@ -57,14 +58,29 @@ class Worker:
         notes = runner.notes if self._place.rank == 0 else ()  # the others would say the same
         return Facts(self._timings | runner.timings, notes)
 
+    @property
+    def num_pending(self) -> int:
+        """Plans launched and not answered: as long as there are any, `answer` is to be called."""
+        return self._started().num_pending
+
     def step(self, plan: StepPlan) -> None:
-        """Runs a plan and, on the first rank, answers the core."""
+        """Launches a plan, and answers what is done."""
+        self._started().launch(plan)
+        self.answer()
+
+    def answer(self, *, wait: bool = False) -> None:
+        """Tells the core, on the first rank, of the steps that are done; with `wait` of the oldest in any case."""
         runner = self._started()
-        runner.launch(plan)
-        result = runner.collect()
-        if self._place.rank == 0:
-            self._post("core", result)
-            self.poll()
+        while runner.num_pending and (wait or runner.is_done()):
+            result = runner.collect()
+            wait = False
+            if self._place.rank == 0:
+                self._post("core", result)
+        self.poll()
+
+    def use_idle(self) -> bool:
+        """Does something that makes later steps faster, if anything is left to do. Returns whether more is."""
+        return self._runner is not None and self._runner.use_idle()
 
     @property
     def num_transfers(self) -> int:
@@ -73,7 +89,7 @@ class Worker:
 
     def poll(self) -> None:
         """Tells the core which KV transfers are over."""
-        if (transferred := self._started().take_transferred()) is not None:
+        if self._place.rank == 0 and (transferred := self._started().take_transferred()) is not None:
             self._post("core", transferred)
 
     def close(self) -> None:
@@ -91,22 +107,33 @@ def run(
 ) -> None:
     """Serves the mailbox until told to stop."""
     worker.start(post)
+    has_idle_work = False
     try:
         while True:
-            inbox.wait(_TRANSFER_WAIT_S if worker.num_transfers else _IDLE_WAIT_S)
-            for message in inbox.drain():
+            if has_idle_work or worker.num_pending:
+                wait_s = 0.0
+            else:
+                wait_s = _TRANSFER_WAIT_S if worker.num_transfers else _IDLE_WAIT_S
+            has_mail = inbox.wait(wait_s)
+            for message in inbox.drain() if has_mail else ():
                 match message:
                     case StepPlan():
                         worker.step(message)
+                        has_idle_work = True
                     case OpenCache():
                         on_ready(worker.open(message))
+                        has_idle_work = True
                     case Ping():
                         on_ping()
                     case Stop():
                         return
                     case _:
                         assert_never(message)
-            if worker.num_transfers:
+            if worker.num_pending:
+                worker.answer()
+            elif not has_mail and has_idle_work:
+                has_idle_work = worker.use_idle()
+            elif worker.num_transfers:
                 worker.poll()
     finally:
         worker.close()

@@ -59,7 +59,8 @@ ALLOWED: dict[str, set[str]] = {
         "kernels",
     },
     "engine.weights": {"engine.weights", "engine.models.spec", "engine.parallel.shard"},
-    "engine.device": {"engine.device", "engine.parallel.place"},
+    "engine.device": {"engine.device", "engine.gpu.queue", "engine.parallel.place", "kernels"},
+    "engine.gpu": {"engine.gpu", "engine.models", "engine.layers", "engine.cache", "kernels", "ipc.messages"},
     "engine.runner": {
         "engine.runner",
         "engine.models",
@@ -67,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.attention",
         "engine.cache",
         "engine.device",
+        "engine.gpu",
         "engine.parallel",
         "engine.weights",
         "engine.kv_connector",

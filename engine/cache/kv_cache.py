@@ -28,17 +28,21 @@ class KvShape:
 
 
 class KvCache:
-    """`num_blocks` blocks of `block_size` positions, token-major.
+    """`num_blocks` blocks of `block_size` positions.
 
-    `pages[layer]` is (keys, values), each [num_blocks + 1, block_size, kv_heads, head_dim]. A position's slot is
-    block · block_size + offset.
+    `pages[layer]` is (keys, values), each [num_blocks + 1, block_size, kv_heads, head_dim], or if `head_major`
+    [num_blocks + 1, kv_heads, block_size, head_dim], so that a head's keys in a block lie in one piece. A position's
+    slot is block · block_size + offset.
     """
 
-    def __init__(self, *, shape: KvShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, shape: KvShape, num_blocks: int, block_size: int, device: torch.device, head_major: bool = False
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.zero_block = num_blocks
-        size = (shape.num_layers, 2, num_blocks + 1, block_size, shape.num_kv_heads, shape.head_dim)
+        inner = (shape.num_kv_heads, block_size) if head_major else (block_size, shape.num_kv_heads)
+        size = (shape.num_layers, 2, num_blocks + 1, *inner, shape.head_dim)
         # Not zeroed: the pages of memory behind it are then taken from the system only as blocks come into use.
         storage = torch.empty(size, dtype=shape.dtype, device=device)
         storage[:, :, self.zero_block].zero_()

@@ -1,10 +1,12 @@
 """What the runner asks of a device, and the one place where it is chosen."""
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
+from ...config import EngineConfig
 from ...errors import ConfigError
+from ..gpu.queue import Queue
 from ..parallel.place import Place
 
 
@@ -13,21 +15,22 @@ class Device(Protocol):
 
     torch_device: torch.device
 
-    def available_memory(self) -> int:
-        """Bytes that this process may still take."""
+    def queue(self) -> Queue | None:
+        """Where steps that run ahead of the host are put, if the device is one for them."""
 
-    def cache_memory(self) -> int:
-        """Bytes for the KV cache if nobody says otherwise, given what is available now."""
+    def cache_memory(self, *, weights: int, workspace: int) -> int:
+        """Bytes for the KV cache if nobody says otherwise. weights, workspace: bytes that the model and its steps take,
+        some of which they have taken."""
 
     def synchronize(self) -> None:
         """Returns when everything launched so far is done."""
 
 
-def choose_device(wanted: Literal["auto", "cpu", "cuda"], *, num_threads: int, place: Place) -> Device:
+def choose_device(config: EngineConfig, *, place: Place) -> Device:
     """auto: CUDA if there is a device. Each rank of this machine has a CUDA device of its own; on a CPU they share the
     memory. Raises ConfigError for "cuda" without a device, and where ranks outnumber devices."""
     num_here = len(place.ranks_here)
-    if wanted != "cpu" and torch.cuda.is_available():
+    if config.device != "cpu" and torch.cuda.is_available():
         from .cuda import CudaDevice
 
         if num_here > torch.cuda.device_count():
@@ -35,9 +38,9 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], *, num_threads: int, p
                 f"--tensor-parallel-size: {num_here} ranks on this machine need a CUDA device each, and torch sees "
                 f"{torch.cuda.device_count()}."
             )
-        return CudaDevice(place.local_rank)
-    if wanted == "cuda":
+        return CudaDevice(place.local_rank, utilization=config.gpu_memory_utilization)
+    if config.device == "cuda":
         raise ConfigError("--device cuda was asked for, but torch sees no CUDA device here.")
     from .cpu import CpuDevice
 
-    return CpuDevice(num_threads=num_threads, num_sharers=num_here)
+    return CpuDevice(num_threads=config.num_threads, num_sharers=num_here)

@@ -26,7 +26,10 @@ class CpuDevice:
             limits.append(limit - used)
         return max(0, min(limits))
 
-    def cache_memory(self) -> int:
+    def queue(self) -> None:
+        return None
+
+    def cache_memory(self, *, weights: int, workspace: int) -> int:
         return min(int(_CACHE_SHARE * self.available_memory()), _CACHE_MOST) // self._num_sharers
 
     def synchronize(self) -> None:

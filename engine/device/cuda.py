@@ -1,23 +1,34 @@
-"""A CUDA device, as far as the plain torch path needs one. Steps are synchronous; streams and graphs are to come."""
+"""A CUDA device: its memory, and the queue for its steps."""
 
 import torch
 
-_CACHE_SHARE = 0.8  # of the memory that is free once the weights are loaded; the rest is activations
+from ...kernels.triton import cubins
+from ..gpu.queue import CudaQueue
 
 
 class CudaDevice:
-    """See `Device`. Becomes the process's current CUDA device."""
+    """See `Device`. Makes it the process's current one."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, utilization: float) -> None:
+        """utilization: the share of the device's memory that this process may take."""
         torch.cuda.set_device(index)
         self.torch_device = torch.device("cuda", index)
+        self._utilization = utilization
+        self._free_at_start, self._total = torch.cuda.mem_get_info(index)
+        self._queue = CudaQueue(self.torch_device)
+        kernels = cubins.share_cache()
+        major, minor = torch.cuda.get_device_capability(index)
+        if (archive := cubins.shipped(10 * major + minor)).exists():
+            cubins.install_shipped(archive, kernels)
 
-    def available_memory(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return free
+    def queue(self) -> CudaQueue:
+        return self._queue
 
-    def cache_memory(self) -> int:
-        return int(_CACHE_SHARE * self.available_memory())
+    def cache_memory(self, *, weights: int, workspace: int) -> int:
+        """By accounting: the share, less what the model and its steps take. What others hold bounds it, and nothing is
+        assumed of them."""
+        taken = weights + workspace
+        return max(0, min(int(self._utilization * self._total), self._free_at_start) - taken)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

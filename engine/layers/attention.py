@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5
         self.window = window
         self._ops = ops
-        self._eps = qk_norm_eps or 0.0
+        self.eps = qk_norm_eps or 0.0
         self.qkv_proj = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=out_bias, sum_over=group)
         self.q_norm = RmsNorm(head_dim, eps=qk_norm_eps, ops=ops) if qk_norm_eps is not None else None
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         states = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self._dim)
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
-        turned = self._ops.norm_rotary(states[:, : heads + kv_heads], heads, q_norm, k_norm, self._eps, cos, sin)
+        turned = self._ops.norm_rotary(states[:, : heads + kv_heads], heads, q_norm, k_norm, self.eps, cos, sin)
         result = attention.forward(
             self._layer,
             turned[:, :heads],

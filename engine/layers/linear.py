@@ -19,6 +19,7 @@ class Weight(nn.Module):
 
     def __init__(self, n: int, k: int) -> None:
         super().__init__()
+        self.shape = (n, k)
         self.weight: nn.Parameter | None = parameter(n, k)
         self._matrix: Matrix | None = None
 
@@ -29,9 +30,13 @@ class Weight(nn.Module):
 
     def pack(self, ops: Ops) -> None:
         """Hands the loaded values to the kernels; the parameter goes, so that there is no second copy."""
-        assert self.weight is not None, "packed twice"
-        self._matrix = self.layout(ops)(self.weight.data)
-        self.weight = None
+        self._matrix = self.layout(ops)(self.take())
+
+    def take(self) -> Tensor:
+        """The loaded values, which are the caller's from now on."""
+        assert self.weight is not None, "taken twice"
+        values, self.weight = self.weight.data, None
+        return values
 
     def layout(self, ops: Ops) -> Callable[[Tensor], Matrix]:
         """What becomes of the weight."""

@@ -127,6 +127,7 @@ class Decoder(nn.Module):
     ) -> None:
         """spec: of the whole model. group: the ranks that share it out."""
         super().__init__()
+        self.group, self.max_len = group, max_len
         self.cuts = shard.cuts(spec, group.rank, group.size) if group.size > 1 else {}
         spec = shard.local(spec, group.rank, group.size)
         self.model = Body(spec, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm, group=group, ops=ops)
@@ -146,8 +147,9 @@ class Decoder(nn.Module):
         }
         # What the checkpoint may hold besides: the head once more, where it is the embedding.
         self.redundant = ("lm_head.weight",) if tied else ()
-        rope = RopeParameters(**msgspec.structs.asdict(spec.rope))
-        self._rotary = RotaryTable(rope, dim=spec.head_dim, max_len=max_len, dtype=dtype, device=device)
+        self.num_heads, self.intermediate_size = spec.num_heads, spec.intermediate_size  # of this rank
+        self.rope = RopeParameters(**msgspec.structs.asdict(spec.rope))
+        self._rotary = RotaryTable(self.rope, dim=spec.head_dim, max_len=max_len, dtype=dtype, device=device)
 
     @property
     def rotary_table(self) -> tuple[Tensor, Tensor]:
@@ -173,6 +175,11 @@ class Decoder(nn.Module):
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self._head.greedy(hidden)
+
+    @property
+    def vocabularies(self) -> tuple[Vocabulary, ...]:
+        """The embedding, and the head where it is another matrix."""
+        return (self.model.embed_tokens,) if self.lm_head is None else (self.model.embed_tokens, self.lm_head)
 
     @property
     def _head(self) -> Vocabulary:

@@ -28,6 +28,11 @@ class _Page(Protocol):
     ) -> Decoder: ...
 
 
+def is_native(spec: ModelSpec) -> bool:
+    """Whether our layers can run it; else only the fallback can, because of its architecture or of a variant."""
+    return spec.architecture in NATIVE and spec.hidden_act in ("silu", "swish") and spec.rope.kind in rotary.KINDS
+
+
 def build_native(
     spec: ModelSpec,
     *,
@@ -39,11 +44,10 @@ def build_native(
     ops: Ops,
 ) -> Decoder | None:
     """This rank's part of a model, to be filled: matrices of `weight_dtype`, everything else of `dtype`. None:
-    only the fallback can run it, because of its architecture or of a variant that our layers lack."""
-    name = NATIVE.get(spec.architecture)
-    if name is None or spec.hidden_act not in ("silu", "swish") or spec.rope.kind not in rotary.KINDS:
+    it is not native."""
+    if not is_native(spec):
         return None
-    page = cast(_Page, importlib.import_module(f".{name}", __package__))
+    page = cast(_Page, importlib.import_module(f".{NATIVE[spec.architecture]}", __package__))
     with torch.device("meta"):
         model = page.build(spec, max_len=max_len, dtype=dtype, device=device, group=group, ops=ops)
     model.to(dtype)

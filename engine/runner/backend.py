@@ -25,6 +25,18 @@ class Backend:
     model: Callable[[Decoder], Model]  # how a native decoder runs
     note: str  # for the operator
 
+    @classmethod
+    def reference(cls, dtype: torch.dtype, *, int8: bool = False, why: str = "") -> "Backend":
+        """Torch's own kernels."""
+        ops = reference_ops(int8=int8)
+        return cls(
+            ops=ops,
+            weight_dtype=dtype,
+            attention=lambda cache: _torch_attention(cache, ops, dtype),
+            model=lambda decoder: decoder,
+            note=f"kernels of torch{' in 8 bits' if int8 else ''}{why}",
+        )
+
 
 def choose_backend(device: torch.device, dtype: torch.dtype, checkpoint_dtype: str, *, int8: bool) -> Backend:
     """dtype: of activations; float32 where matrices are to be of 8 bits.
@@ -38,16 +50,10 @@ def choose_backend(device: torch.device, dtype: torch.dtype, checkpoint_dtype: s
             return _native("bfloat16" if checkpoint_dtype == "bfloat16" else "float32", int8=int8)
         except BuildError as error:
             why = f", because {error}"
-    ops = reference_ops(int8=int8)
+    backend = Backend.reference(dtype, int8=int8, why=why)
     if device.type == "cpu" and not int8 and onednn.is_available(dtype):
-        ops = replace(ops, matrix=onednn.OneDnnMatrix)
-    return Backend(
-        ops=ops,
-        weight_dtype=dtype,
-        attention=lambda cache: _torch_attention(cache, ops, dtype),
-        model=lambda decoder: decoder,
-        note=f"kernels of torch{' in 8 bits' if int8 else ''}{why}",
-    )
+        return replace(backend, ops=replace(backend.ops, matrix=onednn.OneDnnMatrix))
+    return backend
 
 
 def _torch_attention(cache: KvCache, ops: Ops, dtype: torch.dtype) -> AttentionBackend:

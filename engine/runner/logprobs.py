@@ -1,13 +1,17 @@
 """Log-probabilities of the raw logits: before temperature, penalties and bias, as vLLM's `raw_logprobs`."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ...ipc.messages import RowLogprobs
+from .rows import Rows
 
 _LEAST = -9999.0  # stands for -inf, which JSON cannot carry
+_LOGITS_BYTES = 32 << 20  # most float32 logits of prompt positions at once
 
 
 def best_logprobs(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -28,3 +32,36 @@ def best_logprobs(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[NDArra
 def row_logprobs(ids: NDArray[np.int32], values: NDArray[np.float32]) -> RowLogprobs:
     """Packs consecutive positions of one row. Both [positions, width]."""
     return RowLogprobs(width=ids.shape[1], ids=ids.tobytes(), values=values.tobytes())
+
+
+def prompt_logprobs(
+    rows: Rows,
+    picked: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    order: NDArray[np.int64],
+    logits_of: Callable[[int, int], Tensor],
+    vocab_size: int,
+) -> dict[int, RowLogprobs]:
+    """For the rows of a step that want them: of each prompt token whose predecessor this step computed, by the row's
+    index into the plan's rows.
+
+    picked: [rows] by place; starts, counts: [rows] the positions each computes; order: [rows] place → the plan's row;
+    logits_of: of the step's tokens from the first up to the last → float32 [tokens, vocab].
+    """
+    result = {}
+    slice_len = max(1, _LOGITS_BYTES // (4 * vocab_size))
+    for place in np.flatnonzero(rows.num_prompt_logprobs[picked] >= 0).tolist():
+        row, start, first = int(picked[place]), int(starts[place]), int(counts[:place].sum())
+        num_positions = min(int(counts[place]), int(rows.num_prompt[row]) - 1 - start)
+        if num_positions <= 0:
+            continue
+        targets = torch.from_numpy(rows.ids[row, start + 1 : start + 1 + num_positions].astype(np.int64))
+        parts = []
+        for at in range(0, num_positions, slice_len):
+            logits = logits_of(first + at, first + min(at + slice_len, num_positions))
+            chosen = targets[at : at + slice_len].to(logits.device)
+            parts.append(best_logprobs(logits, chosen, int(rows.num_prompt_logprobs[row])))
+        ids, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+        result[int(order[place])] = row_logprobs(ids, values)
+    return result

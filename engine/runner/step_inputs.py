@@ -75,7 +75,7 @@ def step_inputs(
         starts=starts,
         counts=counts,
         first_tokens=first_tokens,
-        drawn=_draws(planned, ends, bounds, order, draws[order]),
+        drawn=draws_of(planned, ends, bounds, order, draws[order]),
         ids=torch.from_numpy(rows.ids[row_of_token, positions].astype(np.int64)).to(device),
         positions=torch.from_numpy(positions).to(device),
         attention=AttentionStep(
@@ -91,7 +91,7 @@ def step_inputs(
     )
 
 
-def _draws(
+def draws_of(
     rows: NDArray[np.int64],
     ends: NDArray[np.int64],
     bounds: NDArray[np.int64],

@@ -45,6 +45,7 @@ MODULES = (
     "silu_mul",
     "norm_rotary_write",
     "small_product",
+    "open_rows",
     "prepare_step",
     "edit_logits",
     "sampling",

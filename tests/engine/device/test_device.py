@@ -3,25 +3,32 @@
 import pytest
 import torch
 
+from pagewire.config import Config, MachineFacts, ModelFacts, resolve
 from pagewire.engine.device.base import choose_device
 from pagewire.engine.device.cpu import CpuDevice
 from pagewire.engine.parallel.place import Place
 from pagewire.errors import ConfigError
 
 
+def _config(device):
+    facts = ModelFacts(path="m", name="m", max_position=64, vocab_size=8, eos_token_ids=(), dtype="float32")
+    threads = torch.get_num_threads()
+    return resolve(Config(device=device, threads=threads), facts, MachineFacts(num_cores=1))
+
+
 def test_ranks_on_cpus_share_the_memory(monkeypatch):
     monkeypatch.setattr(CpuDevice, "available_memory", lambda self: 1000)
-    threads = torch.get_num_threads()
-    alone = choose_device("cpu", num_threads=threads, place=Place())
-    third = choose_device("cpu", num_threads=threads, place=Place(1, (0, 1, 2)))
-    assert (alone.cache_memory(), third.cache_memory()) == (400, 133)
+    alone = choose_device(_config("cpu"), place=Place())
+    third = choose_device(_config("cpu"), place=Place(1, (0, 1, 2)))
+    sizes = [device.cache_memory(weights=0, workspace=0) for device in (alone, third)]
+    assert sizes == [400, 133]
 
 
 def test_more_ranks_than_cuda_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="3 ranks on this machine need a CUDA device each, and torch sees 2"):
-        choose_device("auto", num_threads=1, place=Place(0, (0, 1, 2)))
+        choose_device(_config("auto"), place=Place(0, (0, 1, 2)))
 
 
 def test_a_rank_takes_the_device_of_its_place_on_the_machine():

@@ -26,7 +26,7 @@ def test_one_call_gives_the_bits_of_many(kind, options, dtype, tmp_path):
     for in_one_call in (True, False):
         runner = Runner.load(config)
         runner.open_cache(runner.offer())
-        model = runner._model
+        model = runner._steps._model
         assert isinstance(model, NativeDecoder)
         inner = model if in_one_call else model._decoder
         outputs = seen[in_one_call] = []
@@ -40,7 +40,7 @@ def test_one_call_gives_the_bits_of_many(kind, options, dtype, tmp_path):
                 to.append(inner.hidden(ids, positions, attention))
                 return to[-1]
 
-        runner._model = Recorder()
+        runner._steps._model = Recorder()
         opens = tuple(opened(row, 40 + row, 96, config.vocab_size) for row in range(3))
         steps = [plan(1, [0, 1], [40, 41], opens), plan(2, [0, 2, 1], [1, 42, 1]), plan(3, [2, 1, 0], [1, 1, 1])]
         for step in steps:

@@ -58,26 +58,31 @@ def test_kernels_that_are_there_stay(archive, tmp_path):
     assert (entry / "_kernel.cubin").read_text() == ".cubin"
 
 
-def python(*arguments: str, cache: Path) -> str:
-    """In a process of its own, because this one interprets its kernels."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / ".typing"), "TRITON_CACHE_DIR": str(cache)}
-    result = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+LAUNCH = """
+import os, sys
+from pathlib import Path
+from pagewire.kernels.triton.compile import compile_variant, main
+from pagewire.kernels.triton.cubins import install_shipped
+from pagewire.kernels.triton.silu_mul import VARIANTS
+
+folder = Path(sys.argv[1])
+os.environ["TRITON_CACHE_DIR"] = str(folder / "theirs")
+main(["silu_mul", "--ship", str(folder / "sm_90.zip"), "--arch", "90"])
+os.environ["TRITON_CACHE_DIR"] = str(folder / "ours")
+print(install_shipped(folder / "sm_90.zip", folder / "ours"))
+for architecture in (90, 80):
+    print([sorted(files) for variant in VARIANTS for files in compile_variant(variant, architecture).values()])
+"""
 
 
 @pytest.mark.slow
 def test_a_launch_finds_what_was_shipped(tmp_path):
-    """The keys of a compilation without a device are those of a launch, as far as there can be one without a device."""
-    shipped = tmp_path / "sm_90.zip"
-    compile_ = ("-m", "pagewire.kernels.triton.compile", "silu_mul", "--arch", "90")
-    python(*compile_, "--ship", str(shipped), cache=tmp_path / "theirs")
-    assert install_shipped(shipped, tmp_path / "ours") == 2
-    launch = (
-        "from pagewire.kernels.triton.compile import compile_variant; from pagewire.kernels.triton.silu_mul import *\n"
-        "for arch in (90, 80):\n"
-        "    print([sorted(files) for variant in VARIANTS for files in compile_variant(variant, arch).values()])"
-    )
-    found, compiled = python("-c", launch, cache=tmp_path / "ours").splitlines()
-    assert found == "[['.cubin', '.json'], ['.cubin', '.json']]"
+    """The keys of a compilation without a device are those of a launch, as far as there can be one without a device. In
+    a process of its own, because this one interprets its kernels."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / ".typing")}
+    command = [sys.executable, "-c", LAUNCH, str(tmp_path)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    number, found, compiled = result.stdout.splitlines()
+    assert number == "2" and found == "[['.cubin', '.json'], ['.cubin', '.json']]"
     assert ".ttgir" in compiled, "nothing was shipped for sm_80"

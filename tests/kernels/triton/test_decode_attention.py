@@ -135,7 +135,7 @@ def test_windows_caps_and_sinks(case, option, device):
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_row_has_the_same_bits_in_any_company(window, device):
     case = CASES[3]
-    contexts = [3, 0, 80, 33, 32, 70, 97]
+    contexts = [0, 80, 33, 32, 97]
     query, pages = queries_of(len(contexts), case, device), pages_of(contexts, case, device, window=window)
     together = attend(query, pages, contexts, case, scale=0.2, window=window)
     assert torch.equal(together, attend(query, pages, contexts, case, scale=0.2, window=window, num_programs=1))

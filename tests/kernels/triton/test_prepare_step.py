@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.kernels.triton.prepare_step import fill_packet, packet_size, prepare_step
+from pagewire.kernels.triton.prepare_step import fill_packet, packet_size, prepare_step, remember_drawn
 
 BIG = torch.cuda.is_available()
 PAGE = 16
@@ -18,7 +18,7 @@ class Device:
         def integers(*shape):
             return torch.full(shape, 12345, dtype=torch.int32, device=device)
 
-        self.last_ids, self.num_computed = integers(NUM_ROWS), torch.zeros_like(integers(NUM_ROWS))
+        self.last_ids = integers(NUM_ROWS)
         self.row_tables, self.tables = integers(NUM_ROWS, MOST_BLOCKS), integers(MOST_ROWS, MOST_BLOCKS)
         self.ids, self.positions, self.slots = (integers(MOST_TOKENS) for _ in range(3))
         self.context_lens = integers(MOST_ROWS)
@@ -32,7 +32,6 @@ class Device:
         prepare_step(
             self.packet,
             self.last_ids,
-            self.num_computed,
             self.row_tables,
             self.ids,
             self.positions,
@@ -65,7 +64,8 @@ def test_a_history_of_steps(device, seed):
             new_blocks += range(next_block, next_block + num_new[-1])
             blocks[row] += range(next_block, next_block + num_new[-1])
             next_block += num_new[-1]
-        ours.step(rows=rows, counts=counts, ids=ids, places=places, num_new=num_new, blocks=new_blocks)
+        starts = num_computed[rows]
+        ours.step(rows=rows, counts=counts, starts=starts, ids=ids, places=places, num_new=num_new, blocks=new_blocks)
 
         total = counts.sum()
         row_of_token = np.repeat(rows, counts)
@@ -81,7 +81,6 @@ def test_a_history_of_steps(device, seed):
         assert ours.positions.tolist() == padded(positions, 0, MOST_TOKENS)
         assert ours.slots.tolist() == padded(slots, -1, MOST_TOKENS)
         assert ours.context_lens.tolist() == padded(num_computed[rows], 0, MOST_ROWS)
-        assert ours.num_computed.tolist() == num_computed.tolist()
         for place, row in enumerate(rows):
             assert ours.tables[place, : len(blocks[row])].tolist() == blocks[row]
 
@@ -90,13 +89,13 @@ def test_a_whole_prompt_then_one_token_a_step(device):
     ours = Device(device)
     prompt = np.arange(600)
     blocks = np.arange(38) * 3 + 1
-    ours.step(rows=[4], counts=[600], ids=prompt, places=[0], num_new=[38], blocks=blocks)
+    ours.step(rows=[4], counts=[600], starts=[0], ids=prompt, places=[0], num_new=[38], blocks=blocks)
     assert ours.ids[:600].tolist() == prompt.tolist() == ours.positions[:600].tolist()
     assert ours.slots[:600].tolist() == [int(blocks[p // PAGE]) * PAGE + p % PAGE for p in prompt]
     for position in range(600, 612):
         ours.last_ids[4] = 1000 + position
         new = [9] if position == 608 else []
-        ours.step(rows=[4], counts=[1], ids=[-1], places=[38], num_new=[len(new)], blocks=new)
+        ours.step(rows=[4], counts=[1], starts=[position], ids=[-1], places=[38], num_new=[len(new)], blocks=new)
         block = 9 if position >= 608 else int(blocks[-1])
         assert ours.ids[:2].tolist() == [1000 + position, 0]
         assert ours.positions[:2].tolist() == [position, 0]
@@ -106,6 +105,16 @@ def test_a_whole_prompt_then_one_token_a_step(device):
 
 def test_a_step_without_rows(device):
     ours = Device(device)
-    ours.step(rows=[], counts=[], ids=[], places=[], num_new=[], blocks=[])
-    assert not ours.context_lens.any() and not ours.num_computed.any()
+    ours.step(rows=[], counts=[], starts=[], ids=[], places=[], num_new=[], blocks=[])
+    assert not ours.context_lens.any()
     assert (ours.slots == -1).all()
+
+
+def test_what_rows_drew_is_remembered(device):
+    last_ids = torch.full((600,), 7, dtype=torch.int32, device=device)
+    rows = torch.randperm(600, dtype=torch.int32, device=device)[:300]
+    drawn = torch.arange(-1, 299, dtype=torch.int32, device=device)
+    remember_drawn(last_ids, drawn, rows)
+    expected = torch.full((600,), 7, dtype=torch.int32, device=device)
+    expected[rows.long()] = drawn.clamp(min=0)
+    assert last_ids.tolist() == expected.tolist()

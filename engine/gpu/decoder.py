@@ -1,0 +1,236 @@
+"""A native decoder through the Triton kernels, in buffers that stay where they are, so that its steps can be recorded.
+
+Everything a step needs lies on the device when it begins: the packet, and the state of the rows. The order of the work
+is that of `engine/models/decoder.py`, whose weights these are. A layer of up to 16 tokens takes six launches: norm and
+projections, rotation and KV, attention, output and residual, norm and gates, down and residual. More tokens take cuBLAS
+and a norm that adds the residual.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...kernels.ops import reference_ops
+from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, plan_decode, workspace_decode
+from ...kernels.triton.extend_attention import extend_attention, most_tiles, tile_tokens
+from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
+from ...kernels.triton.prepare_step import prepare_step
+from ...kernels.triton.rms_norm import rms_norm
+from ...kernels.triton.small_product import workspace_small_product
+from ..cache.kv_cache import KvCache
+from ..layers.linear import Linear
+from ..layers.norm import RmsNorm
+from ..layers.rotary import inverse_frequencies
+from ..models.decoder import Decoder, DecoderLayer
+from .packet import Limits, Packet
+from .products import DenseProduct, Norm, Product, interleave
+from .shapes import StepShape
+from .state import RowState
+
+GUESS_ROWS = 16  # of a tile of attention, where rows have a few tokens,
+PROMPT_ROWS = 128  # and where there are prompts
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: Norm
+    qkv: Product
+    head_norms: tuple[Tensor, Tensor] | None
+    out: Product
+    post_norm: Norm
+    gate_up: Product
+    down: Product
+    window: int | None
+
+    def fuses(self, tokens: int) -> bool:
+        """See `Product.fuses`."""
+        return all(product.fuses(tokens) for product in (self.qkv, self.out, self.gate_up, self.down))
+
+
+class TritonDecoder:
+    """One step after another; see the head of the file. `open` comes before the first."""
+
+    def __init__(self, decoder: Decoder, *, limits: Limits, dtype: torch.dtype, num_programs: int) -> None:
+        """decoder: loaded and not packed; its weights are this one's from now on. limits: of a step. num_programs: of
+        decode attention, as many as the device holds at once."""
+        self.kv_shape = decoder.kv_shape
+        self._decoder = decoder
+        self._ranks = decoder.group
+        self._limits = limits
+        self._num_programs = num_programs
+        body = decoder.model
+        self.weights = sum(parameter.nbytes for parameter in decoder.parameters())  # bytes
+        layers = [cast(DecoderLayer, layer) for layer in body.layers]
+        attention = layers[0].self_attn
+        self._heads, self._dim = attention.heads, self.kv_shape.head_dim
+        self._kv_heads = self.kv_shape.num_kv_heads
+        self.group = self._heads // self._kv_heads  # query heads of a kv head
+        self._scale = attention.scale
+        self._eps = attention.eps
+        self._norm = _norm(body.norm)
+        self.device = device = self._norm.weight.device
+        modules = [module for layer in layers for module in layer.modules() if isinstance(module, Linear)]
+        shapes = {module.shape for module in modules if module.shape[0] % 16 == 0}
+        workspace = workspace_small_product(shapes, device)
+
+        def product(module: Linear, rearrange: Callable[[Tensor], Tensor] = lambda x: x) -> Product:
+            bias = None if module.bias is None else rearrange(module.bias.data)
+            return DenseProduct(rearrange(module.take()), bias, workspace)
+
+        self._layers = [
+            _Layer(
+                input_norm=_norm(layer.input_layernorm),
+                qkv=product(layer.self_attn.qkv_proj),
+                head_norms=_head_norms(layer.self_attn.q_norm, layer.self_attn.k_norm),
+                out=product(layer.self_attn.o_proj),
+                post_norm=_norm(layer.post_attention_layernorm),
+                gate_up=product(layer.mlp.gate_up_proj, interleave),
+                down=product(layer.mlp.down_proj),
+                window=layer.self_attn.window,
+            )
+            for layer in layers
+        ]
+        for vocabulary in decoder.vocabularies:
+            vocabulary.pack(reference_ops())
+        hidden = self._norm.weight.shape[0]
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        rope = decoder.rope
+        self._rotary = rotary_table(
+            inverse_frequencies(rope, self._dim).to(device), rope.attention_factor, decoder.max_len
+        )
+        self._ids, self._positions, self._slots = (integers(limits.tokens) for _ in range(3))
+        self._context_lens, self._tables = integers(limits.rows), integers(limits.rows, limits.blocks)
+        self._stream = torch.zeros((limits.tokens, hidden), dtype=dtype, device=device)  # the residual stream
+        self._windows: dict[int | None, DecodeWorkspace] = {
+            window: workspace_decode(
+                rows=limits.rows,
+                most_context=decoder.max_len,
+                heads=self._heads,
+                kv_heads=self._kv_heads,
+                head_dim=self._dim,
+                window=window,
+                device=device,
+            )
+            for window in {layer.window for layer in self._layers}
+        }
+        self._cache: KvCache | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """That share the model out."""
+        return self._ranks.size
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers that stay."""
+        kept = [self._rotary, self._ids, self._positions, self._slots, self._context_lens, self._tables, self._stream]
+        for workspace in self._windows.values():
+            kept += [workspace.items, workspace.partials, workspace.lses, workspace.arrivals]
+        return sum(tensor.nbytes for tensor in kept)
+
+    def open(self, cache: KvCache) -> None:
+        """cache: head-major."""
+        self._cache = cache
+
+    def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:
+        """The pass over the packet's tokens; `hidden` and `logits` then tell what it gave."""
+        cache = self._cache
+        assert cache is not None, "run before open"
+        tokens, rows = shape.tokens, min(shape.tokens, self._limits.rows)
+        ids, positions, slots = self._ids[:tokens], self._positions[:tokens], self._slots[:tokens]
+        lens, tables = self._context_lens[:rows], self._tables[:rows]
+        block_size = cache.block_size
+        prepare_step(packet.step, state.last_ids, state.tables, ids, positions, slots, lens, tables, block_size)
+        decode_lens = packet.decode_lens[:rows]
+        for workspace in self._windows.values():
+            plan_decode(decode_lens, workspace)
+        tiles = None
+        if shape.tile_rows:
+            per_tile = tile_tokens(self.group, shape.tile_rows)
+            tiles = packet.tiles[: most_tiles(tokens, rows, per_tile)]
+
+        stream = self._stream[:tokens]
+        stream.copy_(self._decoder.model.embed_tokens(ids))
+        dtype, device = stream.dtype, stream.device
+        qkv = torch.empty((tokens, (self._heads + 2 * self._kv_heads) * self._dim), dtype=dtype, device=device)
+        query = torch.empty((tokens, self._heads, self._dim), dtype=dtype, device=device)
+        attended = torch.empty_like(query)
+        flat = attended.view(tokens, -1)
+        inner = torch.empty((tokens, self._decoder.intermediate_size), dtype=dtype, device=device)
+
+        def attend(number: int, layer: _Layer) -> None:
+            k_pages, v_pages = cache.pages[number]
+            norm_rotary_write(qkv, layer.head_norms, self._eps, self._rotary, positions, slots, query, k_pages, v_pages)
+            decode_attention(
+                attended[:rows],
+                query[:rows],
+                k_pages,
+                v_pages,
+                tables,
+                self._windows[layer.window],
+                scale=self._scale,
+                num_programs=self._num_programs,
+            )
+            if tiles is not None:  # after it, since decode attention leaves zeros for rows that are not its own
+                extend_attention(
+                    attended,
+                    query,
+                    k_pages,
+                    v_pages,
+                    tables,
+                    lens,
+                    tiles,
+                    scale=self._scale,
+                    window=layer.window,
+                    tile_rows=shape.tile_rows,
+                )
+
+        if self._ranks.size == 1 and all(layer.fuses(tokens) for layer in self._layers):
+            for number, layer in enumerate(self._layers):
+                layer.qkv(stream, qkv, norm=layer.input_norm)
+                attend(number, layer)
+                layer.out(flat, stream, residual=stream)
+                layer.gate_up(stream, inner, norm=layer.post_norm, is_gated=True)
+                layer.down(inner, stream, residual=stream)
+            return
+        normed, delta = torch.empty_like(stream), torch.zeros_like(stream)
+        for number, layer in enumerate(self._layers):
+            _add_norm(delta, stream, layer.input_norm, normed)
+            layer.qkv(normed, qkv)
+            attend(number, layer)
+            layer.out(flat, delta)
+            self._ranks.all_reduce(delta)
+            _add_norm(delta, stream, layer.post_norm, normed)
+            layer.gate_up(normed, inner, is_gated=True)
+            layer.down(inner, delta)
+            self._ranks.all_reduce(delta)
+        stream.add_(delta)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The normed states of some tokens of the step, which `logits` takes. tokens: [n] int32 → [n, hidden]."""
+        picked = self._stream.index_select(0, tokens)
+        rms_norm(picked, self._norm.weight, self._norm.eps, picked)
+        return picked
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocab] float32."""
+        return self._decoder.logits(hidden)
+
+
+def _add_norm(delta: Tensor, stream: Tensor, norm: Norm, out: Tensor) -> None:
+    """stream += delta; out = norm(stream)."""
+    rms_norm(delta, norm.weight, norm.eps, out, residual=stream)
+
+
+def _norm(module: RmsNorm) -> Norm:
+    return Norm(module.weight.data, module.eps)
+
+
+def _head_norms(q_norm: RmsNorm | None, k_norm: RmsNorm | None) -> tuple[Tensor, Tensor] | None:
+    return None if q_norm is None or k_norm is None else (q_norm.weight.data, k_norm.weight.data)

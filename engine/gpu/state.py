@@ -1,0 +1,149 @@
+"""What a GPU knows of its rows: block tables, the id each drew last, how each draws. And where logits are made tokens.
+
+The host writes a row when a request takes it and never reads one. A bias and the history that penalties need are
+written for those requests alone that have them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...ipc.messages import RowOpen, Sampling
+from ...kernels.triton.edit_logits import EditColumns, count_drawn, edit_logits
+from ...kernels.triton.logprobs import MOST_BEST, logprobs, workspace_logprobs
+from ...kernels.triton.open_rows import open_rows
+from ...kernels.triton.prepare_step import remember_drawn
+from ...kernels.triton.sampling import Kind, SamplingColumns, sample, workspace_sampling
+from .packet import Limits, Packet
+from .shapes import DrawShape
+
+KINDS: tuple[Kind, ...] = ("greedy", "drawn", "filtered")
+_MOST_BIAS = 1024  # entries a row, as many as the API takes
+
+
+class RowState:
+    """Tensors of `limits.rows` rows, and one more that padding draws for: it is greedy and nobody looks at it."""
+
+    def __init__(self, *, limits: Limits, vocab_size: int, device: torch.device) -> None:
+        rows, part = limits.rows + 1, limits.part
+
+        def column(dtype: torch.dtype, value: float = 0, *shape: int) -> Tensor:
+            return torch.full((rows, *shape), value, dtype=dtype, device=device)
+
+        self.last_ids = column(torch.int32)
+        self.tables = column(torch.int32, 0, limits.blocks)
+        self._sampling = SamplingColumns(
+            temperature=column(torch.float32),
+            top_k=column(torch.int32),
+            top_p=column(torch.float32, 1),
+            min_p=column(torch.float32),
+            seed=column(torch.int64),
+        )
+        self._edits = EditColumns(
+            repetition_penalty=column(torch.float32, 1),
+            presence_penalty=column(torch.float32),
+            frequency_penalty=column(torch.float32),
+            history=column(torch.int32, -1),
+            prompt_bits=column(torch.int32, 0, -(-vocab_size // 32)),
+            output_counts=column(torch.int16, 0, vocab_size),
+            bias_first=torch.arange(rows, dtype=torch.int32, device=device) * _MOST_BIAS,
+            bias_len=column(torch.int32),
+            bias_ids=torch.zeros(rows * _MOST_BIAS, dtype=torch.int32, device=device),
+            bias_values=torch.zeros(rows * _MOST_BIAS, device=device),
+        )
+        self._vocab_size = vocab_size
+        self._workspace = workspace_sampling(most_picked=part, vocab_size=vocab_size, device=device)
+        self._logprobs = workspace_logprobs(most_asking=part, vocab_size=vocab_size, device=device)
+        self._edited = torch.empty((part, vocab_size), device=device)
+        # No grammars yet.
+        self._grammars = torch.full((part,), -1, dtype=torch.int32, device=device)
+        self._grammar_bits = torch.zeros((1, -(-vocab_size // 32)), dtype=torch.int32, device=device)
+        self.drawn = torch.zeros(limits.draws, dtype=torch.int32, device=device)
+        self.best_ids = torch.zeros((limits.draws, 1 + MOST_BEST), dtype=torch.int32, device=device)
+        self.best_values = torch.zeros((limits.draws, 1 + MOST_BEST), device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(tensor.nbytes for tensor in _tensors(vars(self).values()))
+
+    def open(self, opens: tuple[RowOpen, ...], packet: Packet) -> None:
+        """Takes in the rows that a plan opens, whose records `write_opens` has written and the queue has sent."""
+        open_rows(packet.opens, len(opens), self._sampling, self._edits)
+        for row in opens:
+            if has_penalties(row.sampling):
+                self._write_history(row)
+            if row.sampling.logit_bias:
+                self._write_bias(row.row, row.sampling.logit_bias)
+
+    def sample(self, logits: Tensor, packet: Packet, first: int, shape: DrawShape) -> None:
+        """Draws for a part of the step's draws, which begins at `first`, and remembers what was drawn. logits: [draws,
+        vocab] float32."""
+        part = slice(first, first + shape.draws)
+        picked, places, drawn = packet.draw_rows[part], packet.places[part], self.drawn[part]
+        if shape.edits:
+            grammars = self._grammars[: shape.draws]
+            edit_logits(self._edited, logits, places, picked, self._edits, grammars, self._grammar_bits)
+        positions = packet.draw_positions[part]
+        kind = KINDS[shape.kind]
+        sample(drawn, logits, self._edited, places, picked, positions, self._sampling, self._workspace, kind=kind)
+        remember_drawn(self.last_ids, drawn, picked)
+        if shape.edits:
+            count_drawn(drawn, picked, self._edits)
+        if shape.logprobs:
+            most = min(MOST_BEST, self._vocab_size)
+            ids, values, asking = self.best_ids[part], self.best_values[part], packet.asking[part]
+            logprobs(ids, values, logits, asking, drawn, self._logprobs, num_best=most)
+
+    def _write_history(self, row: RowOpen) -> None:
+        ids = np.frombuffer(row.ids, "<i4")
+        seen = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        seen[ids[: row.num_prompt]] = True
+        bits = np.packbits(seen, bitorder="little").view("<i4")
+        counts = np.bincount(ids[row.num_prompt :], minlength=self._vocab_size).clip(max=32767).astype(np.int16)
+        self._edits.prompt_bits[row.row].copy_(torch.from_numpy(bits))
+        self._edits.output_counts[row.row].copy_(torch.from_numpy(counts))
+
+    def _write_bias(self, row: int, bias: dict[int, float]) -> None:
+        place = slice(row * _MOST_BIAS, row * _MOST_BIAS + len(bias))
+        ids = torch.tensor(list(bias), dtype=torch.int64).clamp_(max=2**31 - 1)
+        self._edits.bias_ids[place].copy_(ids.to(torch.int32))
+        self._edits.bias_values[place].copy_(torch.tensor(list(bias.values()), dtype=torch.float64).float())
+
+
+def has_penalties(sampling: Sampling) -> bool:
+    """Whether what a row draws depends on what it drew."""
+    return bool(sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def write_opens(opens: tuple[RowOpen, ...], target: NDArray[np.int32]) -> None:
+    """The records of `kernels/triton/open_rows.py`. target: [rows, FIELDS]."""
+    floats = target.view(np.float32)
+    for i, row in enumerate(opens):
+        sampling = row.sampling
+        target[i, 0] = row.row
+        floats[i, 1] = sampling.temperature
+        target[i, 2] = sampling.top_k
+        floats[i, 3] = sampling.top_p
+        floats[i, 4] = sampling.min_p
+        target[i, 5:7] = np.array([sampling.seed], "<i8").view("<i4")
+        floats[i, 7] = sampling.repetition_penalty
+        floats[i, 8] = sampling.presence_penalty
+        floats[i, 9] = sampling.frequency_penalty
+        target[i, 10] = row.row if has_penalties(sampling) else -1
+        target[i, 11] = len(sampling.logit_bias or ())
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif is_dataclass(values):
+        for field in fields(values):
+            yield from _tensors(getattr(values, field.name))
+    elif not isinstance(values, int):
+        for value in values:  # type: ignore[attr-defined]
+            yield from _tensors(value)

@@ -1,0 +1,60 @@
+"""What a step drew, and what of it counts: with guesses, only what was drawn after right ones."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...ipc.messages import RowLogprobs, StepPlan, StepResult
+from .ngram import learn
+from .rows import Rows
+from .step_inputs import Draws
+
+
+def _none() -> NDArray[np.int64]:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """See `StepResult`."""
+
+    prompt_logprobs: dict[int, RowLogprobs]
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    ids: NDArray[np.int64] = field(default_factory=_none)  # those of each row that draws, in the plan's order
+    nums: NDArray[np.int64] = field(default_factory=_none)  # how many of them each of these rows drew; empty: one each
+    guesses: NDArray[np.int64] = field(default_factory=_none)  # of each speculative row
+
+    def result(self, step: int, device_ms: float) -> StepResult:
+        return StepResult(
+            step=step,
+            ids=self.ids.astype("<i4").tobytes(),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            device_ms=device_ms,
+            num_drawn=self.nums.astype("<i4").tobytes(),
+            num_drafts=int(np.count_nonzero(self.guesses)),
+            num_draft_tokens=int(self.guesses.sum()),
+        )
+
+
+def take_in(
+    plan: StepPlan,
+    rows: Rows,
+    draws: Draws,
+    ids: NDArray[np.int64],
+    guesses: NDArray[np.int64],
+    prompt_logprobs: dict[int, RowLogprobs],
+    logprobs: dict[int, RowLogprobs],
+) -> Drawn:
+    """Brings the rows up to date, and the guessing with them. ids: [draws]; guesses: of each speculative row."""
+    kept = rows.append(draws.rows, draws.ends, ids)
+    places = draws.order[kept]
+    ids = ids[kept][np.argsort(places, kind="stable")]
+    if not guesses.any():
+        return Drawn(prompt_logprobs, logprobs, ids)
+    nums = np.bincount(places, minlength=len(plan.sample))
+    made = np.flatnonzero(guesses)
+    good = nums[made] - 1 >= plan.break_even * guesses[made]
+    learn(rows, np.frombuffer(plan.rows, "<i4")[made].astype(np.int64), good, plan.break_even)
+    return Drawn(prompt_logprobs, logprobs, ids, nums[np.frombuffer(plan.sample, np.bool_)], guesses)

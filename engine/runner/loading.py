@@ -1,0 +1,188 @@
+"""From a checkpoint to what runs plans: which model, on which kernels, with how much memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...config import EngineConfig
+from ...errors import ConfigError
+from ..cache.kv_cache import KvShape
+from ..device.base import Device
+from ..gpu.queue import Queue
+from ..models import registry
+from ..models.decoder import Decoder, Model
+from ..models.spec import ModelSpec
+from ..parallel.collectives import Group
+from ..weights.dummy import fill_dummy
+from ..weights.loader import load_weights
+from ..weights.mapping import checkpoint_targets
+from ..weights.reader import CheckpointReader
+from .backend import Backend, choose_backend
+from .memory import workspace_bytes
+
+if TYPE_CHECKING:
+    from .device_steps import DeviceModel
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+_GRAPH_BYTES = 4 << 20  # of a recorded step; an allowance until it was measured
+_DIMS = (16, 32, 64, 128, 256)  # of heads, for the Triton kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostModel:
+    """A model whose steps the host takes one by one: on a CPU, and on a GPU where it needs torch's own kernels."""
+
+    model: Model
+    backend: Backend
+    kv_shape: KvShape
+    weights: int  # bytes
+    workspace: int  # bytes, estimated
+    head_major = False
+
+    @property
+    def note(self) -> str:
+        return self.backend.note
+
+
+def load_model(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: Device,
+    queue: Queue | None,
+    group: Group,
+    progress: Callable[[int, int], None] | None,
+) -> "HostModel | DeviceModel":
+    """Reads this rank's part of the checkpoint. queue: of a device for which there are Triton kernels. Raises
+    ConfigError, CheckpointError."""
+    torch_device, dtype = device.torch_device, DTYPES[config.dtype]
+    why = "there is no such device" if queue is None else _why_not_triton(config, spec)
+    if why is None:
+        backend = Backend.reference(dtype)
+    else:
+        backend = choose_backend(torch_device, dtype, spec.dtype, int8=config.quantization == "int8")
+    decoder = registry.build_native(
+        spec,
+        max_len=config.max_model_len,
+        dtype=dtype,
+        weight_dtype=backend.weight_dtype,
+        device=torch_device,
+        group=group,
+        ops=backend.ops,
+    )
+    kv_dtype = DTYPES[config.kv_cache_dtype]
+    if decoder is not None:
+        _fill(config, decoder, progress)
+        decoder.kv_shape = replace(decoder.kv_shape, dtype=kv_dtype)
+        if why is None:
+            assert queue is not None
+            return _on_device(config, spec, decoder, queue)
+        weights = decoder.pack(backend.ops)
+        # Ranks exchange between the layers, so each is seen.
+        model = backend.model(decoder) if group.size == 1 else decoder
+    else:
+        model, weights = _load_fallback(config, spec, torch_device, dtype, group)
+        model.kv_shape = replace(model.kv_shape, dtype=kv_dtype)
+    if queue is not None:
+        backend = replace(backend, note=f"{backend.note}, because {why}")
+    per_layer = model.kv_shape.block_bytes(config.block_size) // model.kv_shape.num_layers
+    return HostModel(
+        model=model,
+        backend=backend,
+        kv_shape=model.kv_shape,
+        weights=weights,
+        workspace=workspace_bytes(
+            tokens=config.max_num_batched_tokens,
+            rows=config.max_num_seqs,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size // group.size,
+            vocab_size=spec.vocab_size,
+            itemsize=dtype.itemsize,
+            cache_bytes=blocks_needed(config) * per_layer,
+        ),
+    )
+
+
+def blocks_needed(config: EngineConfig) -> int:
+    """Blocks for as many requests as may run at once, each as long as it may get."""
+    return config.max_num_seqs * -(-config.max_model_len // config.block_size)
+
+
+def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
+    """Why a model on a GPU has to do without the Triton kernels, if it has to."""
+    if not registry.is_native(spec):
+        return f"{spec.architecture} has no page of its own"
+    if config.extension is not None:
+        return "--extension sees every layer"
+    if spec.head_dim not in _DIMS:
+        return f"the kernels know no heads of {spec.head_dim} numbers"
+    return None
+
+
+def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Queue) -> "DeviceModel":
+    # Only here, since Triton comes with torch for GPUs alone.
+    from ..gpu.decoder import TritonDecoder
+    from ..gpu.state import RowState
+    from .device_steps import DeviceModel, limits_of, num_graphs, num_guesses
+
+    shape = decoder.kv_shape
+    group = decoder.num_heads // shape.num_kv_heads
+    limits = limits_of(config, group=group, guesses=num_guesses(config))
+    dtype = DTYPES[config.dtype]
+    triton = TritonDecoder(decoder, limits=limits, dtype=dtype, num_programs=queue.num_programs(shape.head_dim))
+    state = RowState(limits=limits, vocab_size=config.vocab_size, device=queue.device)
+    # What a step takes besides, in the pool of the graphs: the states of a layer, and logits twice.
+    width = (2 * decoder.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 3 * decoder.intermediate_size
+    steps = limits.tokens * (width + 4 * spec.hidden_size) * dtype.itemsize
+    logits = limits.part * spec.vocab_size * (4 + dtype.itemsize)
+    graphs = num_graphs(limits) * _GRAPH_BYTES
+    return DeviceModel(
+        decoder=triton,
+        state=state,
+        limits=limits,
+        queue=queue,
+        kv_shape=shape,
+        weights=triton.weights,
+        workspace=triton.nbytes + state.nbytes + steps + logits + graphs,
+        note=f"Triton kernels, {config.dtype}",
+    )
+
+
+def _fill(config: EngineConfig, decoder: Decoder, progress: Callable[[int, int], None] | None) -> None:
+    parameters = dict(decoder.named_parameters())
+    if config.load_format == "dummy":
+        fill_dummy(parameters)
+        return
+    with CheckpointReader(Path(config.model_path)) as reader:
+        load_weights(
+            reader,
+            parameters,
+            checkpoint_targets(parameters, decoder.fused, decoder.cuts),
+            redundant=decoder.redundant,
+            progress=progress,
+        )
+
+
+def _load_fallback(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, group: Group
+) -> tuple[Model, int]:
+    for flag, is_used in (
+        ("--tensor-parallel-size", group.size > 1),
+        ("--load-format dummy", config.load_format == "dummy"),
+        ("--quantization", config.quantization is not None),
+    ):
+        if is_used:
+            known = ", ".join(registry.NATIVE)
+            raise ConfigError(f"{flag} is there for {known}; this is {spec.architecture}.")
+    from ..models.transformers_fallback import load_fallback
+
+    folder = Path(config.model_path)
+    CheckpointReader(folder).close()  # complains of damaged and missing files in our own words
+    return load_fallback(spec, folder, max_len=config.max_model_len, dtype=dtype, device=device)

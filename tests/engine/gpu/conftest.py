@@ -1,0 +1,58 @@
+"""The GPU's step, natively where there is a GPU; else on a CPU, with the kernels in Triton's interpreter."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+import torch
+from runner_driver import Driver, engine_config
+
+from pagewire.engine.gpu.queue import EagerQueue
+from pagewire.engine.runner.runner import Runner
+
+ON_GPU = torch.cuda.is_available()
+collect_ignore_glob = [] if importlib.util.find_spec("triton") is not None else ["test_*.py"]
+
+if not ON_GPU and not collect_ignore_glob:
+    from triton_in_tests import interpret_once
+
+    interpret_once()
+
+
+@pytest.fixture(autouse=True)
+def _as_quiet_as_a_gpu():
+    """No word of an infinity or a NaN in a lane that a mask drops."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """kind, and changes to its config → the folder of a checkpoint, made once."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str, **changes: Any) -> Path:
+        key = f"{kind}{changes}"
+        if key not in made:
+            made[key] = checkpoints.make_checkpoint(tmp_path_factory.mktemp(kind), kind, **changes)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def driver() -> Callable[..., Driver]:
+    """folder, and flags → a driver of a runner that is ahead of the host, with an open cache."""
+
+    def start(folder: Path, *, num_blocks: int = 96, queue: Any = None, **flags: Any) -> Driver:
+        if not ON_GPU:
+            queue = queue or EagerQueue(torch.device("cpu"))
+        runner = Runner.load(engine_config(folder, **flags), queue=queue)
+        runner.open_cache(num_blocks)
+        return Driver(runner, num_blocks)
+
+    return start

@@ -1,0 +1,297 @@
+"""What is asked of the device, told by one that only keeps a record: sizes, padding, graphs, the ring of packets."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from runner_driver import engine_config
+
+from pagewire.engine.cache.kv_cache import KvCache, KvShape
+from pagewire.engine.gpu.queue import EagerQueue
+from pagewire.engine.gpu.shapes import DrawShape, StepShape, at_least, decode_sizes, mixed_sizes
+from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
+
+GREEDY = Sampling(temperature=0)
+
+
+class Mark:
+    """Reached when the test says so."""
+
+    def __init__(self, queue):
+        self._queue, self.number = queue, queue.num_put
+
+    def is_reached(self):
+        return self.number <= self._queue.num_done
+
+    def wait(self):
+        self._queue.waits.append(self.number)
+        self._queue.num_done = max(self._queue.num_done, self.number)
+
+    def ms_since(self, earlier):
+        return float(self.number - earlier.number)
+
+
+class RecordingQueue(EagerQueue):
+    """Keeps what it is asked to do, and is done with nothing until it has to be."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.sent, self.asked, self.waits = [], [], []
+        self.num_put = self.num_done = 0
+
+    def host_memory(self, size, dtype):
+        return torch.full((size,), -77 if dtype != torch.float32 else -77.0, dtype=dtype)  # as if used before
+
+    def record(self, work):
+        self.asked.append("record")
+        return lambda: (self.asked.append("replay"), work())
+
+    def send(self, source, target):
+        self.sent.append((source.data_ptr(), len(source)))
+        super().send(source, target)
+
+    def fetch(self, pairs):
+        self.num_put += 1
+        super().fetch(pairs)
+        return Mark(self)
+
+    def mark(self):
+        return Mark(self)
+
+    def follow(self, mark):
+        self.asked.append(("follow", mark.number))
+
+
+@dataclass
+class Decoder:
+    """Notes the shapes it is run for, and the step's part of the packet."""
+
+    group = 2
+    num_ranks = 1
+    shapes: list = field(default_factory=list)
+    steps: list = field(default_factory=list)
+
+    def open(self, cache):
+        pass
+
+    def run(self, packet, state, shape):
+        self.shapes.append(shape)
+        num_rows, num_tokens = packet.step[:2].tolist()
+        self.steps.append((num_rows, num_tokens, packet.decode_lens.tolist(), packet.tiles[:, 2].tolist()))
+
+    def hidden(self, tokens):
+        return tokens
+
+    def logits(self, hidden):
+        return hidden
+
+
+class State:
+    """Draws the number of the step for every row."""
+
+    def __init__(self, limits):
+        self.limits = limits
+        self.drawn = torch.zeros(limits.draws, dtype=torch.int32)
+        self.best_ids = torch.zeros((limits.draws, 21), dtype=torch.int32)
+        self.best_values = torch.zeros((limits.draws, 21))
+        self.samples, self.opened = [], []
+        self.num = 100
+
+    def open(self, opens, packet):
+        self.opened += [row.row for row in opens]
+
+    def sample(self, logits, packet, first, shape):
+        part = slice(first, first + shape.draws)
+        self.samples.append((first, shape, packet.draw_rows[part].tolist(), packet.places[part].tolist()))
+        self.num += 1
+        self.drawn[part] = self.num
+
+
+@pytest.fixture
+def steps(checkpoint):
+    """flags → (steps, decoder, state, queue)."""
+    from pagewire.engine.runner.device_steps import DeviceModel, limits_of
+
+    def make(**flags):
+        config = engine_config(checkpoint("llama"), **flags)
+        limits = limits_of(config, group=2, guesses=0)
+        shape = KvShape(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+        cache = KvCache(shape=shape, num_blocks=8, block_size=config.block_size, device=torch.device("cpu"))
+        decoder, state, queue = Decoder(), State(limits), RecordingQueue()
+        model = DeviceModel(
+            decoder=decoder,
+            state=state,
+            limits=limits,
+            queue=queue,
+            kv_shape=shape,
+            weights=0,
+            workspace=0,
+            note="",
+        )
+        return model.steps(config, cache), decoder, state, queue
+
+    return make
+
+
+def plan(step, rows, counts, *, open=(), sample=None, grow=()):
+    return StepPlan(
+        step=step,
+        open=tuple(
+            RowOpen(
+                row=row,
+                ids=ids_to_bytes(list(range(num))),
+                num_prompt=num,
+                num_computed=0,
+                block_ids=ids_to_bytes(list(range(-(-(num + 1) // 16)))),
+                sampling=sampling,
+            )
+            for row, num, sampling in open
+        ),
+        grow_rows=ids_to_bytes([row for row, _ in grow]),
+        grow_blocks=ids_to_bytes([block for _, block in grow]),
+        rows=ids_to_bytes(rows),
+        counts=ids_to_bytes(counts),
+        sample=bytes(sample or [1] * len(rows)),
+    )
+
+
+def test_sizes_hold_what_is_asked_and_waste_little():
+    assert decode_sizes(1) == (1,)
+    assert decode_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert decode_sizes(256)[-3:] == (224, 240, 256)
+    assert mixed_sizes(32) == (32,)
+    for most in (64, 1000, 2048, 8192):
+        sizes = mixed_sizes(most)
+        assert sizes[-1] == most and list(sizes) == sorted(set(sizes))
+        for wanted in range(1, most + 1, 7):
+            size = at_least(sizes, wanted)
+            assert wanted <= size <= max(sizes[0], 1.25 * wanted + 16)
+
+
+def test_a_step_is_padded_up_to_its_shape(steps):
+    ours, decoder, state, _ = steps(max_num_seqs=8, max_num_batched_tokens=128)
+    ours.launch(
+        plan(0, [5, 2, 7], [20, 30, 9], open=[(5, 20, GREEDY), (2, 30, GREEDY), (7, 9, GREEDY)], sample=[1, 0, 1])
+    )
+    assert decoder.shapes == [StepShape(64, 128)]
+    num_rows, num_tokens, decode_lens, tiles = decoder.steps[0]
+    assert (num_rows, num_tokens, decode_lens) == (3, 59, [0] * 8)
+    assert sorted(tiles, reverse=True)[:3] == [30, 20, 9] and sum(tiles) == 59, "a tile without tokens has none"
+    first, shape, rows, places = state.samples[0]
+    assert (first, shape) == (0, DrawShape(2, 0, False, False))
+    assert rows == [5, 7] and places == [-1, -1]
+    ours.launch(plan(1, [2, 5, 7], [1, 1, 1], open=[], sample=[0, 1, 1], grow=[]))
+    assert decoder.shapes[1] == StepShape(4, 0)
+    assert decoder.steps[1][2] == [31, 21, 10, 0, 0, 0, 0, 0]
+    assert [ours.collect().step for _ in range(2)] == [0, 1]
+
+
+def test_rows_that_decode_come_first_beside_a_prompt(steps):
+    ours, decoder, _, _ = steps(max_num_seqs=8, max_num_batched_tokens=128)
+    ours.launch(plan(0, [1], [4], open=[(1, 4, GREEDY)]))
+    ours.launch(plan(1, [3, 1], [40, 1], open=[(3, 40, GREEDY)]))
+    assert decoder.shapes[1] == StepShape(64, 128)
+    assert decoder.steps[1][2] == [5, 0, 0, 0, 0, 0, 0, 0], "only rows with one token go the way of decoding"
+    assert sum(decoder.steps[1][3]) == 40
+    first, second = ours.collect(), ours.collect()
+    assert bytes_to_ids(first.ids).tolist() == [101]
+    assert bytes_to_ids(second.ids).tolist() == [102, 102], "in the order of the plan"
+
+
+def test_what_rows_ask_for_chooses_how_they_are_drawn(steps):
+    ours, _, state, _ = steps(max_num_seqs=8, max_num_batched_tokens=128)
+    samplings = [
+        GREEDY,
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.0, top_p=0.5),
+        Sampling(temperature=0, presence_penalty=1.0),
+        Sampling(temperature=0, top_k=5),
+        Sampling(temperature=0, logprobs=2),
+    ]
+    for row, sampling in enumerate(samplings):
+        ours.launch(plan(row, [row], [3], open=[(row, 3, sampling)]))
+        ours.collect()
+    shapes = [shape for _, shape, _, _ in state.samples]
+    assert [(shape.kind, shape.edits, shape.logprobs) for shape in shapes] == [
+        (0, False, False),
+        (1, False, False),
+        (2, False, False),
+        (0, True, False),
+        (0, False, False),
+        (0, False, True),
+    ]
+
+
+def test_a_launch_waits_for_nothing_and_the_ring_keeps_what_is_in_flight(steps):
+    ours, _, _, queue = steps(max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=2)
+    ours.launch(plan(0, [0], [4], open=[(0, 4, GREEDY)]))
+    in_flight = []
+    for step in range(1, 9):
+        ours.launch(plan(step, [0], [1]))
+        in_flight = [place for place, _ in queue.sent[-2:]]
+        assert len(set(in_flight)) == 2, "a packet that the device may still read is written"
+        assert not ours.is_done() and not queue.waits
+        result = ours.collect()
+        assert result.step == step - 1
+        assert queue.waits == [step]
+        queue.waits.clear()
+    follows = [asked[1] for asked in queue.asked if isinstance(asked, tuple)]
+    assert follows == list(range(1, 9)), "results are fetched before the next step writes its own in their place"
+    assert len({place for place, _ in queue.sent}) <= 3
+
+
+def test_only_what_is_filled_is_sent(steps):
+    ours, _, _, queue = steps(max_num_seqs=64, max_num_batched_tokens=512)
+    ours.launch(plan(0, [0], [300], open=[(0, 300, GREEDY)]))
+    ours.launch(plan(1, [0], [1]))
+    (_, prompt), (_, decode) = queue.sent
+    assert prompt - decode == 299 + 19, "299 ids and 19 blocks less"
+
+
+def test_shapes_are_recorded_when_nothing_else_is_to_do_and_asked_ones_first(steps):
+    ours, decoder, _, queue = steps(max_num_seqs=4, max_num_batched_tokens=64)
+    ours.launch(plan(0, [0, 1, 2], [1, 1, 1], open=[(row, 1, GREEDY) for row in range(3)]))
+    ours.launch(plan(1, [0, 1, 2], [1, 1, 1]))
+    for _ in range(2):
+        ours.collect()
+    assert "record" not in queue.asked
+    decoder.shapes.clear()
+    assert ours.use_idle() and ours.use_idle() and ours.use_idle()
+    assert decoder.shapes[0] == StepShape(4, 0), "what was run"
+    assert (decoder.steps[-1][0], decoder.steps[-1][1]) == (0, 0), "on a step without rows"
+    while ours.use_idle():
+        pass
+    assert ours.num_recorded == len(decode_sizes(4)) * 4 + len(mixed_sizes(64))
+    queue.asked.clear()
+    ours.launch(plan(2, [0], [1]))
+    assert [asked for asked in queue.asked if asked == "replay"] == ["replay", "replay"]
+    assert not ours.use_idle()
+
+
+def test_the_idle_work_is_largest_first(steps):
+    ours, decoder, _, _ = steps(max_num_seqs=4, max_num_batched_tokens=64)
+    while ours.use_idle():
+        pass
+    decodes = [shape.tokens for shape in decoder.shapes if not shape.tile_rows]
+    assert decodes == sorted(decodes, reverse=True)
+
+
+def test_a_device_that_is_never_idle_records_what_runs_often(steps):
+    ours, _, _, queue = steps(max_num_seqs=4, max_num_batched_tokens=64)
+    ours.launch(plan(0, [0], [4], open=[(0, 4, GREEDY)]))
+    for step in range(1, 6):
+        ours.launch(plan(step, [0], [1]))
+        ours.collect()
+    assert queue.asked.count("record") == 2, "the step, and the drawing"
+    assert queue.asked.count("replay") > 0
+
+
+def test_a_row_that_others_hold_by_now_is_left_alone(steps):
+    ours, _, _, _ = steps(max_num_seqs=4, max_num_batched_tokens=64)
+    ours.launch(plan(0, [0], [4], open=[(0, 4, GREEDY)]))
+    ours.launch(plan(1, [0], [9], open=[(0, 9, GREEDY)]))  # the first request was aborted
+    before = ours._rows.ids[0, :9].copy()
+    ours.collect()
+    assert np.array_equal(ours._rows.ids[0, :9], before)
+    assert ours._rows.num_ids[0] == 10

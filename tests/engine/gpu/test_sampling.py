@@ -1,0 +1,141 @@
+"""What rows ask for beside the best token: the same through the Triton kernels as on the host's way."""
+
+import random
+
+import checkpoints
+import numpy as np
+import pytest
+from runner_driver import Driver, Request, arrays, engine_config
+
+from pagewire.engine.runner.runner import Runner
+from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
+
+SMALL = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "dtype": "float32"}
+LAYERS = {"num_hidden_layers": 1}
+
+
+def _on_the_host(folder) -> Driver:
+    runner = Runner.load(engine_config(folder, **SMALL))
+    runner.open_cache(96)
+    return Driver(runner, 96)
+
+
+def _requests():
+    rng = random.Random(5)
+    samplings = (
+        Sampling(temperature=0.9, seed=7),
+        Sampling(temperature=1.2, top_k=7, top_p=0.8, min_p=0.02, seed=2**62 + 11),
+        Sampling(temperature=0, repetition_penalty=1.8, presence_penalty=1.0, frequency_penalty=0.5, logprobs=3),
+        Sampling(temperature=0.7, seed=3, logit_bias={11: 6.5, 12: -100.0, 10**9: 5.0}, logprobs=0),
+        Sampling(temperature=0, prompt_logprobs=2, logprobs=20),
+    )
+    return [
+        Request([rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(n)], sampling=sampling, max_new=5)
+        for n, sampling in zip((9, 3, 12, 5, 21), samplings, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def both(checkpoint):
+    """(requests served on the device's way, the same on the host's)."""
+    import torch
+
+    from pagewire.engine.gpu.queue import EagerQueue
+
+    folder = checkpoint("llama", **LAYERS)
+    queue = None if torch.cuda.is_available() else EagerQueue(torch.device("cpu"))
+    runner = Runner.load(engine_config(folder, **SMALL), queue=queue)
+    runner.open_cache(96)
+    ours, theirs = _requests(), _requests()
+    with np.errstate(all="ignore"):
+        Driver(runner, 96).run(ours, chunk=16, budget=32, rows=4)
+    _on_the_host(folder).run(theirs, chunk=16, budget=32, rows=4)
+    return ours, theirs
+
+
+def test_the_same_tokens(both):
+    ours, theirs = both
+    assert [request.output for request in ours] == [request.output for request in theirs]
+    assert len({tuple(request.output) for request in ours}) == len(ours)
+
+
+def test_the_same_logprobs(both):
+    for ours, theirs in zip(*both, strict=True):
+        assert (len(ours.logprobs), len(ours.prompt_logprobs)) == (len(theirs.logprobs), len(theirs.prompt_logprobs))
+        for mine, other in ((ours.logprobs, theirs.logprobs), (ours.prompt_logprobs, theirs.prompt_logprobs)):
+            if mine:
+                (my_ids, my_values), (ids, values) = arrays(mine), arrays(other)
+                assert my_ids.tolist() == ids.tolist()
+                assert np.abs(my_values - values).max() < 1e-3
+
+
+def test_guesses_change_no_token(checkpoint, driver):
+    """The model is random and says nothing twice by itself; it does once few tokens are left to it."""
+    folder = checkpoint("llama", **LAYERS)
+    prompt = [40, 41, 42] * 6
+    sampling = Sampling(temperature=0, logit_bias={40: 100.0, 41: 100.0, 42: 100.0})
+    plain = Request(prompt, sampling=sampling, max_new=24)
+    _on_the_host(folder).run([plain], rows=4)
+    served = driver(folder, speculative="ngram", **SMALL)
+    opened = RowOpen(
+        row=2,
+        ids=ids_to_bytes(prompt),
+        num_prompt=18,
+        num_computed=0,
+        block_ids=ids_to_bytes([3, 1, 6]),
+        sampling=sampling,
+    )
+    output, num_drafts, most = [], 0, 1
+    for step in range(24):
+        if len(output) >= 24:
+            break
+        served.runner.launch(
+            StepPlan(
+                step=step,
+                open=() if step else (opened,),
+                grow_rows=b"",
+                grow_blocks=b"",
+                rows=ids_to_bytes([2]),
+                counts=ids_to_bytes([1 if step else 18]),
+                sample=b"\1",
+                num_speculative=min(step, 1),
+                speculate=3 if step else 0,
+                break_even=0.1,
+            )
+        )
+        result = served.runner.collect()
+        ids = bytes_to_ids(result.ids)
+        output += ids
+        most = max(most, len(ids))
+        num_drafts += result.num_drafts
+    assert output[:24] == plain.output
+    assert num_drafts > 0 and most > 1, "some guess should come true"
+
+
+def test_a_request_that_comes_back_goes_on_as_before(checkpoint, driver):
+    """After a preemption a row is opened with the output so far, which penalties count."""
+    folder = checkpoint("llama", **LAYERS)
+    sampling = Sampling(temperature=0.8, seed=5, repetition_penalty=1.5, frequency_penalty=1.0)
+    whole = Request([5, 6, 7, 8], sampling=sampling, max_new=6)
+    _on_the_host(folder).run([whole], rows=4)
+    served = driver(folder, **SMALL)
+    ids = whole.prompt + whole.output[:3]
+    opened = RowOpen(
+        row=1, ids=ids_to_bytes(ids), num_prompt=4, num_computed=0, block_ids=ids_to_bytes([5]), sampling=sampling
+    )
+    output = []
+    for step, count in enumerate((len(ids), 1, 1)):
+        served.runner.launch(
+            StepPlan(
+                step=step,
+                open=(opened,) if step == 0 else (),
+                grow_rows=b"",
+                grow_blocks=b"",
+                rows=ids_to_bytes([1]),
+                counts=ids_to_bytes([count]),
+                sample=b"\1",
+            )
+        )
+    for _ in range(3):
+        output += bytes_to_ids(served.runner.collect().ids)
+    assert output == whole.output[3:]

@@ -1,0 +1,124 @@
+"""Runs requests on a real runner with the simplest scheduler there could be: what it plans is easy to see."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagewire.config import Config, MachineFacts, resolve
+from pagewire.engine.models.spec import model_facts, read_spec
+from pagewire.engine.runner.runner import Runner
+from pagewire.ipc.messages import RowLogprobs, RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
+
+BLOCK_SIZE = 16
+GREEDY = Sampling(temperature=0)
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    sampling: Sampling = GREEDY
+    max_new: int = 8
+    output: list[int] = field(default_factory=list)
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
+    row: int = -1
+    planned: int = 0  # positions whose computation was launched
+    drawn: int = 0  # tokens whose drawing was launched
+    blocks: list[int] = field(default_factory=list)
+
+
+class Driver:
+    """Plans one step ahead of what it has collected, as the core does with a pipeline depth of 2."""
+
+    def __init__(self, runner: Runner, num_blocks: int) -> None:
+        self.runner = runner
+        self.free_blocks = list(range(num_blocks))
+
+    def run(self, requests: list[Request], *, chunk: int = 64, budget: int = 256, rows: int = 8, seed: int = 0) -> None:
+        """Serves all to their end: at most `chunk` tokens of a prompt, `budget` tokens and `rows` rows a step.
+
+        Blocks are handed out in random order.
+        """
+        rng = random.Random(seed)
+        waiting, running, step = list(requests), [], 0
+        free_rows = list(range(rows))
+        rng.shuffle(free_rows)
+        launched: list[list[tuple[Request, bool]]] = []
+        while waiting or running or launched:
+            opened, grown, planned, left = [], [], [], budget
+            while waiting and free_rows:
+                request = waiting.pop(0)
+                request.row = free_rows.pop()
+                running.append(request)
+                opened.append(
+                    RowOpen(
+                        row=request.row,
+                        ids=ids_to_bytes(request.prompt),
+                        num_prompt=len(request.prompt),
+                        num_computed=0,
+                        block_ids=b"",
+                        sampling=request.sampling,
+                    )
+                )
+            for request in running:
+                known = len(request.prompt) + request.drawn
+                count = min(known - request.planned, chunk, left)
+                if count <= 0 or request.drawn == request.max_new:
+                    continue
+                while len(request.blocks) * BLOCK_SIZE < request.planned + count:
+                    request.blocks.append(self.free_blocks.pop(rng.randrange(len(self.free_blocks))))
+                    grown.append((request.row, request.blocks[-1]))
+                left -= count
+                request.planned += count
+                sample = request.planned == known
+                request.drawn += sample
+                planned.append((request, count, sample))
+            if planned:
+                rng.shuffle(planned)
+                self.runner.launch(
+                    StepPlan(
+                        step=step,
+                        open=tuple(opened),
+                        grow_rows=ids_to_bytes([row for row, _ in grown]),
+                        grow_blocks=ids_to_bytes([block for _, block in grown]),
+                        rows=ids_to_bytes([request.row for request, _, _ in planned]),
+                        counts=ids_to_bytes([count for _, count, _ in planned]),
+                        sample=bytes(sample for _, _, sample in planned),
+                    )
+                )
+                launched.append([(request, sample) for request, _, sample in planned])
+            if len(launched) == 2 or not planned:
+                self._collect(launched.pop(0))
+                for request in [r for r in running if len(r.output) == r.max_new]:
+                    running.remove(request)
+                    free_rows.append(request.row)
+                    self.free_blocks.extend(request.blocks)
+            step += 1
+
+    def _collect(self, plan: list[tuple[Request, bool]]) -> None:
+        result = self.runner.collect()
+        ids = iter(bytes_to_ids(result.ids))
+        for index, (request, sample) in enumerate(plan):
+            if index in result.prompt_logprobs:
+                request.prompt_logprobs.append(result.prompt_logprobs[index])
+            if sample:
+                request.output.append(next(ids))
+            if index in result.logprobs:
+                request.logprobs.append(result.logprobs[index])
+        assert next(ids, None) is None
+
+
+def arrays(parts: list[RowLogprobs]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, values) of consecutive parts, each [positions, width]."""
+    width = parts[0].width
+    ids = np.concatenate([np.frombuffer(part.ids, "<i4") for part in parts]).reshape(-1, width)
+    return ids, np.concatenate([np.frombuffer(part.values, "<f4") for part in parts]).reshape(-1, width)
+
+
+def engine_config(folder: Path, **flags: Any) -> Any:
+    """As `pagewire serve` would resolve it for this folder on one core."""
+    facts = model_facts(read_spec(folder), folder, "tiny")
+    return resolve(Config(threads=1, **{"max_num_seqs": 8, **flags}), facts, MachineFacts(num_cores=1))
