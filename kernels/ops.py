@@ -32,6 +32,7 @@ class Ops:
 
     matrix: Callable[[Tensor], Matrix]  # only for products
     table: Callable[[Tensor], Matrix]  # for lookups, and for products if it is the head as well
+    router: Callable[[Tensor], Matrix]  # for products that keep the weight's precision
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
@@ -46,6 +47,7 @@ def reference_ops(*, int8: bool = False) -> Ops:
     return Ops(
         matrix=table,
         table=table,
+        router=reference.TorchMatrix,
         rms_norm=reference.rms_norm,
         add_rms_norm=reference.add_rms_norm,
         silu_mul=reference.silu_mul,

@@ -16,7 +16,7 @@ from pagewire import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
-NATIVE = ["llama", "mistral", "qwen2", "qwen3"]
+NATIVE = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 FALLBACK = ["gemma2", "gpt_neox"]
 NUM_PROMPTS = 64
 MAX_TOKENS = 36

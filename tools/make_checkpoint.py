@@ -22,6 +22,13 @@ _QWEN3 = {
     "attention_bias": False,
     "tie_word_embeddings": True,
 }
+_QWEN3_MOE = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -41,6 +48,20 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3_MOE,
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
         "head_dim": 128,
         "max_position_embeddings": 40_960,
     },
@@ -90,10 +111,11 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def write_weights(folder: Path) -> None:
-    """model.safetensors in bfloat16, with the names that transformers gives the tensors."""
+    """model.safetensors in bfloat16, with the names that the Hub's checkpoints give the tensors."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     from ..engine.weights.dummy import fill_dummy
 
@@ -104,7 +126,8 @@ def write_weights(folder: Path) -> None:
     model.tie_weights()
     tensors = dict(model.named_parameters())  # tied ones once
     fill_dummy(tensors)
-    save_file({name: tensor.detach() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    tensors = revert_weight_conversion(model, tensors)  # transformers stacks experts
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
 def make_checkpoint(folder: Path, like: str, *, weights: bool) -> None:

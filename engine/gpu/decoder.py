@@ -7,7 +7,7 @@ and a norm that adds the residual.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 import torch
@@ -16,15 +16,19 @@ from torch import Tensor
 from ...kernels.ops import reference_ops
 from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, plan_decode, workspace_decode
 from ...kernels.triton.extend_attention import extend_attention, most_tiles, tile_tokens
+from ...kernels.triton.moe import MoeWorkspace, workspace_moe
 from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
 from ...kernels.triton.prepare_step import prepare_step
 from ...kernels.triton.rms_norm import rms_norm
 from ...kernels.triton.small_product import workspace_small_product
 from ..cache.kv_cache import KvCache
 from ..layers.linear import Linear
+from ..layers.mlp import GatedMlp
+from ..layers.moe import MoeMlp
 from ..layers.norm import RmsNorm
 from ..layers.rotary import inverse_frequencies
 from ..models.decoder import Decoder, DecoderLayer
+from .feed_forward import FeedForward, GatedFeedForward, MoeFeedForward
 from .packet import Limits, Packet
 from .products import DenseProduct, Norm, Product, interleave
 from .shapes import StepShape
@@ -41,13 +45,12 @@ class _Layer:
     head_norms: tuple[Tensor, Tensor] | None
     out: Product
     post_norm: Norm
-    gate_up: Product
-    down: Product
+    feed_forward: FeedForward
     window: int | None
 
     def fuses(self, tokens: int) -> bool:
         """See `Product.fuses`."""
-        return all(product.fuses(tokens) for product in (self.qkv, self.out, self.gate_up, self.down))
+        return all(part.fuses(tokens) for part in (self.qkv, self.out, self.feed_forward))
 
 
 class TritonDecoder:
@@ -80,6 +83,19 @@ class TritonDecoder:
             bias = None if module.bias is None else rearrange(module.bias.data)
             return DenseProduct(rearrange(module.take()), bias, workspace)
 
+        moe: MoeWorkspace | None = None
+
+        def feed_forward(module: GatedMlp | MoeMlp) -> FeedForward:
+            nonlocal moe
+            if isinstance(module, GatedMlp):
+                gate_up, down = product(module.gate_up_proj, interleave), product(module.down_proj)
+                return GatedFeedForward(gate_up, down, decoder.intermediate_size)
+            stacks = module.take()
+            moe = moe or _moe_workspace(module, stacks[1], limits.tokens, dtype)
+            return MoeFeedForward(
+                product(module.gate), *stacks, moe, top_k=module.top_k, renormalize=module.renormalize
+            )
+
         self._layers = [
             _Layer(
                 input_norm=_norm(layer.input_layernorm),
@@ -87,12 +103,12 @@ class TritonDecoder:
                 head_norms=_head_norms(layer.self_attn.q_norm, layer.self_attn.k_norm),
                 out=product(layer.self_attn.o_proj),
                 post_norm=_norm(layer.post_attention_layernorm),
-                gate_up=product(layer.mlp.gate_up_proj, interleave),
-                down=product(layer.mlp.down_proj),
+                feed_forward=feed_forward(layer.mlp),
                 window=layer.self_attn.window,
             )
             for layer in layers
         ]
+        self._moe = moe
         for vocabulary in decoder.vocabularies:
             vocabulary.pack(reference_ops())
         hidden = self._norm.weight.shape[0]
@@ -130,6 +146,8 @@ class TritonDecoder:
     def nbytes(self) -> int:
         """Of the buffers that stay."""
         kept = [self._rotary, self._ids, self._positions, self._slots, self._context_lens, self._tables, self._stream]
+        if self._moe is not None:
+            kept += [getattr(self._moe, field.name) for field in fields(self._moe)]
         for workspace in self._windows.values():
             kept += [workspace.items, workspace.partials, workspace.lses, workspace.arrivals]
         return sum(tensor.nbytes for tensor in kept)
@@ -162,7 +180,7 @@ class TritonDecoder:
         query = torch.empty((tokens, self._heads, self._dim), dtype=dtype, device=device)
         attended = torch.empty_like(query)
         flat = attended.view(tokens, -1)
-        inner = torch.empty((tokens, self._decoder.intermediate_size), dtype=dtype, device=device)
+        num_tokens = packet.step[1:2]
 
         def attend(number: int, layer: _Layer) -> None:
             k_pages, v_pages = cache.pages[number]
@@ -196,8 +214,7 @@ class TritonDecoder:
                 layer.qkv(stream, qkv, norm=layer.input_norm)
                 attend(number, layer)
                 layer.out(flat, stream, residual=stream)
-                layer.gate_up(stream, inner, norm=layer.post_norm, is_gated=True)
-                layer.down(inner, stream, residual=stream)
+                layer.feed_forward.add_to(stream, layer.post_norm, num_tokens)
             return
         normed, delta = torch.empty_like(stream), torch.zeros_like(stream)
         for number, layer in enumerate(self._layers):
@@ -207,8 +224,7 @@ class TritonDecoder:
             layer.out(flat, delta)
             self._ranks.all_reduce(delta)
             _add_norm(delta, stream, layer.post_norm, normed)
-            layer.gate_up(normed, inner, is_gated=True)
-            layer.down(inner, delta)
+            layer.feed_forward(normed, delta, num_tokens)
             self._ranks.all_reduce(delta)
         stream.add_(delta)
 
@@ -226,6 +242,18 @@ class TritonDecoder:
 def _add_norm(delta: Tensor, stream: Tensor, norm: Norm, out: Tensor) -> None:
     """stream += delta; out = norm(stream)."""
     rms_norm(delta, norm.weight, norm.eps, out, residual=stream)
+
+
+def _moe_workspace(module: MoeMlp, down: Tensor, most_tokens: int, dtype: torch.dtype) -> MoeWorkspace:
+    return workspace_moe(
+        most_tokens=most_tokens,
+        num_experts=module.num_experts,
+        top_k=module.top_k,
+        hidden=down.shape[1],
+        inter=down.shape[2],
+        dtype=dtype,
+        device=down.device,
+    )
 
 
 def _norm(module: RmsNorm) -> Norm:

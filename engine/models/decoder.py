@@ -4,6 +4,7 @@ A family's own page says what differs. The weights are filled in by `engine.weig
 checkpoint's projections share a parameter here.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ from ..layers.attention import Attention
 from ..layers.embedding import Vocabulary
 from ..layers.linear import Weight
 from ..layers.mlp import GatedMlp
+from ..layers.moe import MoeMlp
 from ..layers.norm import RmsNorm
 from ..layers.rotary import RopeParameters, RotaryTable
 from ..parallel import shard
@@ -69,7 +71,7 @@ class DecoderLayer(nn.Module):
             ops=ops,
         )
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, eps=spec.rms_norm_eps, ops=ops)
-        self.mlp = GatedMlp(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, group=group, ops=ops)
+        self.mlp = _feed_forward(spec, layer, group, ops)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attention: AttentionBackend
@@ -82,6 +84,22 @@ class DecoderLayer(nn.Module):
         x = self.self_attn(x, cos, sin, attention)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
+
+
+def _feed_forward(spec: ModelSpec, layer: int, group: Group, ops: Ops) -> GatedMlp | MoeMlp:
+    moe = spec.moe
+    if moe is None or not moe.layers[layer]:
+        return GatedMlp(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, group=group, ops=ops)
+    return MoeMlp(
+        spec.hidden_size,
+        moe.intermediate_size,
+        num_experts=moe.num_experts,
+        top_k=moe.num_experts_per_tok,
+        renormalize=moe.norm_topk_prob,
+        rounds_weights=moe.rounds_weights,
+        group=group,
+        ops=ops,
+    )
 
 
 class Body(nn.Module):
@@ -108,6 +126,16 @@ class Body(nn.Module):
         return normed
 
 
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a checkpoint calls the modules of a mixture of experts."""
+
+    block: str  # our `mlp`
+    gate: str  # of an expert, as the others
+    up: str
+    down: str
+
+
 class Decoder(nn.Module):
     """A decoder-only model; see `Model`. It has no memory for its parameters until `to_empty`, no values until the
     loader has filled them, and runs once they are packed."""
@@ -124,8 +152,9 @@ class Decoder(nn.Module):
         device: torch.device,
         group: Group,
         ops: Ops,
+        experts: ExpertNames | None = None,
     ) -> None:
-        """spec: of the whole model. group: the ranks that share it out."""
+        """spec: of the whole model. group: the ranks that share it out. experts: needed if the spec has some."""
         super().__init__()
         self.group, self.max_len = group, max_len
         self.cuts = shard.cuts(spec, group.rank, group.size) if group.size > 1 else {}
@@ -137,7 +166,7 @@ class Decoder(nn.Module):
             num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
         )
         # What `engine.weights.mapping` needs to know: fused module → the checkpoint's modules and their rows.
-        self.fused = {
+        self.fused: dict[str, tuple[tuple[str, int], ...]] = {
             "qkv_proj": (
                 ("q_proj", spec.num_heads * spec.head_dim),
                 ("k_proj", spec.num_kv_heads * spec.head_dim),
@@ -145,6 +174,16 @@ class Decoder(nn.Module):
             ),
             "gate_up_proj": (("gate_proj", spec.intermediate_size), ("up_proj", spec.intermediate_size)),
         }
+        self.has_experts = spec.moe is not None
+        self.renamed: dict[str, str] = {}  # our module → the checkpoint's name of it, where they differ
+        if spec.moe is not None:
+            assert experts is not None, f"{spec.architecture} names no experts"
+            numbers, rows = range(spec.moe.num_experts), spec.moe.intermediate_size
+            self.renamed["mlp"] = experts.block
+            self.fused["gate_up"] = tuple(
+                (f"experts.{i}.{name}", rows) for i in numbers for name in (experts.gate, experts.up)
+            )
+            self.fused["down"] = tuple((f"experts.{i}.{experts.down}", spec.hidden_size) for i in numbers)
         # What the checkpoint may hold besides: the head once more, where it is the embedding.
         self.redundant = ("lm_head.weight",) if tied else ()
         self.num_heads, self.intermediate_size = spec.num_heads, spec.intermediate_size  # of this rank
@@ -160,10 +199,11 @@ class Decoder(nn.Module):
         """Hands the loaded weights to the kernels; once, before the first pass. Returns the bytes that all parameters
         take then."""
         for module in self.modules():
-            if isinstance(module, Weight):
+            if isinstance(module, Weight | MoeMlp):
                 module.pack(ops)
-        weights = (module.matrix.nbytes for module in self.modules() if isinstance(module, Weight))
-        return sum(weights) + sum(parameter.nbytes for parameter in self.parameters())
+        weights = sum(module.matrix.nbytes for module in self.modules() if isinstance(module, Weight))
+        experts = sum(module.nbytes for module in self.modules() if isinstance(module, MoeMlp))
+        return weights + experts + sum(parameter.nbytes for parameter in self.parameters())
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         cos, sin = self._rotary.at(positions)

@@ -10,12 +10,13 @@ from ...kernels.cpu.native import DecoderFields, Kernels, LayerFields, NativeInt
 from ..attention.base import AttentionBackend
 from ..attention.native import NativePagedAttention
 from ..layers.linear import Linear, Weight
+from ..layers.mlp import GatedMlp
 from .decoder import Decoder, DecoderLayer
 
 
 class NativeDecoder:
     """See `Model`. The same bits as the decoder it wraps, which takes over where attention is wrapped in something that
-    wants to see every layer."""
+    wants to see every layer. For decoders without experts."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels) -> None:
         self.kv_shape = decoder.kv_shape
@@ -54,9 +55,10 @@ class NativeDecoder:
         layers = [cast(DecoderLayer, layer) for layer in body.layers]
         self._layers = (LayerFields * len(layers))()
         for fields, (index, layer) in zip(self._layers, enumerate(layers), strict=True):
-            part = layer.self_attn
+            part, mlp = layer.self_attn, layer.mlp
+            assert isinstance(mlp, GatedMlp), f"layer {index} has experts"
             fields.qkv, fields.o = _matrix(part.qkv_proj), _matrix(part.o_proj)
-            fields.gate_up, fields.down = _matrix(layer.mlp.gate_up_proj), _matrix(layer.mlp.down_proj)
+            fields.gate_up, fields.down = _matrix(mlp.gate_up_proj), _matrix(mlp.down_proj)
             fields.input_norm = layer.input_layernorm.weight.data_ptr()
             fields.post_norm = layer.post_attention_layernorm.weight.data_ptr()
             if part.q_norm is not None and part.k_norm is not None:

@@ -8,6 +8,7 @@ import torch
 from ...kernels.ops import Ops
 from ..layers import rotary
 from ..layers.linear import Weight
+from ..layers.moe import MoeMlp
 from ..parallel.collectives import Group
 from .decoder import Decoder
 from .spec import ModelSpec
@@ -15,8 +16,10 @@ from .spec import ModelSpec
 NATIVE = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 
@@ -54,4 +57,7 @@ def build_native(
     for module in model.modules():
         if isinstance(module, Weight) and module.weight is not None:
             module.weight.data = module.weight.data.to(weight_dtype)
+        elif isinstance(module, MoeMlp):
+            for stack in module.parameters(recurse=False):
+                stack.data = stack.data.to(weight_dtype)
     return model.to_empty(device=device)

@@ -32,6 +32,17 @@ class Rope(Struct, frozen=True, kw_only=True):
     truncate: bool = True  # yarn: whole dimensions bound the ramp
 
 
+class Moe(Struct, frozen=True, kw_only=True):
+    """A mixture of experts, which takes the place of the feed-forward part in some layers."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of each expert
+    norm_topk_prob: bool  # the weights of a token's experts add up to 1
+    rounds_weights: bool  # these weights are rounded to the activations' type; if not, they stay float32
+    layers: tuple[bool, ...]  # by layer: it has experts
+
+
 class ModelSpec(Struct, frozen=True, kw_only=True):
     """A decoder-only model's shape. For architectures only the fallback knows, the fields it does not need may be 0."""
 
@@ -52,6 +63,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     mlp_bias: bool
     hidden_act: str
     windows: tuple[int | None, ...]  # by layer: how many positions a token sees, itself included; None: all
+    moe: Moe | None  # None: no layer has experts; read for the native families
     dtype: str  # of the checkpoint: float32, bfloat16, float16
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -109,6 +121,7 @@ def read_spec(folder: Path) -> ModelSpec:
         mlp_bias=config.flag("mlp_bias", False),
         hidden_act=config.text("hidden_act", "silu"),
         windows=_windows(config, model_type, num_layers),
+        moe=_moe(config, architecture, num_layers),
         dtype=_dtype(config),
         bos_token_id=next(iter(config.ids("bos_token_id")), None),
         sampling=_sampling_defaults(generation),
@@ -282,16 +295,21 @@ def _yarn_attention_factor(scaling: _Fields, factor: float) -> float:
     return scaling.number("attention_factor", derived)
 
 
+_WINDOWED = ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
 def _windows(config: _Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
     """Which layers look back only so far. Read for the native families; the fallback's models say it themselves."""
     everything: tuple[int | None, ...] = (None,) * num_layers
-    if config.raw.get("sliding_window") is None or model_type not in ("mistral", "qwen2", "qwen3"):
+    if config.raw.get("sliding_window") is None or model_type not in _WINDOWED:
         return everything
     window = config.size("sliding_window")
-    if model_type == "mistral":
+    if model_type in ("mistral", "mixtral"):
         return (window,) * num_layers
     if not config.flag("use_sliding_window", False):
         return everything
+    if model_type == "qwen3_moe":
+        return (window,) * num_layers
     types = config.raw.get("layer_types")
     if isinstance(types, list):
         if len(types) != num_layers:
@@ -299,6 +317,39 @@ def _windows(config: _Fields, model_type: str, num_layers: int) -> tuple[int | N
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     first = config.size("max_window_layers", default=28)  # 28 is what the config class assumes
     return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _moe(config: _Fields, architecture: str, num_layers: int) -> Moe | None:
+    """Defaults are those of the config classes."""
+    match architecture:
+        case "MixtralForCausalLM":
+            num_experts = config.size("num_local_experts", "num_experts", default=8)
+            top_k = config.size("num_experts_per_tok", default=2)
+            intermediate_size, renormalized, rounded = config.size("intermediate_size"), True, False
+            layers = (True,) * num_layers
+        case "Qwen3MoeForCausalLM":
+            num_experts = config.size("num_experts", "num_local_experts", default=128)
+            top_k = config.size("num_experts_per_tok", default=8)
+            intermediate_size = config.size("moe_intermediate_size", default=768)
+            renormalized, rounded = config.flag("norm_topk_prob", False), True
+            step, dense = config.size("decoder_sparse_step", default=1), config.raw.get("mlp_only_layers") or []
+            if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+                raise ConfigError(f"{config.file} has mlp_only_layers = {dense!r}, which should be a list of numbers.")
+            layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+        case _:
+            return None
+    if top_k > num_experts:
+        raise ConfigError(f"{config.file} has num_experts_per_tok = {top_k}, but there are {num_experts} experts.")
+    if not any(layers):
+        return None
+    return Moe(
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
+        intermediate_size=intermediate_size,
+        norm_topk_prob=renormalized,
+        rounds_weights=rounded,
+        layers=layers,
+    )
 
 
 def _dtype(config: _Fields) -> str:

@@ -2,7 +2,8 @@
 
 Projections into heads and into the feed-forward part are cut by their outputs, those back by their inputs, so a layer
 needs one sum over the ranks after attention and one after the feed-forward part (Shoeybi et al., "Megatron-LM", arXiv
-1909.08053, section 3). The rows of the vocabulary are dealt out in order, for the embedding and the head alike.
+1909.08053, section 3). Experts are cut in the same way, each of them, and every rank has the router. The rows of the
+vocabulary are dealt out in order, for the embedding and the head alike.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ class Cut:
 
 
 Cuts = Mapping[str, Cut]
-"""The checkpoint's name of a module → what a rank takes of it; modules that are not there are taken whole."""
+"""The checkpoint's name of a module, or ours of a stack of experts' matrices → what a rank takes of it, or of each
+matrix; modules that are not there are taken whole."""
 
 
 def part(num: int, rank: int, size: int) -> tuple[int, int]:
@@ -38,11 +40,10 @@ def part(num: int, rank: int, size: int) -> tuple[int, int]:
 def check(spec: ModelSpec, size: int) -> None:
     """Raises ConfigError if `size` ranks cannot share the model out."""
     flag = f"--tensor-parallel-size {size}"
-    if spec.num_heads % size or spec.intermediate_size % size:
-        raise ConfigError(
-            f"{flag}: each rank takes as many of the model's {spec.num_heads} attention heads and "
-            f"{spec.intermediate_size} feed-forward columns, and they cannot be shared out evenly."
-        )
+    columns = [spec.intermediate_size] if spec.moe is None else [spec.intermediate_size, spec.moe.intermediate_size]
+    for num, what in ((spec.num_heads, "attention heads"), *((num, "feed-forward columns") for num in columns)):
+        if num % size:
+            raise ConfigError(f"{flag}: the model's {num} {what} cannot be shared out evenly.")
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
         raise ConfigError(f"{flag} and the model's {spec.num_kv_heads} key/value heads: one must divide the other.")
     first, last = part(spec.vocab_size, size - 1, size)
@@ -53,11 +54,15 @@ def check(spec: ModelSpec, size: int) -> None:
 def local(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
     """The sizes of what this rank computes; the vocabulary stays whole."""
     first, last = _kv_heads(spec, rank, size)
+    moe = spec.moe
+    if moe is not None:
+        moe = structs.replace(moe, intermediate_size=moe.intermediate_size // size)
     return structs.replace(
         spec,
         num_heads=spec.num_heads // size,
         num_kv_heads=last - first,
         intermediate_size=spec.intermediate_size // size,
+        moe=moe,
     )
 
 
@@ -67,6 +72,8 @@ def cuts(spec: ModelSpec, rank: int, size: int) -> Cuts:
     heads = part(spec.num_heads, rank, size)
     kv_heads = _kv_heads(spec, rank, size)
     inner = part(spec.intermediate_size, rank, size)
+    whole = 0 if spec.moe is None else spec.moe.intermediate_size
+    of_experts = *part(whole, rank, size), whole
     queries = heads[0] * dim, heads[1] * dim, spec.num_heads * dim
     keys = kv_heads[0] * dim, kv_heads[1] * dim, spec.num_kv_heads * dim
     columns = *inner, spec.intermediate_size
@@ -79,6 +86,8 @@ def cuts(spec: ModelSpec, rank: int, size: int) -> Cuts:
         "gate_proj": Cut(0, *columns),
         "up_proj": Cut(0, *columns),
         "down_proj": Cut(1, *columns),
+        "gate_up": Cut(0, *of_experts),
+        "down": Cut(1, *of_experts),
         "embed_tokens": Cut(0, *words),
         "lm_head": Cut(0, *words),
     }

@@ -78,11 +78,14 @@ def _native(weights: str, *, int8: bool) -> Backend:
             return _torch_attention(cache, ops, torch.float32)
         return NativePagedAttention(cache=cache, ops=ops, kernels=kernels)
 
+    def model(decoder: Decoder) -> Model:
+        return decoder if decoder.has_experts else NativeDecoder(decoder, kernels)
+
     return Backend(
         ops=ops,
         weight_dtype=torch.bfloat16 if weights == "bfloat16" else torch.float32,
         attention=attention,
-        model=lambda decoder: NativeDecoder(decoder, kernels),
+        model=model,
         note="kernels compiled for this CPU: "
         + ("matrices of 8 bits" if int8 else f"{weights} weights, float32 arithmetic"),
     )

@@ -103,6 +103,7 @@ def load_model(
             rows=config.max_num_seqs,
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size // group.size,
+            num_experts_per_tok=0 if spec.moe is None else spec.moe.num_experts_per_tok,
             vocab_size=spec.vocab_size,
             itemsize=dtype.itemsize,
             cache_bytes=blocks_needed(config) * per_layer,
@@ -123,6 +124,9 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
         return "--extension sees every layer"
     if spec.head_dim not in _DIMS:
         return f"the kernels know no heads of {spec.head_dim} numbers"
+    inner = 0 if spec.moe is None else spec.moe.intermediate_size // config.tensor_parallel_size
+    if spec.moe is not None and (inner % 32 or spec.hidden_size % 32):
+        return "the kernels take experts of a multiple of 32 numbers"
     return None
 
 
@@ -164,7 +168,7 @@ def _fill(config: EngineConfig, decoder: Decoder, progress: Callable[[int, int],
         load_weights(
             reader,
             parameters,
-            checkpoint_targets(parameters, decoder.fused, decoder.cuts),
+            checkpoint_targets(parameters, decoder.fused, decoder.cuts, decoder.renamed),
             redundant=decoder.redundant,
             progress=progress,
         )

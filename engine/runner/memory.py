@@ -38,12 +38,14 @@ def workspace_bytes(
     rows: int,
     hidden_size: int,
     intermediate_size: int,
+    num_experts_per_tok: int,
     vocab_size: int,
     itemsize: int,
     cache_bytes: int,
 ) -> int:
     """An estimate of a step's own memory: activations of its tokens, logits of its rows, attention's gathered keys."""
-    activations = tokens * (8 * hidden_size + 3 * intermediate_size) * itemsize
+    widths = 8 * hidden_size + 3 * intermediate_size + 2 * num_experts_per_tok * hidden_size
+    activations = tokens * widths * itemsize
     logits = min(rows, tokens) * vocab_size * (itemsize + 2 * 4)
     return activations + logits + min(_GATHER_BYTES, cache_bytes)
 

@@ -33,7 +33,8 @@ def load_weights(
     told (bytes done, bytes in all), counted in the parameters' dtype. Raises CheckpointError.
     """
     present = [name for name in reader.names() if name not in redundant and not _DERIVED.fullmatch(name)]
-    _refuse("lacks", [name for name in targets if name not in set(present)], "the model needs")
+    held = set(present)
+    _refuse("lacks", [name for name in targets if name not in held], "the model needs")
     _refuse("holds", [name for name in present if name not in targets], "the model has no place for")
 
     views = {name: _view(parameters, target) for name, target in targets.items()}
@@ -56,7 +57,10 @@ def load_weights(
 
 def _view(parameters: Mapping[str, Tensor], target: Target) -> Tensor:
     parameter = parameters[target.parameter]
-    return parameter if target.rows is None else parameter[target.rows[0] : target.rows[1]]
+    if target.rows is None:
+        return parameter
+    rows = parameter.flatten(0, 1) if parameter.dim() == 3 else parameter
+    return rows[target.rows[0] : target.rows[1]]
 
 
 def _whole_shape(view: Tensor, cut: Cut | None) -> tuple[int, ...]:

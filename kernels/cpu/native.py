@@ -284,6 +284,7 @@ def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
     return Ops(
         matrix=matrix,
         table=matrix,
+        router=partial(NativeMatrix, kernels),
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         silu_mul=silu_mul,

@@ -201,8 +201,8 @@ def _gate_up_kernel(
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     for _ in range(0, hidden, DEPTH):
         values = tl.load(x_at, mask=real[:, None], other=0.0)
-        gate = tl.dot(values, tl.load(gate_at, mask=inside[None, :], other=0.0), gate)
-        up = tl.dot(values, tl.load(up_at, mask=inside[None, :], other=0.0), up)
+        gate = tl.dot(values, tl.load(gate_at, mask=inside[None, :], other=0.0), gate, input_precision="ieee")
+        up = tl.dot(values, tl.load(up_at, mask=inside[None, :], other=0.0), up, input_precision="ieee")
         x_at += DEPTH
         gate_at += DEPTH
         up_at += DEPTH
@@ -242,7 +242,7 @@ def _down_kernel(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for _ in range(0, inter, DEPTH):
         values = tl.load(x_at, mask=real[:, None], other=0.0)
-        total = tl.dot(values, tl.load(down_at, mask=inside[None, :], other=0.0), total)
+        total = tl.dot(values, tl.load(down_at, mask=inside[None, :], other=0.0), total, input_precision="ieee")
         x_at += DEPTH
         down_at += DEPTH
     total *= tl.load(weights + rows, mask=real, other=0.0)[:, None]

@@ -22,7 +22,7 @@ from .variant import Plan, Variant, shaped
 
 MOST_ROWS = 16  # of one product: the M of the smallest tensor core instruction
 _PROCESSORS = 132  # of an H100 or H200; a constant, so that sums are split alike everywhere
-_NUM_STAGES = 5  # four tiles in flight
+_IN_FLIGHT = 96 << 10  # bytes of tiles: what the smallest of the architectures, sm_89, has for a program, less a little
 _BUSY = 0.9  # the share of the processors' time that a tiling should use
 
 
@@ -196,18 +196,24 @@ def small_product(
     )
 
 
+def _stages(tiling: Tiling) -> int:
+    """Five keep four tiles in flight, where there is room for them."""
+    tile = (MOST_ROWS + tiling.block_n) * tiling.block_k * 2  # bytes, of 16 bits a number
+    return 5 if 4 * tile < _IN_FLIGHT else 4
+
+
 def _options(n: int, k: int) -> dict[str, int]:
     """What a launch for a weight of this shape is compiled with."""
-    block_n, block_k, splits = tiling(n, k)
+    tiles = tiling(n, k)
     return {
         "N": n,
         "K": k,
         "BLOCK_M": MOST_ROWS,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
-        "SPLITS": splits,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "SPLITS": tiles.splits,
         "num_warps": 4,
-        "num_stages": _NUM_STAGES,
+        "num_stages": _stages(tiles),
     }
 
 
@@ -230,7 +236,7 @@ def _variant(
     return Variant(
         name=f"small_product bf16 {name} {n}x{k}",
         launch=launch,
-        plans={"_small_product": Plan(sm_80=opcodes, sm_90=opcodes, buffers=_NUM_STAGES - 1)},
+        plans={"_small_product": Plan(sm_80=opcodes, sm_90=opcodes, buffers=_stages(tiling(n, k)) - 1)},
     )
 
 

@@ -35,6 +35,8 @@ def _complete(server, prompt, **more):
     [
         ("llama-biased", 2, {"vocab_size": 319}),  # the last rank has a token less
         ("qwen3", 4, {"tie_word_embeddings": False}),  # two ranks each hold the same key/value head
+        ("qwen3_moe", 2, {}),
+        ("mixtral", 2, {}),
     ],
 )
 def test_ranks_say_what_one_rank_says(kind, size, changes, tmp_path, start):

@@ -15,7 +15,7 @@ def _prompts(seed):
     return [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(n)] for n in LENGTHS]
 
 
-@pytest.mark.parametrize("kind", ["qwen2-sliding", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2-sliding", "qwen3", "qwen3_moe-sparse"])
 def test_greedy_tokens_are_those_of_transformers(kind, checkpoint, driver):
     """Prompts in pieces beside rows that decode, rows that are taken by one request after another."""
     folder = checkpoint(kind, num_hidden_layers=2)

@@ -49,3 +49,11 @@ def test_one_call_gives_the_bits_of_many(kind, options, dtype, tmp_path):
     assert len(seen[True]) == 3
     for ours, theirs in zip(seen[True], seen[False], strict=True):
         assert torch.equal(ours, theirs) and ours.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_a_decoder_with_experts_runs_op_by_op(kind, tmp_path):
+    folder = checkpoints.make_checkpoint(tmp_path, kind)
+    config = prepare(Config(model=str(folder), dtype="float32", max_model_len=96))
+    runner = Runner.load(config)
+    assert isinstance(runner._model.model, Decoder) and "compiled for this CPU" in runner.notes[0]

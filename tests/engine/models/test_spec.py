@@ -10,7 +10,7 @@ import checkpoints
 import pytest
 
 from pagewire.config import Config, MachineFacts, SamplingDefaults, resolve
-from pagewire.engine.models.spec import fingerprint, model_facts, read_spec
+from pagewire.engine.models.spec import Moe, fingerprint, model_facts, read_spec
 from pagewire.errors import ConfigError
 
 LLAMA = {
@@ -123,8 +123,38 @@ def test_files_that_transformers_writes(kind, tmp_path):
     spec = read_spec(checkpoints.make_checkpoint(tmp_path, kind))
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (checkpoints.VOCAB_SIZE, 64, 3)
     assert (spec.max_position, spec.eos_token_ids, spec.bos_token_id, spec.dtype) == (1024, (2,), 1, "float32")
-    windows = {"mistral": (40, 40, 40), "qwen2-sliding": (None, 24, 24)}
+    windows = {
+        "mistral": (40,) * 3,
+        "qwen2-sliding": (None, 24, 24),
+        "qwen3_moe-sparse": (24,) * 3,
+        "mixtral": (40,) * 3,
+    }
     assert spec.windows == windows.get(kind, (None,) * 3)
+
+
+def test_mixtures_of_experts(tmp_path):
+    """As the Hub's files spell them, and as transformers 5 writes them."""
+    sizes = {"num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, **sizes}
+    expected = Moe(
+        num_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=96,
+        norm_topk_prob=True,
+        rounds_weights=False,
+        layers=(True,) * 4,
+    )
+    assert read_spec(_folder(tmp_path, **mixtral)).moe == expected
+    qwen = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 32, **sizes}
+    for spelled in ("num_experts", "num_local_experts"):
+        moe = read_spec(_folder(tmp_path, **qwen, **{spelled: 16})).moe
+        assert (moe.num_experts, moe.intermediate_size, moe.norm_topk_prob, moe.layers) == (16, 32, False, (True,) * 4)
+    changes = {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    moe = read_spec(_folder(tmp_path, **qwen, **changes)).moe
+    assert (moe.num_experts, moe.norm_topk_prob, moe.layers) == (128, True, (False, True, False, False))
+    assert moe.rounds_weights
+    assert read_spec(_folder(tmp_path, **qwen, mlp_only_layers=[0, 1, 2, 3])).moe is None
+    assert read_spec(_folder(tmp_path, **sizes, num_local_experts=8)).moe is None, "Llama has none"
 
 
 def test_gpt2_spells_its_sizes_differently(tmp_path):
@@ -162,6 +192,15 @@ def test_gpt2_spells_its_sizes_differently(tmp_path):
         ({"torch_dtype": "int8"}, "dtype = 'int8'; pagewire reads"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, which should be true or false"),
         ({"quantization_config": {"quant_method": "awq"}}, "weights quantized with awq"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+            "num_experts_per_tok = 9, but there are 8",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": 3},
+            "mlp_only_layers = 3, which should be a list",
+        ),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": ["0"]}, "which should be a list of numbers"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "layer_types": ["x"]},
             "2 layers but 1 layer_types",

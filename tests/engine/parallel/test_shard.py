@@ -33,12 +33,12 @@ def _load(folder, rank, size):
     )
     parameters = dict(model.named_parameters())
     with CheckpointReader(folder) as reader:
-        targets = checkpoint_targets(parameters, model.fused, model.cuts)
+        targets = checkpoint_targets(parameters, model.fused, model.cuts, model.renamed)
         load_weights(reader, parameters, targets, redundant=model.redundant)
     return parameters, targets
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-biased", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "llama-biased", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_parts_make_the_whole(kind, size, tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, kind)
@@ -50,8 +50,11 @@ def test_the_parts_make_the_whole(kind, size, tmp_path):
         parts = []
         for parameters, targets in loaded:
             target = targets[name]
-            rows = slice(*target.rows) if target.rows is not None else slice(None)
-            parts.append((parameters[target.parameter][rows], target.cut))
+            parameter = parameters[target.parameter]
+            if target.rows is not None:
+                rows = parameter.flatten(0, 1) if parameter.dim() == 3 else parameter
+                parameter = rows[slice(*target.rows)]
+            parts.append((parameter, target.cut))
         cut = parts[0][1]
         if cut is None:
             assert all(torch.equal(part, tensor) for part, _ in parts), name
@@ -84,3 +87,7 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=why):
             shard.check(structs.replace(spec, **changes), size)
+    spec = read_spec(checkpoints.make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=46))
+    shard.check(spec, 2)
+    with pytest.raises(ConfigError, match="46 feed-forward columns cannot be shared out evenly"):
+        shard.check(spec, 4)

@@ -39,8 +39,9 @@ def no_compiler(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_a_compiler_torch_gives_the_same_tokens(dtype, checkpoint, request):
-    folder = checkpoint("qwen3", dtype=dtype)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_without_a_compiler_torch_gives_the_same_tokens(kind, dtype, checkpoint, request):
+    folder = checkpoint(kind, dtype=dtype)
     expected = _tokens(folder)
     request.getfixturevalue("no_compiler")
     assert _tokens(folder) == expected
@@ -52,16 +53,18 @@ def test_the_operator_is_told_why_torch_computes(checkpoint, resolved, no_compil
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
-def test_bfloat16_weights_are_kept_as_they_are(checkpoint, resolved):
-    folder = checkpoint("llama", dtype=torch.bfloat16)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_bfloat16_weights_are_kept_as_they_are(kind, checkpoint, resolved):
+    folder = checkpoint(kind, dtype=torch.bfloat16)
     runner = Runner.load(resolved(folder, dtype="float32"))
     assert "bfloat16 weights, float32 arithmetic" in runner.notes[0]
-    wide = Runner.load(resolved(checkpoint("llama"), dtype="float32"))
+    wide = Runner.load(resolved(checkpoint(kind), dtype="float32"))
     assert runner._memory.weights < 0.55 * wide._memory.weights
 
 
-def test_8_bits_are_near_and_need_a_native_architecture(checkpoint):
-    folder = checkpoint("qwen3")
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_8_bits_are_near_and_need_a_native_architecture(kind, checkpoint):
+    folder = checkpoint(kind)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []
     for options in ({}, {"quantization": "int8"}):
@@ -74,8 +77,9 @@ def test_8_bits_are_near_and_need_a_native_architecture(checkpoint):
         LLM(str(checkpoint("gemma2")), quantization="int8")
 
 
-def test_8_bits_without_a_compiler_give_the_same_tokens(checkpoint, no_compiler, monkeypatch):
-    folder = checkpoint("qwen3")
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_8_bits_without_a_compiler_give_the_same_tokens(kind, checkpoint, no_compiler, monkeypatch):
+    folder = checkpoint(kind)
     with_torch = _tokens(folder, quantization="int8")
     monkeypatch.undo()
     assert _tokens(folder, quantization="int8") == with_torch

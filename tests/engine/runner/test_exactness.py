@@ -48,7 +48,7 @@ def test_scaled_rotary_embeddings(rope, checkpoint, driver, make_request):
     assert [request.output for request in requests] == checkpoints.reference_greedy(folder, prompts, 8)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2-sliding", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2-sliding", "qwen3_moe", "gemma2"])
 def test_memory_that_nobody_wrote_is_never_read(kind, checkpoint, driver, make_request):
     folder = checkpoint(kind)
     prompts = _prompts(3)[:8]
@@ -70,7 +70,7 @@ def test_memory_that_nobody_wrote_is_never_read(kind, checkpoint, driver, make_r
     assert poisoned == 2 * cache.num_blocks
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "mixtral", "phi3"])
 def test_bfloat16_logprobs_are_close_to_those_of_transformers(
     kind, checkpoint, driver, make_request, logprob_arrays, tmp_path
 ):

@@ -28,7 +28,7 @@ def test_matrices_are_small_and_all_different_and_vectors_neutral() -> None:
     assert (parameters["norm.weight"] == 1).all() and (parameters["a.bias"] == 0).all()
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_every_native_architecture_runs_without_weights(kind: str, tmp_path: Path) -> None:
     checkpoints.make_checkpoint(tmp_path, kind)
     vocabulary.add_tokenizer(tmp_path)
@@ -47,9 +47,17 @@ def test_the_fallback_has_no_dummy(tmp_path: Path) -> None:
         LLM(str(tmp_path), load_format="dummy")
 
 
-def test_the_tool_writes_what_both_ways_of_loading_take(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama-15m", weights=True)
-    assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == SHAPES["llama-15m"]["hidden_size"]
+_TINY = {"vocab_size": 32_000, "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("like", ["llama-15m", "qwen3-30b-a3b"])
+def test_the_tool_writes_what_both_ways_of_loading_take(
+    like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if like == "qwen3-30b-a3b":
+        monkeypatch.setitem(SHAPES, like, {**SHAPES[like], **_TINY})
+    make_checkpoint(tmp_path, like, weights=True)
+    assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == SHAPES[like]["hidden_size"]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     texts = []
     for load_format in ("auto", "dummy"):

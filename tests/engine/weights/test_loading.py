@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from pagewire.engine.models import registry
 from pagewire.engine.models.spec import read_spec
 from pagewire.engine.parallel.collectives import Alone
+from pagewire.engine.parallel.shard import Cut
 from pagewire.engine.weights.loader import load_weights
 from pagewire.engine.weights.mapping import Target, checkpoint_targets
 from pagewire.engine.weights.reader import CheckpointReader
@@ -24,7 +25,7 @@ def _load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     model = registry.build_native(spec, max_len=8, dtype=dtype, weight_dtype=dtype, device=cpu, group=Alone(), ops=ops)
     parameters = dict(model.named_parameters())
     with CheckpointReader(folder) as reader:
-        targets = checkpoint_targets(parameters, model.fused, model.cuts)
+        targets = checkpoint_targets(parameters, model.fused, model.cuts, model.renamed)
         total = load_weights(reader, parameters, targets, redundant=model.redundant)
     assert total == sum(parameter.nbytes for parameter in parameters.values())
     return model
@@ -50,6 +51,35 @@ def test_every_parameter_is_filled(folder):
     gate_up = [tensors[f"model.layers.2.mlp.{x}_proj.weight"] for x in ("gate", "up")]
     assert torch.equal(model.model.layers[2].mlp.gate_up_proj.weight, torch.cat(gate_up))
     assert model.lm_head is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "names"),
+    [
+        ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
+        ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
+    ],
+)
+def test_experts_are_stacked(kind, block, names, tmp_path):
+    folder = checkpoints.make_checkpoint(tmp_path, kind)
+    mlp = _load(folder).model.layers[2].mlp
+    tensors = load_file(folder / "model.safetensors")
+    path = f"model.layers.2.{block}"
+    assert torch.equal(mlp.gate.weight, tensors[f"{path}.gate.weight"])
+    for i in range(mlp.num_experts):
+        gate, up, down = (tensors[f"{path}.experts.{i}.{name}.weight"] for name in names)
+        assert torch.equal(mlp.gate_up[i], torch.cat((gate, up))) and torch.equal(mlp.down[i], down)
+
+    _edit(folder, lambda tensors: tensors.pop(f"{path}.experts.3.{names[1]}.weight"))
+    with pytest.raises(CheckpointError, match=rf"lacks 1 tensor .* needs: {path}\.experts\.3\.{names[1]}\.weight\.$"):
+        _load(folder)
+    _edit(folder, lambda tensors: tensors.update({f"{path}.experts.3.{names[1]}.weight": up[1:].clone()}))
+    with pytest.raises(CheckpointError, match=rf"experts\.3\.{names[1]}\.weight has the shape .* calls for"):
+        _load(folder)
+    extra = {f"{path}.experts.3.{names[1]}.weight": up, f"{path}.experts.8.{names[1]}.weight": up.clone()}
+    _edit(folder, lambda tensors: tensors.update(extra))
+    with pytest.raises(CheckpointError, match=rf"holds 1 tensor that the model has no place for: {path}\.experts\.8"):
+        _load(folder)
 
 
 def test_dtypes_are_cast(tmp_path):
@@ -151,6 +181,16 @@ def test_targets():
         "x.a_proj.bias": Target("x.ab_proj.bias", (0, 2)),
         "x.b_proj.bias": Target("x.ab_proj.bias", (2, 5)),
         "y.weight": Target("y.weight"),
+    }
+
+
+def test_targets_of_experts():
+    fused = {"up": (("experts.0.w", 2), ("experts.1.w", 2))}
+    parameters, cut = ["x.mlp.up", "x.mlp.gate.weight"], Cut(0, 2, 4, 4)
+    assert checkpoint_targets(parameters, fused, {"up": cut}, {"mlp": "moe"}) == {
+        "x.moe.experts.0.w.weight": Target("x.mlp.up", (0, 2), cut),
+        "x.moe.experts.1.w.weight": Target("x.mlp.up", (2, 4), cut),
+        "x.moe.gate.weight": Target("x.mlp.gate.weight"),
     }
 
 

@@ -1,0 +1,91 @@
+"""The feed-forward part of a layer: gated, or a mixture of experts."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.triton.moe import MoeWorkspace, moe
+from ...kernels.triton.rms_norm import rms_norm
+from .products import Norm, Product
+
+
+class FeedForward(Protocol):
+    """Of `tokens` tokens of a step, of which the first `num_tokens` ([1] int32, on the device) are no padding."""
+
+    def fuses(self, tokens: int) -> bool:
+        """Whether `add_to` is the better way for so many tokens."""
+
+    def add_to(self, stream: Tensor, norm: Norm, num_tokens: Tensor) -> None:
+        """stream += feed_forward(norm(stream)). stream: [tokens, hidden]."""
+
+    def __call__(self, x: Tensor, out: Tensor, num_tokens: Tensor) -> None:
+        """out = feed_forward(x). Both [tokens, hidden]."""
+
+
+class GatedFeedForward:
+    """See `FeedForward`: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, gate_up: Product, down: Product, intermediate_size: int) -> None:
+        self._gate_up, self._down = gate_up, down
+        self._size = intermediate_size
+
+    def fuses(self, tokens: int) -> bool:
+        return self._gate_up.fuses(tokens) and self._down.fuses(tokens)
+
+    def add_to(self, stream: Tensor, norm: Norm, num_tokens: Tensor) -> None:
+        inner = self._inner(stream)
+        self._gate_up(stream, inner, norm=norm, is_gated=True)
+        self._down(inner, stream, residual=stream)
+
+    def __call__(self, x: Tensor, out: Tensor, num_tokens: Tensor) -> None:
+        inner = self._inner(x)
+        self._gate_up(x, inner, is_gated=True)
+        self._down(inner, out)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return torch.empty((x.shape[0], self._size), dtype=x.dtype, device=x.device)
+
+
+class MoeFeedForward:
+    """See `FeedForward`: the sum over a token's experts, chosen on the device."""
+
+    def __init__(
+        self,
+        router: Product,
+        gate_up: Tensor,
+        down: Tensor,
+        workspace: MoeWorkspace,
+        *,
+        top_k: int,
+        renormalize: bool,
+    ) -> None:
+        """gate_up, down, top_k, renormalize: see `kernels.triton.moe`, also for the types and sizes it takes."""
+        self._router = router
+        self._gate_up, self._down = gate_up, down
+        self._workspace = workspace
+        self._top_k, self._renormalize = top_k, renormalize
+
+    def fuses(self, tokens: int) -> bool:
+        return True
+
+    def add_to(self, stream: Tensor, norm: Norm, num_tokens: Tensor) -> None:
+        normed, delta = torch.empty_like(stream), torch.empty_like(stream)
+        rms_norm(stream, norm.weight, norm.eps, normed)
+        self(normed, delta, num_tokens)
+        stream.add_(delta)
+
+    def __call__(self, x: Tensor, out: Tensor, num_tokens: Tensor) -> None:
+        logits = torch.empty((x.shape[0], self._down.shape[0]), dtype=x.dtype, device=x.device)
+        self._router(x, logits)
+        moe(
+            out,
+            x,
+            logits,
+            self._gate_up,
+            self._down,
+            num_tokens,
+            self._workspace,
+            top_k=self._top_k,
+            renormalize=self._renormalize,
+        )
