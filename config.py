@@ -138,6 +138,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str | None,
         _doc("engine", "ngram: draft tokens from what the text said before; ngram,tokens=4: so many at once"),
     ] = None
+    deterministic: Annotated[
+        bool, _doc("engine", "on a GPU: what a request is told depends on nothing else that is served, bit by bit")
+    ] = False
     threads: Annotated[
         int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, shared out", ge=0)
     ] = 0
@@ -170,7 +173,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: float32, bfloat16, float16
-    weight_bytes: int = 0  # of the safetensors files
+    weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint about what they would be without
     fingerprint: str = ""  # hex; another one for other weights or another config
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
 
@@ -214,6 +217,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     record_trace: str | None
     pipeline_depth: int
     speculative: str | None = None
+    deterministic: bool = False
     num_threads: int
     vocab_size: int
     model_fingerprint: str = ""  # hex
@@ -324,6 +328,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         record_trace=config.record_trace,
         pipeline_depth=config.pipeline_depth,
         speculative=config.speculative,
+        deterministic=config.deterministic,
         num_threads=config.threads or max(1, machine.num_cores // config.tensor_parallel_size),
         vocab_size=model.vocab_size,
         model_fingerprint=model.fingerprint,

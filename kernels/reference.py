@@ -50,20 +50,20 @@ class TorchMatrix:
     """See `kernels.ops.Matrix`: the weight as it is."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
+        self.weight = weight
 
     @property
     def nbytes(self) -> int:
-        return self._weight.nbytes
+        return self.weight.nbytes
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self._weight, bias)
+        return F.linear(x, self.weight, bias)
 
     def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return greedy(self.product(x, None).float())
 
     def lookup(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self._weight)
+        return F.embedding(ids, self.weight)
 
 
 class TorchInt8Matrix:

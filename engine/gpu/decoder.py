@@ -7,13 +7,14 @@ and a norm that adds the residual.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from ...kernels.ops import reference_ops
+from ...kernels.reference import TorchMatrix
 from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, plan_decode, workspace_decode
 from ...kernels.triton.extend_attention import extend_attention, most_tiles, tile_tokens
 from ...kernels.triton.moe import MoeWorkspace, workspace_moe
@@ -30,12 +31,13 @@ from ..layers.rotary import inverse_frequencies
 from ..models.decoder import Decoder, DecoderLayer
 from .feed_forward import FeedForward, GatedFeedForward, MoeFeedForward
 from .packet import Limits, Packet
-from .products import DenseProduct, Norm, Product, interleave
+from .products import DenseProduct, InvariantMatrix, InvariantProduct, Norm, Product, QuantizedProduct, interleave
 from .shapes import StepShape
 from .state import RowState
 
 GUESS_ROWS = 16  # of a tile of attention, where rows have a few tokens,
-PROMPT_ROWS = 128  # and where there are prompts
+PROMPT_ROWS = 128  # where there are prompts,
+INVARIANT_ROWS = 64  # and where all rows take the same way: the fewest for which Hopper has the instruction of prompts
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,22 @@ class _Layer:
 class TritonDecoder:
     """One step after another; see the head of the file. `open` comes before the first."""
 
-    def __init__(self, decoder: Decoder, *, limits: Limits, dtype: torch.dtype, num_programs: int) -> None:
+    def __init__(
+        self, decoder: Decoder, *, limits: Limits, dtype: torch.dtype, num_programs: int, is_deterministic: bool
+    ) -> None:
         """decoder: loaded and not packed; its weights are this one's from now on. limits: of a step. num_programs: of
-        decode attention, as many as the device holds at once."""
+        decode attention, as many as the device holds at once. is_deterministic: a token's bits are to depend on its
+        own request only."""
         self.kv_shape = decoder.kv_shape
         self._decoder = decoder
         self._ranks = decoder.group
         self._limits = limits
         self._num_programs = num_programs
         body = decoder.model
-        self.weights = sum(parameter.nbytes for parameter in decoder.parameters())  # bytes
         layers = [cast(DecoderLayer, layer) for layer in body.layers]
+        modules = [module for layer in layers for module in layer.modules() if isinstance(module, Linear)]
+        narrow = sum(module.quantized.nbytes for module in modules if module.quantized is not None)
+        self.weights = narrow + sum(parameter.nbytes for parameter in decoder.parameters())  # bytes
         attention = layers[0].self_attn
         self._heads, self._dim = attention.heads, self.kv_shape.head_dim
         self._kv_heads = self.kv_shape.num_kv_heads
@@ -75,13 +82,16 @@ class TritonDecoder:
         self._eps = attention.eps
         self._norm = _norm(body.norm)
         self.device = device = self._norm.weight.device
-        modules = [module for layer in layers for module in layer.modules() if isinstance(module, Linear)]
         shapes = {module.shape for module in modules if module.shape[0] % 16 == 0}
         workspace = workspace_small_product(shapes, device)
 
         def product(module: Linear, rearrange: Callable[[Tensor], Tensor] = lambda x: x) -> Product:
             bias = None if module.bias is None else rearrange(module.bias.data)
-            return DenseProduct(rearrange(module.take()), bias, workspace)
+            if module.quantized is None:
+                weight = rearrange(module.take())
+                return InvariantProduct(weight, bias) if is_deterministic else DenseProduct(weight, bias, workspace)
+            is_gated = rearrange is interleave
+            return QuantizedProduct(module.quantized.interleave() if is_gated else module.quantized, bias)
 
         moe: MoeWorkspace | None = None
 
@@ -109,8 +119,9 @@ class TritonDecoder:
             for layer in layers
         ]
         self._moe = moe
+        matrix = InvariantMatrix if is_deterministic else TorchMatrix
         for vocabulary in decoder.vocabularies:
-            vocabulary.pack(reference_ops())
+            vocabulary.pack(replace(reference_ops(), matrix=matrix, table=matrix))
         hidden = self._norm.weight.shape[0]
 
         def integers(*shape: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.ops import Matrix, Ops
+from ...kernels.quantized_weight import QuantizedWeight
 from ..parallel.collectives import Group
 
 
@@ -21,6 +22,7 @@ class Weight(nn.Module):
         super().__init__()
         self.shape = (n, k)
         self.weight: nn.Parameter | None = parameter(n, k)
+        self.quantized: QuantizedWeight | None = None  # instead of the parameter, where kernels read it as it is
         self._matrix: Matrix | None = None
 
     @property
@@ -37,6 +39,10 @@ class Weight(nn.Module):
         assert self.weight is not None, "taken twice"
         values, self.weight = self.weight.data, None
         return values
+
+    def replace(self, quantized: QuantizedWeight) -> None:
+        """Takes what a checkpoint has instead of the parameter, which goes."""
+        self.quantized, self.weight = quantized, None
 
     def layout(self, ops: Ops) -> Callable[[Tensor], Matrix]:
         """What becomes of the weight."""

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from ...config import ModelFacts, SamplingDefaults
 from ...errors import ConfigError
+from ..quantization.scheme import Scheme, read_scheme
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 
@@ -68,6 +69,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
+    scheme: Scheme | None = None  # of a quantized checkpoint
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -81,10 +83,7 @@ def read_spec(folder: Path) -> ModelSpec:
     architectures = config.raw.get("architectures")
     if not (isinstance(architectures, list) and architectures and all(isinstance(a, str) for a in architectures)):
         raise ConfigError(f"{config.file} names no architecture, so this is not a model that can be served.")
-    quantization = config.raw.get("quantization_config")
-    if isinstance(quantization, dict):
-        method = quantization.get("quant_method", "some method")
-        raise ConfigError(f"{folder} holds weights quantized with {method}, which pagewire does not read.")
+    quantization = config.part("quantization_config")
     architecture = str(architectures[0])
     model_type = config.text("model_type", "")
 
@@ -126,6 +125,7 @@ def read_spec(folder: Path) -> ModelSpec:
         bos_token_id=next(iter(config.ids("bos_token_id")), None),
         sampling=_sampling_defaults(generation),
         eos_token_ids=tuple(dict.fromkeys([*generation.ids("eos_token_id"), *config.ids("eos_token_id")])),
+        scheme=None if quantization is None else read_scheme(quantization.raw, config.file),
     )
 
 
@@ -138,7 +138,8 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         dtype=spec.dtype,
-        weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        * (1 if spec.scheme is None else spec.scheme.narrower),
         fingerprint=fingerprint(folder),
         sampling=spec.sampling,
     )

@@ -20,7 +20,7 @@ from ...kernels.triton.extend_attention import extend_work, most_tiles, tile_tok
 from ...kernels.triton.logprobs import MOST_BEST
 from ...kernels.triton.prepare_step import fill_packet
 from ..cache.kv_cache import KvCache, KvShape
-from ..gpu.decoder import GUESS_ROWS, PROMPT_ROWS, TritonDecoder
+from ..gpu.decoder import GUESS_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
 from ..gpu.packet import HostPacket, Limits, Packet, size_of
 from ..gpu.queue import Mark, Queue, Work
 from ..gpu.recordings import Recordings
@@ -105,16 +105,17 @@ def num_guesses(config: EngineConfig) -> int:
 
 def num_graphs(limits: Limits) -> int:
     """Recordings that are made sooner or later, about."""
-    return len(_planned(limits))
+    return len(_planned(limits, is_deterministic=False))
 
 
-def _planned(limits: Limits) -> list[Hashable]:
+def _planned(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
     """Largest first, since smaller graphs find room in what these leave of the pool. Steps of decoding come before
     steps with prompts, of which there are fewer in a day."""
-    shapes: list[Hashable] = [StepShape(size, 0) for size in reversed(decode_sizes(limits.rows))]
+    decode, prompt = (INVARIANT_ROWS, INVARIANT_ROWS) if is_deterministic else (0, PROMPT_ROWS)
+    shapes: list[Hashable] = [StepShape(size, decode) for size in reversed(decode_sizes(limits.rows))]
     for size in reversed(decode_sizes(limits.part)):
         shapes += [(0, DrawShape(size, kind, False, False)) for kind in range(len(KINDS))]
-    return shapes + [StepShape(size, PROMPT_ROWS) for size in reversed(mixed_sizes(limits.tokens))]
+    return shapes + [StepShape(size, prompt) for size in reversed(mixed_sizes(limits.tokens))]
 
 
 class DeviceSteps:
@@ -142,7 +143,7 @@ class DeviceSteps:
         self._empty, self._free = slots[0], deque(slots[1:])
         self._pending: deque[_Pending] = deque()
         self._fetched: Mark | None = None
-        self._recordings = Recordings(queue, self._work, _planned(limits))
+        self._recordings = Recordings(queue, self._work, _planned(limits, is_deterministic=config.deterministic))
 
     @property
     def num_pending(self) -> int:
@@ -276,7 +277,8 @@ class DeviceSteps:
     ) -> StepShape:
         """Writes who computes what. All are [rows], those with one token first."""
         rows = self._rows
-        num_decode = int(np.count_nonzero(counts == 1))
+        # Decode attention adds up in another order than that of prompts.
+        num_decode = 0 if self._config.deterministic else int(np.count_nonzero(counts == 1))
         total, most = int(counts.sum()), int(counts.max(initial=0))
         row_of_token = np.repeat(picked, counts)
         positions = np.arange(total) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
@@ -298,16 +300,18 @@ class DeviceSteps:
         self._num_sent[picked] = rows.num_blocks[picked]
         packet.decode_lens[:num_decode] = starts[:num_decode] + 1
         packet.decode_lens[num_decode:] = 0
-        if num_decode == len(picked):
+        if num_decode == len(picked):  # or there are none
             return StepShape(at_least(self._decode_sizes, max(total, 1)), 0)
         tile_rows = GUESS_ROWS if most <= GUESS_ROWS else PROMPT_ROWS
+        if self._config.deterministic:
+            tile_rows = INVARIANT_ROWS
         lens = counts.copy()
         lens[:num_decode] = 0
         work = extend_work(lens, starts + counts, tile_tokens(self._decoder.group, tile_rows))
         work[:, 1] += num_decode
         packet.tiles[: len(work)] = work
         packet.tiles[len(work) :, 2] = 0
-        return StepShape(at_least(self._mixed_sizes, total), tile_rows)
+        return StepShape(at_least(self._decode_sizes if most == 1 else self._mixed_sizes, total), tile_rows)
 
     def _fill_draws(self, packet: HostPacket, draws: Draws) -> list[tuple[int, DrawShape]]:
         """Writes who draws, and says in which parts."""

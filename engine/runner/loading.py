@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,15 +10,17 @@ import torch
 
 from ...config import EngineConfig
 from ...errors import ConfigError
+from ...kernels.quantized_weight import QuantizedWeight
 from ..cache.kv_cache import KvShape
 from ..device.base import Device
 from ..gpu.queue import Queue
+from ..layers.linear import Linear
 from ..models import registry
 from ..models.decoder import Decoder, Model
 from ..models.spec import ModelSpec
 from ..parallel.collectives import Group
 from ..weights.dummy import fill_dummy
-from ..weights.loader import load_weights
+from ..weights.loader import load_weights, quantized_parameters
 from ..weights.mapping import checkpoint_targets
 from ..weights.reader import CheckpointReader
 from .backend import Backend, choose_backend
@@ -63,6 +66,7 @@ def load_model(
     """Reads this rank's part of the checkpoint. queue: of a device for which there are Triton kernels. Raises
     ConfigError, CheckpointError."""
     torch_device, dtype = device.torch_device, DTYPES[config.dtype]
+    _check_deterministic(config, spec, queue)
     why = "there is no such device" if queue is None else _why_not_triton(config, spec)
     if why is None:
         backend = Backend.reference(dtype)
@@ -76,10 +80,13 @@ def load_model(
         device=torch_device,
         group=group,
         ops=backend.ops,
+        is_outline=True,
     )
     kv_dtype = DTYPES[config.kv_cache_dtype]
     if decoder is not None:
-        _fill(config, decoder, progress)
+        # Kernels for narrow weights have activations of 16 bits.
+        is_kept = why is None and dtype.itemsize == 2 and spec.scheme is not None and spec.scheme.has_kernels
+        _fill(config, spec, decoder, torch_device, progress, is_kept=is_kept)
         decoder.kv_shape = replace(decoder.kv_shape, dtype=kv_dtype)
         if why is None:
             assert queue is not None
@@ -92,6 +99,8 @@ def load_model(
         model.kv_shape = replace(model.kv_shape, dtype=kv_dtype)
     if queue is not None:
         backend = replace(backend, note=f"{backend.note}, because {why}")
+    if spec.scheme is not None:
+        backend = replace(backend, note=f"{backend.note}; {spec.scheme.note}, widened")
     per_layer = model.kv_shape.block_bytes(config.block_size) // model.kv_shape.num_layers
     return HostModel(
         model=model,
@@ -130,6 +139,21 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     return None
 
 
+def _check_deterministic(config: EngineConfig, spec: ModelSpec, queue: Queue | None) -> None:
+    if not config.deterministic:
+        return
+    for what, is_so in (
+        ("a CPU", queue is None),
+        ("--tensor-parallel-size", config.tensor_parallel_size > 1),
+        ("a mixture of experts", spec.moe is not None),
+        ("a quantized checkpoint", spec.scheme is not None),
+        ("--speculative", config.speculative is not None),
+        (f"{spec.architecture} in this configuration", _why_not_triton(config, spec) is not None),
+    ):
+        if is_so:
+            raise ConfigError(f"--deterministic is not there with {what}, whose sums depend on what else is served.")
+
+
 def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Queue) -> "DeviceModel":
     # Only here, since Triton comes with torch for GPUs alone.
     from ..gpu.decoder import TritonDecoder
@@ -140,7 +164,13 @@ def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Q
     group = decoder.num_heads // shape.num_kv_heads
     limits = limits_of(config, group=group, guesses=num_guesses(config))
     dtype = DTYPES[config.dtype]
-    triton = TritonDecoder(decoder, limits=limits, dtype=dtype, num_programs=queue.num_programs(shape.head_dim))
+    triton = TritonDecoder(
+        decoder,
+        limits=limits,
+        dtype=dtype,
+        num_programs=queue.num_programs(shape.head_dim),
+        is_deterministic=config.deterministic,
+    )
     state = RowState(limits=limits, vocab_size=config.vocab_size, device=queue.device)
     # What a step takes besides, in the pool of the graphs: the states of a layer, and logits twice.
     width = (2 * decoder.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 3 * decoder.intermediate_size
@@ -155,23 +185,47 @@ def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Q
         kv_shape=shape,
         weights=triton.weights,
         workspace=triton.nbytes + state.nbytes + steps + logits + graphs,
-        note=f"Triton kernels, {config.dtype}",
+        note=f"Triton kernels, {config.dtype}" + ("" if spec.scheme is None else f"; {spec.scheme.note}"),
     )
 
 
-def _fill(config: EngineConfig, decoder: Decoder, progress: Callable[[int, int], None] | None) -> None:
-    parameters = dict(decoder.named_parameters())
+def _fill(
+    config: EngineConfig,
+    spec: ModelSpec,
+    decoder: Decoder,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None,
+    *,
+    is_kept: bool,
+) -> None:
+    """decoder: an outline. is_kept: quantized projections are to stay as the checkpoint has them."""
     if config.load_format == "dummy":
-        fill_dummy(parameters)
+        registry.allocate(decoder, device, without=())
+        fill_dummy(dict(decoder.named_parameters()))
         return
     with CheckpointReader(Path(config.model_path)) as reader:
+        parameters = dict(decoder.named_parameters())
+        targets = checkpoint_targets(parameters, decoder.fused, decoder.cuts, decoder.renamed)
+        keep: dict[str, Callable[[QuantizedWeight], None]] = {}
+        if is_kept:
+            assert spec.scheme is not None
+            kept = quantized_parameters(reader, targets, spec.scheme)
+            linears = {f"{path}.weight": m for path, m in decoder.named_modules() if isinstance(m, Linear)}
+            keep = {name: partial(_keep, linears[name], device) for name in kept & linears.keys()}
+        registry.allocate(decoder, device, without=keep.keys())
         load_weights(
             reader,
-            parameters,
-            checkpoint_targets(parameters, decoder.fused, decoder.cuts, decoder.renamed),
+            dict(decoder.named_parameters()),
+            targets,
+            scheme=spec.scheme,
+            keep=keep,
             redundant=decoder.redundant,
             progress=progress,
         )
+
+
+def _keep(module: Linear, device: torch.device, weight: QuantizedWeight) -> None:
+    module.replace(weight.to(device))
 
 
 def _load_fallback(
@@ -185,6 +239,9 @@ def _load_fallback(
         if is_used:
             known = ", ".join(registry.NATIVE)
             raise ConfigError(f"{flag} is there for {known}; this is {spec.architecture}.")
+    if spec.scheme is not None:
+        known = ", ".join(registry.NATIVE)
+        raise ConfigError(f"Quantized checkpoints are read for {known}; this is {spec.architecture}.")
     from ..models.transformers_fallback import load_fallback
 
     folder = Path(config.model_path)

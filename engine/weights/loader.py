@@ -3,20 +3,31 @@
 Every tensor the model needs must be there, every tensor that is there must be needed, and shapes must agree; a
 CheckpointError says what does not. Names and shapes are compared before any data is read. Tensors are read one at a
 time and cast on the way, so there is never a second copy of the weights.
+
+The weights of a quantized checkpoint are widened on the way, or handed out as they are to who has kernels for them.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...kernels.quantized_weight import QuantizedWeight, concatenate
 from ..parallel.shard import Cut
+from ..quantization.scheme import Scheme
+from ..quantization.tensors import Shape, is_unused, quantized_modules, read_weight, tensors_of
 from .mapping import Target
 from .reader import CheckpointReader
 
 # Buffers that old exporters saved although they follow from config.json.
 _DERIVED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+
+Keep = Mapping[str, Callable[[QuantizedWeight], None]]
+"""A parameter's name → who takes its weight if the checkpoint has it quantized."""
 
 
 def load_weights(
@@ -24,35 +35,123 @@ def load_weights(
     parameters: Mapping[str, Tensor],
     targets: Mapping[str, Target],
     *,
+    scheme: Scheme | None = None,
+    keep: Keep = MappingProxyType({}),
     redundant: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Copies every tensor to its target; returns the bytes the parameters take.
 
+    scheme: of a quantized checkpoint. Its quantized weights are dequantized, but for those of the parameters in `keep`,
+    which is handed them as they are, on the CPU; these parameters stay as they are, possibly without memory.
     `redundant` names tensors that may be there and are not read, such as the lm_head of tied embeddings. `progress` is
-    told (bytes done, bytes in all), counted in the parameters' dtype. Raises CheckpointError.
+    told (bytes done, bytes in all), counted in the parameters' dtype. Raises CheckpointError, and ConfigError if ranks
+    cannot share a quantized weight out.
     """
     present = [name for name in reader.names() if name not in redundant and not _DERIVED.fullmatch(name)]
-    held = set(present)
-    _refuse("lacks", [name for name in targets if name not in held], "the model needs")
-    _refuse("holds", [name for name in present if name not in targets], "the model has no place for")
-
     views = {name: _view(parameters, target) for name, target in targets.items()}
-    for name in present:
-        expected = _whole_shape(views[name], targets[name].cut)
-        if reader.shape(name) != expected:
+    shapes = {name: _whole_shape(views[name], target.cut) for name, target in targets.items()}
+    quantized = _quantized(scheme, present, shapes)
+    needed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in shapes.items() if name not in quantized}
+    for stored in quantized.values():
+        needed |= stored.tensors
+
+    place = {name: i for i, name in enumerate(present)}  # as the files have them
+    _refuse("lacks", [name for name in needed if name not in place], "the model needs")
+    left = [name for name in present if name not in needed and not (scheme is not None and is_unused(scheme, name))]
+    left = [name for name in left if not _is_idle_bias(reader, name, quantized)]
+    _refuse("holds", left, "the model has no place for")
+    for name, expected in needed.items():
+        if reader.shape(name) not in expected:
             raise CheckpointError(
                 f"{name} has the shape {list(reader.shape(name))} in the checkpoint, but config.json calls for "
-                f"{list(expected)}."
+                f"{' or '.join(str(list(shape)) for shape in expected)}."
             )
+        if name in shapes and name not in quantized and reader.dtype(name).startswith("F8"):
+            raise CheckpointError(f"{name} has 8 bits, but the checkpoint has no scale for it.")
+
+    collected = _Collected(targets, keep)
     total = sum(view.nbytes for view in views.values())
     done = 0
-    for name in present:
-        _fill(views[name], reader, name, targets[name].cut)
+    first = {name: next(iter(quantized[name].tensors)) if name in quantized else name for name in views}
+    for name in sorted(views, key=lambda name: place[first[name]]):
+        cut = targets[name].cut
+        if scheme is None or name not in quantized:
+            _fill(views[name], reader, name, cut)
+        else:
+            weight = read_weight(scheme, reader, quantized[name].module, *quantized[name].shape, cut)
+            if targets[name].parameter not in keep:
+                views[name].copy_(weight.dequantize(views[name].dtype))
+            else:
+                collected.add(targets[name], weight)
         done += views[name].nbytes
         if progress is not None:
             progress(done, total)
+    collected.refuse_halves()
     return total
+
+
+def quantized_parameters(reader: CheckpointReader, targets: Mapping[str, Target], scheme: Scheme) -> set[str]:
+    """Those of which the checkpoint has quantized weights."""
+    names = (f"{module}.weight" for module in quantized_modules(scheme, reader.names()))
+    return {targets[name].parameter for name in names if name in targets}
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """A weight of the checkpoint that is quantized."""
+
+    module: str
+    shape: tuple[int, int]  # of the whole weight
+    tensors: Mapping[str, tuple[Shape, ...]]  # what it is made of, and the shapes that each may have
+
+
+def _quantized(
+    scheme: Scheme | None, present: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, _Quantized]:
+    """Of the weights that the model needs, those that are quantized."""
+    found: dict[str, _Quantized] = {}
+    if scheme is None:
+        return found
+    names = set(present)
+    for module in quantized_modules(scheme, names):
+        name = f"{module}.weight"
+        if len(shapes.get(name, ())) == 2:
+            n, k = shapes[name]
+            found[name] = _Quantized(module, (n, k), tensors_of(scheme, module, n, k, names))
+    return found
+
+
+def _is_idle_bias(reader: CheckpointReader, name: str, quantized: Mapping[str, _Quantized]) -> bool:
+    """Old writers of GPTQ give every module a bias, of zeros where the model has none."""
+    module, _, leaf = name.rpartition(".")
+    return leaf == "bias" and f"{module}.weight" in quantized and not reader.tensor(name).any()
+
+
+class _Collected:
+    """Quantized parts of parameters until the parameter is whole."""
+
+    def __init__(self, targets: Mapping[str, Target], keep: Keep) -> None:
+        self._num_parts = Counter(target.parameter for target in targets.values())
+        self._parts: dict[str, list[tuple[int, QuantizedWeight]]] = {}
+        self._keep = keep
+
+    def add(self, target: Target, weight: QuantizedWeight) -> None:
+        name = target.parameter
+        parts = self._parts.setdefault(name, [])
+        parts.append((0 if target.rows is None else target.rows[0], weight))
+        if len(parts) < self._num_parts[name]:
+            return
+        del self._parts[name]
+        try:
+            whole = concatenate([part for _, part in sorted(parts, key=lambda part: part[0])])
+        except ValueError as e:
+            raise CheckpointError(f"The parts of {name} cannot be fused: {e}.") from None
+        self._keep[name](whole)
+
+    def refuse_halves(self) -> None:
+        if self._parts:
+            raise CheckpointError(f"Some parts of {next(iter(self._parts))} are quantized and some are not.")
 
 
 def _view(parameters: Mapping[str, Tensor], target: Target) -> Tensor:

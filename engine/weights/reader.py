@@ -20,6 +20,7 @@ _SINGLE = "model.safetensors"
 
 class _Slice(Protocol):
     def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
     def __getitem__(self, part: slice | tuple[slice, slice]) -> Tensor: ...
 
 
@@ -61,6 +62,9 @@ class CheckpointReader:
         """Lets go of the files; their tensors can be asked for no more."""
         self._stack.close()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def names(self) -> list[str]:
         """Every tensor of the checkpoint, file by file."""
         return list(self._file_of)
@@ -68,6 +72,10 @@ class CheckpointReader:
     def shape(self, name: str) -> tuple[int, ...]:
         """From the file's header; reads no data."""
         return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it, such as BF16 or F8_E4M3; from the file's header."""
+        return self._open[self._file_of[name]].get_slice(name).get_dtype()
 
     def tensor(self, name: str, part: slice | tuple[slice, slice] | None = None) -> Tensor:
         """On the CPU, in the file's dtype; with `part` no more is read than that. Raises CheckpointError."""

@@ -9,11 +9,13 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from runner_driver import Driver, engine_config
 
 from pagewire.engine.gpu.queue import EagerQueue
 from pagewire.engine.runner.runner import Runner
 
+NUM_BLOCKS = 96
 ON_GPU = torch.cuda.is_available()
 collect_ignore_glob = [] if importlib.util.find_spec("triton") is not None else ["test_*.py"]
 
@@ -48,11 +50,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def driver() -> Callable[..., Driver]:
     """folder, and flags → a driver of a runner that is ahead of the host, with an open cache."""
 
-    def start(folder: Path, *, num_blocks: int = 96, queue: Any = None, **flags: Any) -> Driver:
-        if not ON_GPU:
-            queue = queue or EagerQueue(torch.device("cpu"))
-        runner = Runner.load(engine_config(folder, **flags), queue=queue)
-        runner.open_cache(num_blocks)
-        return Driver(runner, num_blocks)
+    def start(folder: Path, *, kv_cache_dtype: str = "auto", **flags: Any) -> Driver:
+        config = engine_config(folder, **flags)
+        if kv_cache_dtype != "auto":  # what a CPU would be refused
+            config = structs.replace(config, kv_cache_dtype=kv_cache_dtype)
+        runner = Runner.load(config, queue=None if ON_GPU else EagerQueue(torch.device("cpu")))
+        runner.open_cache(NUM_BLOCKS)
+        return Driver(runner, NUM_BLOCKS)
 
     return start

@@ -4,7 +4,6 @@ import random
 
 import checkpoints
 import numpy as np
-import pytest
 from runner_driver import Driver, Request, arrays, engine_config
 
 from pagewire.engine.runner.runner import Runner
@@ -35,36 +34,18 @@ def _requests():
     ]
 
 
-@pytest.fixture(scope="module")
-def both(checkpoint):
-    """(requests served on the device's way, the same on the host's)."""
-    import torch
-
-    from pagewire.engine.gpu.queue import EagerQueue
-
+def test_the_same_tokens_and_logprobs(checkpoint, driver):
     folder = checkpoint("llama", **LAYERS)
-    queue = None if torch.cuda.is_available() else EagerQueue(torch.device("cpu"))
-    runner = Runner.load(engine_config(folder, **SMALL), queue=queue)
-    runner.open_cache(96)
     ours, theirs = _requests(), _requests()
-    with np.errstate(all="ignore"):
-        Driver(runner, 96).run(ours, chunk=16, budget=32, rows=4)
+    driver(folder, **SMALL).run(ours, chunk=16, budget=32, rows=4)
     _on_the_host(folder).run(theirs, chunk=16, budget=32, rows=4)
-    return ours, theirs
-
-
-def test_the_same_tokens(both):
-    ours, theirs = both
     assert [request.output for request in ours] == [request.output for request in theirs]
     assert len({tuple(request.output) for request in ours}) == len(ours)
-
-
-def test_the_same_logprobs(both):
-    for ours, theirs in zip(*both, strict=True):
-        assert (len(ours.logprobs), len(ours.prompt_logprobs)) == (len(theirs.logprobs), len(theirs.prompt_logprobs))
-        for mine, other in ((ours.logprobs, theirs.logprobs), (ours.prompt_logprobs, theirs.prompt_logprobs)):
-            if mine:
-                (my_ids, my_values), (ids, values) = arrays(mine), arrays(other)
+    for mine, other in zip(ours, theirs, strict=True):
+        for ours_told, theirs_told in ((mine.logprobs, other.logprobs), (mine.prompt_logprobs, other.prompt_logprobs)):
+            assert len(ours_told) == len(theirs_told)
+            if ours_told:
+                (my_ids, my_values), (ids, values) = arrays(ours_told), arrays(theirs_told)
                 assert my_ids.tolist() == ids.tolist()
                 assert np.abs(my_values - values).max() < 1e-3
 

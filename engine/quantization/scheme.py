@@ -1,0 +1,169 @@
+"""How a checkpoint's matrices are quantized: `quantization_config` of its config.json.
+
+Imports without torch, because the command line reads config.json. What each scheme's tensors are called and how they
+are packed is in `tensors.py`.
+
+Which modules were left alone is not read from here (`modules_to_not_convert`, `ignored_layers`, `ignore`): the lists of
+different writers disagree on patterns and defaults, and the tensors themselves say it, a quantized weight by having a
+scale beside it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from ...errors import ConfigError
+
+
+class Fp8Scheme(Struct, frozen=True):
+    """Weights are float8 e4m3 and have scales: one each, one a row, or one a block."""
+
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: each weight or row has one
+    has_input_scales: bool = False  # activations were meant to be rounded too, with scales that are in the checkpoint
+
+    @property
+    def note(self) -> str:
+        """For the operator."""
+        scales = "" if self.block is None else f" with a scale for {self.block[0]} x {self.block[1]}"
+        unused = ", its input scales are not used" if self.has_input_scales else ""
+        return f"a checkpoint of 8 bits{scales}{unused}"
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `kernels/triton` knows blocks of this shape."""
+        return self.block is None or (self.block[1] >= 16 and all(size & (size - 1) == 0 for size in self.block))
+
+    @property
+    def narrower(self) -> int:
+        """How many times a weight fits into one of 16 bits."""
+        return 2
+
+
+class Int4Scheme(Struct, frozen=True):
+    """Weights are whole numbers of 4 bits; `group_size` of a row have a scale and a zero point."""
+
+    layout: Literal["awq", "gptq"]
+    group_size: int | None  # None: the whole row
+    zero_offset: int = 0  # to be added to a zero point of the checkpoint
+
+    @property
+    def note(self) -> str:
+        """For the operator."""
+        return f"a checkpoint of 4 bits ({self.layout})"
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `kernels/triton` knows it."""
+        return True
+
+    @property
+    def narrower(self) -> int:
+        """How many times a weight fits into one of 16 bits."""
+        return 4
+
+
+Scheme = Fp8Scheme | Int4Scheme
+
+
+class _Fp8(Struct):
+    """Qwen3-FP8, DeepSeek-V3 and transformers' FineGrainedFP8Config; without blocks AutoFP8 of neuralmagic."""
+
+    activation_scheme: Literal["dynamic", "static"] = "dynamic"
+    weight_block_size: tuple[int, int] | None = None
+    fmt: Literal["e4m3", "float8_e4m3fn"] = "e4m3"
+
+
+class _Arguments(Struct):
+    """QuantizationArgs of compressed-tensors."""
+
+    type: Literal["float"]
+    num_bits: Literal[8]
+    strategy: Literal["tensor", "channel", "block"] = "tensor"
+    block_structure: tuple[int, int] | str | None = None  # a text in old files, where it says nothing of these types
+
+
+class _Inputs(Struct):
+    dynamic: bool | Literal["local"] = False
+
+
+class _Group(Struct):
+    weights: _Arguments
+    input_activations: _Inputs | None = None
+
+
+class _CompressedTensors(Struct):
+    """vllm-project/compressed-tensors, QuantizationConfig."""
+
+    config_groups: dict[str, _Group]
+    format: Literal["float-quantized", "naive-quantized"]
+
+
+class _Awq(Struct):
+    """casper-hansen/AutoAWQ, AwqConfig."""
+
+    bits: Literal[4]
+    group_size: int
+    version: Literal["gemm", "GEMM"] = "gemm"
+    zero_point: Literal[True] = True
+
+
+class _Gptq(Struct):
+    """AutoGPTQ and its successor GPTQModel, quantize_config.json."""
+
+    bits: Literal[4]
+    group_size: int
+    checkpoint_format: Literal["gptq", "gptq_v2"] | None = None
+
+
+def read_scheme(config: Mapping[str, object], file: Path) -> Scheme:
+    """config: `quantization_config` of `file`. Raises ConfigError."""
+    method = config.get("quant_method")
+    match method:
+        case "fp8":
+            fp8 = _fields(config, _Fp8, file)
+            return Fp8Scheme(_block(fp8.weight_block_size, file), fp8.activation_scheme == "static")
+        case "compressed-tensors":
+            groups = list(_fields(config, _CompressedTensors, file).config_groups.values())
+            blocks = {group.weights.block_structure for group in groups if group.weights.strategy == "block"}
+            block = next(iter(blocks), None)
+            if len(blocks) > 1 or not groups or isinstance(block, str) or blocks == {None}:
+                raise ConfigError(f"{file} has {len(groups)} config_groups with the block structures {[*blocks]}.")
+            is_static = any(group.input_activations and group.input_activations.dynamic is False for group in groups)
+            return Fp8Scheme(_block(block, file), is_static)
+        case "awq":
+            return Int4Scheme("awq", _group_size(_fields(config, _Awq, file).group_size, file))
+        case "gptq":
+            gptq = _fields(config, _Gptq, file)
+            offset = 0 if gptq.checkpoint_format == "gptq_v2" else 1
+            return Int4Scheme("gptq", _group_size(gptq.group_size, file), offset)
+        case _:
+            raise ConfigError(
+                f"{file} says that the weights are quantized with {method}, which pagewire does not read; it reads "
+                "fp8, compressed-tensors of 8-bit floats, and awq and gptq of 4 bits."
+            )
+
+
+_T = TypeVar("_T")
+
+
+def _fields(config: Mapping[str, object], kind: type[_T], file: Path) -> _T:
+    try:
+        return msgspec.convert(config, kind)
+    except msgspec.ValidationError as e:
+        method = config["quant_method"]
+        raise ConfigError(f"{file} has a quantization_config of {method} that pagewire does not read: {e}.") from None
+
+
+def _block(block: tuple[int, int] | None, file: Path) -> tuple[int, int] | None:
+    if block is not None and min(block) < 1:
+        raise ConfigError(f"{file} has blocks of {block[0]} x {block[1]} weights.")
+    return block
+
+
+def _group_size(size: int, file: Path) -> int | None:
+    if size != -1 and (size < 16 or size % 16):
+        raise ConfigError(f"{file} has a group_size of {size}, which should be -1 or a multiple of 16.")
+    return None if size == -1 else size

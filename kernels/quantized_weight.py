@@ -1,0 +1,170 @@
+"""Matrices of 8 and 4 bits as kernels read them, and in plain torch what they mean: `dequantize` is the specification
+that the products in `kernels/triton` are tested against.
+
+Only weights are narrow; activations are not. Tensors only: where the numbers come from is `engine.quantization`'s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """float8 e4m3 [n, k], with a scale for each row or each block."""
+
+    values: Tensor  # float8_e4m3fn [n, k]
+    scale: Tensor  # float32 [n], or [⌈n / rows⌉, ⌈k / columns⌉] of a block
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: each row has its own
+    is_interleaved: bool = False  # with blocks: even rows are of one half, odd ones of the other, and so are scales
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, k)"""
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        return self.values.nbytes + self.scale.nbytes
+
+    def to(self, device: torch.device) -> "Fp8Weight":
+        """On another device."""
+        return Fp8Weight(self.values.to(device), self.scale.to(device), self.block, self.is_interleaved)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[n, k]: values · scale, computed in float32 and rounded once."""
+        n, k = self.shape
+        if self.block is None:
+            return (self.values.float() * self.scale[:, None]).to(dtype)
+        row = torch.arange(n, device=self.scale.device)
+        row = row // 2 // self.block[0] * 2 + row % 2 if self.is_interleaved else row // self.block[0]
+        scale = self.scale[row].repeat_interleave(self.block[1], dim=1)[:, :k]
+        return (self.values.float() * scale).to(dtype)
+
+    def interleave(self) -> "Fp8Weight":
+        """The rows of the first half (gates) and of the second (ups) in turn."""
+        n, _ = self.shape
+        values = self.values.view(torch.uint8)[_in_turn(n)].view(self.values.dtype)
+        if self.block is None:
+            return Fp8Weight(values, self.scale[_in_turn(n)])
+        assert not self.is_interleaved and n // 2 % self.block[0] == 0, (n, self.block)
+        return Fp8Weight(values, self.scale[_in_turn(self.scale.shape[0])].contiguous(), self.block, True)
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """Whole numbers of 4 bits; the weight is (number - zero) · scale, with a zero and a scale for each group of a row.
+
+    A byte holds number k in its low half and number k + `half` in its high half, in tiles of 2 · half, so that a kernel
+    multiplies each half of a tile by columns that lie side by side.
+    """
+
+    packed: Tensor  # uint8 [n, k / 2]
+    scales: Tensor  # float16, bfloat16 or float32 [groups, n]: a tile reads those of its rows side by side
+    zeros: Tensor  # uint8 [groups, n], 0 … 16
+    half: int  # 64, 32 or 16; divides the size of a group, k / groups
+    order: Tensor | None = None  # int32 [k]: the column of the activations for each of ours; None: the same
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, k)"""
+        return self.packed.shape[0], 2 * self.packed.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """Numbers of a row that share a scale."""
+        return self.shape[1] // self.scales.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        tensors = (self.packed, self.scales, self.zeros, *(() if self.order is None else (self.order,)))
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def to(self, device: torch.device) -> "Int4Weight":
+        """On another device."""
+        order = None if self.order is None else self.order.to(device)
+        return Int4Weight(self.packed.to(device), self.scales.to(device), self.zeros.to(device), self.half, order)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[n, k], columns as the activations have them; computed in float32 and rounded once."""
+        n, k = self.shape
+        tiles = self.packed.view(n, -1, self.half)
+        numbers = torch.stack((tiles & 15, tiles >> 4), dim=2).view(n, self.scales.shape[0], self.group_size).float()
+        zeros, scales = (each.t().float()[:, :, None] for each in (self.zeros, self.scales))
+        weight = ((numbers - zeros) * scales).to(dtype).view(n, k)
+        if self.order is None:
+            return weight
+        out = torch.empty_like(weight)
+        out[:, self.order.long()] = weight
+        return out
+
+    def interleave(self) -> "Int4Weight":
+        """The rows of the first half (gates) and of the second (ups) in turn."""
+        rows = _in_turn(self.shape[0])
+        return Int4Weight(
+            self.packed[rows],
+            self.scales[:, rows].contiguous(),
+            self.zeros[:, rows].contiguous(),
+            self.half,
+            self.order,
+        )
+
+
+QuantizedWeight = Fp8Weight | Int4Weight
+
+
+def int4_weight(numbers: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None = None) -> Int4Weight:
+    """Packs numbers [n, k] uint8 < 16, whose groups follow one another; the rest as in `Int4Weight`. Raises ValueError
+    if k or its groups are no multiple of 16."""
+    n, k = numbers.shape
+    group = k // scales.shape[0]
+    half = next((h for h in (64, 32, 16) if group % h == 0 and k % (2 * h) == 0), None)
+    if half is None:
+        raise ValueError(f"{k} columns in groups of {group} cannot be packed in tiles of 32")
+    tiles = numbers.view(n, -1, 2, half)
+    packed = (tiles[:, :, 0] | tiles[:, :, 1] << 4).view(n, k // 2)
+    return Int4Weight(packed, scales.contiguous(), zeros.contiguous(), half, order)
+
+
+def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One below the other, as fused projections have them. Raises ValueError if they do not go together."""
+    if len(parts) == 1:
+        return parts[0]
+    fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
+    if len(fp8) == len(parts):
+        block = fp8[0].block
+        if any(part.block != block or part.is_interleaved for part in fp8):
+            raise ValueError("their blocks differ")
+        if block is not None and any(part.shape[0] % block[0] for part in fp8[:-1]):
+            raise ValueError(f"their rows are no multiples of the {block[0]} that share a scale")
+        values = torch.cat([part.values.view(torch.uint8) for part in fp8]).view(fp8[0].values.dtype)
+        return Fp8Weight(values, torch.cat([part.scale for part in fp8]), block)
+    int4 = [part for part in parts if isinstance(part, Int4Weight)]
+    if len(int4) < len(parts):
+        raise ValueError("some have 8 bits and some 4")
+    first = int4[0]
+    if any(part.half != first.half or part.group_size != first.group_size for part in int4):
+        raise ValueError("their groups differ")
+    if any(not _same(part.order, first.order) for part in int4):
+        raise ValueError("their columns are ordered differently")
+    return Int4Weight(
+        torch.cat([part.packed for part in int4]),
+        torch.cat([part.scales for part in int4], dim=1),
+        torch.cat([part.zeros for part in int4], dim=1),
+        first.half,
+        first.order,
+    )
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+def _in_turn(n: int) -> Tensor:
+    """0, n / 2, 1, n / 2 + 1, …"""
+    assert n % 2 == 0, n
+    return torch.arange(n).view(2, n // 2).t().reshape(n)

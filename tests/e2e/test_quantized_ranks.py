@@ -1,0 +1,47 @@
+"""Ranks that share a quantized checkpoint out, each reading its part of the packed tensors: the tokens of one rank."""
+
+import json
+import urllib.request
+
+import checkpoints
+import pytest
+import quantized_checkpoints
+import vocabulary
+
+from pagewire import LLM, SamplingParams
+
+pytestmark = pytest.mark.e2e
+PROMPTS = [[5, 9, 40, 33, 12], [7] * 30, [3 + i for i in range(50)]]
+
+
+def _complete(server):
+    body = {"prompt": PROMPTS, "max_tokens": 16, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        choices = json.load(response)["choices"]
+    return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
+
+
+def test_two_ranks_of_an_awq_checkpoint(tmp_path, start):
+    source = checkpoints.make_checkpoint(tmp_path / "float", "qwen3", intermediate_size=128)
+    vocabulary.add_tokenizer(source)
+    folder, _ = quantized_checkpoints.quantize_checkpoint(source, tmp_path, "awq")
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    llm = LLM(str(folder), dtype="float32", threads=1)
+    expected = [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    server = start(str(folder), "--dtype", "float32", "--tensor-parallel-size", "2").wait_ready()
+    assert _complete(server) == expected
+    assert "4 bits (awq)" in server.log.read_text()
+
+
+def test_ranks_that_would_cut_through_a_group(tmp_path, start):
+    """96 feed-forward columns in groups of 32."""
+    source = checkpoints.make_checkpoint(tmp_path / "float", "qwen3")
+    vocabulary.add_tokenizer(source)
+    folder, _ = quantized_checkpoints.quantize_checkpoint(source, tmp_path, "awq")
+    server = start(str(folder), "--dtype", "float32", "--tensor-parallel-size", "2")
+    assert server.process.wait(60) == 2
+    log = server.log.read_text()
+    assert "mlp.down_proj is quantized 32 columns at a time" in log and "choose another --tensor-parallel-size" in log

@@ -1,0 +1,93 @@
+"""`--deterministic`: what a request is told depends on nothing else that is served, bit by bit."""
+
+import random
+
+import checkpoints
+import pytest
+from runner_driver import Request, arrays
+
+from pagewire.errors import ConfigError
+from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
+
+SCORING = Sampling(temperature=0, logprobs=5, prompt_logprobs=3)
+FLAGS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "deterministic": True}
+
+
+def _prompt(seed, length):
+    rng = random.Random(seed)
+    return [rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(length)]
+
+
+def _told(request):
+    return [values.tobytes() for part in (request.logprobs, request.prompt_logprobs) for values in arrays(part)]
+
+
+def test_a_probe_is_told_the_same_bits_in_any_company(checkpoint, driver):
+    folder = checkpoint("qwen3", num_hidden_layers=1)
+    served = driver(folder, dtype="float32", **FLAGS)
+
+    def told(others, chunk, seed):
+        probe = Request(_prompt(0, 37), sampling=SCORING, max_new=2)
+        drawn = Sampling(temperature=1)
+        company = [Request(_prompt(1 + i, 3 + 2 * i), sampling=drawn, max_new=3) for i in range(others)]
+        requests = [*company, probe]
+        random.Random(seed).shuffle(requests)
+        served.run(requests, chunk=chunk, budget=64, rows=8, seed=seed)
+        return probe.output, _told(probe)
+
+    alone = told(0, 64, 0)
+    assert told(0, 16, 1) == alone, "in pieces"
+    assert told(6, 20, 2) == alone, "with six others, in pieces"
+
+
+def test_a_prefix_that_was_cached_changes_no_bit(checkpoint, driver):
+    folder = checkpoint("qwen3", num_hidden_layers=1)
+    served = driver(folder, dtype="bfloat16", **FLAGS)
+    prompt, blocks = _prompt(0, 37), ids_to_bytes([4, 2, 9])
+    scoring = Sampling(temperature=0, logprobs=5)
+
+    def step(number, row, num_computed):
+        opened = RowOpen(
+            row=row,
+            ids=ids_to_bytes(prompt),
+            num_prompt=len(prompt),
+            num_computed=num_computed,
+            block_ids=blocks,
+            sampling=scoring,
+        )
+        served.runner.launch(
+            StepPlan(
+                step=number,
+                open=(opened,),
+                grow_rows=b"",
+                grow_blocks=b"",
+                rows=ids_to_bytes([row]),
+                counts=ids_to_bytes([len(prompt) - num_computed]),
+                sample=b"\1",
+            )
+        )
+        return served.runner.collect()
+
+    whole = step(0, 0, 0)
+    for number, hit in enumerate((16, 32, 36), start=1):
+        again = step(number, number, hit)
+        assert (again.ids, again.logprobs) == (whole.ids, whole.logprobs), f"{hit} positions from the cache"
+
+
+def test_without_the_flag_company_may_change_bits(checkpoint, driver):
+    """Or the tests above would prove nothing: a token alone and a token among many go different ways."""
+    folder = checkpoint("qwen3", num_hidden_layers=1)
+    served = driver(folder, dtype="float32", **(FLAGS | {"deterministic": False}))
+
+    def told(chunk):
+        probe = Request(_prompt(0, 12), sampling=SCORING, max_new=1)
+        served.run([probe], chunk=chunk, budget=64, rows=8)
+        return arrays(probe.prompt_logprobs)[1]
+
+    assert (told(64) != told(1)).any()
+
+
+@pytest.mark.parametrize(("kind", "flags"), [("mixtral", {}), ("qwen3", {"speculative": "ngram"})])
+def test_where_it_cannot_be_it_is_refused(kind, flags, checkpoint, driver):
+    with pytest.raises(ConfigError, match="--deterministic is not there with"):
+        driver(checkpoint(kind), **FLAGS, **flags)

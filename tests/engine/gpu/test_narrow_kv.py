@@ -1,0 +1,26 @@
+"""KV of 8 bits through the whole worker."""
+
+import random
+
+import checkpoints
+import numpy as np
+from runner_driver import Request, arrays
+
+from pagewire.ipc.messages import Sampling
+
+PROMPT = [random.Random(3).randrange(3, checkpoints.VOCAB_SIZE) for _ in range(21)]
+
+
+def test_kv_of_8_bits_is_a_little_less_exact(checkpoint, driver):
+    folder = checkpoint("llama", num_hidden_layers=1, initializer_range=0.1)
+
+    def told(**flags):
+        served = driver(folder, max_num_batched_tokens=32, max_num_seqs=4, **flags)
+        request = Request(PROMPT, max_new=2, sampling=Sampling(temperature=0, prompt_logprobs=0))
+        served.run([request], chunk=16, budget=32, rows=4)
+        return arrays(request.prompt_logprobs)[1][:, 0], served.runner.block_bytes
+
+    (exact, exact_bytes), (narrow, narrow_bytes) = told(dtype="float32"), told(dtype="bfloat16", kv_cache_dtype="fp8")
+    assert narrow_bytes * 4 == exact_bytes
+    error = np.abs(narrow - exact).mean()
+    assert 0 < error < 0.1, error

@@ -1,0 +1,46 @@
+"""Quantized checkpoints through the Triton kernels: the tokens of transformers with the same weights as floats, or,
+since the kernels round activations to 16 bits, tokens that transformers finds as good."""
+
+import random
+
+import checkpoints
+import msgspec
+import pytest
+import quantized_checkpoints
+import torch
+from runner_driver import Driver, Request, engine_config
+
+from pagewire.engine.gpu.queue import EagerQueue
+from pagewire.engine.layers.linear import Linear
+from pagewire.engine.runner.runner import Runner
+
+NUM_BLOCKS = 96
+AS_GOOD = 0.05  # of the standard deviation of logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [("fp8-block", "qwen3"), ("fp8-tensor", "qwen2"), ("awq", "qwen3"), ("gptq-v2-ordered", "llama-biased")],
+)
+def test_greedy_tokens_are_the_best_of_the_same_weights_as_floats(kind, architecture, tmp_path):
+    source = checkpoints.make_checkpoint(tmp_path / "float", architecture, num_hidden_layers=1)
+    quantized, widened = quantized_checkpoints.quantize_checkpoint(source, tmp_path, kind)
+    rng = random.Random(kind)
+    prompts = [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(n)] for n in (1, 20)]
+    # Each number of tokens is a program to interpret. Of 16 bits, which `resolve` leaves to GPUs.
+    config = engine_config(quantized, max_num_batched_tokens=32, max_num_seqs=4)
+    config = msgspec.structs.replace(config, dtype="float16", kv_cache_dtype="float16")
+    queue = None if torch.cuda.is_available() else EagerQueue(torch.device("cpu"))
+    runner = Runner.load(config, queue=queue)
+    runner.open_cache(NUM_BLOCKS)
+    requests = [Request(prompt, max_new=4) for prompt in prompts]
+    Driver(runner, NUM_BLOCKS).run(requests, chunk=20, budget=32, rows=3)
+    reference = checkpoints.load_reference(widened)
+    for request in requests:
+        with torch.inference_mode():
+            logits = reference(torch.tensor([request.prompt + request.output])).logits[0, len(request.prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(request.output)[:, None])[:, 0]
+        assert (logits.amax(dim=1) - chosen).max() < AS_GOOD * logits.std()
+    linears = [module for module in runner._model.decoder._decoder.modules() if isinstance(module, Linear)]
+    assert len(linears) == 4 and all(linear.weight is None and linear.quantized is not None for linear in linears)
+    assert "widened" not in runner.notes[0] and "a checkpoint of" in runner.notes[0]

@@ -1,0 +1,281 @@
+"""The loader and the tensors of quantized checkpoints: whole, in parts, kept narrow, and wrong."""
+
+from functools import partial
+from pathlib import Path
+
+import checkpoints
+import pytest
+import quantized_checkpoints
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagewire.engine.models import registry
+from pagewire.engine.models.spec import model_facts, read_spec
+from pagewire.engine.parallel.collectives import Alone
+from pagewire.engine.parallel.shard import Cut
+from pagewire.engine.quantization.tensors import read_weight
+from pagewire.engine.weights.loader import load_weights
+from pagewire.engine.weights.mapping import checkpoint_targets
+from pagewire.engine.weights.reader import CheckpointReader
+from pagewire.errors import CheckpointError, ConfigError
+from pagewire.kernels.ops import reference_ops
+
+KINDS = list(quantized_checkpoints.CONFIGS)
+_ALONE = Alone()
+
+
+class _Rank(Alone):
+    """One of two, which loads and exchanges nothing."""
+
+    size = 2
+
+    def __init__(self, rank):
+        self.rank = rank
+
+
+def _load(folder, dtype=torch.float32, group=_ALONE, kept=None, **options):
+    """The model's parameters."""
+    spec, cpu = read_spec(folder), torch.device("cpu")
+    model = registry.build_native(
+        spec, max_len=8, dtype=dtype, weight_dtype=dtype, device=cpu, group=group, ops=reference_ops()
+    )
+    parameters = dict(model.named_parameters())
+    if kept is not None:  # no memory is needed for what is kept
+        parameters |= {name: p.to("meta") for name, p in parameters.items() if "proj" in name}
+        options["keep"] = {name: partial(kept.__setitem__, name) for name in parameters if "proj" in name}
+    with CheckpointReader(folder) as reader:
+        targets = checkpoint_targets(parameters, model.fused, model.cuts)
+        load_weights(reader, parameters, targets, scheme=spec.scheme, redundant=model.redundant, **options)
+    return parameters
+
+
+def _edit(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """kind → (quantized, widened), made once."""
+    found: dict[str, tuple[Path, Path]] = {}
+
+    def make(kind):
+        if kind not in found:
+            folder = tmp_path_factory.mktemp(kind)
+            source = checkpoints.make_checkpoint(folder / "float", "llama", num_hidden_layers=1)
+            found[kind] = quantized_checkpoints.quantize_checkpoint(source, folder, kind)
+        return found[kind]
+
+    return make
+
+
+@pytest.fixture
+def quantized(tmp_path):
+    """kind → a quantized checkpoint that may be changed."""
+
+    def make(kind):
+        source = checkpoints.make_checkpoint(tmp_path / "float", "llama", num_hidden_layers=1)
+        return quantized_checkpoints.quantize_checkpoint(source, tmp_path, kind)[0]
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_widened_exactly_and_rounded_once(kind, dtype, made):
+    narrow, wide = made(kind)
+    expected = _load(wide, dtype)
+    for name, parameter in _load(narrow, dtype).items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_kept_mean_the_same(kind, made):
+    narrow, wide = made(kind)
+    kept = {}
+    parameters = _load(narrow, kept=kept)
+    expected = _load(wide)
+    layer = "model.layers.0."
+    projections = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert kept.keys() == {f"{layer}{name}.weight" for name in projections}
+    for name, weight in kept.items():
+        assert torch.equal(weight.dequantize(torch.float32), expected[name]), name
+        assert weight.shape == expected[name].shape and weight.nbytes < expected[name].nbytes / 3
+    for name in parameters.keys() - kept.keys():
+        assert torch.equal(parameters[name], expected[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cut", [Cut(0, 32, 64, 96), Cut(1, 32, 96, 96), Cut(0, 0, 96, 96)])
+def test_a_rank_reads_its_part(kind, cut, made):
+    narrow, wide = made(kind)
+    module = "model.layers.0.mlp.gate_proj" if cut.dim == 0 else "model.layers.0.mlp.down_proj"
+    n, k = (96, 64) if cut.dim == 0 else (64, 96)
+    whole = load_file(wide / "model.safetensors")[f"{module}.weight"]
+    part = slice(cut.first, cut.last)
+    with CheckpointReader(narrow) as reader:
+        if "ordered" in kind and cut.dim == 1:
+            with pytest.raises(ConfigError, match=r"down_proj .* another order \(desc_act\)"):
+                read_weight(read_spec(narrow).scheme, reader, module, n, k, cut)
+            return
+        weight = read_weight(read_spec(narrow).scheme, reader, module, n, k, cut)
+    assert torch.equal(weight.dequantize(torch.float32), whole[part] if cut.dim == 0 else whole[:, part])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "ordered" not in kind])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_share_a_model_out(kind, rank, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantized_checkpoints, "BLOCK", 16)
+    monkeypatch.setitem(quantized_checkpoints.CONFIGS["fp8-block"], "weight_block_size", [16, 16])
+    source = checkpoints.make_checkpoint(tmp_path / "float", "llama", num_hidden_layers=1, intermediate_size=128)
+    narrow, wide = quantized_checkpoints.quantize_checkpoint(source, tmp_path, kind)
+    expected = _load(wide, group=_Rank(rank))
+    for name, parameter in _load(narrow, group=_Rank(rank)).items():
+        assert torch.equal(parameter, expected[name]), name
+    kept = {}
+    _load(narrow, group=_Rank(rank), kept=kept)
+    for name, weight in kept.items():
+        assert torch.equal(weight.dequantize(torch.float32), expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut", "complaint"),
+    [
+        ("fp8-block", Cut(0, 0, 48, 96), r"gate_proj is quantized 32 rows at a time, .* rows 0 to 48,"),
+        ("fp8-block", Cut(1, 48, 96, 96), r"down_proj is quantized 32 columns at a time, .* columns 48 to 96,"),
+        ("awq", Cut(0, 0, 12, 96), r"quantized 8 rows at a time"),
+        ("awq", Cut(1, 0, 48, 96), r"quantized 32 columns at a time"),
+        ("gptq", Cut(1, 48, 96, 96), r"quantized 32 columns at a time"),
+    ],
+)
+def test_cuts_through_what_shares_a_scale(kind, cut, complaint, made):
+    narrow, _ = made(kind)
+    module = "model.layers.0.mlp.gate_proj" if cut.dim == 0 else "model.layers.0.mlp.down_proj"
+    n, k = (96, 64) if cut.dim == 0 else (64, 96)
+    with CheckpointReader(narrow) as reader, pytest.raises(ConfigError, match=complaint):
+        read_weight(read_spec(narrow).scheme, reader, module, n, k, cut)
+
+
+def test_the_last_block_may_be_smaller(tmp_path):
+    source = checkpoints.make_checkpoint(tmp_path / "float", "llama", num_hidden_layers=1, intermediate_size=80)
+    narrow, wide = quantized_checkpoints.quantize_checkpoint(source, tmp_path, "fp8-block")
+    scheme, tensors = read_spec(narrow).scheme, load_file(wide / "model.safetensors")
+    with CheckpointReader(narrow) as reader:
+        up = read_weight(scheme, reader, "model.layers.0.mlp.up_proj", 80, 64, Cut(0, 64, 80, 80))
+        down = read_weight(scheme, reader, "model.layers.0.mlp.down_proj", 64, 80, Cut(1, 32, 80, 80))
+    assert torch.equal(up.dequantize(torch.float32), tensors["model.layers.0.mlp.up_proj.weight"][64:])
+    assert torch.equal(down.dequantize(torch.float32), tensors["model.layers.0.mlp.down_proj.weight"][:, 32:])
+
+
+def test_a_row_may_be_one_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantized_checkpoints, "GROUP", 64)
+    source = checkpoints.make_checkpoint(tmp_path / "float", "llama", num_hidden_layers=1, intermediate_size=64)
+    config = {**quantized_checkpoints.CONFIGS["gptq"], "group_size": -1}
+    monkeypatch.setitem(quantized_checkpoints.CONFIGS, "gptq", config)
+    narrow, wide = quantized_checkpoints.quantize_checkpoint(source, tmp_path, "gptq")
+    expected = _load(wide)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in _load(narrow).items())
+
+
+def test_a_zero_point_of_fifteen_less_one_is_sixteen(quantized):
+    folder = quantized("gptq")
+    name = "model.layers.0.self_attn.o_proj"
+
+    def change(tensors):
+        tensors[f"{name}.qzeros"].fill_(-1)
+        tensors[f"{name}.qweight"].fill_(0)
+
+    _edit(folder, change)
+    scales = load_file(folder / "model.safetensors")[f"{name}.scales"].float().t().repeat_interleave(32, dim=1)
+    assert torch.equal(_load(folder)[f"{name}.weight"], -16 * scales)
+
+
+def test_a_module_without_a_scale_is_a_float(quantized):
+    """Whatever the lists in config.json say of it."""
+    folder = quantized("fp8-block")
+    name = "model.layers.0.mlp.down_proj"
+    weight = torch.randn(64, 96)
+
+    def change(tensors):
+        del tensors[f"{name}.weight_scale_inv"]
+        tensors[f"{name}.weight"] = weight
+
+    _edit(folder, change)
+    assert torch.equal(_load(folder)[f"{name}.weight"], weight)
+
+
+def test_eight_bits_without_a_scale(quantized):
+    folder = quantized("fp8-channel")
+    _edit(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight_scale"))
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight has 8 bits, but the checkpoint has no scale for it"):
+        _load(folder)
+
+
+def test_a_scale_beside_a_float(quantized):
+    folder = quantized("fp8-tensor")
+    _edit(folder, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.weight": torch.ones(96, 64)}))
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight has a scale, but is of float32"):
+        _load(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaf", "shape"),
+    [
+        ("fp8-block", "weight_scale_inv", r"\[3, 2\] or \[\] or"),
+        ("awq", "qweight", r"\[64, 12\]"),
+        ("gptq", "qzeros", r"\[2, 12\]"),
+        ("gptq", "g_idx", r"\[64\]"),
+    ],
+)
+def test_wrong_shapes(kind, leaf, shape, quantized):
+    folder = quantized(kind)
+    name = f"model.layers.0.mlp.up_proj.{leaf}"
+    _edit(folder, lambda tensors: tensors.update({name: tensors[name][:1].repeat(7, *[1] * (tensors[name].dim() - 1))}))
+    with pytest.raises(CheckpointError, match=rf"up_proj\.{leaf} has the shape .* calls for {shape}"):
+        _load(folder)
+
+
+def test_missing_and_left_over_tensors(quantized):
+    folder = quantized("gptq")
+    _edit(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.qzeros"))
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor that the model needs: .*up_proj\.qzeros"):
+        _load(folder)
+
+
+def test_biases_that_old_writers_of_gptq_add(quantized):
+    folder = quantized("gptq")
+    name = "model.layers.0.self_attn.q_proj.bias"
+    _edit(folder, lambda tensors: tensors.update({name: torch.zeros(64)}))
+    _load(folder)
+    _edit(folder, lambda tensors: tensors.update({name: torch.ones(64)}))
+    with pytest.raises(CheckpointError, match=r"no place for: .*q_proj\.bias"):
+        _load(folder)
+
+
+def test_groups_that_are_not_groups(quantized):
+    folder = quantized("gptq-v2-ordered")
+    _edit(folder, lambda tensors: tensors["model.layers.0.mlp.up_proj.g_idx"].fill_(0))
+    with pytest.raises(CheckpointError, match=r"up_proj\.g_idx does not deal out 64 columns in groups of 32"):
+        _load(folder)
+
+
+def test_parts_that_cannot_be_kept_together(quantized):
+    folder = quantized("fp8-tensor")
+
+    def widen(tensors):
+        del tensors["model.layers.0.self_attn.k_proj.weight_scale"]
+        tensors["model.layers.0.self_attn.k_proj.weight"] = torch.ones(32, 64)
+
+    _edit(folder, widen)
+    assert _load(folder).keys()
+    with pytest.raises(CheckpointError, match=r"Some parts of .*qkv_proj\.weight are quantized and some are not"):
+        _load(folder, kept={})
+
+
+def test_memory_is_estimated_as_if_the_checkpoint_were_not_quantized(made):
+    narrow, _ = made("awq")
+    size = (narrow / "model.safetensors").stat().st_size
+    spec = read_spec(narrow)
+    assert model_facts(spec, narrow, "x").weight_bytes == 4 * size

@@ -1,0 +1,83 @@
+"""`quantization_config`, good and bad."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import quantized_checkpoints
+
+from pagewire.engine.quantization.scheme import Fp8Scheme, Int4Scheme, read_scheme
+from pagewire.errors import ConfigError
+
+FILE = Path("config.json")
+COMPRESSED = quantized_checkpoints.CONFIGS["fp8-channel"]
+
+
+def _compressed(**weights):
+    return {**COMPRESSED, "config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8, **weights}}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (quantized_checkpoints.CONFIGS["fp8-block"], Fp8Scheme((32, 32), False)),
+        (quantized_checkpoints.CONFIGS["fp8-tensor"], Fp8Scheme(None, True)),
+        (COMPRESSED, Fp8Scheme(None, False)),
+        (_compressed(strategy="block", block_structure=[128, 128]), Fp8Scheme((128, 128), False)),
+        (_compressed(strategy="channel", block_structure="128x128"), Fp8Scheme(None, False)),
+        ({**_compressed(), "format": "naive-quantized"}, Fp8Scheme(None, False)),
+        (quantized_checkpoints.CONFIGS["awq"], Int4Scheme("awq", 32)),
+        (quantized_checkpoints.CONFIGS["gptq"], Int4Scheme("gptq", 32, 1)),
+        (quantized_checkpoints.CONFIGS["gptq-v2-ordered"], Int4Scheme("gptq", 32)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, Int4Scheme("gptq", None, 1)),
+    ],
+)
+def test_schemes(config, expected):
+    assert read_scheme(config, FILE) == expected
+
+
+def test_the_operator_is_told_what_is_not_used():
+    static, dynamic = (read_scheme(quantized_checkpoints.CONFIGS[kind], FILE) for kind in ("fp8-tensor", "fp8-block"))
+    assert "input scales are not used" in static.note
+    assert "input scales" not in dynamic.note and "32 x 32" in dynamic.note
+
+
+def test_blocks_that_have_kernels():
+    assert [Fp8Scheme(block).has_kernels for block in (None, (128, 128), (1, 16), (32, 8), (96, 128))] == [
+        1,
+        1,
+        1,
+        0,
+        0,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantized with bitsandbytes, .* reads fp8, compressed-tensors .*, and awq"),
+        ({}, "quantized with None"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, r"of fp8 that .*: Invalid enum value 'e5m2' - at `\$\.fmt`"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "blocks of 0 x 128"),
+        ({"quant_method": "awq", "bits": 8, "group_size": 128}, "Invalid enum value 8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "Invalid enum value 'gemv'"),
+        ({"quant_method": "gptq", "bits": 4}, "missing required field `group_size`"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 24}, "group_size of 24, which should be -1 or a multiple"),
+        ({**COMPRESSED, "format": "pack-quantized"}, "Invalid enum value 'pack-quantized'"),
+        (_compressed(num_bits=4), "Invalid enum value 4"),
+        ({**COMPRESSED, "config_groups": {}}, "has 0 config_groups"),
+        (_compressed(strategy="block", block_structure="128x128"), r"block structures \['128x128'\]"),
+        (_compressed(strategy="block"), r"block structures \[None\]"),
+    ],
+)
+def test_what_is_not_read(config, complaint):
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_scheme(config, FILE)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_it_needs_no_torch():
+    code = "import sys, pagewire.engine.quantization.scheme; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

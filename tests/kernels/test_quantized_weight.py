@@ -1,0 +1,99 @@
+"""What narrow weights mean, against formulas written out, and against transformers where it has one."""
+
+import pytest
+import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from pagewire.kernels.quantized_weight import Fp8Weight, Int4Weight, concatenate, int4_weight
+
+
+def _fp8(n, k, block=None):
+    values = torch.randn(n, k).to(torch.float8_e4m3fn)
+    if block is None:
+        return Fp8Weight(values, torch.rand(n))
+    return Fp8Weight(values, torch.rand(-(-n // block[0]), -(-k // block[1])), block)
+
+
+def _int4(n, k, group, order=None):
+    groups = k // group
+    numbers = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    zeros = torch.randint(0, 17, (groups, n), dtype=torch.uint8)
+    return int4_weight(numbers, torch.rand(groups, n).half(), zeros, order), numbers, zeros
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_blocks_as_in_transformers(dtype):
+    weight = _fp8(96, 64, (32, 16))
+    expected = Fp8Dequantize(None)._dequantize_one(weight.values, weight.scale, dtype)
+    assert torch.equal(weight.dequantize(dtype), expected)
+
+
+def test_fp8_written_out():
+    ragged, rows = _fp8(40, 50, (32, 32)), _fp8(5, 7)
+    for i in range(40):
+        for j in range(50):
+            expected = ragged.values[i, j].float() * ragged.scale[i // 32, j // 32]
+            assert ragged.dequantize(torch.float32)[i, j] == expected
+    assert torch.equal(rows.dequantize(torch.float32), rows.values.float() * rows.scale[:, None])
+
+
+@pytest.mark.parametrize(("k", "group", "half"), [(256, 128, 64), (192, 64, 32), (96, 32, 16), (256, 256, 64)])
+def test_int4_written_out(k, group, half):
+    weight, numbers, zeros = _int4(24, k, group)
+    assert weight.half == half and weight.shape == (24, k) and weight.group_size == group
+    out = weight.dequantize(torch.float32)
+    for i in range(24):
+        for j in range(k):
+            scale = weight.scales[j // group, i].float()
+            assert out[i, j] == (int(numbers[i, j]) - int(zeros[j // group, i])) * scale
+    byte = int(weight.packed[3, half + 1])  # of the second tile
+    assert (byte & 15, byte >> 4) == (int(numbers[3, 2 * half + 1]), int(numbers[3, 3 * half + 1]))
+
+
+def test_int4_in_another_order():
+    order = torch.randperm(64).int()
+    weight, _, _ = _int4(8, 64, 32, order)
+    straight = Int4Weight(weight.packed, weight.scales, weight.zeros, weight.half)
+    out = weight.dequantize(torch.float32)
+    assert torch.equal(out[:, order.long()], straight.dequantize(torch.float32)) and out.shape == (8, 64)
+
+
+def test_groups_that_cannot_be_packed():
+    with pytest.raises(ValueError, match="48 columns in groups of 24"):
+        _int4(8, 48, 24)
+
+
+@pytest.mark.parametrize("weight", [_fp8(96, 40), _fp8(96, 40, (16, 32)), _int4(96, 64, 32)[0]])
+def test_gates_and_ups_in_turn(weight):
+    before, after = (w.dequantize(torch.float32) for w in (weight, weight.interleave()))
+    assert torch.equal(after[0::2], before[:48]) and torch.equal(after[1::2], before[48:])
+    assert weight.interleave().nbytes == weight.nbytes
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [_fp8(n, 40) for n in (8, 3, 5)],
+        [_fp8(n, 40, (16, 32)) for n in (32, 16, 7)],
+        [_int4(n, 64, 32)[0] for n in (8, 16)],
+        [_int4(8, 64, 32)[0]],
+    ],
+)
+def test_one_below_the_other(parts):
+    whole = concatenate(parts).to(torch.device("cpu")).dequantize(torch.float32)
+    assert torch.equal(whole, torch.cat([part.dequantize(torch.float32) for part in parts]))
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([_fp8(20, 40, (16, 32)), _fp8(16, 40, (16, 32))], "no multiples of the 16"),
+        ([_fp8(16, 40, (16, 32)), _fp8(16, 40)], "blocks differ"),
+        ([_fp8(16, 64), _int4(8, 64, 32)[0]], "some have 8 bits and some 4"),
+        ([_int4(8, 64, 64)[0], _int4(8, 64, 32)[0]], "groups differ"),
+        ([_int4(8, 64, 32)[0], _int4(8, 64, 32, torch.arange(64).flip(0).int())[0]], "ordered differently"),
+    ],
+)
+def test_what_does_not_go_together(parts, why):
+    with pytest.raises(ValueError, match=why):
+        concatenate(parts)

@@ -1,0 +1,150 @@
+"""Quantizes the projections of a float checkpoint with packing code of its own, and says what the result stands for.
+
+Rounding is plain; what matters is that the numbers in the files are those in the copy that holds them as floats.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+GROUP = 32
+BLOCK = 32
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the numbers in a word, the lowest bits first
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fp8-block": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": ["lm_head", "model.norm"],
+    },
+    "fp8-tensor": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    "fp8-channel": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+                "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            }
+        },
+    },
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False},
+    "gptq-v2-ordered": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "sym": False,
+        "desc_act": True,
+        "checkpoint_format": "gptq_v2",
+    },
+}
+
+
+def quantize_checkpoint(source: Path, folder: Path, kind: str) -> tuple[Path, Path]:
+    """(the checkpoint of `source` quantized, the same weights as floats), both inside `folder`."""
+    quantized, widened = folder / "quantized", folder / "widened"
+    for path in (quantized, widened):
+        shutil.copytree(source, path)
+    tensors = load_file(source / "model.safetensors")
+    packed, floats = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        module = name.removesuffix(".weight")
+        if name.endswith("_proj.weight"):
+            del packed[name]
+            parts, floats[name] = quantize(weight, kind)
+            packed |= {f"{module}.{leaf}": tensor for leaf, tensor in parts.items()}
+    save_file(packed, quantized / "model.safetensors", metadata={"format": "pt"})
+    save_file(floats, widened / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIGS[kind]}))
+    return quantized, widened
+
+
+def quantize(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
+    """(tensors of the format by their last names, the float32 weight that they stand for)."""
+    if kind.startswith("fp8"):
+        return _fp8(weight, kind)
+    return _int4(weight, kind)
+
+
+def _fp8(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
+    n, k = weight.shape
+    if kind == "fp8-block":
+        rows, columns = -(-n // BLOCK), -(-k // BLOCK)
+        scale = torch.zeros(rows, columns)
+        whole = torch.zeros(n, k)
+        for i in range(n):
+            for j in range(0, k, BLOCK):
+                part = weight[i, j : j + BLOCK].abs().max() / 448
+                scale[i // BLOCK, j // BLOCK] = max(scale[i // BLOCK, j // BLOCK], part)
+        for i in range(n):
+            for j in range(columns):
+                whole[i, j * BLOCK : (j + 1) * BLOCK] = scale[i // BLOCK, j]
+        leaf = "weight_scale_inv"
+    elif kind == "fp8-channel":
+        scale = weight.abs().amax(dim=1, keepdim=True) / 448
+        whole, leaf = scale, "weight_scale"
+    else:
+        scale = weight.abs().max() / 448
+        whole, leaf = scale, "weight_scale"
+    values = (weight / whole).to(torch.float8_e4m3fn)
+    parts = {"weight": values, leaf: scale}
+    if kind == "fp8-tensor":
+        parts["input_scale"] = torch.tensor(0.1)
+    return parts, values.float() * whole
+
+
+def _int4(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
+    n, k = weight.shape
+    is_awq, is_v2, is_symmetric = kind == "awq", "v2" in kind, kind == "gptq"
+    group_of = np.arange(k) // GROUP
+    if "ordered" in kind:
+        group_of = group_of[np.random.default_rng(k).permutation(k)]
+    w = weight.float().numpy().astype(np.float64)
+    scales = np.zeros((k // GROUP, n), np.float16)
+    zeros = np.zeros((k // GROUP, n), np.int64)
+    numbers = np.zeros((n, k), np.int64)
+    for group in range(k // GROUP):
+        columns = group_of == group
+        low, high = np.minimum(w[:, columns].min(axis=1), 0), np.maximum(w[:, columns].max(axis=1), 0)
+        if is_symmetric:
+            scales[group], zeros[group] = np.maximum(-low, high) / 7.5, 8
+        else:
+            scales[group] = (high - low) / 15
+            zeros[group] = np.clip(np.round(-low / scales[group]), 1, 15)
+        numbers[:, columns] = np.clip(np.round(w[:, columns] / scales[group][:, None]) + zeros[group][:, None], 0, 15)
+    exact = np.zeros((n, k), np.float32)
+    for i in range(n):
+        for j in range(k):
+            exact[i, j] = np.float32(scales[group_of[j], i]) * np.float32(numbers[i, j] - zeros[group_of[j], i])
+    order = _AWQ_COLUMNS if is_awq else range(8)
+    parts = {
+        "qweight": _words(numbers.T, order) if is_awq else _words(numbers, order).T.contiguous(),
+        "qzeros": _words(zeros if is_awq or is_v2 else zeros - 1, order),
+        "scales": torch.from_numpy(scales),
+    }
+    if not is_awq:
+        parts["g_idx"] = torch.from_numpy(group_of.astype(np.int32))
+    return parts, torch.from_numpy(exact)
+
+
+def _words(numbers: NDArray[np.int64], order: Any) -> Tensor:
+    """[rows, columns] below 16 → int32 [rows, columns / 8]."""
+    words = np.zeros((numbers.shape[0], numbers.shape[1] // 8), np.uint32)
+    for column in range(words.shape[1]):
+        for bits, place in enumerate(order):
+            words[:, column] |= (numbers[:, 8 * column + place] << 4 * bits).astype(np.uint32)
+    return torch.from_numpy(words.view(np.int32))
