@@ -8,6 +8,7 @@ of the model (`ModelFacts`) and the machine (`MachineFacts`), into `EngineConfig
 import os
 import re
 from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -242,6 +243,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             self.kv_cache_dtype,
             self.block_size,
             self.extension,
+            self.deterministic,
         )
         return sha256(repr(kind).encode()).digest()
 
@@ -253,9 +255,17 @@ def machine_facts() -> MachineFacts:
     return MachineFacts(
         num_cores=_num_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        has_gpu=Path("/dev/nvidiactl").exists(),
+        # A torch for CPUs alone says so in its version; asking torch itself would take seconds.
+        has_gpu=Path("/dev/nvidiactl").exists() and not _version("torch").endswith("+cpu"),
         has_bfloat16=bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}),
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _num_cores() -> int:

@@ -42,6 +42,9 @@ def bytes_to_ids(data: bytes) -> "array[int]":
 # ── what a request asks for ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+MOST_BIASES = 1024  # of a request; a GPU has room for as many in each row
+
+
 class Sampling(Struct, frozen=True, array_like=True):
     """How the next token is drawn. Bounds are checked by every decoder that reads it, NaN and infinity included."""
 
@@ -52,7 +55,7 @@ class Sampling(Struct, frozen=True, array_like=True):
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0  # over prompt and output
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0  # over output
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0  # over output
-    logit_bias: dict[int, float] | None = None  # token id → added to its logit
+    logit_bias: dict[int, float] | None = None  # token id → added to its logit; at most MOST_BIASES
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # noise is keyed by (seed, output position)
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # None: none; n: the sampled token's and the n best
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same for every prompt position but the first
@@ -70,6 +73,8 @@ class Sampling(Struct, frozen=True, array_like=True):
             raise ValueError("sampling parameters must be finite numbers")
         if self.logit_bias and not all(k >= 0 and math.isfinite(v) for k, v in self.logit_bias.items()):
             raise ValueError("logit_bias must map token ids to finite numbers")
+        if self.logit_bias and len(self.logit_bias) > MOST_BIASES:
+            raise ValueError(f"logit_bias may name at most {MOST_BIASES} tokens")
 
 
 class Limits(Struct, frozen=True, array_like=True):

@@ -18,9 +18,9 @@ class Device(Protocol):
     def queue(self) -> Queue | None:
         """Where steps that run ahead of the host are put, if the device is one for them."""
 
-    def cache_memory(self, *, weights: int, workspace: int) -> int:
-        """Bytes for the KV cache if nobody says otherwise. weights, workspace: bytes that the model and its steps take,
-        some of which they have taken."""
+    def cache_memory(self, *, taken: int) -> int:
+        """Bytes for the KV cache if nobody says otherwise. taken: bytes that the model and its steps take in all, some
+        of which they hold already."""
 
     def synchronize(self) -> None:
         """Returns when everything launched so far is done."""

@@ -29,7 +29,7 @@ class CpuDevice:
     def queue(self) -> None:
         return None
 
-    def cache_memory(self, *, weights: int, workspace: int) -> int:
+    def cache_memory(self, *, taken: int) -> int:
         return min(int(_CACHE_SHARE * self.available_memory()), _CACHE_MOST) // self._num_sharers
 
     def synchronize(self) -> None:

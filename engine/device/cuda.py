@@ -24,10 +24,9 @@ class CudaDevice:
     def queue(self) -> CudaQueue:
         return self._queue
 
-    def cache_memory(self, *, weights: int, workspace: int) -> int:
+    def cache_memory(self, *, taken: int) -> int:
         """By accounting: the share, less what the model and its steps take. What others hold bounds it, and nothing is
         assumed of them."""
-        taken = weights + workspace
         return max(0, min(int(self._utilization * self._total), self._free_at_start) - taken)
 
     def synchronize(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...ipc.messages import RowOpen, Sampling
+from ...ipc.messages import MOST_BIASES, RowOpen, Sampling
 from ...kernels.triton.edit_logits import EditColumns, count_drawn, edit_logits
 from ...kernels.triton.logprobs import MOST_BEST, logprobs, workspace_logprobs
 from ...kernels.triton.open_rows import open_rows
@@ -22,7 +22,6 @@ from .packet import Limits, Packet
 from .shapes import DrawShape
 
 KINDS: tuple[Kind, ...] = ("greedy", "drawn", "filtered")
-_MOST_BIAS = 1024  # entries a row, as many as the API takes
 
 
 class RowState:
@@ -50,10 +49,10 @@ class RowState:
             history=column(torch.int32, -1),
             prompt_bits=column(torch.int32, 0, -(-vocab_size // 32)),
             output_counts=column(torch.int16, 0, vocab_size),
-            bias_first=torch.arange(rows, dtype=torch.int32, device=device) * _MOST_BIAS,
+            bias_first=torch.arange(rows, dtype=torch.int32, device=device) * MOST_BIASES,
             bias_len=column(torch.int32),
-            bias_ids=torch.zeros(rows * _MOST_BIAS, dtype=torch.int32, device=device),
-            bias_values=torch.zeros(rows * _MOST_BIAS, device=device),
+            bias_ids=torch.zeros(rows * MOST_BIASES, dtype=torch.int32, device=device),
+            bias_values=torch.zeros(rows * MOST_BIASES, device=device),
         )
         self._vocab_size = vocab_size
         self._workspace = workspace_sampling(most_picked=part, vocab_size=vocab_size, device=device)
@@ -109,7 +108,7 @@ class RowState:
         self._edits.output_counts[row.row].copy_(torch.from_numpy(counts))
 
     def _write_bias(self, row: int, bias: dict[int, float]) -> None:
-        place = slice(row * _MOST_BIAS, row * _MOST_BIAS + len(bias))
+        place = slice(row * MOST_BIASES, row * MOST_BIASES + len(bias))
         ids = torch.tensor(list(bias), dtype=torch.int64).clamp_(max=2**31 - 1)
         self._edits.bias_ids[place].copy_(ids.to(torch.int32))
         self._edits.bias_values[place].copy_(torch.tensor(list(bias.values()), dtype=torch.float64).float())

@@ -46,7 +46,8 @@ class DeviceModel:
     queue: Queue
     kv_shape: KvShape
     weights: int  # bytes
-    workspace: int  # bytes that are taken, and those that steps and their graphs will take, estimated
+    workspace: int  # bytes that are taken, and those that steps will take, estimated
+    graphs: int  # bytes that recorded steps may take
     note: str  # for the operator
     head_major = True
 

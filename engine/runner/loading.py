@@ -48,6 +48,7 @@ class HostModel:
     kv_shape: KvShape
     weights: int  # bytes
     workspace: int  # bytes, estimated
+    graphs = 0
     head_major = False
 
     @property
@@ -184,7 +185,8 @@ def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Q
         queue=queue,
         kv_shape=shape,
         weights=triton.weights,
-        workspace=triton.nbytes + state.nbytes + steps + logits + graphs,
+        workspace=triton.nbytes + state.nbytes + steps + logits,
+        graphs=graphs,
         note=f"Triton kernels, {config.dtype}" + ("" if spec.scheme is None else f"; {spec.scheme.note}"),
     )
 

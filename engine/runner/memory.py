@@ -10,6 +10,7 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
 
     weights: int
     workspace: int  # what a step may take besides, estimated
+    graphs: int = 0  # what recorded steps take on a GPU, an allowance
     block: int  # one KV block of all layers
     block_size: int  # positions
     max_model_len: int
@@ -26,8 +27,9 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
             if whole
             else f"less than one request of {self.max_model_len:,} tokens"
         )
+        graphs = f" | graphs {size(self.graphs)}" if self.graphs else ""
         return (
-            f"weights {size(self.weights)} | workspace {size(self.workspace)} | KV cache "
+            f"weights {size(self.weights)} | workspace {size(self.workspace)}{graphs} | KV cache "
             f"{size(num_blocks * self.block)} = {num_blocks:,} blocks of {self.block_size} tokens, {requests}",
         )
 

@@ -56,6 +56,7 @@ class Runner:
         self._memory = MemoryPlan(
             weights=model.weights,
             workspace=model.workspace,
+            graphs=model.graphs,
             block=model.kv_shape.block_bytes(config.block_size),
             block_size=config.block_size,
             max_model_len=config.max_model_len,
@@ -120,7 +121,8 @@ class Runner:
         memory allows it. At least one."""
         if self._config.kv_cache_memory is not None:
             return self._memory.num_blocks(self._config.kv_cache_memory)
-        budget = self._device.cache_memory(weights=self._model.weights, workspace=self._model.workspace)
+        memory = self._memory
+        budget = self._device.cache_memory(taken=memory.weights + memory.workspace + memory.graphs)
         return min(self._memory.num_blocks(budget), blocks_needed(self._config))
 
     def open_cache(self, num_blocks: int) -> None:

@@ -1,8 +1,8 @@
 """Fills a model's parameters from a checkpoint and proves that the two belong together.
 
 Every tensor the model needs must be there, every tensor that is there must be needed, and shapes must agree; a
-CheckpointError says what does not. Names and shapes are compared before any data is read. Tensors are read one at a
-time and cast on the way, so there is never a second copy of the weights.
+CheckpointError says what does not. Names and shapes are compared before any data is read. Tensors are read one after
+another and cast on the way (`lanes.py`), so there is never a second copy of the weights.
 
 The weights of a quantized checkpoint are widened on the way, or handed out as they are to who has kernels for them.
 """
@@ -11,8 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
@@ -20,6 +22,7 @@ from ...kernels.quantized_weight import QuantizedWeight, concatenate
 from ..parallel.shard import Cut
 from ..quantization.scheme import Scheme
 from ..quantization.tensors import Shape, is_unused, quantized_modules, read_weight, tensors_of
+from .lanes import Lane, lanes_to
 from .mapping import Target
 from .reader import CheckpointReader
 
@@ -74,21 +77,44 @@ def load_weights(
     total = sum(view.nbytes for view in views.values())
     done = 0
     first = {name: next(iter(quantized[name].tensors)) if name in quantized else name for name in views}
-    for name in sorted(views, key=lambda name: place[first[name]]):
-        cut = targets[name].cut
-        if scheme is None or name not in quantized:
-            _fill(views[name], reader, name, cut)
-        else:
-            weight = read_weight(scheme, reader, quantized[name].module, *quantized[name].shape, cut)
-            if targets[name].parameter not in keep:
-                views[name].copy_(weight.dequantize(views[name].dtype))
-            else:
-                collected.add(targets[name], weight)
+
+    def take(name: str, weight: QuantizedWeight | None) -> None:
+        nonlocal done
+        if weight is not None:
+            collected.add(targets[name], weight)
         done += views[name].nbytes
         if progress is not None:
             progress(done, total)
+
+    device = next(parameter.device for parameter in parameters.values() if parameter.device.type != "meta")
+    with lanes_to(device) as jobs:
+        for name in sorted(views, key=lambda name: place[first[name]]):
+            keeps = targets[name].parameter in keep
+            job = partial(_load, views[name], reader, name, targets[name].cut, scheme, quantized.get(name), keeps)
+            jobs.put(job, partial(take, name))
     collected.refuse_halves()
     return total
+
+
+def _load(
+    view: Tensor,
+    reader: CheckpointReader,
+    name: str,
+    cut: Cut | None,
+    scheme: Scheme | None,
+    quantized: "_Quantized | None",
+    keeps: bool,
+    lane: Lane,
+) -> QuantizedWeight | None:
+    """Fills the view, or gives the quantized weight that is kept. In any thread."""
+    if scheme is None or quantized is None:
+        _fill(view, reader, name, cut, lane)
+        return None
+    weight = read_weight(scheme, reader, quantized.module, *quantized.shape, cut)
+    if keeps:
+        return weight
+    lane.fill(view, weight.dequantize(view.dtype))
+    return None
 
 
 def quantized_parameters(reader: CheckpointReader, targets: Mapping[str, Target], scheme: Scheme) -> set[str]:
@@ -169,16 +195,16 @@ def _whole_shape(view: Tensor, cut: Cut | None) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _fill(view: Tensor, reader: CheckpointReader, name: str, cut: Cut | None) -> None:
+def _fill(view: Tensor, reader: CheckpointReader, name: str, cut: Cut | None, lane: Lane) -> None:
     if cut is None:
-        view.copy_(reader.tensor(name))
+        lane.fill(view, reader.tensor(name))
     elif cut.dim < view.dim():
         part = slice(cut.first, cut.last)
-        view.copy_(reader.tensor(name, part if cut.dim == 0 else (slice(None), part)))
+        lane.fill(view, reader.tensor(name, part if cut.dim == 0 else (slice(None), part)))
     elif cut.first == 0:
-        view.copy_(reader.tensor(name))
+        lane.fill(view, reader.tensor(name))
     else:
-        view.zero_()  # a bias beside columns that are cut: the first rank adds it
+        lane.fill(view, torch.zeros(view.shape))  # a bias beside columns that are cut: the first rank adds it
 
 
 def _refuse(verb: str, names: list[str], why: str) -> None:

@@ -71,3 +71,9 @@ def test_columns_give_each_request_its_tokens() -> None:
     found = [(rid, list(m.bytes_to_ids(data))) for rid, data in batch.columns()]
     assert found == [(7, [1]), (9, [2, 3, 4]), (2**40, [5]), (8, [6, 7])]
     assert list(m.TokenBatch(()).columns()) == []
+
+
+def test_a_bias_has_room_on_every_device():
+    assert m.Sampling(logit_bias=dict.fromkeys(range(m.MOST_BIASES), 1.0)).logit_bias
+    with pytest.raises(ValueError, match="at most 1024 tokens"):
+        m.Sampling(logit_bias=dict.fromkeys(range(m.MOST_BIASES + 1), 1.0))

@@ -20,7 +20,7 @@ def test_ranks_on_cpus_share_the_memory(monkeypatch):
     monkeypatch.setattr(CpuDevice, "available_memory", lambda self: 1000)
     alone = choose_device(_config("cpu"), place=Place())
     third = choose_device(_config("cpu"), place=Place(1, (0, 1, 2)))
-    sizes = [device.cache_memory(weights=0, workspace=0) for device in (alone, third)]
+    sizes = [device.cache_memory(taken=0) for device in (alone, third)]
     assert sizes == [400, 133]
 
 

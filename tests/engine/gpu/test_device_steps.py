@@ -127,6 +127,7 @@ def steps(checkpoint):
             kv_shape=shape,
             weights=0,
             workspace=0,
+            graphs=0,
             note="",
         )
         return model.steps(config, cache), decoder, state, queue

@@ -1,0 +1,140 @@
+"""How weights get from files to where they stay: at once on a CPU, where reading is copying; and to a device in lanes,
+threads that each read into pinned memory of their own while what they read before is still on its way."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import local
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+_T = TypeVar("_T")
+
+_NUM_LANES = 4
+_NUM_AHEAD = 16  # jobs: bounds what is read and not yet taken
+_CHUNK_BYTES = 32 << 20  # of pinned memory; a lane has two
+
+
+class Lane(Protocol):
+    """Fills tensors. One thread's."""
+
+    def fill(self, target: Tensor, source: Tensor) -> None:
+        """target = source, cast, some time before `wait` returns. source: on the CPU, of the same shape."""
+
+    def wait(self) -> None:
+        """Returns when all targets are filled."""
+
+
+class Here:
+    """See `Lane`: at once."""
+
+    def fill(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def wait(self) -> None:
+        pass
+
+
+class ToDevice:
+    """See `Lane`. A piece of a tensor is read into one buffer while the device takes the other's."""
+
+    def __init__(self, buffers: Sequence[Tensor], send: Callable[[Tensor, Tensor], Callable[[], None]]) -> None:
+        """buffers: uint8, of one size, in memory that the device reads while the host goes on. send: starts a copy (to,
+        from), and returns what waits for its end."""
+        self._send = send
+        self._buffers: deque[tuple[Tensor, Callable[[], None]]] = deque((buffer, _nothing) for buffer in buffers)
+        self._num_bytes = len(buffers[0])
+
+    def fill(self, target: Tensor, source: Tensor) -> None:
+        assert target.is_contiguous() and target.shape == source.shape, (target.shape, source.shape)
+        size = self._num_bytes // target.element_size()
+        for to, part in zip(torch.split(target.view(-1), size), torch.split(source.reshape(-1), size), strict=True):
+            buffer, wait = self._buffers.popleft()
+            wait()
+            staged = buffer.view(target.dtype)[: len(part)]
+            staged.copy_(part)  # reads the file, casts, and leaves other threads the interpreter meanwhile
+            self._buffers.append((buffer, self._send(to, staged)))
+
+    def wait(self) -> None:
+        for _, wait in self._buffers:
+            wait()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _cuda_lane(device: torch.device) -> ToDevice:
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def send(target: Tensor, staged: Tensor) -> Callable[[], None]:
+        with torch.cuda.stream(stream):
+            target.copy_(staged, non_blocking=True)
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
+    return ToDevice([torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)], send)
+
+
+class Jobs:
+    """Runs jobs in lanes; what they give is taken in the order in which they were put."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = lanes
+        self._free: SimpleQueue[Lane] = SimpleQueue()
+        self._of_thread = local()
+        self._pool: ThreadPoolExecutor | None = None
+        if len(lanes) > 1:
+            for lane in lanes:
+                self._free.put(lane)
+            self._pool = ThreadPoolExecutor(len(lanes), "weights", initializer=self._take_lane)
+        self._waiting: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
+
+    def put(self, job: Callable[[Lane], _T], then: Callable[[_T], None]) -> None:
+        """Raises what a job raised, this one or one before it."""
+        if self._pool is None:
+            then(job(self._lanes[0]))
+            return
+        self._waiting.append((self._pool.submit(self._run, job), then))
+        if len(self._waiting) > _NUM_AHEAD:
+            self._take()
+
+    def finish(self) -> None:
+        """Returns when everything is where it belongs."""
+        while self._waiting:
+            self._take()
+        for lane in self._lanes:
+            lane.wait()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _take(self) -> None:
+        future, then = self._waiting.popleft()
+        then(future.result())
+
+    def _take_lane(self) -> None:
+        self._of_thread.lane = self._free.get_nowait()
+
+    def _run(self, job: Callable[[Lane], _T]) -> _T:
+        with torch.inference_mode():
+            return job(self._of_thread.lane)
+
+
+@contextmanager
+def lanes_to(device: torch.device) -> Iterator[Jobs]:
+    """Jobs whose tensors go to this device, all done when this is left without an error."""
+    jobs = Jobs([_cuda_lane(device) for _ in range(_NUM_LANES)] if device.type == "cuda" else [Here()])
+    try:
+        yield jobs
+        jobs.finish()
+    finally:
+        jobs.close()

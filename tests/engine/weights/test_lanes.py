@@ -1,0 +1,121 @@
+"""Lanes to a device that takes its time: nothing is overwritten before it was taken, and nothing is lost."""
+
+import random
+import time
+from contextlib import contextmanager
+
+import checkpoints
+import pytest
+import torch
+
+from pagewire.engine.models import registry
+from pagewire.engine.models.spec import read_spec
+from pagewire.engine.parallel.collectives import Alone
+from pagewire.engine.weights.lanes import Here, Jobs, ToDevice
+from pagewire.engine.weights.loader import load_weights
+from pagewire.engine.weights.mapping import checkpoint_targets
+from pagewire.engine.weights.reader import CheckpointReader
+from pagewire.kernels.ops import reference_ops
+
+
+def late_lane(num_bytes=64):
+    """Copies begin only when somebody waits for them: a buffer that is written too early spoils what it held."""
+
+    def send(target, staged):
+        def wait():
+            target.copy_(staged)
+
+        return wait
+
+    return ToDevice([torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)], send)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [0, 1, 16, 17, 400])
+def test_a_tensor_arrives_in_pieces(dtype, size):
+    lane = late_lane()
+    sources = [torch.randint(0, 250, (size,)).to(dtype) for _ in range(3)]
+    targets = [torch.full_like(source, 7) for source in sources]
+    for target, source in zip(targets, sources, strict=True):
+        lane.fill(target, source)
+    lane.wait()
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source)
+
+
+def test_it_is_cast_on_the_way_and_its_rows_need_not_lie_together():
+    source = torch.randn(12, 20)[:, 3:9]
+    target = torch.zeros(12, 6, dtype=torch.bfloat16)
+    lane = late_lane()
+    lane.fill(target, source)
+    lane.wait()
+    assert torch.equal(target, source.bfloat16())
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_what_jobs_give_is_taken_in_order(lanes):
+    jobs = Jobs([late_lane() for _ in range(lanes)] if lanes > 1 else [Here()])
+    rng = random.Random(0)
+    sources = [torch.randn(rng.randrange(1, 90)) for _ in range(60)]
+    targets = [torch.zeros_like(source) for source in sources]
+    taken = []
+
+    def job(i, lane):
+        time.sleep(rng.random() / 500)
+        lane.fill(targets[i], sources[i])
+        return i
+
+    for i in range(60):
+        jobs.put(lambda lane, i=i: job(i, lane), taken.append)
+    jobs.finish()
+    jobs.close()
+    assert taken == list(range(60))
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("kind", ["llama-biased", "qwen3_moe"])
+def test_a_checkpoint_arrives_in_lanes_as_it_does_at_once(kind, tmp_path, monkeypatch):
+    folder = checkpoints.make_checkpoint(tmp_path, kind)
+    cpu, spec = torch.device("cpu"), read_spec(folder)
+
+    def load():
+        model = registry.build_native(
+            spec,
+            max_len=8,
+            dtype=torch.bfloat16,
+            weight_dtype=torch.bfloat16,
+            device=cpu,
+            group=Alone(),
+            ops=reference_ops(),
+        )
+        parameters = dict(model.named_parameters())
+        with CheckpointReader(folder) as reader:
+            targets = checkpoint_targets(parameters, model.fused, model.cuts, model.renamed)
+            load_weights(reader, parameters, targets, redundant=model.redundant)
+        return parameters
+
+    @contextmanager
+    def late_lanes(device):
+        jobs = Jobs([late_lane(1024) for _ in range(3)])
+        yield jobs
+        jobs.finish()
+        jobs.close()
+
+    at_once = load()
+    monkeypatch.setattr("pagewire.engine.weights.loader.lanes_to", late_lanes)
+    in_lanes = load()
+    assert all(torch.equal(in_lanes[name], parameter) for name, parameter in at_once.items())
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_an_error_of_a_job_is_raised(lanes):
+    jobs = Jobs([late_lane() for _ in range(lanes)])
+
+    def fail(lane):
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        jobs.put(fail, lambda result: None)
+        jobs.finish()
+    jobs.close()
