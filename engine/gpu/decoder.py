@@ -29,9 +29,18 @@ from ..layers.moe import MoeMlp
 from ..layers.norm import RmsNorm
 from ..layers.rotary import inverse_frequencies
 from ..models.decoder import Decoder, DecoderLayer
-from .feed_forward import FeedForward, GatedFeedForward, MoeFeedForward
+from .feed_forward import AddFeedForward, FeedForward, GatedFeedForward, MoeFeedForward
 from .packet import Limits, Packet
-from .products import DenseProduct, InvariantMatrix, InvariantProduct, Norm, Product, QuantizedProduct, interleave
+from .products import (
+    DenseProduct,
+    FusedProduct,
+    InvariantMatrix,
+    InvariantProduct,
+    Norm,
+    Product,
+    QuantizedProduct,
+    interleave,
+)
 from .shapes import StepShape
 from .state import RowState
 
@@ -50,9 +59,10 @@ class _Layer:
     feed_forward: FeedForward
     window: int | None
 
-    def fuses(self, tokens: int) -> bool:
-        """See `Product.fuses`."""
-        return all(part.fuses(tokens) for part in (self.qkv, self.out, self.feed_forward))
+    def fused(self, tokens: int) -> tuple[FusedProduct, FusedProduct, AddFeedForward] | None:
+        """qkv, out and feed_forward, if all of them are to be fused."""
+        qkv, out, add = self.qkv.fused(tokens), self.out.fused(tokens), self.feed_forward.fused(tokens)
+        return None if qkv is None or out is None or add is None else (qkv, out, add)
 
 
 class TritonDecoder:
@@ -220,12 +230,15 @@ class TritonDecoder:
                     tile_rows=shape.tile_rows,
                 )
 
-        if self._ranks.size == 1 and all(layer.fuses(tokens) for layer in self._layers):
-            for number, layer in enumerate(self._layers):
-                layer.qkv(stream, qkv, norm=layer.input_norm)
+        fused = [layer.fused(tokens) for layer in self._layers] if self._ranks.size == 1 else [None]
+        if None not in fused:
+            for number, (layer, parts) in enumerate(zip(self._layers, fused, strict=True)):
+                assert parts is not None
+                qkv_of, out_of, add_feed_forward = parts
+                qkv_of(stream, qkv, norm=layer.input_norm)
                 attend(number, layer)
-                layer.out(flat, stream, residual=stream)
-                layer.feed_forward.add_to(stream, layer.post_norm, num_tokens)
+                out_of(flat, stream, residual=stream)
+                add_feed_forward(stream, layer.post_norm, num_tokens)
             return
         normed, delta = torch.empty_like(stream), torch.zeros_like(stream)
         for number, layer in enumerate(self._layers):

@@ -1,5 +1,6 @@
 """The feed-forward part of a layer: gated, or a mixture of experts."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,15 +10,15 @@ from ...kernels.triton.moe import MoeWorkspace, moe
 from ...kernels.triton.rms_norm import rms_norm
 from .products import Norm, Product
 
+AddFeedForward = Callable[[Tensor, Norm, Tensor], None]
+"""(stream, norm, num_tokens): stream += feed_forward(norm(stream)). stream: [tokens, hidden]."""
+
 
 class FeedForward(Protocol):
     """Of `tokens` tokens of a step, of which the first `num_tokens` ([1] int32, on the device) are no padding."""
 
-    def fuses(self, tokens: int) -> bool:
-        """Whether `add_to` is the better way for so many tokens."""
-
-    def add_to(self, stream: Tensor, norm: Norm, num_tokens: Tensor) -> None:
-        """stream += feed_forward(norm(stream)). stream: [tokens, hidden]."""
+    def fused(self, tokens: int) -> "AddFeedForward | None":
+        """The same with norm and residual, where that is the better way for so many tokens."""
 
     def __call__(self, x: Tensor, out: Tensor, num_tokens: Tensor) -> None:
         """out = feed_forward(x). Both [tokens, hidden]."""
@@ -30,13 +31,17 @@ class GatedFeedForward:
         self._gate_up, self._down = gate_up, down
         self._size = intermediate_size
 
-    def fuses(self, tokens: int) -> bool:
-        return self._gate_up.fuses(tokens) and self._down.fuses(tokens)
+    def fused(self, tokens: int) -> AddFeedForward | None:
+        gate_up, down = self._gate_up.fused(tokens), self._down.fused(tokens)
+        if gate_up is None or down is None:
+            return None
 
-    def add_to(self, stream: Tensor, norm: Norm, num_tokens: Tensor) -> None:
-        inner = self._inner(stream)
-        self._gate_up(stream, inner, norm=norm, is_gated=True)
-        self._down(inner, stream, residual=stream)
+        def add(stream: Tensor, norm: Norm, num_tokens: Tensor) -> None:
+            inner = self._inner(stream)
+            gate_up(stream, inner, norm=norm, is_gated=True)
+            down(inner, stream, residual=stream)
+
+        return add
 
     def __call__(self, x: Tensor, out: Tensor, num_tokens: Tensor) -> None:
         inner = self._inner(x)
@@ -66,10 +71,10 @@ class MoeFeedForward:
         self._workspace = workspace
         self._top_k, self._renormalize = top_k, renormalize
 
-    def fuses(self, tokens: int) -> bool:
-        return True
+    def fused(self, tokens: int) -> AddFeedForward | None:
+        return self._add
 
-    def add_to(self, stream: Tensor, norm: Norm, num_tokens: Tensor) -> None:
+    def _add(self, stream: Tensor, norm: Norm, num_tokens: Tensor) -> None:
         normed, delta = torch.empty_like(stream), torch.empty_like(stream)
         rms_norm(stream, norm.weight, norm.eps, normed)
         self(normed, delta, num_tokens)

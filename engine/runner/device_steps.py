@@ -120,7 +120,7 @@ def _planned(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
 
 
 class DeviceSteps:
-    """See `Steps`. One thread, inside `queue.current`."""
+    """See `Steps`. One thread."""
 
     def __init__(self, *, config: EngineConfig, model: DeviceModel, cache: KvCache) -> None:
         self._config = config
