@@ -76,6 +76,37 @@ SHAPES: dict[str, dict[str, object]] = {
         "head_dim": 48,
         "max_position_embeddings": 2048,
     },
+    "llama-3.1-8b": {
+        **_LLAMA,
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+    },
+    "qwen3-tiny": {  # for trying a program out: Triton's interpreter takes a second for a step of it
+        **_QWEN3,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+    },
 }
 """Name → config.json, without the ids of special tokens."""
 

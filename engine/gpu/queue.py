@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.triton.tuned import tuned
+
 Work = Callable[[], None]
 
 
@@ -134,7 +136,8 @@ class CudaQueue:
         # Two buffers of keys and values of a page of 64 positions, of what a multiprocessor has for its programs.
         properties = torch.cuda.get_device_properties(self.device)
         held = properties.shared_memory_per_multiprocessor // (2 * 2 * 64 * head_dim * 2 + 8192)
-        return int(properties.multi_processor_count * max(1, min(held, 4)))
+        held = tuned("decode_attention", head_dim, programs=max(1, min(held, 4)))["programs"]
+        return int(properties.multi_processor_count * held)
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, pin_memory=True)

@@ -102,6 +102,11 @@ class Runner:
         return (*ranks, self._model.note, *self._memory.lines(self._num_blocks or self.offer()))
 
     @property
+    def memory(self) -> MemoryPlan:
+        """What was accounted for; blocks of KV come to it."""
+        return self._memory
+
+    @property
     def block_bytes(self) -> int:
         """Of one KV block, all layers."""
         return self._memory.block

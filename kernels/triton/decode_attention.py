@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
 CHUNK = 256  # positions; twice, four times, … as many in rows that would have more than `MOST_CHUNKS`
@@ -48,10 +49,12 @@ def workspace_decode(
     kv_heads: int,
     head_dim: int,
     window: int | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     device: torch.device | str,
 ) -> DecodeWorkspace:
-    """For up to `rows` rows of up to `most_context` positions. `chunk`: a multiple of the size of a block."""
+    """For up to `rows` rows of up to `most_context` positions. `chunk`: a multiple of the size of a block; None: the
+    best that is known."""
+    chunk = chunk or tuned("decode_attention", head_dim, chunk=CHUNK)["chunk"]
     assert most_context <= (chunk << DOUBLINGS.value) * MOST_CHUNKS, (most_context, chunk)
     span = most_context if window is None else min(window, most_context)
     most_items = rows * min(MOST_CHUNKS, -(-span // chunk) + 1)  # one more: a window may begin inside a chunk
@@ -138,9 +141,13 @@ def decode_attention(
         TILE_ROWS=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        **_options(head_dim),
     )
+
+
+def _options(head_dim: int) -> dict[str, int]:
+    """What a launch is compiled with, beside shapes."""
+    return tuned("decode_attention", head_dim, num_warps=NUM_WARPS, num_stages=NUM_STAGES)
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
@@ -344,7 +351,7 @@ def _variant(
     return Variant(
         name=f"decode_attention {name} {heads}/{kv_heads} D128",
         launch=launch,
-        plans={"_decode_kernel": Plan(sm_80=opcodes, sm_90=opcodes, buffers=NUM_STAGES - 1)},
+        plans={"_decode_kernel": Plan(sm_80=opcodes, sm_90=opcodes, buffers=_options(128)["num_stages"] - 1)},
         architecture=89 if fp8 else 80,
     )
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .decode_attention import score_factors, softmax_step, tile_scores
+from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
 TILE_ROWS = 128  # (token, query head) pairs of a tile where there are prompts; 16 is right for guesses alone
@@ -106,13 +107,14 @@ def extend_attention(
         TILE_ROWS=tile_rows,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        num_warps=_num_warps(tile_rows),
-        num_stages=NUM_STAGES,
+        **_options(head_dim, tile_rows),
     )
 
 
-def _num_warps(tile_rows: int) -> int:
-    return 8 if tile_rows >= 128 else 4  # 128 rows and four warps do not fit into registers
+def _options(head_dim: int, tile_rows: int) -> dict[str, int]:
+    """What a launch is compiled with, beside shapes."""
+    num_warps = 8 if tile_rows >= 128 else 4  # 128 rows and four warps do not fit into registers
+    return tuned("extend_attention", head_dim, tile_rows, num_warps=num_warps, num_stages=NUM_STAGES)
 
 
 @triton.jit
@@ -273,7 +275,11 @@ def _variant(
 
     opcodes = ("HMMA", "LDGSTS")
     wide = tile_rows >= 64  # the least rows that Hopper's own instruction takes
-    plan = Plan(sm_80=opcodes, sm_90=("HGMMA", "LDGSTS") if wide else opcodes, buffers=NUM_STAGES - 1)
+    plan = Plan(
+        sm_80=opcodes,
+        sm_90=("HGMMA", "LDGSTS") if wide else opcodes,
+        buffers=_options(128, tile_rows)["num_stages"] - 1,
+    )
     return Variant(
         name=f"extend_attention {name} {heads}/{kv_heads} D128",
         launch=launch,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .epilogue import store_product
 from .product import check
+from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
 _NUM_STAGES = 4  # three tiles in flight
@@ -165,6 +166,7 @@ def tile(rows: int, n: int) -> dict[str, int]:
 def _options(rows: int, n: int, k: int, block: tuple[int, int] | None) -> dict[str, int | None]:
     """What a launch is compiled with."""
     block_k = 128 if rows <= 64 else 64
+    tiles = tile(rows, n)
     if block is not None:
         block_k = min(block_k, block[1])
         assert block_k >= 16 and block_k & (block_k - 1) == 0 and block[1] % block_k == 0, block
@@ -175,7 +177,7 @@ def _options(rows: int, n: int, k: int, block: tuple[int, int] | None) -> dict[s
         "SCALE_K": None if block is None else block[1],
         "BLOCK_K": block_k,
         "num_stages": _NUM_STAGES,
-        **tile(rows, n),
+        **tuned("fp8_product", tiles["BLOCK_M"], n, k, **tiles),
     }
 
 

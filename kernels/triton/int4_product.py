@@ -13,6 +13,7 @@ from torch import Tensor
 from .epilogue import store_product
 from .fp8_product import ROWS, tile
 from .product import check
+from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
 
@@ -142,7 +143,9 @@ def int4_product(
 
 def _options(rows: int, n: int, k: int, group: int, half: int) -> dict[str, int]:
     """What a launch is compiled with."""
-    return {"N": n, "K": k, "GROUP": group, "HALF": half, "num_stages": _num_stages(rows), **tile(rows, n)}
+    tiles = tile(rows, n)
+    tiles = tuned("int4_product", tiles["BLOCK_M"], n, k, **tiles)
+    return {"N": n, "K": k, "GROUP": group, "HALF": half, "num_stages": _num_stages(rows), **tiles}
 
 
 def _num_stages(rows: int) -> int:

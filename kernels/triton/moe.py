@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .order import REMOVED, to_ordinal
 from .silu_mul import gated
+from .tuned import tuned
 from .variant import WIDE, Plan, Variant, shaped
 
 _ROWS = (16, 64, 128)  # of a block; the least is what tensor cores take
@@ -85,10 +86,12 @@ class _Tiles(NamedTuple):
 def _tiles(num_assigned: int, num_experts: int) -> _Tiles:
     """As many rows as an expert has on average, so that few are filled up."""
     if num_assigned <= 16 * num_experts:
-        return _Tiles(16, 128, 4, 4)
-    if num_assigned <= 256 * num_experts:
-        return _Tiles(64, 128, 4, 3)
-    return _Tiles(128, 128, 8, 3)
+        rule = _Tiles(16, 128, 4, 4)
+    elif num_assigned <= 256 * num_experts:
+        rule = _Tiles(64, 128, 4, 3)
+    else:
+        rule = _Tiles(128, 128, 8, 3)
+    return _Tiles(**tuned("moe", rule.rows, **rule._asdict()))
 
 
 def _depth(width: int) -> int:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .epilogue import store_product
+from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
 _BLOCK_M = 64
@@ -114,16 +115,15 @@ def check(x: Tensor, out: Tensor, residual: Tensor | None, n: int, k: int, is_ga
 
 
 def _options(n: int, k: int) -> dict[str, int]:
-    """What a launch for a weight of this shape is compiled with: the widest tiles that give half of the processors
-    something to do at one row."""
+    """What a launch for a weight of this shape is compiled with. Unless something better was measured: the widest tiles
+    that give half of the processors something to do at one row."""
     block_n = next((block for block in (128, 64) if n // block >= _PROCESSORS // 2), 32)
     return {
         "N": n,
         "K": k,
         "BLOCK_M": _BLOCK_M,
-        "BLOCK_N": block_n,
         "BLOCK_K": _BLOCK_K,
-        "num_warps": 4,
+        **tuned("product", n, k, BLOCK_N=block_n, num_warps=4),
         "num_stages": _NUM_STAGES,
     }
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .silu_mul import gated
+from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
 MOST_ROWS = 16  # of one product: the M of the smallest tensor core instruction
@@ -121,8 +122,8 @@ class Workspace(NamedTuple):
 
 
 def tiling(n: int, k: int) -> Tiling:
-    """How the weight [n, k] is divided: the fewest splits and the widest tiles that keep the processors busy, which
-    work in waves of one tile each."""
+    """How the weight [n, k] is divided. Unless something better was measured: the fewest splits and the widest tiles
+    that keep the processors busy, which work in waves of one tile each."""
 
     def busy(candidate: Tiling) -> float:
         tiles = n // candidate.block_n * candidate.splits
@@ -135,7 +136,8 @@ def tiling(n: int, k: int) -> Tiling:
         if n % block_n == 0 and (splits == 1 or k % (splits * 256) == 0)
     ]
     assert candidates, f"a weight of {n} rows, which 16 does not divide"
-    return next((candidate for candidate in candidates if busy(candidate) >= _BUSY), max(candidates, key=busy))
+    rule = next((candidate for candidate in candidates if busy(candidate) >= _BUSY), max(candidates, key=busy))
+    return Tiling(**tuned("small_product", n, k, **rule._asdict()))
 
 
 def workspace_small_product(shapes: Iterable[tuple[int, int]], device: torch.device | str) -> Workspace:

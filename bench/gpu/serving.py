@@ -1,0 +1,99 @@
+"""The whole chain over HTTP: how much of the rate without it is left, the time to a first token, and the start."""
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from ...config import Config
+from ...engine.runner.runner import Runner
+from ...prepare import prepare
+from ...tools.make_checkpoint import make_checkpoint
+from ..peers.openai_server import MODEL, Server
+from .figures import Figure, SkippedError
+from .setting import Setting
+from .throughput import offline_rate, requests
+
+_LEAST_SHARE = 85  # % of the rate without HTTP
+_MOST_TTFT_MS = 25
+_MOST_READY_S, _MOST_WEIGHTS_S = 10, 3
+_ROOM = 20 << 30  # bytes that a checkpoint of 8 billion bfloat16 weights needs
+
+
+@contextmanager
+def serving(setting: Setting, folder: Path, *flags: str) -> Iterator[Server]:
+    """A server of this checkout, started and not waited for."""
+    device = setting.choose("cuda", "cpu")
+    command = [sys.executable, "-m", "pagewire", "serve", str(folder), "--served-model-name", MODEL]
+    command += ["--device", device, "--dtype", "bfloat16", "--no-enable-prefix-caching", *flags]
+    server = Server(lambda port: [*command, "--port", str(port)], setting.scratch / "server.log")
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def measure(setting: Setting) -> Iterator[Figure]:
+    """The server ends before the engine without HTTP begins, since each takes most of the device's memory."""
+    streams, num_in, num_out = setting.choose((128, 512, 256), (4, 8, 16))
+    max_len = setting.choose(2048, 64)
+    batch = requests(setting, streams, (num_in, num_in), (num_out, num_out))
+    prompts = requests(setting, 12, (setting.choose(1024, 40),) * 2, (1, 1))
+    flags = ["--load-format", "dummy", "--max-model-len", str(max_len), "--max-num-seqs", str(streams)]
+    flags += ["--max-num-batched-tokens", str(setting.choose(8192, 64))]
+    with serving(setting, setting.model_folder(), *flags) as server:
+        server.wait_ready()
+        server.run(batch)  # warms up, as without HTTP
+        found = server.run(batch)
+        first_ms = []
+        for prompt in prompts:
+            [stream] = server.run([prompt])
+            first_ms.append((stream.times[0] - stream.sent) * 1e3)
+    seconds = max(stream.times[-1] for stream in found) - min(stream.sent for stream in found)
+    rate = sum(stream.num_tokens for stream in found) / seconds
+    name = f"{streams} streams of {num_in} in, {num_out} out"
+    yield Figure(name=f"{name}, over HTTP", value=rate, unit="output tokens/s")
+    # The first few warm up: a shape is recorded when it has run three times.
+    ttft = statistics.median(first_ms[4:])
+    name_of_prompt = f"first token of a prompt of {len(prompts[0].prompt)}, over HTTP"
+    yield Figure(name=name_of_prompt, value=ttft, unit="ms", most=_MOST_TTFT_MS)
+    offline = offline_rate(setting, batch, max_len=max_len, max_seqs=streams)
+    yield Figure(name=f"{name}, without HTTP", value=offline, unit="output tokens/s")
+    yield Figure(name=f"{name}, over HTTP, of that without", value=100 * rate / offline, unit="%", least=_LEAST_SHARE)
+
+
+def start(setting: Setting) -> Iterator[Figure]:
+    """With weights in files, from the command to the first answer, and reading them alone."""
+    with tempfile.TemporaryDirectory(dir=_roomy(setting), prefix="pagewire-") as scratch:
+        folder = Path(scratch)
+        make_checkpoint(folder, setting.choose(setting.model, "qwen3-tiny"), weights=True)
+        length = str(setting.choose(8192, 64))
+        for title in ("first", "second"):  # the first one compiles the kernels that were not shipped
+            started = time.perf_counter()
+            with serving(setting, folder, "--max-model-len", length) as server:
+                server.wait_ready()
+                taken = time.perf_counter() - started
+            most = _MOST_READY_S if title == "second" else None
+            yield Figure(name=f"ready, {title} start", value=taken, unit="s", most=most)
+        flags = {**setting.flags(), "model": str(folder), "load_format": "auto", "max_model_len": int(length)}
+        runner = Runner.load(prepare(msgspec.convert(flags, Config)))
+        yield Figure(
+            name="reading weights, a second time", value=runner.timings["weights"], unit="s", most=_MOST_WEIGHTS_S
+        )
+
+
+def _roomy(setting: Setting) -> Path:
+    """Where the checkpoint fits, in memory if it can be."""
+    for place in (Path("/dev/shm"), setting.scratch):
+        if place.is_dir() and os.access(place, os.W_OK) and shutil.disk_usage(place).free >= setting.choose(_ROOM, 0):
+            return place
+    raise SkippedError(
+        f"a checkpoint of 8 billion weights needs {_ROOM >> 30} GiB in /dev/shm or the folder for scratch."
+    )

@@ -1,0 +1,61 @@
+"""When the device worked, as torch's profiler saw it."""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+_FIRST_KERNEL = "_prepare_step"  # of a step
+
+
+class Interval(NamedTuple):
+    """A kernel. Times are in microseconds of one clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+def kernels_of(work: Callable[[], object]) -> list[Interval]:
+    """What runs on a GPU while `work` does, which has to wait for it; those inside recordings as well."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return read_trace(path)
+
+
+def read_trace(path: Path) -> list[Interval]:
+    """The kernels of a trace in Chrome's format, in the order of their starts."""
+    events = json.loads(path.read_text())["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    found = [Interval(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in kernels]
+    return sorted(found, key=lambda interval: interval.start)
+
+
+def step_gaps_us(kernels: Sequence[Interval], first: str = _FIRST_KERNEL) -> list[float]:
+    """How long no kernel ran before each step but the first, which begin with a kernel of this name. Copies of packets
+    and results count as nothing: if the device waits for one, that is a gap."""
+    gaps, end = [], None
+    for kernel in kernels:
+        if end is not None and first in kernel.name:
+            gaps.append(max(0.0, kernel.start - end))
+        end = kernel.end if end is None else max(end, kernel.end)
+    return gaps
+
+
+def busy_us(kernels: Sequence[Interval]) -> float:
+    """How long at least one kernel ran."""
+    if not kernels:
+        return 0.0
+    ends = [kernels[0].end]
+    for kernel in kernels[1:]:
+        ends.append(max(ends[-1], kernel.end))
+    idle = sum(max(0.0, after.start - end) for (_, after), end in zip(pairwise(kernels), ends, strict=False))
+    return ends[-1] - kernels[0].start - idle

@@ -1,0 +1,265 @@
+"""The GPU verification: a smoke of it, its verdicts and its report. And the tuner, likewise."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from pagewire.bench.gpu import verify
+from pagewire.bench.gpu.figures import Figure, Outcome
+from pagewire.bench.gpu.parts import PARTS, Part
+from pagewire.bench.gpu.report import as_json, as_markdown
+from pagewire.bench.gpu.timeline import Interval, busy_us, read_trace, step_gaps_us
+from pagewire.bench.tune import TABLE, rewritten
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton here")
+NO_GPU = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | NO_GPU
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False, timeout=100)
+
+
+# The whole program, tiny
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_smoke_run_writes_what_it_found(tmp_path: Path) -> None:
+    parts = ["determinism", "attention", "steps-0.6b", "products", "steps-8b"]
+    script = str(ROOT / "bench" / "gpu" / "verify.sh")
+    done = run(script, "--smoke", "--only", *parts, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    found = json.loads((tmp_path / "smoke.json").read_text())
+    assert found["smoke"] and found["title"].startswith("SMOKE")
+    by_name = {part["part"]: part for part in found["parts"]}
+    assert set(by_name) == set(parts)
+    verdicts = {name: part["verdict"] for name, part in by_name.items()}
+    assert verdicts == {
+        "determinism": "met",
+        "attention": "measured",
+        "steps-0.6b": "measured",
+        "products": "measured",
+        "steps-8b": "skipped",
+    }, done.stdout
+    assert by_name["steps-8b"]["skipped"] == "the program of steps-0.6b with another model."
+    assert [figure["value"] for figure in by_name["determinism"]["figures"]] == [0, 0, 0]
+    [target] = [figure for figure in by_name["steps-0.6b"]["figures"] if figure["most"] is not None]
+    assert (target["name"], target["most"], target["verdict"]) == ("step, 1 × 16", 0.9, "measured")
+    text = (tmp_path / "smoke.md").read_text()
+    assert text.startswith("# SMOKE, not a measurement") and "| determinism | " in text and text in done.stdout
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    done = run(str(ROOT / "bench" / "gpu" / "verify.sh"))
+    assert (done.returncode == 2 and "--smoke" in done.stderr) or "no triton" in done.stderr, done.stdout + done.stderr
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_tuner_tries_and_writes_no_table(tmp_path: Path) -> None:
+    before = TABLE.read_text()
+    script = str(ROOT / ".typing")
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {script!r}); from pagewire.bench import tune;"]
+    command[-1] += f"tune.main(['--smoke', '--out', {str(tmp_path)!r}])"
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "tune-smoke.json").read_text())["found"]
+    kernels = {each["kernel"]: each for each in found}
+    attention = {"decode_attention", "extend_attention"}
+    assert set(kernels) == attention | {"small_product", "fp8_product", "int4_product", "product", "moe"}
+    for each in found:
+        assert len(each["tried"]) == 2 and all(gain > 0 for _, gain in each["tried"])
+    assert kernels["decode_attention"]["bucket"] == [16]
+    assert TABLE.read_text() == before
+
+
+# What one part comes to
+
+
+def a_part(tmp_path: Path, code: str, **changes: object) -> Outcome:
+    """The outcome of a part whose program is `code`."""
+    part = Part(**{"name": "some", "title": "Some", "module": "nowhere", "seconds": 1.0, **changes})  # type: ignore[arg-type]
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\nimport sys, json\nfound = open(sys.argv[5], 'w')\n{code}\n")
+    python.chmod(0o755)
+    executable, sys.executable = sys.executable, str(python)
+    try:
+        return verify.run_part(part, smoke=False, scratch=tmp_path, limit_s=1.5)
+    finally:
+        sys.executable = executable
+
+
+FIGURE = "print(json.dumps({'figure': {'name': 'n', 'value': 3, 'unit': 'ms', 'most': 2}}), file=found, flush=True)"
+
+
+def test_a_part_that_breaks_keeps_what_it_found(tmp_path: Path) -> None:
+    outcome = a_part(tmp_path, f"{FIGURE}\nfound.write('{{')\nfound.flush()\nraise SystemExit('the device is gone')")
+    assert outcome.figures == (Figure(name="n", value=3, unit="ms", most=2),)
+    assert outcome.failed == "it ended with 1: the device is gone" and not outcome.is_right()
+    assert outcome.verdict(smoke=False) == "failed"
+
+
+def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
+    started = time.monotonic()
+    outcome = a_part(tmp_path, f"{FIGURE}\nimport time; time.sleep(60)")
+    assert time.monotonic() - started < 20
+    assert len(outcome.figures) == 1 and outcome.failed.startswith("it was ended after 2 s")
+
+
+def test_a_part_that_the_time_is_too_short_for_does_not_begin(tmp_path: Path) -> None:
+    outcome = a_part(tmp_path, FIGURE, seconds=60.0)
+    assert outcome.skipped == "2 s were left, and it may take 60." and not outcome.figures and outcome.is_right()
+
+
+def test_a_part_without_its_packages_names_them(tmp_path: Path) -> None:
+    outcome = a_part(tmp_path, FIGURE, needs=("json", "no_such_module", "nor_this"))
+    assert outcome.skipped == "not installed: no_such_module, nor_this." and not outcome.figures
+
+
+def test_what_a_part_says_of_itself_is_why_it_was_skipped(tmp_path: Path) -> None:
+    line = "print(json.dumps({'skipped': 'there is no room'}), file=found, flush=True)"
+    assert a_part(tmp_path, line).verdict(smoke=False) == "skipped"
+    outcome = a_part(tmp_path, f"{FIGURE}\n{line}")
+    assert outcome.skipped == "there is no room" and outcome.verdict(smoke=False) == "missed"
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "verdict"),
+    [
+        (85, {"least": 85}, "met"),
+        (84.99, {"least": 85}, "missed"),
+        (0.9, {"most": 0.9}, "met"),
+        (0.91, {"most": 0.9}, "missed"),
+        (float("nan"), {"least": 85}, "missed"),
+        (float("nan"), {"most": 85}, "missed"),
+        (1, {}, "measured"),
+        (1, {"most": 0, "is_proof": True}, "missed"),
+    ],
+)
+def test_verdicts(value: float, target: dict[str, float], verdict: str) -> None:
+    figure = Figure(name="n", value=value, unit="ms", **target)  # type: ignore[arg-type]
+    assert figure.verdict(smoke=False) == verdict
+    assert figure.verdict(smoke=True) == (verdict if figure.is_proof else "measured")
+
+
+def test_slow_is_not_wrong() -> None:
+    slow = Figure(name="slow", value=2, unit="ms", most=1)
+    wrong = Figure(name="wrong", value=1, unit="", most=0, is_proof=True)
+    fine = Outcome(part="p", title="P", seconds=1, figures=(slow,))
+    assert fine.verdict(smoke=False) == "missed" and fine.is_right()
+    assert not Outcome(part="p", title="P", seconds=1, figures=(slow, wrong)).is_right()
+
+
+def test_the_report_has_every_figure_and_every_reason() -> None:
+    figures = (
+        Figure(name="step", value=1.23456, unit="ms", most=0.9),
+        Figure(name="copy", value=10.0, unit="GB/s"),
+        Figure(name="share", value=90, unit="%", least=85),
+    )
+    outcomes = [
+        Outcome(part="steps", title="Steps", seconds=2, figures=figures),
+        Outcome(part="tests", title="Tests", seconds=0, skipped="no pytest"),
+        Outcome(part="http", title="HTTP", seconds=3, failed="it | ended\nwith 1"),
+    ]
+    machine = {"device": {"name": "Some GPU", "driver_version": "1.2"}, "torch": "2.11", "date": "2026-01-01"}
+    text = as_markdown(outcomes, machine, smoke=False)
+    assert text.startswith("# Some GPU, 2026-01-01\n")
+    assert "driver_version 1.2, torch 2.11" in text
+    assert "| steps | step | 1.235 ms | ≤ 0.9 | missed |" in text
+    assert "| steps | copy | 10 GB/s |  |  |" in text
+    assert "| steps | share | 90 % | ≥ 85 | met |" in text
+    assert "| tests | no pytest | | | skipped |" in text
+    assert "| http | it / ended with 1 | | | failed |" in text
+    assert "Targets: 1 met, 1 missed. Parts: 3, of which 1 failed and 1 were skipped. 5 s." in text
+    content = json.loads(as_json(outcomes, machine, smoke=False))
+    assert [part["verdict"] for part in content["parts"]] == ["missed", "skipped", "failed"]
+    assert content["parts"][0]["figures"][0]["value"] == 1.23456
+    assert "SMOKE" not in text and "SMOKE" in as_markdown(outcomes, machine, smoke=True)
+
+
+def test_parts_differ_and_those_of_one_program_have_a_model() -> None:
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    assert len({(part.module, part.function, part.model) for part in PARTS}) == len(PARTS)
+
+
+# What the parts compute
+
+
+@needs_triton
+def test_launches_with_other_bits_are_counted() -> None:
+    import torch
+
+    from pagewire.bench.gpu.determinism import count_differences
+    from pagewire.engine.gpu.queue import EagerQueue
+
+    out, launches = torch.zeros(4, dtype=torch.bfloat16), 0
+
+    def work() -> None:
+        nonlocal launches
+        launches += 1
+        out.fill_(1.0)
+        if launches in (3, 8):
+            out[2] = torch.tensor(1.0078125)  # the next number
+
+    queue = EagerQueue(torch.device("cpu"))
+    assert count_differences(queue, out, work, times=12, a_recording=4) == 2
+    assert count_differences(queue, out, lambda: None, times=4, a_recording=2) == 4, "nothing is written"
+
+
+def test_gaps_are_between_steps_and_not_within() -> None:
+    kernels = [
+        Interval("_prepare_step", 0, 2),
+        Interval("a", 5, 10),
+        Interval("b", 6, 8),  # beside it
+        Interval("_prepare_step", 13, 14),
+        Interval("a", 20, 21),
+        Interval("_prepare_step", 20.5, 22),  # begins before the last ends
+    ]
+    assert step_gaps_us(kernels) == [3, 0]
+    assert busy_us(kernels) == 2 + 5 + 1 + 2
+    assert step_gaps_us([]) == [] and busy_us([]) == 0
+
+
+def test_a_trace_gives_its_kernels_in_order(tmp_path: Path) -> None:
+    events = [
+        {"cat": "kernel", "name": "late", "ts": 5.0, "dur": 1.5, "ph": "X"},
+        {"cat": "gpu_memcpy", "name": "copy", "ts": 2.0, "dur": 1, "ph": "X"},
+        {"cat": "kernel", "name": "early", "ts": 1, "dur": 1, "ph": "X"},
+        {"name": "process_name", "ph": "M"},
+    ]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    assert read_trace(tmp_path / "trace.json") == [Interval("early", 1, 2), Interval("late", 5, 6.5)]
+
+
+# The tuner's table
+
+
+def test_a_table_is_written_read_and_written_again() -> None:
+    source = TABLE.read_text()
+    table = {("moe", (16,)): {"columns": 64}, ("small_product", (4096, 1024)): {"block_n": 32, "splits": 2}}
+
+    def read(text: str) -> dict[str, object]:
+        found: dict[str, object] = {}
+        exec(compile(text, "tuned.py", "exec"), found)
+        return found
+
+    written = rewritten(source, table)
+    module = read(written)
+    assert module["TUNED"] == table
+    assert module["tuned"]("moe", 16, rows=16, columns=128) == {"rows": 16, "columns": 64}  # type: ignore[operator]
+    assert module["tuned"]("moe", 64, columns=128) == {"columns": 128}  # type: ignore[operator]
+    assert read(rewritten(written, {}))["TUNED"] == {}
+    assert rewritten(written, table) == written
+    assert written.splitlines()[:3] == source.splitlines()[:3] and written.endswith(source[-200:])
