@@ -10,7 +10,7 @@ from pagewire.errors import ConfigError
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
 
 SCORING = Sampling(temperature=0, logprobs=5, prompt_logprobs=3)
-FLAGS = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "deterministic": True}
+FLAGS = {"max_num_batched_tokens": 128, "max_num_seqs": 64, "deterministic": True}
 
 
 def _prompt(seed, length):
@@ -26,18 +26,19 @@ def test_a_probe_is_told_the_same_bits_in_any_company(checkpoint, driver):
     folder = checkpoint("qwen3", num_hidden_layers=1)
     served = driver(folder, dtype="float32", **FLAGS)
 
-    def told(others, chunk, seed):
-        probe = Request(_prompt(0, 37), sampling=SCORING, max_new=2)
+    def told(lengths, chunk, seed, max_new=3):
+        probe = Request(_prompt(0, 21), sampling=SCORING, max_new=2)
         drawn = Sampling(temperature=1)
-        company = [Request(_prompt(1 + i, 3 + 2 * i), sampling=drawn, max_new=3) for i in range(others)]
+        company = [Request(_prompt(1 + i, length), sampling=drawn, max_new=max_new) for i, length in enumerate(lengths)]
         requests = [*company, probe]
         random.Random(seed).shuffle(requests)
-        served.run(requests, chunk=chunk, budget=64, rows=8, seed=seed)
+        served.run(requests, chunk=chunk, budget=128, rows=64, seed=seed)
         return probe.output, _told(probe)
 
-    alone = told(0, 64, 0)
-    assert told(0, 16, 1) == alone, "in pieces"
-    assert told(6, 20, 2) == alone, "with six others, in pieces"
+    alone = told([], 64, 0)
+    assert told([], 16, 1) == alone, "in pieces"
+    assert told([3, 5, 7, 9, 11, 13], 20, 2) == alone, "with six others, in pieces"
+    assert told([1] * 63, 64, 3, max_new=1) == alone, "with 63 others"
 
 
 def test_a_prefix_that_was_cached_changes_no_bit(checkpoint, driver):

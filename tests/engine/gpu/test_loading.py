@@ -1,0 +1,37 @@
+"""What the kernels cannot take is said, or goes another way, before anything runs."""
+
+import pytest
+import torch
+from runner_driver import engine_config
+
+from pagewire.engine.gpu.queue import EagerQueue
+from pagewire.engine.runner.runner import Runner
+from pagewire.errors import ConfigError
+
+
+def _load(folder, **flags):
+    return Runner.load(engine_config(folder, **flags), queue=EagerQueue(torch.device("cpu")))
+
+
+def test_the_accounting_names_every_part(checkpoint):
+    notes = _load(checkpoint("llama", num_hidden_layers=1), max_num_seqs=4).notes
+    assert notes[0].startswith("Triton kernels")
+    assert all(f"{part} " in notes[1] for part in ("weights", "workspace", "graphs", "KV cache")), notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("phi3", {}, "Phi3ForCausalLM has no page of its own"),
+        ("llama", {"num_attention_heads": 32, "num_key_value_heads": 1}, "at most 16 query heads"),
+        ("qwen3", {"head_dim": 24}, "no heads of 24 numbers"),
+        ("qwen3_moe", {}, "experts of a multiple of 32"),
+    ],
+)
+def test_what_the_kernels_cannot_take_goes_another_way(kind, changes, why, checkpoint):
+    assert why in _load(checkpoint(kind, **changes), max_num_seqs=4).notes[0]
+
+
+def test_more_rows_than_the_kernels_plan_are_refused(checkpoint):
+    with pytest.raises(ConfigError, match="at most 2048 requests run at once"):
+        _load(checkpoint("llama", num_hidden_layers=1), max_num_seqs=4096)
