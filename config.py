@@ -140,7 +140,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _doc("engine", "ngram: draft tokens from what the text said before; ngram,tokens=4: so many at once"),
     ] = None
     deterministic: Annotated[
-        bool, _doc("engine", "on a GPU: what a request is told depends on nothing else that is served, bit by bit")
+        bool, _doc("engine", "slower: what a request is told depends on nothing else that is served, bit by bit")
     ] = False
     threads: Annotated[
         int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, shared out", ge=0)

@@ -19,8 +19,11 @@ _WORK_BYTES = 256 << 20  # most that all threads together pack keys and values o
 class NativePagedAttention:
     """See `AttentionBackend`. Queries are float32, keys and values of the cache's type."""
 
-    def __init__(self, *, cache: KvCache, ops: Ops, kernels: Kernels) -> None:
+    def __init__(self, *, cache: KvCache, ops: Ops, kernels: Kernels, is_deterministic: bool = False) -> None:
+        """is_deterministic: all rows take the way of prompts, whose sums do not depend on how many tokens come at once;
+        decode rows get slower by it."""
         self._cache = cache
+        self._is_deterministic = is_deterministic
         self._write_kv = ops.write_kv
         self._kernels = kernels
         self._pages: dict[tuple[int, int, float, int | None, float | None], tuple[Pages, int]] = {}
@@ -32,9 +35,10 @@ class NativePagedAttention:
         self._num_decode = self._score_stride = self._decode_room = self._work_stride = self._num_works = 0
 
     def begin(self, step: AttentionStep) -> None:
-        counts, num_decode = step.query_lens, step.num_decode
+        counts, num_decode = step.query_lens, 0 if self._is_deterministic else step.num_decode
         table, contexts = step.block_table, step.context_lens
-        few = num_decode + int(np.argmax(np.append(counts[num_decode:], _FEW + 1) > _FEW))
+        most_few = 0 if self._is_deterministic else _FEW
+        few = num_decode + int(np.argmax(np.append(counts[num_decode:], most_few + 1) > most_few))
         if few > num_decode:  # the next rows have few tokens: each of them is read like a decode row
             rows = np.concatenate((np.repeat(np.arange(few), counts[:few]), np.arange(few, len(counts))))
             num_decode = int(counts[:few].sum())

@@ -24,6 +24,7 @@ class Backend:
     attention: Callable[[KvCache], AttentionBackend]
     model: Callable[[Decoder], Model]  # how a native decoder runs
     note: str  # for the operator
+    is_invariant: bool = False  # with `is_deterministic` a token has the same bits in any company, chunked or not
 
     @classmethod
     def reference(cls, dtype: torch.dtype, *, int8: bool = False, why: str = "") -> "Backend":
@@ -38,7 +39,9 @@ class Backend:
         )
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype, checkpoint_dtype: str, *, int8: bool) -> Backend:
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, checkpoint_dtype: str, *, int8: bool, is_deterministic: bool = False
+) -> Backend:
     """dtype: of activations; float32 where matrices are to be of 8 bits.
 
     The C kernels compute in float32 and widen bfloat16 weights as they read them, so a bfloat16 checkpoint stays as it
@@ -47,7 +50,8 @@ def choose_backend(device: torch.device, dtype: torch.dtype, checkpoint_dtype: s
     why = ""
     if device.type == "cpu" and dtype == torch.float32:
         try:
-            return _native("bfloat16" if checkpoint_dtype == "bfloat16" else "float32", int8=int8)
+            weights = "bfloat16" if checkpoint_dtype == "bfloat16" else "float32"
+            return _native(weights, int8=int8, is_deterministic=is_deterministic)
         except BuildError as error:
             why = f", because {error}"
     backend = Backend.reference(dtype, int8=int8, why=why)
@@ -65,7 +69,7 @@ def _torch_attention(cache: KvCache, ops: Ops, dtype: torch.dtype) -> AttentionB
     return TorchPagedAttention(cache=cache, ops=ops)
 
 
-def _native(weights: str, *, int8: bool) -> Backend:
+def _native(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
     from ...kernels.cpu.native import LANES, Kernels, native_ops
     from ..attention.native import NativePagedAttention
     from ..models.native import NativeDecoder
@@ -76,7 +80,7 @@ def _native(weights: str, *, int8: bool) -> Backend:
     def attention(cache: KvCache) -> AttentionBackend:
         if cache.pages[0][0].shape[-1] % LANES:
             return _torch_attention(cache, ops, torch.float32)
-        return NativePagedAttention(cache=cache, ops=ops, kernels=kernels)
+        return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, is_deterministic=is_deterministic)
 
     def model(decoder: Decoder) -> Model:
         return decoder if decoder.has_experts else NativeDecoder(decoder, kernels)
@@ -88,4 +92,5 @@ def _native(weights: str, *, int8: bool) -> Backend:
         model=model,
         note="kernels compiled for this CPU: "
         + ("matrices of 8 bits" if int8 else f"{weights} weights, float32 arithmetic"),
+        is_invariant=True,
     )

@@ -69,12 +69,13 @@ def load_model(
     """Reads this rank's part of the checkpoint. queue: of a device for which there are Triton kernels. Raises
     ConfigError, CheckpointError."""
     torch_device, dtype = device.torch_device, DTYPES[config.dtype]
-    _check_deterministic(config, spec, queue)
     why = "there is no such device" if queue is None else _why_not_triton(config, spec)
     if why is None:
         backend = Backend.reference(dtype)
     else:
-        backend = choose_backend(torch_device, dtype, spec.dtype, int8=config.quantization == "int8")
+        int8, is_deterministic = config.quantization == "int8", config.deterministic
+        backend = choose_backend(torch_device, dtype, spec.dtype, int8=int8, is_deterministic=is_deterministic)
+    _check_deterministic(config, spec, backend, is_on_device=why is None)
     decoder = registry.build_native(
         spec,
         max_len=config.max_model_len,
@@ -144,16 +145,15 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     return None
 
 
-def _check_deterministic(config: EngineConfig, spec: ModelSpec, queue: Queue | None) -> None:
+def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend, *, is_on_device: bool) -> None:
     if not config.deterministic:
         return
     for what, is_so in (
-        ("a CPU", queue is None),
         ("--tensor-parallel-size", config.tensor_parallel_size > 1),
-        ("a mixture of experts", spec.moe is not None),
-        ("a quantized checkpoint", spec.scheme is not None),
         ("--speculative", config.speculative is not None),
-        (f"{spec.architecture} in this configuration", _why_not_triton(config, spec) is not None),
+        ("a mixture of experts on a GPU", is_on_device and spec.moe is not None),
+        ("a quantized checkpoint on a GPU", is_on_device and spec.scheme is not None),
+        (backend.note, not is_on_device and not backend.is_invariant),
     ):
         if is_so:
             raise ConfigError(f"--deterministic is not there with {what}, whose sums depend on what else is served.")

@@ -1,0 +1,76 @@
+"""`--deterministic` on a CPU: what a request is told depends on nothing else that is served, bit by bit."""
+
+import random
+
+import checkpoints
+import pytest
+from runner_driver import Request, arrays
+
+from pagewire.errors import ConfigError
+from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
+
+SCORING = Sampling(temperature=0, logprobs=5, prompt_logprobs=3)
+FLAGS = {"max_num_batched_tokens": 256, "max_num_seqs": 64, "deterministic": True, "dtype": "float32"}
+
+
+def _prompt(seed, length):
+    rng = random.Random(seed)
+    return [rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(length)]
+
+
+@pytest.mark.parametrize(("kind", "flags"), [("qwen3", {}), ("mistral", {"quantization": "int8"}), ("qwen3_moe", {})])
+def test_a_probe_is_told_the_same_bits_in_any_company(kind, flags, checkpoint, driver):
+    served = driver(checkpoint(kind), num_blocks=600, **FLAGS, **flags)
+
+    def told(lengths, chunk, seed):
+        probe = Request(_prompt(0, 137), sampling=SCORING, max_new=6)
+        drawn = Sampling(temperature=1)
+        company = [Request(_prompt(1 + i, length), sampling=drawn, max_new=8) for i, length in enumerate(lengths)]
+        requests = [*company, probe]
+        random.Random(seed).shuffle(requests)
+        served.run(requests, chunk=chunk, budget=256, rows=64, seed=seed)
+        return probe.output, [
+            values.tobytes() for told in (probe.logprobs, probe.prompt_logprobs) for values in arrays(told)
+        ]
+
+    alone = told([], 256, 0)
+    assert told([], 16, 1) == alone, "in pieces"
+    assert told([], 1, 1) == alone, "one by one"
+    assert told([3, 5, 7, 9, 11, 13], 20, 2) == alone, "with six others, in pieces"
+    assert told([1] * 63, 64, 3) == alone, "with 63 others"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_prefix_that_was_cached_changes_no_bit(kind, checkpoint, driver):
+    served = driver(checkpoint(kind), **FLAGS)
+    prompt, blocks = _prompt(0, 137), ids_to_bytes(list(range(9)))
+    told = []
+    for row, hit in enumerate((0, 16, 96, 136)):
+        opened = RowOpen(
+            row=row,
+            ids=ids_to_bytes(prompt),
+            num_prompt=137,
+            num_computed=hit,
+            block_ids=blocks,
+            sampling=Sampling(temperature=0, logprobs=5),
+        )
+        served.runner.launch(
+            StepPlan(
+                step=row,
+                open=(opened,),
+                grow_rows=b"",
+                grow_blocks=b"",
+                rows=ids_to_bytes([row]),
+                counts=ids_to_bytes([137 - hit]),
+                sample=b"\1",
+            )
+        )
+        result = served.runner.collect()
+        told.append((result.ids, result.logprobs))
+    assert told[1:] == told[:1] * 3
+
+
+@pytest.mark.parametrize("flags", [{"dtype": "bfloat16"}, {"speculative": "ngram"}])
+def test_where_it_cannot_be_it_is_refused(flags, checkpoint, driver):
+    with pytest.raises(ConfigError, match="--deterministic is not there with"):
+        driver(checkpoint("qwen3"), **(FLAGS | flags))
