@@ -66,5 +66,5 @@ def _default(default: object) -> str:
 def _metavar(flag: str, kind: object) -> str:
     text = str(kind)
     if "float" in text:
-        return "MS" if flag.endswith("-ms") else "SECONDS"
+        return "MS" if flag.endswith("-ms") else "SECONDS" if flag.endswith("-s") else "SHARE"
     return "N" if "int" in text else "TEXT"
