@@ -223,7 +223,8 @@ def test_a_broken_model_gives_one_sentence(
 ) -> None:
     server = start(str(broken(what)))
     assert server.process.wait(60) == 2, server.log.read_text()
-    (line,) = server.log.read_text().strip().splitlines()
+    lines = server.log.read_text().strip().splitlines()
+    (line,) = [line for line in lines if "still waiting for" not in line]  # as a loaded machine may have to say
     assert line.startswith("pagewire: ") and sentence in line and line.endswith(".")
 
 
@@ -245,7 +246,8 @@ def test_a_port_in_use_gives_one_sentence(start: Start) -> None:
         taken.listen()
         server = start("--port", str(taken.getsockname()[1]))
         assert server.process.wait(20) == 2
-    (line,) = server.log.read_text().strip().splitlines()
+    lines = server.log.read_text().strip().splitlines()
+    (line,) = [line for line in lines if "still waiting for" not in line]  # as a loaded machine may have to say
     assert "Choose another --port" in line
 
 
