@@ -11,7 +11,7 @@ from ..parallel.collectives import Group
 
 
 def parameter(*size: int) -> nn.Parameter:
-    """Without values. Models are laid out on the meta device and get their memory from `to_empty`."""
+    """Without values. Models are laid out on the meta device and get their memory from `registry.allocate`."""
     return nn.Parameter(torch.empty(size), requires_grad=False)
 
 

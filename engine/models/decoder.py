@@ -137,8 +137,8 @@ class ExpertNames:
 
 
 class Decoder(nn.Module):
-    """A decoder-only model; see `Model`. It has no memory for its parameters until `to_empty`, no values until the
-    loader has filled them, and runs once they are packed."""
+    """A decoder-only model; see `Model`. It has no memory for its parameters until `registry.allocate`, no values until
+    the loader has filled them, and runs once they are packed."""
 
     def __init__(
         self,

@@ -47,10 +47,9 @@ def build_native(
     device: torch.device,
     group: Group,
     ops: Ops,
-    is_outline: bool = False,
 ) -> Decoder | None:
-    """This rank's part of a model, to be filled: matrices of `weight_dtype`, everything else of `dtype`. With
-    `is_outline` its parameters have no memory yet; see `allocate`. None: it is not native."""
+    """This rank's part of a model: matrices of `weight_dtype`, everything else of `dtype`, and no memory for any of
+    them before `allocate`. None: it is not native."""
     if not is_native(spec):
         return None
     page = cast(_Page, importlib.import_module(f".{NATIVE[spec.architecture]}", __package__))
@@ -63,11 +62,11 @@ def build_native(
         elif isinstance(module, MoeMlp):
             for stack in module.parameters(recurse=False):
                 stack.data = stack.data.to(weight_dtype)
-    return model if is_outline else model.to_empty(device=device)
+    return model
 
 
-def allocate(model: Decoder, device: torch.device, *, without: Collection[str]) -> None:
-    """Gives memory to the parameters of an outline, but for those with these names."""
+def allocate(model: Decoder, device: torch.device, *, without: Collection[str] = ()) -> None:
+    """Gives memory to the parameters, but for those with these names."""
     for path, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if f"{path}.{leaf}" not in without:

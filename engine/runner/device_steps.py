@@ -76,8 +76,6 @@ class _Pending:
     draws: Draws
     num_opens: NDArray[np.int64]  # [draws] how often the row of each had been opened
     num_logprobs: NDArray[np.int64]  # [draws] wanted; -1: none
-    asking: NDArray[np.int64]  # draws whose log-probabilities were fetched
-    told_at: NDArray[np.int64]  # where, in the slot's
     guesses: NDArray[np.int64]
     prompt_logprobs: dict[int, RowLogprobs]
     drawn: Drawn | None = None  # once the host knows
@@ -141,7 +139,7 @@ class DeviceSteps:
         self._packet = Packet.over(torch.zeros(size, dtype=torch.int32, device=queue.device), limits)
         # One more than can be in flight: an empty packet, for recording.
         slots = [self._slot(size) for _ in range(config.pipeline_depth + 2)]
-        self._empty, self._free = slots[0], deque(slots[1:])
+        self._empty, self._free = slots[0].packet, deque(slots[1:])
         self._pending: deque[_Pending] = deque()
         self._fetched: Mark | None = None
         self._recordings = Recordings(queue, self._work, _planned(limits, is_deterministic=config.deterministic))
@@ -194,10 +192,7 @@ class DeviceSteps:
         assert (ends <= rows.num_blocks[picked] * self._config.block_size).all(), f"step {plan.step}: no block"
         draws = draws_of(picked, ends, np.cumsum(counts), order, nums)
 
-        shape = self._fill(packet, picked, counts, starts)
-        parts = self._fill_draws(packet, draws)
-        sent = packet.filled(self._num_step)
-        self._queue.send(sent, self._packet.whole[: len(sent)])
+        shape, parts = self._send(packet, picked, counts, starts, draws)
         if plan.open:
             self._state.open(plan.open, self._packet)
         copy_blocks(plan, self._cache)
@@ -210,9 +205,6 @@ class DeviceSteps:
         for part in parts:
             self._recordings.run(part)
         done = self._fetched = self._queue.fetch(self._results(slot, len(draws.rows), parts))
-        asking = np.flatnonzero(rows.num_logprobs[draws.rows] >= 0)
-        in_part = np.bincount(asking // self._part, minlength=1)
-        first = np.repeat(np.arange(len(in_part)) * self._part - (np.cumsum(in_part) - in_part), in_part)
         self._pending.append(
             _Pending(
                 plan=plan,
@@ -222,8 +214,6 @@ class DeviceSteps:
                 draws=draws,
                 num_opens=self._num_opens[draws.rows],
                 num_logprobs=rows.num_logprobs[draws.rows],
-                asking=asking,
-                told_at=np.arange(len(asking)) + first,
                 guesses=guesses,
                 prompt_logprobs=told,
             )
@@ -238,10 +228,8 @@ class DeviceSteps:
         shape = self._recordings.next_shape() if self._decoder.num_ranks == 1 else None
         if shape is None:
             return False
-        self._fill(self._empty.packet, *(np.zeros(0, np.int64),) * 3)
-        self._fill_draws(self._empty.packet, Draws(*(np.zeros(0, np.int64),) * 4))
-        sent = self._empty.packet.filled(self._num_step)
-        self._queue.send(sent, self._packet.whole[: len(sent)])
+        none = np.zeros(0, np.int64)
+        self._send(self._empty, none, none, none, Draws(none, none, none, none))
         self._recordings.record(shape)
         return self._recordings.next_shape() is not None
 
@@ -273,10 +261,26 @@ class DeviceSteps:
         guesses[self._has_penalties[speculative]] = 0
         return guesses
 
+    def _send(
+        self,
+        packet: HostPacket,
+        picked: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        draws: Draws,
+    ) -> tuple[StepShape, list[tuple[int, DrawShape]]]:
+        """Tells the device of a step, and says what it is to be run for."""
+        shape, num_step = self._fill(packet, picked, counts, starts)
+        parts = self._fill_draws(packet, draws)
+        sent = packet.filled(num_step)
+        self._queue.send(sent, self._packet.whole[: len(sent)])
+        return shape, parts
+
     def _fill(
         self, packet: HostPacket, picked: NDArray[np.int64], counts: NDArray[np.int64], starts: NDArray[np.int64]
-    ) -> StepShape:
-        """Writes who computes what. All are [rows], those with one token first."""
+    ) -> tuple[StepShape, int]:
+        """Writes who computes what, and says how many numbers of the last section that took. All are [rows], those
+        with one token first."""
         rows = self._rows
         # Decode attention adds up in another order than that of prompts.
         num_decode = 0 if self._config.deterministic else int(np.count_nonzero(counts == 1))
@@ -288,7 +292,7 @@ class DeviceSteps:
         place = np.arange(len(row_of_block)) + np.repeat(
             self._num_sent[picked] - (np.cumsum(num_new) - num_new), num_new
         )
-        self._num_step = fill_packet(
+        num_step = fill_packet(
             packet.step,
             rows=picked,
             counts=counts,
@@ -302,7 +306,7 @@ class DeviceSteps:
         packet.decode_lens[:num_decode] = starts[:num_decode] + 1
         packet.decode_lens[num_decode:] = 0
         if num_decode == len(picked):  # or there are none
-            return StepShape(at_least(self._decode_sizes, max(total, 1)), 0)
+            return StepShape(at_least(self._decode_sizes, max(total, 1)), 0), num_step
         tile_rows = GUESS_ROWS if most <= GUESS_ROWS else PROMPT_ROWS
         if self._config.deterministic:
             tile_rows = INVARIANT_ROWS
@@ -312,7 +316,8 @@ class DeviceSteps:
         work[:, 1] += num_decode
         packet.tiles[: len(work)] = work
         packet.tiles[len(work) :, 2] = 0
-        return StepShape(at_least(self._decode_sizes if most == 1 else self._mixed_sizes, total), tile_rows)
+        sizes = self._decode_sizes if most == 1 else self._mixed_sizes
+        return StepShape(at_least(sizes, total), tile_rows), num_step
 
     def _fill_draws(self, packet: HostPacket, draws: Draws) -> list[tuple[int, DrawShape]]:
         """Writes who draws, and says in which parts."""
@@ -357,7 +362,10 @@ class DeviceSteps:
         draws, slot, rows = step.draws, step.slot, self._rows
         ids = slot.ids[: len(draws.rows)].numpy().astype(np.int64)
         logprobs = {}
-        for i, at in zip(step.asking.tolist(), step.told_at.tolist(), strict=True):
+        asking = np.flatnonzero(step.num_logprobs >= 0)
+        in_part = np.bincount(asking // self._part, minlength=1)  # those of a part lie side by side at its beginning
+        moved = np.repeat(np.arange(len(in_part)) * self._part - (np.cumsum(in_part) - in_part), in_part)
+        for i, at in zip(asking.tolist(), (np.arange(len(asking)) + moved).tolist(), strict=True):
             width = 1 + min(int(step.num_logprobs[i]), self._config.vocab_size)
             if ids[i] >= 0:
                 told = slot.best_ids[at : at + 1, :width].numpy(), slot.best_values[at : at + 1, :width].numpy()

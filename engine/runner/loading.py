@@ -84,7 +84,6 @@ def load_model(
         device=torch_device,
         group=group,
         ops=backend.ops,
-        is_outline=True,
     )
     kv_dtype = DTYPES[config.kv_cache_dtype]
     if decoder is not None:
@@ -208,7 +207,7 @@ def _fill(
 ) -> None:
     """decoder: an outline. is_kept: quantized projections are to stay as the checkpoint has them."""
     if config.load_format == "dummy":
-        registry.allocate(decoder, device, without=())
+        registry.allocate(decoder, device)
         fill_dummy(dict(decoder.named_parameters()))
         return
     with CheckpointReader(Path(config.model_path)) as reader:
@@ -239,17 +238,14 @@ def _keep(module: Linear, device: torch.device, weight: QuantizedWeight) -> None
 def _load_fallback(
     config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, group: Group
 ) -> tuple[Model, int]:
-    for flag, is_used in (
-        ("--tensor-parallel-size", group.size > 1),
-        ("--load-format dummy", config.load_format == "dummy"),
-        ("--quantization", config.quantization is not None),
+    for what, is_asked in (
+        ("--tensor-parallel-size is", group.size > 1),
+        ("--load-format dummy is", config.load_format == "dummy"),
+        ("--quantization is", config.quantization is not None),
+        ("Quantized checkpoints are", spec.scheme is not None),
     ):
-        if is_used:
-            known = ", ".join(registry.NATIVE)
-            raise ConfigError(f"{flag} is there for {known}; this is {spec.architecture}.")
-    if spec.scheme is not None:
-        known = ", ".join(registry.NATIVE)
-        raise ConfigError(f"Quantized checkpoints are read for {known}; this is {spec.architecture}.")
+        if is_asked:
+            raise ConfigError(f"{what} there for {', '.join(registry.NATIVE)}; this is {spec.architecture}.")
     from ..models.transformers_fallback import load_fallback
 
     folder = Path(config.model_path)

@@ -34,7 +34,6 @@ class StepInputs:
     rows: NDArray[np.int64]  # [rows] by place
     starts: NDArray[np.int64]  # [rows] first position each row computes
     counts: NDArray[np.int64]  # [rows] positions each row computes
-    first_tokens: NDArray[np.int64]  # [rows] where the row's tokens begin
     drawn: "Draws"
     ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
@@ -61,9 +60,8 @@ def step_inputs(
     assert (ends <= rows.num_blocks[planned] * block_size).all(), f"step {plan.step} computes positions without a block"
 
     bounds = np.cumsum(counts)
-    first_tokens = bounds - counts
     row_of_token = np.repeat(planned, counts)
-    positions = np.arange(bounds[-1]) + np.repeat(starts - first_tokens, counts)
+    positions = np.arange(bounds[-1]) + np.repeat(starts - (bounds - counts), counts)
     slots = rows.blocks[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
     # A block whose first position is computed now and whose last is not still holds what its last owner left.
@@ -74,7 +72,6 @@ def step_inputs(
         rows=planned,
         starts=starts,
         counts=counts,
-        first_tokens=first_tokens,
         drawn=draws_of(planned, ends, bounds, order, draws[order]),
         ids=torch.from_numpy(rows.ids[row_of_token, positions].astype(np.int64)).to(device),
         positions=torch.from_numpy(positions).to(device),

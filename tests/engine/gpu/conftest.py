@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import numpy as np
 import pytest
 import torch
@@ -30,20 +29,6 @@ def _as_quiet_as_a_gpu():
     """No word of an infinity or a NaN in a lane that a mask drops."""
     with np.errstate(all="ignore"):
         yield
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """kind, and changes to its config → the folder of a checkpoint, made once."""
-    made: dict[str, Path] = {}
-
-    def make(kind: str, **changes: Any) -> Path:
-        key = f"{kind}{changes}"
-        if key not in made:
-            made[key] = checkpoints.make_checkpoint(tmp_path_factory.mktemp(kind), kind, **changes)
-        return made[key]
-
-    return make
 
 
 @pytest.fixture

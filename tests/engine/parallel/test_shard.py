@@ -31,6 +31,7 @@ def _load(folder, rank, size):
     model = registry.build_native(
         spec, max_len=8, dtype=float32, weight_dtype=float32, device=cpu, group=Rank(rank, size), ops=ops
     )
+    registry.allocate(model, cpu)
     parameters = dict(model.named_parameters())
     with CheckpointReader(folder) as reader:
         targets = checkpoint_targets(parameters, model.fused, model.cuts, model.renamed)

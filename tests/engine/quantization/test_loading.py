@@ -39,6 +39,7 @@ def _load(folder, dtype=torch.float32, group=_ALONE, kept=None, **options):
     model = registry.build_native(
         spec, max_len=8, dtype=dtype, weight_dtype=dtype, device=cpu, group=group, ops=reference_ops()
     )
+    registry.allocate(model, cpu)
     parameters = dict(model.named_parameters())
     if kept is not None:  # no memory is needed for what is kept
         parameters |= {name: p.to("meta") for name, p in parameters.items() if "proj" in name}

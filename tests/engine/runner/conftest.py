@@ -1,10 +1,9 @@
-"""A runner with an open cache, and checkpoints for it."""
+"""A runner with an open cache."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import numpy as np
 import pytest
 import torch
@@ -20,20 +19,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """kind, and changes to its config → the folder of a checkpoint, made once."""
-    made: dict[str, Path] = {}
-
-    def make(kind: str, **changes: Any) -> Path:
-        key = f"{kind}{changes}"
-        if key not in made:
-            made[key] = checkpoints.make_checkpoint(tmp_path_factory.mktemp(kind), kind, **changes)
-        return made[key]
-
-    return make
 
 
 @pytest.fixture

@@ -89,6 +89,7 @@ def test_a_checkpoint_arrives_in_lanes_as_it_does_at_once(kind, tmp_path, monkey
             group=Alone(),
             ops=reference_ops(),
         )
+        registry.allocate(model, cpu)
         parameters = dict(model.named_parameters())
         with CheckpointReader(folder) as reader:
             targets = checkpoint_targets(parameters, model.fused, model.cuts, model.renamed)

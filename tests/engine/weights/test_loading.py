@@ -23,6 +23,7 @@ def _load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     spec, ops = read_spec(folder), reference_ops()
     cpu = torch.device("cpu")
     model = registry.build_native(spec, max_len=8, dtype=dtype, weight_dtype=dtype, device=cpu, group=Alone(), ops=ops)
+    registry.allocate(model, cpu)
     parameters = dict(model.named_parameters())
     with CheckpointReader(folder) as reader:
         targets = checkpoint_targets(parameters, model.fused, model.cuts, model.renamed)
