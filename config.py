@@ -18,6 +18,10 @@ from .errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KvDtype = Literal["float32", "bfloat16", "float16", "fp8"]
+ToolCallParser = Literal[
+    "none", "hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "openai"
+]
+ReasoningParser = Literal["none", "deepseek_r1", "qwen3", "mistral", "openai_gptoss"]
 
 
 def _doc(group: str, text: str, *, ge: float | None = None, le: float | None = None) -> Meta:
@@ -60,6 +64,14 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chat_template: Annotated[str | None, _doc("model", "a jinja file to use instead of the model's chat template")] = (
         None
     )
+    tool_call_parser: Annotated[
+        Literal["auto", ToolCallParser],
+        _doc("model", "how the model writes tool calls; auto: what its chat template shows"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", ReasoningParser],
+        _doc("model", "how the model marks its reasoning; auto: what its chat template shows"),
+    ] = "auto"
 
     device: Annotated[
         Literal["auto", "cpu", "cuda"], _doc("engine", "where the model runs; auto: cuda if there is one")
@@ -177,6 +189,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint about what they would be without
     fingerprint: str = ""  # hex; another one for other weights or another config
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
+    tool_call_parser: ToolCallParser = "hermes"  # what the chat template shows
+    reasoning_parser: ReasoningParser = "none"
 
 
 class MachineFacts(Struct, frozen=True, kw_only=True):
@@ -225,6 +239,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
     chat_template: str | None
+    tool_call_parser: ToolCallParser = "hermes"
+    reasoning_parser: ReasoningParser = "none"
     host: str
     port: int
     api_keys: tuple[str, ...]
@@ -345,6 +361,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         eos_token_ids=model.eos_token_ids,
         sampling=model.sampling,
         chat_template=config.chat_template,
+        tool_call_parser=model.tool_call_parser if config.tool_call_parser == "auto" else config.tool_call_parser,
+        reasoning_parser=model.reasoning_parser if config.reasoning_parser == "auto" else config.reasoning_parser,
         host=config.host,
         port=config.port,
         api_keys=config.api_key,

@@ -1,11 +1,16 @@
 """From what a person says to what every process receives: find the checkpoint, read its config, decide the rest."""
 
+from pathlib import Path
+
+from msgspec.structs import replace
+
 from .config import Config, EngineConfig, machine_facts, resolve
 from .engine.core.speculation import num_draft_tokens
 from .engine.extension.load import load_extension
 from .engine.kv_connector import registry
 from .engine.models.spec import model_facts, read_spec
 from .engine.parallel import shard
+from .engine.text.template_files import read_templates, reasoning_parser, tool_call_parser
 from .engine.weights.source import locate
 
 
@@ -18,4 +23,8 @@ def prepare(config: Config) -> EngineConfig:
     folder, name = locate(config.model, config.revision, weights=config.load_format != "dummy")
     spec = read_spec(folder)
     shard.check(spec, config.tensor_parallel_size)
-    return resolve(config, model_facts(spec, folder, name), machine_facts())
+    facts = model_facts(spec, folder, name)
+    templates = read_templates(folder, Path(config.chat_template) if config.chat_template else None)
+    shown = "\n".join(templates.values())
+    facts = replace(facts, tool_call_parser=tool_call_parser(shown), reasoning_parser=reasoning_parser(shown))
+    return resolve(config, facts, machine_facts())

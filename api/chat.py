@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the answer's shape, plain and streamed, with tool calls.
+"""POST /v1/chat/completions: the answer's shape, plain and streamed, with reasoning and tool calls.
 
 Both shapes come from the same events of the same parser, so they cannot disagree.
 """
@@ -22,10 +22,12 @@ from .openai_types import (
     ToolCallBody,
     UsageBody,
 )
-from .parsers.hermes import CallArguments, CallStart, Event, HermesParser, Text
+from .parsers.events import CallArguments, CallStart, Event, Reasoning, Text
+from .parsers.lexer import Grammar, Lexer
 from .reply import UsageCount, chat_logprobs, id_list, json_text, new_id
 from .sse import as_event
 
+_ID_BYTES = 4  # int32
 _encode = msgspec.json.Encoder().encode
 
 
@@ -41,9 +43,11 @@ class ChatReply:
         include_usage: bool = False,
         has_logprobs: bool = False,
         has_token_ids: bool = False,
-        has_tools: bool = False,
+        grammar: Grammar | None = None,
         parallel_tool_calls: bool = True,
+        include_reasoning: bool = True,
     ) -> None:
+        """`grammar`: what to read the output with; None if it is words only."""
         self._id = new_id("chatcmpl-")
         self._model = model
         self._created = created
@@ -53,9 +57,9 @@ class ChatReply:
         self._usage = UsageCount(n)
         self._prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # for the next event, or the body
         self._prompt_was_sent = False
-        self._choices = [_Choice(has_tools, parallel_tool_calls) for _ in range(n)]
+        self._choices = [_Choice(grammar, parallel_tool_calls, include_reasoning) for _ in range(n)]
         # Most events carry a piece of text and nothing else: two constants around an encoded string.
-        self._is_simple = not (has_logprobs or has_token_ids or has_tools)
+        self._is_simple = not (has_logprobs or has_token_ids)
         head = f'"id":{json_text(self._id)},"object":"chat.completion.chunk"'
         head += f',"created":{created},"model":{json_text(model)}'
         usage = ',"usage":null' if include_usage else ""
@@ -73,12 +77,15 @@ class ChatReply:
         """The news of one choice; the last has an empty delta and the finish reason."""
         events: list[bytes] = []
         if self._is_simple:
-            if chunk.text:
-                events.append(self._heads[index] + _encode(chunk.text) + self._tail)
+            for event in self._choices[index].read(chunk):
+                if isinstance(event, Text):
+                    events.append(self._heads[index] + _encode(event.text) + self._tail)
+                else:
+                    events.append(self._event([ChatChunkChoice(index, self._choices[index].delta(event))]))
         else:
             events.extend(self._full_events(index, chunk))
         if chunk.finish is not None:
-            self._usage.add(index, chunk.usage)
+            self._add_usage(index, chunk)
             last = ChatChunkChoice(
                 index,
                 ChatDelta(),
@@ -111,6 +118,10 @@ class ChatReply:
             logprobs, ids = None, msgspec.UNSET  # once
         return events
 
+    def _add_usage(self, index: int, last: Chunk) -> None:
+        self._usage.add(index, last.usage)
+        self._usage.add_reasoning(self._choices[index].num_reasoning)
+
     def _event(self, choices: list[ChatChunkChoice], usage: UsageBody | None = None) -> bytes:
         prompt_ids, self._prompt_token_ids = self._prompt_token_ids, msgspec.UNSET
         chunk = ChatChunk(
@@ -137,7 +148,7 @@ class ChatReply:
             if chunk.prompt is not None:
                 self._prompt_token_ids = id_list(chunk.prompt.ids)
         if chunk.finish is not None:
-            self._usage.add(index, chunk.usage)
+            self._add_usage(index, chunk)
             choice.last = chunk
 
     def body(self) -> bytes:
@@ -157,10 +168,14 @@ class ChatReply:
         assert choice.last is not None, f"choice {index} has not ended"
         calls = choice.calls()
         content = "".join(choice.texts)
+        reasoning = "".join(choice.reasoning) or msgspec.UNSET
         return ChatChoice(
             index=index,
             message=ChatMessage(
-                content=None if calls and not content else content, tool_calls=calls if calls else msgspec.UNSET
+                content=None if calls and not content else content,
+                tool_calls=calls if calls else msgspec.UNSET,
+                reasoning=reasoning,
+                reasoning_content=reasoning,
             ),
             logprobs=ChatLogprobs(choice.logprobs) if self._has_logprobs else None,
             finish_reason=choice.finish_reason(choice.last),
@@ -172,12 +187,16 @@ class ChatReply:
 class _Choice:
     """One choice on its way."""
 
-    def __init__(self, has_tools: bool, parallel_tool_calls: bool) -> None:
-        self._parser = HermesParser() if has_tools else None
+    def __init__(self, grammar: Grammar | None, parallel_tool_calls: bool, include_reasoning: bool) -> None:
+        self._grammar = grammar
+        self._lexer: Lexer | None = None  # until the first chunk
         self._parallel = parallel_tool_calls
+        self._include_reasoning = include_reasoning
         self._num_calls = 0
         self._num_streamed_calls = 0
+        self.num_reasoning = 0  # tokens
         self.texts: list[str] = []
+        self.reasoning: list[str] = []
         self.logprobs: list[TokenLogprobBody] = []
         self.token_ids: list[int] = []
         self.last: Chunk | None = None
@@ -185,17 +204,30 @@ class _Choice:
 
     def read(self, chunk: Chunk) -> Sequence[Event]:
         """What the chunk says."""
-        if self._parser is None:
+        if self._grammar is None:
             return (Text(chunk.text),) if chunk.text else ()
-        events = self._parser.push(chunk.text)
+        if self._lexer is None:
+            self._lexer = Lexer(self._grammar, chunk.prompt_end or "")
+        reasoned = self._lexer.reasons
+        events = self._lexer.push(chunk.text)
+        if reasoned or self._lexer.reasons or any(isinstance(event, Reasoning) for event in events):
+            # Its tags count as well, as with OpenAI; of a step that drew several tokens, all count or none.
+            self.num_reasoning += len(chunk.ids) // _ID_BYTES
         if chunk.finish is not None:
-            events += self._parser.flush()
+            events += self._lexer.flush()
         kept: list[Event] = []
         for event in events:
             if isinstance(event, CallStart):
                 self._num_calls += 1
-            if isinstance(event, Text) or self._parallel or self._num_calls == 1:
-                kept.append(event)
+            match event:
+                case Text():
+                    kept.append(event)
+                case Reasoning():
+                    if self._include_reasoning:
+                        kept.append(event)
+                case CallStart() | CallArguments():
+                    if self._parallel or self._num_calls == 1:
+                        kept.append(event)
         return kept
 
     def finish_reason(self, last: Chunk) -> FinishReason:
@@ -209,6 +241,8 @@ class _Choice:
         match event:
             case Text(text=text):
                 return ChatDelta(content=text)
+            case Reasoning(text=text):
+                return ChatDelta(reasoning=text, reasoning_content=text)
             case CallStart(name=name):
                 self._num_streamed_calls += 1
                 call = ToolCallBody(FunctionBody("", name), index=index + 1, id=new_id("call_"), type="function")
@@ -221,6 +255,8 @@ class _Choice:
         match event:
             case Text(text=text):
                 self.texts.append(text)
+            case Reasoning(text=text):
+                self.reasoning.append(text)
             case CallStart(name=name):
                 self._calls.append((new_id("call_"), name, []))
             case CallArguments(text=text):

@@ -135,6 +135,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     modalities: list[str] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -168,11 +169,16 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class UsageBody(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprobBody(Struct, frozen=True):
@@ -212,6 +218,8 @@ class ChatMessage(Struct, frozen=True):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # under both names, because clients read one or the other
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -237,6 +245,8 @@ class ChatDelta(Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True):

@@ -6,7 +6,7 @@ from typing import Protocol
 import msgspec
 
 from ..ipc.messages import Chunk, TopLogprob, Usage, bytes_to_ids
-from .openai_types import PromptTokensDetails, TokenLogprobBody, TopLogprobBody, UsageBody
+from .openai_types import CompletionTokensDetails, PromptTokensDetails, TokenLogprobBody, TopLogprobBody, UsageBody
 
 
 class Reply(Protocol):
@@ -36,6 +36,11 @@ class UsageCount:
         self._num_prompt = 0
         self._num_cached = 0
         self._num_output = 0
+        self._num_reasoning: int | None = None  # nobody looks for reasoning, unless someone counts
+
+    def add_reasoning(self, num_tokens: int) -> None:
+        """Tokens of a choice's reasoning, which are among its output's."""
+        self._num_reasoning = (self._num_reasoning or 0) + num_tokens
 
     def add(self, index: int, usage: Usage | None) -> None:
         """The end of a choice."""
@@ -52,6 +57,9 @@ class UsageCount:
             completion_tokens=self._num_output,
             total_tokens=self._num_prompt + self._num_output,
             prompt_tokens_details=PromptTokensDetails(self._num_cached),
+            completion_tokens_details=msgspec.UNSET
+            if self._num_reasoning is None
+            else CompletionTokensDetails(self._num_reasoning),
         )
 
 

@@ -21,7 +21,7 @@ from .metrics import CONTENT_TYPE, Metrics
 from .openai_types import ChatRequest, CompletionRequest, GenerationRequest, ModelCard, ModelList
 from .reply import Reply
 from .sse import send_stream
-from .translate import chat_orders, completion_orders, decode_body, shows_tools
+from .translate import chat_orders, completion_orders, decode_body, output_grammar
 
 MAX_BODY_BYTES = 16 << 20
 BODY_TIMEOUT_S = 30.0
@@ -59,8 +59,9 @@ class Service:
             include_usage=_includes_usage(request),
             has_logprobs=bool(request.logprobs),
             has_token_ids=bool(request.return_token_ids),
-            has_tools=shows_tools(request),
+            grammar=output_grammar(request, self._config),
             parallel_tool_calls=request.parallel_tool_calls is not False,
+            include_reasoning=request.include_reasoning is not False,
         )
         await self._answer(orders, reply, bool(request.stream), receive, send)
 

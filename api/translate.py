@@ -15,6 +15,8 @@ from ..config import EngineConfig, SamplingDefaults
 from ..ipc.messages import ChatPrompt, IdsPrompt, Limits, Sampling, Submit, TextPrompt, TextSpec, ids_to_bytes
 from .http_error import HttpError
 from .openai_types import ChatRequest, CompletionRequest, GenerationRequest, Message, Tool
+from .parsers.lexer import Grammar
+from .parsers.registry import find_grammar
 
 T = TypeVar("T")
 R = TypeVar("R", bound=GenerationRequest)
@@ -86,7 +88,20 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
     if max_tokens == 0:
         raise HttpError(400, "max_tokens must be at least 1.", param="max_tokens")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _orders(request, [prompt], max_tokens=max_tokens, logprobs=logprobs, salt=salt, defaults=config.sampling)
+    return _orders(
+        request,
+        [prompt],
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        salt=salt,
+        defaults=config.sampling,
+        grammar=output_grammar(request, config),
+    )
+
+
+def output_grammar(request: ChatRequest, config: EngineConfig) -> Grammar | None:
+    """What to read the answer with; None if it is words only."""
+    return find_grammar(config.tool_call_parser, config.reasoning_parser, shows_tools(request))
 
 
 def shows_tools(request: ChatRequest) -> bool:
@@ -156,6 +171,7 @@ def _orders(
     salt: bytes,
     defaults: SamplingDefaults,
     echo: bool = False,
+    grammar: Grammar | None = None,
 ) -> list[Submit]:
     temperature = _or(request.temperature, defaults.temperature)
     sampling = Sampling(
@@ -182,6 +198,8 @@ def _orders(
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         prompt=echo or bool(request.return_token_ids),
+        marks=() if grammar is None else grammar.all_marks,
+        prompt_end=grammar is not None,
     )
     tenant = request.user or salt.hex()
     if request.cache_salt is not None:

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from ..errors import ErrorKind
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a request ended: an eos/stop token or stop string; a length limit; cancelled by its client."""
@@ -94,6 +94,8 @@ class TextSpec(Struct, frozen=True, array_like=True):
     skip_special_tokens: bool = True
     detokenize: bool = True  # False: ids only, `Chunk.text` stays empty
     prompt: bool = False  # send the prompt's ids and text back in the first `Chunk` (echo, return_token_ids)
+    marks: tuple[str, ...] = ()  # special tokens to show although others are skipped
+    prompt_end: bool = False  # send the text of the prompt's last ids back in the first `Chunk`, nothing skipped
 
 
 class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
@@ -341,6 +343,7 @@ class Chunk(Struct, frozen=True, array_like=True):
     finish: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     usage: Usage | None = None  # with `finish`
+    prompt_end: str | None = None  # in the first chunk, if `TextSpec.prompt_end`
 
 
 class TextBatch(Struct, frozen=True, array_like=True, tag=True):

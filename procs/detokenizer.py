@@ -31,11 +31,13 @@ from ..ipc.messages import (
 )
 from .tokenizer import load_text
 
+_NUM_END_IDS = 16  # of a prompt, whose text is its end
+
 
 class _Output:
     """One request whose tokens are coming."""
 
-    __slots__ = ("ended", "opened", "prompt", "prompt_logprobs", "text")
+    __slots__ = ("ended", "opened", "prompt", "prompt_end", "prompt_logprobs", "text")
 
     def __init__(self, tokenizer: Tokenizer, opened: Opened) -> None:
         spec = opened.text
@@ -43,10 +45,13 @@ class _Output:
         self.opened = opened
         self.ended = False  # its client knows the end; the core does not yet
         self.prompt: PromptEcho | None = None  # until it is sent
+        self.prompt_end: str | None = None  # until it is sent
         self.prompt_logprobs: list[TokenLogprob | None] = []
         if spec.prompt:
             text = tokenizer.decode(prompt_ids, skip_special_tokens=False) if spec.detokenize else ""
             self.prompt = PromptEcho(opened.prompt_ids, text)
+        if spec.prompt_end:
+            self.prompt_end = tokenizer.decode(prompt_ids[-_NUM_END_IDS:], skip_special_tokens=False)
         self.text = OutputText(
             tokenizer,
             prompt_ids,
@@ -54,6 +59,7 @@ class _Output:
             include_stop=spec.include_stop,
             skip_special_tokens=spec.skip_special_tokens,
             detokenize=spec.detokenize,
+            marks=spec.marks,
         )
 
 
@@ -145,8 +151,10 @@ class DetokenizerActor:
                 finish=finish,
                 stop_reason=text_stop,
                 usage=usage,
+                prompt_end=output.prompt_end,
             )
         )
+        output.prompt_end = None
 
     @staticmethod
     def _take_prompt(output: _Output) -> PromptEcho | None:

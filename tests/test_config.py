@@ -108,6 +108,14 @@ def test_resolve_fills_in_what_was_left_open() -> None:
     assert decide(Config(dtype="float32", threads=1, max_model_len=100)).num_threads == 1
 
 
+def test_parsers_are_the_templates_unless_one_says_another() -> None:
+    model = msgspec.structs.replace(MODEL, tool_call_parser="mistral", reasoning_parser="qwen3")
+    config = decide(Config(), model)
+    assert (config.tool_call_parser, config.reasoning_parser) == ("mistral", "qwen3")
+    config = decide(parse("--tool-call-parser", "pythonic", "--reasoning-parser", "none"), model)
+    assert (config.tool_call_parser, config.reasoning_parser) == ("pythonic", "none")
+
+
 def test_what_a_cpu_gets() -> None:
     assert decide(Config(device="cpu")).max_num_batched_tokens == 512
     assert decide(Config(device="cuda")).max_num_batched_tokens == 2048

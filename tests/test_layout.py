@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.core.speculation",
         "engine.kv_connector.registry",
         "engine.extension.load",
+        "engine.text.template_files",
     },
     "ipc": {"ipc"},
     "kernels": {"kernels"},

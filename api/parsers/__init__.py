@@ -1,1 +1,1 @@
-"""What models write between their words: tool calls, one incremental lexer a format for streams and plain answers."""
+"""What models write between their words: tool calls and reasoning. One lexer for streams and plain answers."""

@@ -21,7 +21,8 @@ import jinja2.sandbox
 import msgspec
 
 from ...errors import ConfigError, RequestError
-from .tokenizer import Tokenizer, read_json
+from .template_files import read_templates
+from .tokenizer import Tokenizer
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _RESERVED = frozenset(
@@ -335,32 +336,4 @@ def load_chat_template(
     """The chat template of the checkpoint in `folder`, or `operator_file` instead. Raises ConfigError if it is damaged.
 
     Without any, the result refuses chat requests with a clear sentence."""
-    sources = {"default": _read_text(operator_file)} if operator_file is not None else _find_sources(folder)
-    return ChatTemplate(sources, tokenizer.special_tokens, max_chars=max_chars)
-
-
-def _find_sources(folder: Path) -> dict[str, str]:
-    more = {path.stem: _read_text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        return {"default": _read_text(folder / "chat_template.jinja"), **more}
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        match read_json(folder / name).get("chat_template"):
-            case str(source):
-                return {"default": source, **more}
-            case list(entries):
-                named = {
-                    entry["name"]: entry["template"]
-                    for entry in entries
-                    if isinstance(entry, dict) and isinstance(entry.get("name"), str) and "template" in entry
-                }
-                return {name: str(source) for name, source in named.items()} | more
-            case dict(entries):
-                return {str(name): str(source) for name, source in entries.items()} | more
-    return more
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The chat template {path} cannot be read: {error}.") from None
+    return ChatTemplate(read_templates(folder, operator_file), tokenizer.special_tokens, max_chars=max_chars)

@@ -5,7 +5,7 @@ Owns the undecoded bytes at the end of one request's output. Knows nothing of st
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .tokenizer import Tokenizer
 
@@ -19,11 +19,19 @@ class IncrementalDetokenizer:
     Where the prompt ends inside a character, the output's first bytes complete nothing: they become U+FFFD, and no text
     of the prompt can appear in the output (vLLM #48853)."""
 
-    def __init__(self, tokenizer: Tokenizer, context_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
-        """`context_ids`: the last ids before the output; none at the start of a text."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        marks: Collection[str] = (),
+    ) -> None:
+        """`context_ids`: the last ids before the output; none at the start of a text. `marks`: special tokens that are
+        shown in any case."""
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
         self._skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
+        if marks:
+            self._skipped = frozenset(id for id in self._skipped if tokenizer.token_text(id) not in marks)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         context = [id for id in context_ids if id not in self._skipped][-_CONTEXT:]
         self._at_start = not context and tokenizer.leading_space != "keep"
@@ -33,7 +41,7 @@ class IncrementalDetokenizer:
     def push(self, ids: Sequence[int]) -> str:
         """The whole characters that became known with `ids`."""
         if not self._tokenizer.is_byte_exact:
-            self._window.extend(ids)
+            self._window.extend(id for id in ids if id not in self._skipped)
             return self._read_window(last=False)
         visible = [id for id in ids if id not in self._skipped]
         data = [self._tokenizer.token_bytes(id) for id in visible]
@@ -50,8 +58,8 @@ class IncrementalDetokenizer:
 
     def _read_window(self, last: bool) -> str:
         """Decodes from the last border where the text was whole; the difference to before is the news."""
-        before = self._tokenizer.decode_window(self._window[: self._num_read], self._skip_special_tokens)
-        after = self._tokenizer.decode_window(self._window, self._skip_special_tokens)
+        before = self._tokenizer.decode_window(self._window[: self._num_read], skip_special_tokens=False)
+        after = self._tokenizer.decode_window(self._window, skip_special_tokens=False)
         if len(after) <= len(before) or (after.endswith("\ufffd") and not last):
             return ""
         self._window = self._window[self._num_read :]

@@ -5,7 +5,7 @@ log-probabilities. Knows nothing of messages: the values here are plain tuples w
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from .detokenize import IncrementalDetokenizer
@@ -35,11 +35,12 @@ class OutputText:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         detokenize: bool = True,
+        marks: Collection[str] = (),
     ) -> None:
         """`detokenize` False: ids are only counted and the text stays empty."""
         self._detokenize = detokenize
         self._has_stop = bool(stop)
-        self._detokenizer = IncrementalDetokenizer(tokenizer, context_ids, skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, context_ids, skip_special_tokens, marks)
         self._stop_strings = StopStrings(stop, include_stop)
         self.num_ids = 0
 

@@ -18,6 +18,7 @@ from typing import Literal
 import tokenizers
 
 from ...errors import ConfigError
+from .template_files import read_json
 
 SENTINEL = "\ufdd0"  # a noncharacter that no text means; followed by one private-use character for each special token
 _SENTINEL_BASE = 0x10F000
@@ -275,19 +276,6 @@ def _load_with_transformers(folder: Path, settings: Mapping[str, object]) -> Tok
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ConfigError(f"{folder} has no tokenizer.json, and its tokenizer cannot be turned into one.")
     return Tokenizer(backend, {**settings, **loaded.special_tokens_map})
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a model's folder; empty if there is no such file. Raises ConfigError if it is damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: {error}.") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is damaged: it holds no JSON object.")
-    return value
 
 
 def _token_text(value: object) -> str | None:

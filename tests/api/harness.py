@@ -85,6 +85,7 @@ class FakeEngine:
         self.pieces = ["Hel", "lo"] if pieces is None else pieces
         self.finish = finish
         self.stop_reason = stop_reason
+        self.prompt_end = ""
         self.refuse: tuple[ErrorKind, str] | None = None  # instead of accepting
         self.fail_after: int | None = None  # pieces, then Failed
         self.hold = False  # accept and say nothing more until `go`
@@ -144,6 +145,8 @@ class FakeEngine:
             chunk = replace(chunk, logprobs=tuple(position(char, order.sampling.logprobs) for char in text))
         if step == 0 and order.text.prompt:
             chunk = replace(chunk, prompt=self._echo(order))
+        if step == 0 and order.text.prompt_end:
+            chunk = replace(chunk, prompt_end=self.prompt_end)
         if step + 1 >= len(self.pieces):
             usage = Usage(3, sum(map(len, self.pieces)), 1)
             chunk = replace(chunk, finish=self.finish, stop_reason=self.stop_reason, usage=usage)  # type: ignore[arg-type]

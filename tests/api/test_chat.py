@@ -8,7 +8,7 @@ import pytest
 from pagewire.config import SamplingDefaults
 from pagewire.ipc.messages import ChatPrompt
 
-from .harness import FakeEngine, chat, request
+from .harness import Answer, FakeEngine, chat, request
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "n": [1, {"a": "}"}]}}\n</tool_call>'
@@ -47,6 +47,7 @@ def test_plain() -> None:
         "completion_tokens": 5,
         "total_tokens": 8,
         "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -192,6 +193,114 @@ def test_logprobs_of_a_tool_call_come_once(pieces: list[str]) -> None:
     *events, _ = chat(FakeEngine(pieces), tools=TOOLS, stream=True, logprobs=True).events
     tokens = [t["token"] for e in events for c in e["choices"] if c["logprobs"] for t in c["logprobs"]["content"]]
     assert "".join(tokens) == CALL
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_broken_call_is_text(stream: bool) -> None:
+    broken = '<tool_call>{"name": "f", oops}</tool_call>'
+    answer = chat(FakeEngine(list(broken)), tools=TOOLS, stream=stream)
+    if stream:
+        assert content(answer.events[:-1]) == broken and finishes(answer.events[:-1]) == ["stop"]
+    else:
+        choice = answer.json["choices"][0]
+        assert choice["message"]["content"] == broken and choice["finish_reason"] == "stop"
+        assert "tool_calls" not in choice["message"]
+
+
+def chat_by(engine: FakeEngine, parsers: dict[str, str], **fields: Any) -> Answer:
+    """As `chat`, with the server's parsers."""
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    return request(engine, "/v1/chat/completions", body, **parsers)
+
+
+def test_another_format_of_calls_and_the_special_tokens_it_needs() -> None:
+    engine = FakeEngine(['[TOOL_CALLS]f[ARGS]{"a": 1}'])
+    choice = chat_by(engine, {"tool_call_parser": "mistral"}, tools=TOOLS).json["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert set(engine.submits[0].text.marks) == {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}
+    assert engine.submits[0].text.skip_special_tokens
+
+
+# ── reasoning ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+QWEN3 = {"reasoning_parser": "qwen3"}
+THOUGHT = "<think>\nWell.\n</think>\n\nYes"
+
+
+def test_reasoning_plain() -> None:
+    body = chat_by(FakeEngine([THOUGHT[:10], *THOUGHT[10:]]), QWEN3).json
+    message = body["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "Well." and message["content"] == "Yes"
+    num_reasoning = len("<think>\nWell.\n</think>")
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+    assert body["usage"]["completion_tokens"] == len(THOUGHT)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}])
+def test_reasoning_in_a_stream_however_it_is_cut(size: int, more: dict[str, Any]) -> None:
+    text = THOUGHT.removeprefix("<think>") + CALL
+    engine = FakeEngine([text[i : i + size] for i in range(0, len(text), size)])
+    engine.prompt_end = "<|im_start|>assistant\n<think>"
+    answer = chat_by(engine, QWEN3, tools=TOOLS, stream=True, stream_options={"include_usage": True}, **more)
+    *events, _ = answer.events
+    parts = deltas(events[:-1])
+    assert "".join(part.get("reasoning", "") for part in parts) == "Well."
+    assert "".join(part.get("reasoning_content", "") for part in parts) == "Well."
+    assert content(events) == "Yes" and finishes(events) == ["tool_calls"]
+    arguments = "".join(call["function"]["arguments"] for part in parts for call in part.get("tool_calls", ()))
+    assert json.loads(arguments)["city"] == "Köln"
+    at_least = len("\nWell.\n</think>")
+    num_reasoning = events[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert at_least <= num_reasoning < at_least + size
+
+
+def test_reasoning_may_be_left_out() -> None:
+    body = chat_by(FakeEngine([THOUGHT]), QWEN3, include_reasoning=False).json
+    assert body["choices"][0]["message"] == {"content": "Yes", "role": "assistant", "refusal": None}
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(THOUGHT)  # all in one step
+
+
+OUTPUTS = {
+    "hermes": THOUGHT + "\n" + CALL + CALL + " and <tool_call>no</tool_call>",
+    "llama3_json": THOUGHT.removesuffix("Yes")
+    + '{"name": "f", "parameters": {"a": "é"}}; {"name": "g", "parameters": {}}',
+    "mistral": THOUGHT + '[TOOL_CALLS] [{"name": "f", "arguments": {}}][TOOL_CALLS]g[ARGS]{"a": [1]}[TOOL_CALLS] oops',
+    "pythonic": THOUGHT.removesuffix("Yes") + "[f(a='x', b={'c': None}), g()] and more",
+    "deepseek_v31": THOUGHT + '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜> ',
+    "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.f<|channel|>commentary json"
+    '<|message|>{"a": 1}<|call|><|start|>assistant<|channel|>final<|message|>Yes',
+}
+
+
+@pytest.mark.parametrize("parser", OUTPUTS)
+def test_a_stream_adds_up_to_the_plain_answer_for_every_split(parser: str) -> None:
+    text, parsers = OUTPUTS[parser], {"tool_call_parser": parser, "reasoning_parser": "qwen3"}
+    plain = chat_by(FakeEngine([text]), parsers, tools=TOOLS).json["choices"][0]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in plain["message"]["tool_calls"]]
+    assert calls and plain["message"]["reasoning"]
+    for cut in range(0, len(text), 3):
+        pieces = [text[:cut], text[cut : cut + 5], text[cut + 5 :]]
+        *events, _ = chat_by(FakeEngine(pieces), parsers, tools=TOOLS, stream=True).events
+        streamed: dict[int, list[str]] = {}
+        for delta in deltas(events):
+            for part in delta.get("tool_calls", ()):
+                call = streamed.setdefault(part["index"], ["", ""])
+                call[0] += part["function"].get("name", "")
+                call[1] += part["function"]["arguments"]
+        assert [tuple(call) for call in streamed.values()] == calls, cut
+        assert content(events) == (plain["message"]["content"] or ""), cut
+        assert "".join(delta.get("reasoning", "") for delta in deltas(events)) == plain["message"]["reasoning"], cut
+        assert finishes(events) == [plain["finish_reason"]]
+
+
+def test_without_a_parser_reasoning_is_text() -> None:
+    engine = FakeEngine([THOUGHT])
+    assert chat(engine).json["choices"][0]["message"]["content"] == THOUGHT
+    assert not engine.submits[0].text.prompt_end and not engine.submits[0].text.marks
+
+
+# ── tools that are not there ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {"tools": None}])

@@ -136,3 +136,16 @@ def test_what_was_never_opened_still_ends(actor: DetokenizerActor, sent: Sent) -
 def test_a_failure_after_a_stop_is_not_told_again(actor: DetokenizerActor, sent: Sent) -> None:
     actor.handle([opened(stop=("b",)), batch(m.Tokens(RID, ids_of("b"))), m.Failed(RID, "internal", "why")])
     assert not any(isinstance(message, m.Failed) for _, message in sent.posts) and not actor._outputs
+
+
+def test_marks_are_shown_and_other_special_tokens_are_not(actor: DetokenizerActor, sent: Sent) -> None:
+    specials = m.ids_to_bytes([1, 2, 1])  # <s></s><s>
+    actor.handle([opened(marks=("</s>",), prompt_end=True), batch(m.Tokens(RID, ids_of("a") + specials))])
+    actor.handle([batch(m.Tokens(RID, ids_of("b")))])
+    assert [(c.text, c.prompt_end) for c in sent.chunks()] == [("a</s>", "abc"), ("b", None)]
+
+
+def test_the_end_of_the_prompt_has_its_special_tokens(actor: DetokenizerActor, sent: Sent) -> None:
+    prompt = msgspec.structs.replace(opened(prompt_end=True), prompt_ids=ids_of("x" * 20) + m.ids_to_bytes([2, 1]))
+    actor.handle([prompt, batch(m.Tokens(RID, ids_of("a")))])
+    assert sent.chunks()[0].prompt_end == "x" * 14 + "</s><s>"

@@ -89,3 +89,12 @@ def test_no_ids_no_text() -> None:
     for kind in KINDS:
         detokenizer = IncrementalDetokenizer(make(kind))
         assert detokenizer.push([]) == "" and detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_are_special_tokens_that_are_shown(kind: str) -> None:
+    tokenizer = make(kind)
+    ids = tokenizer.encode("<|im_start|>how<|im_end|>are", add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(tokenizer, (), True, ("<|im_end|>",))
+    text = "".join([*(detokenizer.push([id]) for id in ids), detokenizer.flush()])
+    assert "<|im_end|>" in text and "<|im_start|>" not in text and text.replace(" ", "") == "how<|im_end|>are"

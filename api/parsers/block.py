@@ -1,0 +1,373 @@
+"""What stands between words: the values and calls that a grammar reads out of a model's output, a character at a time.
+
+A reader is a generator that is sent one character after another and ends with its block. Whatever it is made of is a
+generator too, takes the first character that it needs and returns the first that it did not use, "" if its own end was
+plain. `Broken` says that the character just sent does not fit. Nothing here recurses or looks back, so time is linear,
+and what may have to become text again is kept by the lexer, with a bound.
+"""
+
+import re
+from collections.abc import Callable, Generator, Mapping
+from typing import Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from .events import CallArguments, CallStart, Event
+
+T = TypeVar("T")
+Reads = Generator[None, str, T]
+Kind = Literal["text", "reasoning"]
+Give = Callable[[str], object]
+
+SPACE = " \t\r\n"
+MAX_DEPTH = 64
+MAX_NAME = 256  # characters
+_MAX_NUMBER = 512
+_MAX_CLOSING = 64  # what may stand between a call and the tag that closes it, tag included
+_CLOSES = {"{": "}", "[": "]"}
+_HEX = frozenset("0123456789abcdefABCDEF")
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+
+
+class Broken(Exception):
+    """What was read is not what this grammar writes."""
+
+
+class Block:
+    """What a reader has found in one block."""
+
+    def __init__(self, before: str, kind: Kind) -> None:
+        """`before`: what belongs to the words if nothing in the block can be read."""
+        self.raw = [before]  # read, and not given out in any form
+        self.kind: Kind = kind  # what the words after the block are
+        self.quiet = False  # if the output ends here, nobody misses `raw`
+        self._events: list[Event] = []
+        self._pieces: list[str] = []
+
+    def start(self, name: str) -> None:
+        """A call begins; from here on it is one. Raises Broken if no function can have that name."""
+        if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+            raise Broken
+        self._close()
+        self._events.append(CallStart(name))
+        self.settle()
+
+    def argue(self, text: str) -> None:
+        """More of the arguments of the call that began last."""
+        self._pieces.append(text)
+        self.raw.clear()
+
+    def settle(self) -> None:
+        """What was read so far was understood."""
+        self.raw.clear()
+        self.quiet = True
+
+    def take(self) -> list[Event]:
+        """The news since the last time."""
+        self._close()
+        events, self._events = self._events, []
+        return events
+
+    def _close(self) -> None:
+        if self._pieces:
+            self._events.append(CallArguments("".join(self._pieces)))
+            self._pieces.clear()
+
+
+# ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Syntax(NamedTuple):
+    """How a language writes values."""
+
+    quotes: str
+    words: Mapping[str, str]  # as written, by JSON's word
+    string: Callable[[str, Give], Reads[None]]  # after the opening quote, to the closing one
+    has_trailing_comma: bool
+
+
+def skip_space(give: Give | None = None) -> Reads[str]:
+    """The next character that is no space; the spaces are given."""
+    while (char := (yield)) in SPACE:
+        if give is not None:
+            give(char)
+    return char
+
+
+def value(char: str, give: Give, syntax: Syntax) -> Reads[str]:
+    """One value that begins with `char`. Gives it as JSON, and nothing that could not be the beginning of JSON."""
+    stack: list[str] = []
+    while True:
+        if char in syntax.quotes:
+            give('"')
+            yield from syntax.string(char, give)
+            give('"')
+            char = ""
+        elif char in _CLOSES:
+            if len(stack) == MAX_DEPTH:
+                raise Broken
+            give(char)
+            stack.append(char)
+            char = yield from skip_space(give)
+            if char != _CLOSES[stack[-1]]:
+                if stack[-1] == "{":
+                    char = yield from _key(char, give, syntax)
+                continue
+        elif char in _NUMBER["start"]:
+            char = yield from _number(char, give)
+        else:
+            yield from _word(char, give, syntax.words)
+            char = ""
+        while stack:  # a value has ended
+            if char in SPACE:  # or not read yet
+                give(char)
+                char = yield from skip_space(give)
+            if char == _CLOSES[stack[-1]]:
+                give(char)
+                stack.pop()
+                char = ""
+                continue
+            if char != ",":
+                raise Broken
+            spaces = [","]
+            char = yield from skip_space(spaces.append)
+            if char == _CLOSES[stack[-1]] and syntax.has_trailing_comma:
+                give("".join(spaces[1:]))
+                give(char)
+                stack.pop()
+                char = ""
+                continue
+            give("".join(spaces))
+            if stack[-1] == "{":
+                char = yield from _key(char, give, syntax)
+            break
+        else:
+            return char
+
+
+def _key(char: str, give: Give, syntax: Syntax) -> Reads[str]:
+    """A key and its colon; returns the first character of the value."""
+    if char not in syntax.quotes:
+        raise Broken
+    give('"')
+    yield from syntax.string(char, give)
+    give('"')
+    if (yield from skip_space(give)) != ":":
+        raise Broken
+    give(":")
+    return (yield from skip_space(give))
+
+
+_DIGITS = "0123456789"
+_NUMBER: dict[str, dict[str, str]] = {
+    "start": {"-": "minus", "0": "zero", **dict.fromkeys("123456789", "whole")},
+    "minus": {"0": "zero", **dict.fromkeys("123456789", "whole")},
+    "zero": {".": "point", "e": "e", "E": "e"},
+    "whole": {".": "point", "e": "e", "E": "e", **dict.fromkeys(_DIGITS, "whole")},
+    "point": dict.fromkeys(_DIGITS, "fraction"),
+    "fraction": {"e": "e", "E": "e", **dict.fromkeys(_DIGITS, "fraction")},
+    "e": {"+": "sign", "-": "sign", **dict.fromkeys(_DIGITS, "exponent")},
+    "sign": dict.fromkeys(_DIGITS, "exponent"),
+    "exponent": dict.fromkeys(_DIGITS, "exponent"),
+}
+
+
+def _number(char: str, give: Give) -> Reads[str]:
+    state = "start"
+    for _ in range(_MAX_NUMBER):
+        following = _NUMBER[state].get(char)
+        if following is None:
+            break
+        give(char)
+        state = following
+        char = yield
+    if state not in ("zero", "whole", "fraction", "exponent") or char in _NUMBER[state]:
+        raise Broken
+    return char
+
+
+def _word(char: str, give: Give, words: Mapping[str, str]) -> Reads[None]:
+    for word in words:
+        if word.startswith(char):
+            for wanted in word[1:]:
+                if (yield) != wanted:
+                    raise Broken
+            give(words[word])
+            return
+    raise Broken
+
+
+def _hex(num_digits: int) -> Reads[int]:
+    digits = ""
+    for _ in range(num_digits):
+        char = yield
+        if char not in _HEX:
+            raise Broken
+        digits += char
+    return int(digits, 16)
+
+
+def _escaped(char: str) -> str:
+    """A character as it may stand in a JSON string."""
+    if char >= " " and char not in '"\\' and not "\ud800" <= char <= "\udfff":
+        return char
+    return msgspec.json.encode(char).decode()[1:-1] if char < "\ud800" else f"\\u{ord(char):04x}"
+
+
+def _json_string(quote: str, give: Give) -> Reads[None]:
+    r"""As JSON has it; a bare line end and the like, and `\'`, which models write, are given as JSON."""
+    while (char := (yield)) != '"':
+        if char != "\\":
+            give(char if char >= " " else _escaped(char))
+            continue
+        char = yield
+        if char == "u":
+            give(f"\\u{(yield from _hex(4)):04x}")
+        elif char == "'":
+            give(char)
+        elif char in '"\\/bfnrt':
+            give("\\" + char)
+        else:
+            raise Broken
+
+
+_PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
+
+
+def _python_string(quote: str, give: Give) -> Reads[None]:
+    while (char := (yield)) != quote:
+        if char != "\\":
+            give(_escaped(char))
+            continue
+        char = yield
+        if char in "xuU":
+            code = yield from _hex({"x": 2, "u": 4, "U": 8}[char])
+            if code > 0x10FFFF:
+                raise Broken
+            give(_escaped(chr(code)))
+        elif char in "\\'\"":
+            give(_escaped(char))
+        elif char in _PYTHON_ESCAPES:
+            give(_escaped(_PYTHON_ESCAPES[char]))
+        else:  # Python keeps a backslash that means nothing
+            give("\\\\" + _escaped(char))
+
+
+_JSON_WORDS = {"true": "true", "false": "false", "null": "null"}
+JSON = Syntax('"', _JSON_WORDS, _json_string, has_trailing_comma=False)
+PYTHON = Syntax(
+    "'\"", {"True": "true", "False": "false", "None": "null", **_JSON_WORDS}, _python_string, has_trailing_comma=True
+)
+
+
+# ── parts of calls ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def until(tag: str, limit: int) -> Reads[str]:
+    """What stands before `tag`, at most `limit` characters with it."""
+    text = ""
+    while not text.endswith(tag):
+        if len(text) == limit:
+            raise Broken
+        text += yield
+    return text[: -len(tag)]
+
+
+def closing(tag: str) -> Reads[None]:
+    """Up to the tag that closes a call. A few characters before it, a brace too many for instance, are nobody's."""
+    yield from until(tag, _MAX_CLOSING)
+
+
+def arguments(block: Block, char: str) -> Reads[None]:
+    """The object of the call that has begun."""
+    if char != "{":
+        raise Broken
+    yield from value(char, block.argue, JSON)
+    block.settle()
+
+
+def call_object(block: Block, char: str, *, needs_arguments: bool = False) -> Reads[None]:
+    """One call as an object: `{"name": …, "arguments": {…}}`, with its keys in any order and others among them. The
+    arguments may also be called parameters, be null, or be a string that holds the object; where no tag
+    says that this is a call, they must be there."""
+    if char != "{":
+        raise Broken
+    block.quiet = False
+    name: str | None = None
+    held: list[str] | None = None  # arguments that came before the name
+    has_started = False
+    char = yield from skip_space()
+    while char != "}":
+        if char != '"':
+            raise Broken
+        text: list[str] = []
+        char = yield from _key_of(char, text)
+        key = _decode(text)
+        if key == "name" and name is None:
+            text.clear()
+            char = yield from value(char, text.append, JSON)
+            found = _decode(text)
+            if not isinstance(found, str) or not found:
+                raise Broken
+            name = found
+        elif key in ("arguments", "parameters") and held is None and not has_started:
+            if name is not None and char == "{":
+                block.start(name)
+                has_started = True
+                char = yield from value(char, block.argue, JSON)
+            else:
+                held = []
+                char = yield from value(char, held.append, JSON)
+                held = [_object_text(held)]
+        else:
+            char = yield from value(char, _ignore, JSON)
+        if name is not None and held is not None and not has_started:
+            block.start(name)
+            has_started = True
+            block.argue(held[0])
+        if char in SPACE:  # or not read yet
+            char = yield from skip_space()
+        if char == ",":
+            char = yield from skip_space()
+            if char != '"':
+                raise Broken
+        elif char != "}":
+            raise Broken
+    if name is None or (needs_arguments and not has_started):
+        raise Broken
+    if not has_started:
+        block.start(name)
+        block.argue("{}")
+    block.settle()
+
+
+def _key_of(char: str, text: list[str]) -> Reads[str]:
+    text.append('"')
+    yield from _json_string(char, text.append)
+    text.append('"')
+    if (yield from skip_space()) != ":":
+        raise Broken
+    return (yield from skip_space())
+
+
+def _object_text(pieces: list[str]) -> str:
+    found = _decode(pieces)
+    if found is None:
+        return "{}"
+    if isinstance(found, dict):
+        return "".join(pieces)
+    if isinstance(found, str) and isinstance(_decode([found]), dict):
+        return found
+    raise Broken
+
+
+def _decode(pieces: list[str]) -> object:
+    """The value; False, which nobody wants either, if it cannot be read (half a surrogate pair, for instance)."""
+    try:
+        return msgspec.json.decode("".join(pieces))
+    except (msgspec.DecodeError, RecursionError):
+        return False
+
+
+def _ignore(text: str) -> None:
+    pass

@@ -1,0 +1,207 @@
+"""The one lexer of what a model writes: text in any pieces, events out.
+
+The events' texts joined do not depend on where the pieces are cut, so a stream and a plain answer cannot disagree. A
+`Grammar` says which tags end the words and how what follows is read. What begins like a call and is none comes out as
+text; once a call has begun it cannot be taken back, and a slip in its arguments ends it: the rest is text. Time is
+linear, and at most `MAX_HELD` characters are held back.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from .block import SPACE, Block, Broken, Kind, Reads
+from .events import CallStart, Event, Reasoning, Text, joined
+
+MAX_HELD = 1 << 16  # characters that may yet turn out to be a call
+_MAX_SPACES = 1 << 12  # a longer run of spaces is words
+
+
+class Reader(Protocol):
+    """Reads a block. It begins with `tag`, whose last character was just read; the result is one character too many,
+    or "". `block` takes what is found."""
+
+    def __call__(self, tag: str, block: Block) -> Reads[str]: ...
+
+
+class Grammar(NamedTuple):
+    """What a model writes besides words. No tag may stand inside another."""
+
+    read: Reader
+    leads: tuple[str, ...] = ()  # begin a block at the start of an answer only
+    tags: tuple[str, ...] = ()  # begin a block anywhere in an answer
+    reasoning_tags: tuple[str, ...] = ()  # begin a block anywhere in reasoning
+    marks: tuple[str, ...] = ()  # what else the model marks parts with
+    reasons: Callable[[str], bool] = lambda prompt: False  # whether a prompt that ends so begins the reasoning
+
+    @property
+    def all_marks(self) -> tuple[str, ...]:
+        """Everything that may be a special token, and has to be shown then."""
+        return tuple(dict.fromkeys((*self.leads, *self.tags, *self.reasoning_tags, *self.marks)))
+
+
+class Lexer:
+    """Reads one output."""
+
+    def __init__(self, grammar: Grammar, prompt: str = "") -> None:
+        """`prompt`: its end, in which the model may have been made to reason."""
+        self._grammar = grammar
+        self._kind: Kind = "reasoning" if grammar.reasons(prompt) else "text"
+        self._at_start = True  # nothing but spaces were read in this part of the output
+        self._trims = self._kind == "reasoning"  # those spaces are nobody's
+        self._held = ""  # what may be the beginning of a tag
+        self._spaces: list[str] = []  # before it, and nobody's if a block follows
+        self._num_spaces = 0  # of the whole run, those given out included
+        self._block: Block | None = None
+        self._reads: Reads[str] | None = None
+        self._num_calls = 0
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the output is in its reasoning."""
+        return self._kind == "reasoning"
+
+    def push(self, text: str) -> list[Event]:
+        """The events that became certain with `text`."""
+        events: list[Event] = []
+        while text:
+            if self._block is not None:
+                text = self._push_block(self._block, text, events)
+            elif self._at_start:
+                text = self._push_start(text, events)
+            else:
+                text = self._push_words(text, events)
+        return joined(events)
+
+    def flush(self) -> list[Event]:
+        """The output has ended."""
+        events: list[Event] = []
+        if self._block is not None:
+            self._take(self._block, events)
+            if not self._block.quiet:
+                self._say("".join(self._block.raw), events)
+        elif self._held or not (self._num_calls or self.reasons):
+            self._say("".join(self._spaces) + self._held, events)
+        self._block = self._reads = None
+        self._held = ""
+        self._spaces.clear()
+        return joined(events)
+
+    # ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _push_start(self, text: str, events: list[Event]) -> str:
+        text = self._held + text
+        self._held = ""
+        rest = text.lstrip(SPACE)
+        self._hold(text[: len(text) - len(rest)], events)
+        if not rest:
+            return ""
+        for lead in self._grammar.leads if self._kind == "text" else ():
+            if rest.startswith(lead):
+                self._enter(lead, events)
+                return rest[len(lead) :]
+            if lead.startswith(rest):
+                self._held = rest
+                return ""
+        self._at_start = False
+        return rest
+
+    def _push_words(self, text: str, events: list[Event]) -> str:
+        text = self._held + text
+        self._held = ""
+        tags = self._grammar.tags if self._kind == "text" else self._grammar.reasoning_tags
+        if not any(tag[0] in text for tag in tags):  # as nearly always
+            self._give(text, events)
+            return ""
+        found = [(at, tag) for tag in tags if (at := text.find(tag)) >= 0]
+        if found:
+            at, tag = min(found)
+            self._give(text[:at], events)
+            self._enter(tag, events)
+            return text[at + len(tag) :]
+        num_words = len(text) - max((_overlap(text, tag) for tag in tags), default=0)
+        self._held = text[num_words:]
+        self._give(text[:num_words], events)
+        return ""
+
+    def _give(self, text: str, events: list[Event]) -> None:
+        """Gives `text` out but for the spaces that end it."""
+        words = text.rstrip(SPACE)
+        if words:
+            self._say("".join(self._spaces) + words, events)
+            self._forget_spaces()
+            self._trims = False
+        self._hold(text[len(words) :], events)
+
+    def _hold(self, spaces: str, events: list[Event]) -> None:
+        if self._trims or not spaces:
+            return
+        self._spaces.append(spaces)
+        self._num_spaces += len(spaces)
+        if self._num_spaces > _MAX_SPACES:
+            self._say("".join(self._spaces), events)
+            self._spaces.clear()
+
+    def _forget_spaces(self) -> None:
+        self._spaces.clear()
+        self._num_spaces = 0
+
+    def _say(self, text: str, events: list[Event]) -> None:
+        if text:
+            events.append(Reasoning(text) if self.reasons else Text(text))
+
+    # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _enter(self, tag: str, events: list[Event]) -> None:
+        self._block = Block("".join(self._spaces) + tag, self._kind)
+        self._forget_spaces()
+        self._reads = self._grammar.read(tag, self._block)
+        try:
+            next(self._reads)
+        except StopIteration:
+            self._leave(self._block, events)
+
+    def _push_block(self, block: Block, text: str, events: list[Event]) -> str:
+        assert self._reads is not None
+        send, raw = self._reads.send, block.raw
+        for at, char in enumerate(text):
+            if len(raw) >= MAX_HELD:
+                return self._break(block, text[at:], events)
+            raw.append(char)
+            try:
+                send(char)
+            except StopIteration as end:
+                self._leave(block, events)
+                return f"{end.value}{text[at + 1 :]}"
+            except Broken:
+                if raw:
+                    raw.pop()
+                return self._break(block, text[at:], events)
+        self._take(block, events)
+        return ""
+
+    def _break(self, block: Block, rest: str, events: list[Event]) -> str:
+        """There is nothing more to be read here: `rest` is words, or another block."""
+        self._take(block, events)
+        self._say("".join(block.raw), events)
+        self._block = self._reads = None
+        self._at_start = self._trims = False
+        return rest
+
+    def _leave(self, block: Block, events: list[Event]) -> None:
+        self._take(block, events)
+        self._block = self._reads = None
+        self._at_start = self._trims = block.kind != self._kind
+        self._kind = block.kind
+
+    def _take(self, block: Block, events: list[Event]) -> None:
+        news = block.take()
+        self._num_calls += sum(isinstance(event, CallStart) for event in news)
+        events += news
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Length of the longest proper prefix of `tag` that ends `text`."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0

@@ -1,0 +1,65 @@
+"""What a template shows: which family's way of writing calls and reasoning. The pieces are those of real templates."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagewire.config import Config, ReasoningParser, ToolCallParser
+from pagewire.engine.text.template_files import read_templates, reasoning_parser, tool_call_parser
+from pagewire.errors import ConfigError
+from pagewire.prepare import prepare
+
+SHOWN: dict[str, tuple[str, ToolCallParser, ReasoningParser]] = {
+    "qwen2.5": ("return a json object within <tool_call></tool_call> XML tags:", "hermes", "none"),
+    "qwen3": ("<tool_call>\\n' }}{%- if '</think>' in content %}<think>\\n\\n</think>", "hermes", "qwen3"),
+    "qwen3-coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=", "none", "none"),
+    "llama 3.1": ('"<|python_tag|>" + tool_call.name + ".call("', "llama3_json", "none"),
+    "llama 3.2": (
+        'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.',
+        "llama3_json",
+        "none",
+    ),
+    "llama 4": ("Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]", "pythonic", "none"),
+    "mistral": ('{{- "[TOOL_CALLS] [" }}', "mistral", "none"),
+    "magistral": ("[THINK]{{ chunk.thinking }}[/THINK] [TOOL_CALLS]", "mistral", "mistral"),
+    "deepseek r1": (
+        "<｜Assistant｜><think>\\n {{content.split('</think>')[-1]}} <｜tool▁call▁begin｜>' + tool['type'] + "
+        "'<｜tool▁sep｜>' + name + '\\n' + '```json'",
+        "deepseek_v3",
+        "deepseek_r1",
+    ),
+    "deepseek v3.1": (
+        "<｜Assistant｜></think> <｜tool▁call▁begin｜>'+name+'<｜tool▁sep｜>",
+        "deepseek_v31",
+        "deepseek_r1",
+    ),
+    "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "openai", "openai_gptoss"),
+    "nothing": ("{{ message.content }}", "hermes", "none"),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_a_template_shows(name: str) -> None:
+    template, calls, reasoning = SHOWN[name]
+    assert (tool_call_parser(template), reasoning_parser(template)) == (calls, reasoning)
+
+
+def test_prepare_asks_the_template_that_is_used(tmp_path: Path) -> None:
+    shown = prepare(Config())
+    assert (shown.tool_call_parser, shown.reasoning_parser) == ("hermes", "none")
+    operators = tmp_path / "chat.jinja"
+    operators.write_text(SHOWN["magistral"][0])
+    shown = prepare(Config(chat_template=str(operators)))
+    assert (shown.tool_call_parser, shown.reasoning_parser) == ("mistral", "mistral")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        prepare(Config(chat_template=str(tmp_path / "none.jinja")))
+
+
+def test_where_templates_stand(tmp_path: Path) -> None:
+    assert read_templates(tmp_path) == {}
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert read_templates(tmp_path) == {"default": "a", "tool_use": "b"}
+    (tmp_path / "chat_template.jinja").write_text("c")
+    assert read_templates(tmp_path) == {"default": "c"}
