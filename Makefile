@@ -8,11 +8,12 @@ ARGS ?=
 # pip's own compilation of .pyc files must not be switched off, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve test lint types bench kernels dist clean
+.PHONY: help serve test test-clients lint types bench kernels dist clean
 
 help:
 	@echo "make serve   start the server on the demo model and print a curl line to try"
 	@echo "make test    ruff, mypy and every test"
+	@echo "make test-clients  the tests with other people's clients, which it installs"
 	@echo "make bench   the benchmarks, into bench/results/"
 	@echo "make kernels compiled Triton kernels, which make dist then puts into the wheel"
 	@echo "make dist    wheel and sdist, into dist/"
@@ -40,6 +41,10 @@ types: $(VENV)/.dev
 
 test: lint types
 	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10 $(ARGS)
+
+test-clients: $(VENV)/.dev
+	$(PIP) install -r tests/e2e/requirements-clients.txt
+	$(BIN)/python -m pytest -m clients $(ARGS)
 
 bench: $(VENV)/.dev
 	for bench in offline serve startup scheduler long_prompt policies kv_tiers accuracy speculation; do $(BIN)/python -m pagewire.bench.$$bench || exit; done

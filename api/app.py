@@ -17,10 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import EngineConfig
 from .gateway import ClientGone, Gateway
-from .http_error import HttpError, as_http_error, error_body
+from .http_error import HttpError, anthropic_error_body, as_http_error, error_body
 from .service import MAX_BODY_BYTES, Service, send_body, too_large
 
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+_ANTHROPIC_PATH = "/v1/messages"
 _HOST = re.compile(rb"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -38,6 +39,14 @@ def create_app(gateway: Gateway, config: EngineConfig, *, healthy: Callable[[], 
         Route("/health", _Endpoint(service.health), methods=["GET"]),
         Route("/metrics", _Endpoint(service.metrics), methods=["GET"]),
         Route("/version", _Endpoint(service.version), methods=["GET"]),
+        Route("/v1/responses", _Endpoint(service.responses), methods=["POST"]),
+        Route("/v1/responses/{id}", _Endpoint(service.response), methods=["GET", "DELETE"]),
+        Route("/v1/messages", _Endpoint(service.messages), methods=["POST"]),
+        Route("/v1/messages/count_tokens", _Endpoint(service.count_tokens), methods=["POST"]),
+        Route("/tokenize", _Endpoint(service.tokenize), methods=["POST"]),
+        Route("/detokenize", _Endpoint(service.detokenize), methods=["POST"]),
+        Route("/ready", _Endpoint(service.ready), methods=["GET"]),
+        Route("/load", _Endpoint(service.load), methods=["GET"]),
     ]
     return Edge(Router(routes, redirect_slashes=False), api_keys=config.api_keys)
 
@@ -67,13 +76,15 @@ class Edge:
         request_id = headers.get(b"x-request-id", b"")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = f"req_{secrets.token_hex(12)}".encode()
+        is_anthropic = scope["path"].startswith(_ANTHROPIC_PATH)
+        id_headers = [(b"x-request-id", request_id), *([(b"request-id", request_id)] if is_anthropic else [])]
         has_started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_started
             if not has_started:
                 has_started = True
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
+                message = {**message, "headers": [*message["headers"], *id_headers]}
             await send(message)
 
         try:
@@ -89,7 +100,8 @@ class Edge:
                 log.exception("request %s failed", request_id.decode())
             if has_started:
                 raise
-            await send_body(send_with_id, http_error.status, error_body(http_error), headers=http_error.headers)
+            body = anthropic_error_body(http_error) if is_anthropic else error_body(http_error)
+            await send_body(send_with_id, http_error.status, body, headers=http_error.headers)
 
     def _check_origin(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """A web page must not use a server on its reader's machine, whatever name it has found for it."""
@@ -105,6 +117,8 @@ class Edge:
         if not self._key_digests or scope["path"] in _OPEN_PATHS:
             return b""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if not scheme and b"x-api-key" in headers:  # Anthropic's way
+            scheme, key = b"bearer", headers[b"x-api-key"]
         digest = hashlib.sha256(key.strip()).digest()
         # Every key is compared, so the time tells nothing of which one was close.
         is_known = [hmac.compare_digest(digest, known) for known in self._key_digests]

@@ -23,15 +23,15 @@ from .openai_types import (
     UsageBody,
 )
 from .parsers.events import CallArguments, CallStart, Event, Reasoning, Text
-from .parsers.lexer import Grammar, Lexer
-from .reply import UsageCount, chat_logprobs, id_list, json_text, new_id
+from .parsers.lexer import Grammar
+from .reply import Reply, UsageCount, chat_logprobs, id_list, json_text, new_id
 from .sse import as_event
+from .turn import Turn
 
-_ID_BYTES = 4  # int32
 _encode = msgspec.json.Encoder().encode
 
 
-class ChatReply:
+class ChatReply(Reply):
     """The answer to one chat request."""
 
     def __init__(
@@ -57,7 +57,10 @@ class ChatReply:
         self._usage = UsageCount(n)
         self._prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # for the next event, or the body
         self._prompt_was_sent = False
-        self._choices = [_Choice(grammar, parallel_tool_calls, include_reasoning) for _ in range(n)]
+        self._choices = [
+            _Choice(Turn(grammar, parallel_tool_calls=parallel_tool_calls, include_reasoning=include_reasoning))
+            for _ in range(n)
+        ]
         # Most events carry a piece of text and nothing else: two constants around an encoded string.
         self._is_simple = not (has_logprobs or has_token_ids)
         head = f'"id":{json_text(self._id)},"object":"chat.completion.chunk"'
@@ -120,7 +123,7 @@ class ChatReply:
 
     def _add_usage(self, index: int, last: Chunk) -> None:
         self._usage.add(index, last.usage)
-        self._usage.add_reasoning(self._choices[index].num_reasoning)
+        self._usage.add_reasoning(self._choices[index].turn.num_reasoning)
 
     def _event(self, choices: list[ChatChunkChoice], usage: UsageBody | None = None) -> bytes:
         prompt_ids, self._prompt_token_ids = self._prompt_token_ids, msgspec.UNSET
@@ -187,14 +190,9 @@ class ChatReply:
 class _Choice:
     """One choice on its way."""
 
-    def __init__(self, grammar: Grammar | None, parallel_tool_calls: bool, include_reasoning: bool) -> None:
-        self._grammar = grammar
-        self._lexer: Lexer | None = None  # until the first chunk
-        self._parallel = parallel_tool_calls
-        self._include_reasoning = include_reasoning
-        self._num_calls = 0
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
         self._num_streamed_calls = 0
-        self.num_reasoning = 0  # tokens
         self.texts: list[str] = []
         self.reasoning: list[str] = []
         self.logprobs: list[TokenLogprobBody] = []
@@ -204,36 +202,12 @@ class _Choice:
 
     def read(self, chunk: Chunk) -> Sequence[Event]:
         """What the chunk says."""
-        if self._grammar is None:
-            return (Text(chunk.text),) if chunk.text else ()
-        if self._lexer is None:
-            self._lexer = Lexer(self._grammar, chunk.prompt_end or "")
-        reasoned = self._lexer.reasons
-        events = self._lexer.push(chunk.text)
-        if reasoned or self._lexer.reasons or any(isinstance(event, Reasoning) for event in events):
-            # Its tags count as well, as with OpenAI; of a step that drew several tokens, all count or none.
-            self.num_reasoning += len(chunk.ids) // _ID_BYTES
-        if chunk.finish is not None:
-            events += self._lexer.flush()
-        kept: list[Event] = []
-        for event in events:
-            if isinstance(event, CallStart):
-                self._num_calls += 1
-            match event:
-                case Text():
-                    kept.append(event)
-                case Reasoning():
-                    if self._include_reasoning:
-                        kept.append(event)
-                case CallStart() | CallArguments():
-                    if self._parallel or self._num_calls == 1:
-                        kept.append(event)
-        return kept
+        return self.turn.read(chunk)
 
     def finish_reason(self, last: Chunk) -> FinishReason:
         """OpenAI's reason for the end."""
         assert last.finish in ("stop", "length"), f"a choice ended with {last.finish}"
-        return "tool_calls" if self._num_calls and last.finish == "stop" else last.finish
+        return "tool_calls" if self.turn.num_calls and last.finish == "stop" else last.finish
 
     def delta(self, event: Event) -> ChatDelta:
         """An event as OpenAI streams it: a call's id and name once, then pieces of its arguments."""

@@ -6,13 +6,13 @@ import msgspec
 
 from ..ipc.messages import Chunk, IdsPrompt, PromptEcho, Submit, TextPrompt, TokenLogprob
 from .openai_types import Completion, CompletionChoice, CompletionLogprobs, FinishReason, UsageBody
-from .reply import UsageCount, id_list, json_text, new_id
+from .reply import Reply, UsageCount, id_list, json_text, new_id
 from .sse import as_event
 
 _encode = msgspec.json.Encoder().encode
 
 
-class CompletionReply:
+class CompletionReply(Reply):
     """The answer to one completion request: prompt-major choices, `n` for each prompt."""
 
     def __init__(

@@ -11,11 +11,25 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from ..errors import RequestError
-from ..ipc.messages import Accepted, Cancel, Chunk, Failed, Snapshot, Submit, TextBatch
+from ..ipc.messages import (
+    Accepted,
+    Cancel,
+    ChatPrompt,
+    Chunk,
+    Detokenize,
+    Detokenized,
+    Failed,
+    Snapshot,
+    Submit,
+    TextBatch,
+    TextPrompt,
+    Tokenize,
+    Tokenized,
+)
 from .http_error import ShuttingDown
 from .stats import Stats
 
-FromEngine = Accepted | TextBatch | Failed | Snapshot
+FromEngine = Accepted | TextBatch | Failed | Snapshot | Tokenized | Detokenized
 """The messages of `ToApi` that are the gateway's; the others are the api actor's own."""
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
@@ -30,7 +44,7 @@ class Gateway:
 
     def __init__(
         self,
-        post: Callable[[Submit | Cancel], None],
+        post: Callable[[Submit | Cancel | Tokenize | Detokenize], None],
         *,
         api_index: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -40,6 +54,7 @@ class Gateway:
         self._clock = clock
         self._next_rid = api_index << RID_BITS
         self._streams: dict[int, Stream] = {}  # every rid that has not ended
+        self._questions: dict[int, asyncio.Future[Tokenized | Detokenized]] = {}  # to the tokenizer, not answered yet
         self._refusal: str | None = None  # why nothing new is taken
         self._idle = asyncio.Event()
         self._idle.set()
@@ -50,6 +65,11 @@ class Gateway:
     def num_open(self) -> int:
         """Sequences that have not ended."""
         return len(self._streams)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests for sequences that have not ended."""
+        return len(set(self._streams.values()))
 
     @property
     def refusal(self) -> str | None:
@@ -72,6 +92,18 @@ class Gateway:
             self._next_rid += order.n
         return stream
 
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, *, pieces: bool = False) -> Tokenized:
+        """The ids of a prompt; with `pieces` the text of each, too. Raises RequestError."""
+        answer = await self._ask(Tokenize(self._next_rid, prompt, pieces))
+        assert isinstance(answer, Tokenized), answer
+        return answer
+
+    async def detokenize(self, ids: bytes) -> str:
+        """The text of ids that the vocabulary has. Raises RequestError."""
+        answer = await self._ask(Detokenize(self._next_rid, ids))
+        assert isinstance(answer, Detokenized), answer
+        return answer.text
+
     def handle(self, messages: Iterable[FromEngine]) -> None:
         """Takes everything that came in since the last time. News of requests that have ended here is dropped."""
         now = self._clock()
@@ -81,10 +113,16 @@ class Gateway:
                     for chunk in chunks:
                         if (stream := self._streams.get(chunk.rid)) is not None:
                             self._take(stream, chunk, now)
-                case Accepted(rid=rid):
+                case Accepted(rid=rid, num_prompt=num_prompt):
                     if (stream := self._streams.get(rid)) is not None:
+                        stream.num_prompt = num_prompt
                         stream.accept(rid)
+                case Tokenized(rid=rid) | Detokenized(rid=rid):
+                    if (question := self._questions.get(rid)) is not None and not question.done():
+                        question.set_result(message)
                 case Failed(rid=rid, kind=kind, detail=detail):
+                    if (question := self._questions.get(rid)) is not None and not question.done():
+                        question.set_exception(RequestError(kind, detail))
                     if (stream := self._streams.get(rid)) is not None:
                         self.stats.finished["error"] += 1
                         self._close_rid(stream, rid)
@@ -105,6 +143,9 @@ class Gateway:
         self.refuse(reason)
         for stream in dict.fromkeys(self._streams.values()):
             self.end(stream, ShuttingDown(reason))
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(ShuttingDown(reason))
 
     def end(self, stream: "Stream", error: Exception) -> None:
         """Ends what is open of `stream`: the engine is told once, the reader gets `error`."""
@@ -141,7 +182,24 @@ class Gateway:
         stream.open_rids.discard(rid)
         stream.accept(rid)
         del self._streams[rid]
-        if not self._streams:
+        self._note_idle()
+
+    async def _ask(self, question: Tokenize | Detokenize) -> Tokenized | Detokenized:
+        if self._refusal is not None:
+            raise ShuttingDown(self._refusal)
+        self._next_rid += 1
+        answer: asyncio.Future[Tokenized | Detokenized] = asyncio.get_running_loop().create_future()
+        self._questions[question.rid] = answer
+        self._idle.clear()
+        self._post(question)
+        try:
+            return await answer
+        finally:
+            del self._questions[question.rid]
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._streams and not self._questions:
             self._idle.set()
 
 
@@ -153,6 +211,7 @@ class Stream:
         self.first_rid = first_rid
         self.arrived = arrived
         self.open_rids = set(range(first_rid, first_rid + num_choices))  # the gateway's: those that have not ended
+        self.num_prompt = 0  # tokens of the prompt that was accepted last
         self.last_news: list[float | None] = [None] * num_choices  # the gateway's: when a choice last got ids
         self._unanswered = set(self.open_rids)  # of which the engine has said nothing yet
         self._news: list[tuple[int, Chunk]] = []

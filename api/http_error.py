@@ -1,4 +1,4 @@
-"""The one way that an error leaves the server: OpenAI's error object.
+"""The one way that an error leaves the server: OpenAI's error object, or Anthropic's on the paths of its API.
 
 Owns the table from what went wrong to status, type and code. Texts are ours, never `str` of a foreign exception.
 """
@@ -16,10 +16,20 @@ ErrorCode = Literal[
     "invalid_api_key",
     "model_not_found",
     "not_found",
+    "previous_response_not_found",
     "queue_full",
     "engine_unavailable",
     "shutting_down",
 ]
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 _OF_KIND: dict[ErrorKind, tuple[int, ErrorCode | None]] = {
     "invalid_request": (400, None),
@@ -80,6 +90,12 @@ def error_body(error: HttpError) -> bytes:
         kind = "invalid_request_error"
     fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
     return msgspec.json.encode({"error": fields})
+
+
+def anthropic_error_body(error: HttpError) -> bytes:
+    """The same for Anthropic's clients, who know no `param`: the message names the field."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": str(error)}})
 
 
 def _retry_headers(status: int) -> tuple[tuple[bytes, bytes], ...]:

@@ -1,4 +1,4 @@
-"""What the answers to chat and completion requests have in common: their protocol, usage, ids and log-probabilities."""
+"""What the answers to requests have in common: their protocol, usage, ids and log-probabilities."""
 
 import secrets
 from typing import Protocol
@@ -6,11 +6,20 @@ from typing import Protocol
 import msgspec
 
 from ..ipc.messages import Chunk, TopLogprob, Usage, bytes_to_ids
+from .http_error import HttpError, error_body
 from .openai_types import CompletionTokensDetails, PromptTokensDetails, TokenLogprobBody, TopLogprobBody, UsageBody
+
+DONE = b"data: [DONE]\n\n"
 
 
 class Reply(Protocol):
-    """Turns chunks into an answer, streamed or plain; one object answers one request in one of the two ways."""
+    """Turns chunks into an answer, streamed or plain; one object answers one request in one of the two ways.
+
+    How a stream begins and ends is OpenAI's unless an API says otherwise."""
+
+    def admitted(self, num_prompt: int) -> None:
+        """The engine has taken the request, whose prompt has this many tokens. Comes first."""
+        return
 
     def opening(self) -> list[bytes]:
         """The events before any chunk."""
@@ -19,7 +28,15 @@ class Reply(Protocol):
         """The events of one choice's news."""
 
     def closing(self) -> list[bytes]:
-        """The events after all chunks, without `[DONE]`."""
+        """The events after all chunks, without the `ending`."""
+
+    def ending(self) -> bytes:
+        """What ends a stream that has gone well."""
+        return DONE
+
+    def failure(self, error: HttpError) -> bytes:
+        """The event that ends a stream which has failed."""
+        return b"data: " + error_body(error) + b"\n\n"
 
     def add(self, index: int, chunk: Chunk) -> None:
         """Takes one choice's news into the plain answer."""

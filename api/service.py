@@ -12,16 +12,27 @@ from starlette.types import Receive, Scope, Send
 
 from ..config import EngineConfig
 from ..errors import RequestError
-from ..ipc.messages import Submit
+from ..ipc.messages import ChatPrompt, Submit, TextPrompt, ids_to_bytes
+from .anthropic import MessagesReply
+from .anthropic_request import chat_request as chat_of_messages
+from .anthropic_request import in_terms_of_messages
+from .anthropic_types import CountTokensRequest, MessagesRequest
 from .chat import ChatReply
 from .completions import CompletionReply
 from .gateway import ClientGone, Gateway, Stream
 from .http_error import HttpError, as_http_error
 from .metrics import CONTENT_TYPE, Metrics
 from .openai_types import ChatRequest, CompletionRequest, GenerationRequest, ModelCard, ModelList
-from .reply import Reply
+from .reply import Reply, id_list
+from .response_store import ResponseStore, StoredResponse
+from .responses import ResponsesReply, go_on, new_response
+from .responses_request import chat_request as chat_of_response
+from .responses_request import check_response, conversation_of, in_terms_of_responses, wants_logprobs
+from .responses_types import ResponseBody, ResponsesRequest
 from .sse import send_stream
+from .tokenize_types import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from .translate import chat_orders, completion_orders, decode_body, output_grammar
+from .turn import Turn
 
 MAX_BODY_BYTES = 16 << 20
 BODY_TIMEOUT_S = 30.0
@@ -44,6 +55,12 @@ class Service:
         self._metrics = Metrics(gateway, config.served_model_names[0])
         self._chat_decoder = msgspec.json.Decoder(ChatRequest)
         self._completion_decoder = msgspec.json.Decoder(CompletionRequest)
+        self._responses_decoder = msgspec.json.Decoder(ResponsesRequest)
+        self._messages_decoder = msgspec.json.Decoder(MessagesRequest)
+        self._count_tokens_decoder = msgspec.json.Decoder(CountTokensRequest)
+        self._tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+        self._detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+        self._responses = ResponseStore()
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -81,6 +98,42 @@ class Service:
         )
         await self._answer(orders, reply, bool(request.stream), receive, send)
 
+    async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/responses"""
+        request = decode_body(self._responses_decoder, await _read_json(scope, receive))
+        model = self._model_name(request.model)
+        owner = scope["state"]["salt"]
+        check_response(request)
+        conversation = conversation_of(request, self._earlier_messages(owner, request.previous_response_id))
+        chat = chat_of_response(request, conversation.json())
+        try:
+            orders = chat_orders(chat, self._config, owner)
+        except HttpError as error:
+            raise in_terms_of_responses(error) from None
+        sampling = orders[0].sampling
+        response = new_response(request, model=model, temperature=sampling.temperature, top_p=sampling.top_p)
+
+        def keep(ended: ResponseBody) -> None:
+            if ended.store:
+                stored = StoredResponse(msgspec.json.encode(ended), go_on(conversation, ended))
+                self._responses.put(owner, ended.id, stored)
+
+        turn = self._turn(chat)
+        reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
+        await self._answer(orders, reply, bool(request.stream), receive, send)
+
+    async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/messages"""
+        request = decode_body(self._messages_decoder, await _read_json(scope, receive))
+        model = self._model_name(request.model)
+        chat = chat_of_messages(request)
+        try:
+            orders = chat_orders(chat, self._config, scope["state"]["salt"])
+        except HttpError as error:
+            raise in_terms_of_messages(error) from None
+        turn = self._turn(chat)
+        await self._answer(orders, MessagesReply(model=model, turn=turn), bool(request.stream), receive, send)
+
     async def _answer(
         self, orders: Sequence[Submit], reply: Reply, streamed: bool, receive: Receive, send: Send
     ) -> None:
@@ -91,6 +144,7 @@ class Service:
         watcher = asyncio.create_task(_cancel_when_gone(receive, stream))
         try:
             await stream.admitted()
+            reply.admitted(stream.num_prompt)
             if streamed:
                 await send_stream(send, stream, reply)
             else:
@@ -102,6 +156,11 @@ class Service:
             watcher.cancel()
             stream.cancel()
 
+    def _turn(self, request: ChatRequest) -> Turn:
+        """Reads the one output of a chat request."""
+        grammar = output_grammar(request, self._config)
+        return Turn(grammar, parallel_tool_calls=request.parallel_tool_calls is not False)
+
     def _model_name(self, asked: str | None) -> str:
         """The served name that was asked for. Raises HttpError 404."""
         names = self._config.served_model_names
@@ -110,6 +169,90 @@ class Service:
         if asked not in names:
             raise HttpError(404, f"The model {asked[:200]!r} does not exist.", code="model_not_found", param="model")
         return asked
+
+    def _earlier_messages(self, owner: bytes, id: str | None) -> bytes:
+        """The conversation up to the response with this id, in chat's shape. Raises HttpError 400."""
+        if id is None:
+            return b"[]"
+        stored = self._responses.get(owner, id)
+        if stored is None:
+            raise HttpError(
+                400,
+                f"There is no response {id[:100]!r}, or no longer: only the latest are kept, in memory.",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        return stored.messages
+
+    # ── without generating ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET and DELETE /v1/responses/{id}"""
+        owner, id = scope["state"]["salt"], scope["path_params"]["id"]
+        stored = self._responses.get(owner, id)
+        if stored is None:
+            raise HttpError(404, f"There is no response {id[:100]!r}, or no longer.", code="not_found")
+        if b"stream=true" in scope["query_string"]:
+            raise HttpError(400, "A stored response is not streamed.", code="unsupported_value", param="stream")
+        if scope["method"] == "DELETE":
+            self._responses.delete(owner, id)
+            await _send_json(send, {"id": id, "object": "response.deleted", "deleted": True})
+        else:
+            await send_body(send, 200, stored.body)
+
+    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/messages/count_tokens"""
+        request = decode_body(self._count_tokens_decoder, await _read_json(scope, receive))
+        self._model_name(request.model)
+        tokenized = await self._gateway.tokenize(self._chat_prompt(chat_of_messages(request)))
+        await _send_json(send, {"input_tokens": len(id_list(tokenized.ids))})
+
+    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /tokenize"""
+        request = decode_body(self._tokenize_decoder, await _read_json(scope, receive))
+        self._model_name(request.model)
+        if request.chat_template is not None:
+            raise HttpError(400, "chat_template is not supported.", code="unsupported_value", param="chat_template")
+        prompt: TextPrompt | ChatPrompt
+        if request.prompt is not None and not bytes(request.messages):
+            prompt = TextPrompt(request.prompt, request.add_special_tokens is not False)
+        elif request.prompt is None and bytes(request.messages):
+            if request.add_special_tokens:
+                raise HttpError(
+                    400,
+                    "add_special_tokens must be false with messages: the chat template writes them itself.",
+                    code="unsupported_value",
+                    param="add_special_tokens",
+                )
+            chat = ChatRequest(
+                messages=request.messages,
+                tools=request.tools,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                chat_template_kwargs=request.chat_template_kwargs,
+            )
+            prompt = self._chat_prompt(chat)
+        else:
+            raise HttpError(400, "Send either prompt or messages.", param="prompt")
+        tokenized = await self._gateway.tokenize(prompt, pieces=bool(request.return_token_strs))
+        ids = id_list(tokenized.ids)
+        pieces = list(tokenized.pieces) if request.return_token_strs else None
+        await _send_json(send, TokenizeAnswer(len(ids), self._config.max_model_len, ids, pieces))
+
+    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /detokenize"""
+        request = decode_body(self._detokenize_decoder, await _read_json(scope, receive))
+        self._model_name(request.model)
+        last = self._config.vocab_size - 1
+        if max(request.tokens, default=0) > last:
+            raise HttpError(400, f"tokens must hold token ids between 0 and {last}.", param="tokens")
+        await _send_json(send, DetokenizeAnswer(await self._gateway.detokenize(ids_to_bytes(request.tokens))))
+
+    def _chat_prompt(self, chat: ChatRequest) -> ChatPrompt:
+        """What a chat request would show the model. Raises HttpError."""
+        prompt = chat_orders(chat, self._config, b"")[0].prompt
+        assert isinstance(prompt, ChatPrompt), prompt
+        return prompt
 
     # ── about the server ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -127,6 +270,29 @@ class Service:
         if trouble is not None:
             raise as_http_error(RequestError("unavailable", trouble))
         await _send_json(send, {"status": "ok"})
+
+    async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /ready: 200 while a new request would be taken; a full queue is no reason to kill a server."""
+        core = self._gateway.snapshot
+        trouble = self._gateway.refusal or self._healthy()
+        if trouble is None and core is not None and core.num_waiting >= self._config.max_queued_requests:
+            trouble = f"The queue is full: {core.num_waiting} sequences wait."
+        if trouble is not None:
+            raise as_http_error(RequestError("unavailable", trouble))
+        await _send_json(send, {"status": "ready"})
+
+    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /load: requests in this process, and the engine's rows, queue and KV memory as it last reported them."""
+        core = self._gateway.snapshot
+        await _send_json(
+            send,
+            {
+                "server_load": self._gateway.num_requests,
+                "num_running": core.num_running if core else 0,
+                "num_waiting": core.num_waiting if core else 0,
+                "kv_cache_usage": core.num_blocks_used / core.num_blocks if core and core.num_blocks else 0.0,
+            },
+        )
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /metrics"""

@@ -10,11 +10,10 @@ from starlette.types import Send
 
 from ..errors import PagewireError
 from .gateway import ClientGone, Stream
-from .http_error import as_http_error, error_body
+from .http_error import as_http_error
 from .reply import Reply
 
 KEEP_ALIVE_S = 15.0
-DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
 
 _START = {
@@ -36,7 +35,7 @@ def as_event(body: bytes) -> bytes:
 
 
 async def send_stream(send: Send, stream: Stream, reply: Reply) -> None:
-    """Sends the whole response. An error ends it with an error event and without `[DONE]`. Raises ClientGone."""
+    """Sends the whole response. An error ends it with the reply's `failure`. Raises ClientGone."""
     await send(_START)
     ticker = _Ticker(stream)
     try:
@@ -52,14 +51,14 @@ async def send_stream(send: Send, stream: Stream, reply: Reply) -> None:
                     await _send_part(send, event)
         for event in reply.closing():
             await _send_part(send, event)
-        last = DONE
+        last = reply.ending()
     except ClientGone:
         raise
     except PagewireError as error:
-        last = as_event(error_body(as_http_error(error)))
+        last = reply.failure(as_http_error(error))
     except Exception as error:  # the status is out: all that is left is to say so and to close in good form
         log.exception("a stream failed")
-        last = as_event(error_body(as_http_error(error)))
+        last = reply.failure(as_http_error(error))
     finally:
         ticker.stop()
     await send({"type": "http.response.body", "body": last, "more_body": False})

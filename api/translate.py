@@ -19,7 +19,6 @@ from .parsers.lexer import Grammar
 from .parsers.registry import find_grammar
 
 T = TypeVar("T")
-R = TypeVar("R", bound=GenerationRequest)
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPTS = 256
@@ -39,7 +38,7 @@ _messages_decoder = msgspec.json.Decoder(list[Message])
 _tools_decoder = msgspec.json.Decoder(list[Tool])
 
 
-def decode_body(decoder: "msgspec.json.Decoder[R]", body: bytes) -> R:
+def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
     """The request in `body`. Raises HttpError 400 that names the field."""
     try:
         text = body.decode()  # msgspec does not look into the fields that it skips

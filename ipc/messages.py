@@ -7,6 +7,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     api ─Submit, Cancel─▶ tokenizer ─Enqueue, Cancel─▶ core ═StepPlan▶ worker ═StepResult, Transferred▶ core
     core ─Opened, TokenBatch─▶ detokenizer ─TextBatch─▶ api          detokenizer ─StopHit─▶ core
     tokenizer, core ─Accepted, Failed, Snapshot─▶ api                anyone ─Ready, Fault, Pong─▶ supervisor
+    api ─Tokenize, Detokenize─▶ tokenizer ─Tokenized, Detokenized─▶ api
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
@@ -155,6 +156,21 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     tenant: str = ""
     n: Annotated[int, Meta(ge=1)] = 1
     resume_ids: bytes = b""
+
+
+class Tokenize(Struct, frozen=True, array_like=True, tag=True):
+    """api → tokenizer: which ids a prompt has. `Tokenized` or `Failed` answers; nothing is generated."""
+
+    rid: int
+    prompt: TextPrompt | ChatPrompt
+    pieces: bool = False  # send the text of each token back, too
+
+
+class Detokenize(Struct, frozen=True, array_like=True, tag=True):
+    """api → tokenizer: which text these ids are, special tokens included. `Detokenized` or `Failed` answers."""
+
+    rid: int
+    ids: bytes  # int32, all of the vocabulary
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=True):
@@ -370,6 +386,21 @@ class Failed(Struct, frozen=True, array_like=True, tag=True):
     detail: str
 
 
+class Tokenized(Struct, frozen=True, array_like=True, tag=True):
+    """tokenizer → api: the answer to `Tokenize`."""
+
+    rid: int
+    ids: bytes  # int32
+    pieces: tuple[str, ...] = ()  # parallel to ids if they were asked for
+
+
+class Detokenized(Struct, frozen=True, array_like=True, tag=True):
+    """tokenizer → api: the answer to `Detokenize`."""
+
+    rid: int
+    text: str
+
+
 class TierSnapshot(Struct, frozen=True, array_like=True):
     """One KV tier behind the device: gauges and running totals."""
 
@@ -457,10 +488,10 @@ class Stop(Struct, frozen=True, array_like=True, tag=True):
 
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
 
-ToTokenizer = Submit | Cancel | Ping | Stop
+ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Ping | Stop
 ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Ping | Stop
 ToWorker = OpenCache | StepPlan | Ping | Stop
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Stop
-ToApi = Accepted | TextBatch | Failed | Snapshot | Serve | Ping | Stop
+ToApi = Accepted | TextBatch | Failed | Snapshot | Tokenized | Detokenized | Serve | Ping | Stop
 ToSupervisor = Ready | Serving | Fault | Pong
 Message = ToTokenizer | ToCore | ToWorker | ToDetokenizer | ToApi | ToSupervisor

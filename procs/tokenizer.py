@@ -5,8 +5,9 @@ A prompt or a template that fails here fails its own request; nothing of it reac
 
 import logging
 from array import array
+from collections.abc import Callable
 from pathlib import Path
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 from msgspec.structs import asdict, replace
 
@@ -18,6 +19,8 @@ from ..ipc.actor import Post
 from ..ipc.messages import (
     Cancel,
     ChatPrompt,
+    Detokenize,
+    Detokenized,
     Enqueue,
     Facts,
     Failed,
@@ -26,11 +29,14 @@ from ..ipc.messages import (
     Stop,
     Submit,
     TextPrompt,
+    Tokenize,
+    Tokenized,
     ToTokenizer,
     bytes_to_ids,
 )
 
 log = logging.getLogger("pagewire.tokenizer")
+Q = TypeVar("Q", Tokenize, Detokenize)
 
 
 class TokenizerActor:
@@ -55,6 +61,10 @@ class TokenizerActor:
                     self._submit(message)
                 case Cancel():
                     self._post("core", message)
+                case Tokenize():
+                    self._answer(message, self._tokenized)
+                case Detokenize():
+                    self._answer(message, self._detokenized)
                 case Ping() | Stop():
                     pass
                 case _:
@@ -92,18 +102,41 @@ class TokenizerActor:
         for i in range(submit.n):
             self._post("api", replace(failed, rid=submit.rid + i))
 
-    def _prompt_ids(self, submit: Submit) -> "array[int]":
-        """The prompt's ids. Raises RequestError if the request cannot be served."""
-        match submit.prompt:
+    def _answer(self, question: Q, answer: Callable[[Q], Tokenized | Detokenized]) -> None:
+        try:
+            self._post("api", answer(question))
+        except RequestError as error:
+            self._post("api", Failed(question.rid, error.kind, str(error)))
+        except Exception:
+            log.exception("question %d could not be answered", question.rid)
+            self._post("api", Failed(question.rid, "internal", "The text could not be converted."))
+
+    def _tokenized(self, question: Tokenize) -> Tokenized:
+        ids = self._encode(question.prompt)
+        pieces = tuple(map(self._tokenizer.token_text, ids)) if question.pieces else ()
+        return Tokenized(question.rid, ids.tobytes(), pieces)
+
+    def _detokenized(self, question: Detokenize) -> Detokenized:
+        ids = bytes_to_ids(question.ids)
+        self._check_ids("tokens", ids)
+        return Detokenized(question.rid, self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _encode(self, prompt: TextPrompt | ChatPrompt | IdsPrompt) -> "array[int]":
+        match prompt:
             case TextPrompt(text, add_special_tokens):
-                ids = array("i", self._tokenizer.encode(text, add_special_tokens))
+                return array("i", self._tokenizer.encode(text, add_special_tokens))
             case ChatPrompt():
-                ids = array("i", self._template.encode(self._tokenizer, **asdict(submit.prompt)))
+                return array("i", self._template.encode(self._tokenizer, **asdict(prompt)))
             case IdsPrompt(data):
                 ids = bytes_to_ids(data)
                 self._check_ids("prompt", ids)
+                return ids
             case _:
-                assert_never(submit.prompt)
+                assert_never(prompt)
+
+    def _prompt_ids(self, submit: Submit) -> "array[int]":
+        """The prompt's ids. Raises RequestError if the request cannot be served."""
+        ids = self._encode(submit.prompt)
         if not ids:
             raise RequestError("invalid_request", "The prompt is empty.")
         self._check_ids("stop_token_ids", submit.limits.stop_token_ids)

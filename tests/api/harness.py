@@ -21,12 +21,16 @@ from pagewire.ipc.messages import (
     Cancel,
     ChatPrompt,
     Chunk,
+    Detokenize,
+    Detokenized,
     Failed,
     IdsPrompt,
     PromptEcho,
     Submit,
     TextBatch,
     TextPrompt,
+    Tokenize,
+    Tokenized,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -91,11 +95,12 @@ class FakeEngine:
         self.hold = False  # accept and say nothing more until `go`
         self.submits: list[Submit] = []
         self.cancels: list[int] = []
+        self.questions: list[Tokenize | Detokenize] = []
         self.open: dict[int, tuple[Submit, int]] = {}  # rid → its order and the next piece
         self.loop: asyncio.AbstractEventLoop | None = None  # once it has heard of a request
         self.gateway = Gateway(self.post, clock=lambda: 0.0)
 
-    def post(self, message: Submit | Cancel) -> None:
+    def post(self, message: Submit | Cancel | Tokenize | Detokenize) -> None:
         self.loop = asyncio.get_running_loop()
         match message:
             case Submit():
@@ -107,6 +112,20 @@ class FakeEngine:
                 self.cancels.extend(gone)
                 for rid in gone:
                     self.open.pop(rid, None)
+            case Tokenize() | Detokenize():
+                self.loop.call_soon(self._answer, message)
+
+    def _answer(self, question: Tokenize | Detokenize) -> None:
+        self.questions.append(question)
+        if self.refuse is not None:
+            self.gateway.handle([Failed(question.rid, *self.refuse)])
+        elif isinstance(question, Detokenize):
+            text = "".join(map(chr, bytes_to_ids(question.ids)))
+            self.gateway.handle([Detokenized(question.rid, text)])
+        else:
+            text = question.prompt.text if isinstance(question.prompt, TextPrompt) else "abc"
+            pieces = tuple(text) if question.pieces else ()
+            self.gateway.handle([Tokenized(question.rid, ids_to_bytes([ord(char) for char in text]), pieces)])
 
     def _admit(self, rids: list[int]) -> None:
         for rid in rids:
@@ -194,6 +213,20 @@ class Answer:
         assert blocks.pop() == ""
         lines = [block.removeprefix("data: ") for block in blocks if not block.startswith(":")]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+    @property
+    def typed_events(self) -> list[dict[str, Any]]:
+        """The events of a stream whose events have names, each the same as its `type`."""
+        assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
+        *blocks, rest = self.body.decode().split("\n\n")
+        assert rest == ""
+        events = []
+        for block in blocks:
+            if not block.startswith(":"):
+                name, data = block.split("\n")
+                events.append(json.loads(data.removeprefix("data: ")))
+                assert name == f"event: {events[-1]['type']}"
+        return events
 
 
 class Client:

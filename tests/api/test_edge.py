@@ -15,10 +15,17 @@ ROUTES = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/demo"),
     ("GET", "/metrics"),
-    ("GET", "/version"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{id}"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/load"),
     ("GET", "/nothing"),
     ("OPTIONS", "/v1/models"),
 ]
+OPEN = ("/health", "/ready", "/version")
 KEYS = {"api_keys": ("first", "second")}
 
 
@@ -30,7 +37,11 @@ def test_without_a_key_nothing_is_served(method: str, path: str, authorization: 
     headers = {} if authorization is None else {"authorization": authorization}
     engine = FakeEngine()
     answer = request(engine, path, b"{}", method=method, headers=headers, **KEYS)
-    assert (answer.status, answer.error["code"]) == (401, "invalid_api_key") and not engine.submits
+    if path.startswith("/v1/messages"):
+        assert answer.json["type"] == "error" and answer.json["error"]["type"] == "authentication_error"
+    else:
+        assert answer.error["code"] == "invalid_api_key"
+    assert answer.status == 401 and not engine.submits
 
 
 @pytest.mark.parametrize(
@@ -40,20 +51,24 @@ def test_no_way_around_the_key(path: str) -> None:
     assert request(FakeEngine(), path, **KEYS).status == 401
 
 
-def test_health_needs_no_key() -> None:
-    assert request(FakeEngine(), "/health", **KEYS).json == {"status": "ok"}
+@pytest.mark.parametrize("path", OPEN)
+def test_what_says_nothing_of_anyone_needs_no_key(path: str) -> None:
+    assert request(FakeEngine(), path, **KEYS).status == 200
 
 
 @pytest.mark.parametrize("key", ["first", "second"])
 def test_every_key_opens_every_route(key: str) -> None:
     headers = {"authorization": f"Bearer {key}"}
     assert request(FakeEngine(), "/v1/models", headers=headers, **KEYS).status == 200
-    assert request(FakeEngine(), "/version", headers={"authorization": f"bearer  {key}"}, **KEYS).status == 200
+    assert request(FakeEngine(), "/load", headers={"authorization": f"bearer  {key}"}, **KEYS).status == 200
+    assert request(FakeEngine(), "/load", headers={"x-api-key": key}, **KEYS).status == 200
+    assert request(FakeEngine(), "/load", headers={"x-api-key": key, "authorization": "x"}, **KEYS).status == 401
+    assert request(FakeEngine(), "/load", headers={"x-api-key": "third"}, **KEYS).status == 401
 
 
 def test_every_route_of_the_table_is_tested() -> None:
     paths = {route.path for route in make_app(FakeEngine())._app.routes}
-    assert paths == {path.replace("/demo", "/{id:path}") for _, path in ROUTES[:6]} | {"/health"}
+    assert paths == {path.replace("/demo", "/{id:path}") for _, path in ROUTES[:-2]} | set(OPEN)
 
 
 def test_two_keys_never_share_a_prefix() -> None:

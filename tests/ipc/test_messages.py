@@ -12,6 +12,10 @@ from pagewire.ipc.codec import DecodeError, Decoder, encode
 EXAMPLES: list[tuple[object, m.Message]] = [
     (m.ToTokenizer, m.Submit(1 << 40, 2, m.ChatPrompt(b"[]"), m.Sampling(seed=3), m.Limits(5), m.TextSpec(("x",)))),
     (m.ToTokenizer, m.Submit(1, 1, m.IdsPrompt(b"\1\0\0\0"), m.Sampling(), m.Limits(), m.TextSpec(), -3, b"salt")),
+    (m.ToTokenizer, m.Tokenize(1, m.TextPrompt("x"), True)),
+    (m.ToTokenizer, m.Detokenize(1, b"\1\0\0\0")),
+    (m.ToApi, m.Tokenized(1, b"\1\0\0\0", ("x",))),
+    (m.ToApi, m.Detokenized(1, "x")),
     (m.ToCore, m.Enqueue(1, b"\1\0\0\0", m.Sampling(logit_bias={5: -100.0}), m.Limits(None, (1, 2)), m.TextSpec())),
     (m.ToCore, m.StepResult(1, b"", {0: m.RowLogprobs(1, b"\1\0\0\0", b"\0\0\0\0")}, {}, 1.5)),
     (m.ToWorker, m.StepPlan(1, (m.RowOpen(0, b"", 1, 0, b"", m.Sampling()),), b"", b"", b"", b"", b"")),

@@ -71,6 +71,24 @@ def test_a_full_prompt_may_be_scored(actor: TokenizerActor, posts: Posts) -> Non
     assert posts[0][0] == "core"
 
 
+def test_questions_are_answered_without_the_core(actor: TokenizerActor, posts: Posts) -> None:
+    chat = m.ChatPrompt(b'[{"role": "user", "content": "hi"}]')
+    actor.handle([m.Tokenize(1, m.TextPrompt("hi <s>", False), True), m.Tokenize(2, chat), submit(chat)])
+    (_, text), (_, rendered), (_, enqueue) = posts
+    assert isinstance(text, m.Tokenized) and isinstance(rendered, m.Tokenized) and isinstance(enqueue, m.Enqueue)
+    assert "".join(text.pieces) == "hi <s>" and len(text.pieces) == len(m.bytes_to_ids(text.ids))
+    assert rendered.ids == enqueue.prompt_ids and rendered.pieces == ()
+    posts.clear()
+    actor.handle([m.Detokenize(3, text.ids), m.Detokenize(4, b"")])
+    assert posts == [("api", m.Detokenized(3, "hi <s>")), ("api", m.Detokenized(4, ""))]
+
+
+def test_questions_are_refused_too(actor: TokenizerActor, posts: Posts) -> None:
+    actor.handle([m.Tokenize(1, m.ChatPrompt(b"{}")), m.Detokenize(2, m.ids_to_bytes([320])), m.Detokenize(3, b"x")])
+    kinds = [(message.rid, message.kind) for _, message in posts if isinstance(message, m.Failed)]
+    assert kinds == [(1, "invalid_request"), (2, "invalid_request"), (3, "internal")]
+
+
 def test_cancel_follows_its_submit(actor: TokenizerActor, posts: Posts) -> None:
     actor.handle([submit(m.TextPrompt("x")), m.Cancel((10,))])
     assert [type(message) for _, message in posts] == [m.Enqueue, m.Cancel]

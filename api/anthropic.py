@@ -1,0 +1,164 @@
+"""POST /v1/messages: Anthropic's message object, plain and streamed as typed events.
+
+Both come from the same blocks, which grow by the same steps; a plain answer only leaves the events away.
+"""
+
+from typing import assert_never
+
+import msgspec
+
+from ..ipc.messages import Chunk, Usage
+from .anthropic_types import ContentBlock, MessageBody, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
+from .http_error import HttpError, anthropic_error_body
+from .parsers.events import CallArguments, CallStart, Reasoning, Text
+from .reply import Reply, new_id
+from .turn import Turn
+
+_encode = msgspec.json.Encoder().encode
+_EMPTY = msgspec.Raw(b"{}")
+_TEXT_HEAD = (
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":'
+)
+_TEXT_TAIL = b"}}\n\n"
+
+_Event = dict[str, object]
+
+
+class MessagesReply(Reply):
+    """The answer to one request for a message."""
+
+    def __init__(self, *, model: str, turn: Turn) -> None:
+        self._turn = turn
+        self._message = MessageBody(new_id("msg_"), model, [], MessageUsage(0, 0))
+        self._blocks: list[ContentBlock] = []  # those that are done
+        self._open: ContentBlock | None = None
+        self._pieces: list[str] = []  # of the open block: text, or the JSON of its input
+
+    def admitted(self, num_prompt: int) -> None:
+        """How much of the prompt is cached is not known before the end."""
+        self._message = msgspec.structs.replace(self._message, usage=MessageUsage(num_prompt, 0))
+
+    # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def opening(self) -> list[bytes]:
+        """The message without its content."""
+        return [_event({"type": "message_start", "message": self._message})]
+
+    def events(self, index: int, chunk: Chunk) -> list[bytes]:
+        """The chunk's news."""
+        if self._turn.is_verbatim and self._open is not None and chunk.finish is None:
+            # Most events carry a piece of text and nothing else, and without tools there is one block.
+            if not chunk.text:
+                return []
+            self._pieces.append(chunk.text)
+            return [_TEXT_HEAD + _encode(chunk.text) + _TEXT_TAIL]
+        return [_event(event) for event in self._take(chunk)]
+
+    def closing(self) -> list[bytes]:
+        """Why it ended and what it took."""
+        message = self._message
+        delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+        return [
+            _event({"type": "message_delta", "delta": delta, "usage": message.usage}),
+            _event({"type": "message_stop"}),
+        ]
+
+    def ending(self) -> bytes:
+        """The last event has said that it is the last."""
+        return b""
+
+    def failure(self, error: HttpError) -> bytes:
+        """An error event."""
+        return b"event: error\ndata: " + anthropic_error_body(error) + b"\n\n"
+
+    # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        """Takes the chunk's news."""
+        self._take(chunk)
+
+    def body(self) -> bytes:
+        """The message object."""
+        return _encode(self._message)
+
+    # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take(self, chunk: Chunk) -> list[_Event]:
+        news: list[_Event] = []
+        for event in self._turn.read(chunk):
+            match event:
+                case Text(text=text):
+                    if not isinstance(self._open, TextBlock):
+                        self._begin(TextBlock(""), news)
+                    self._grow({"type": "text_delta", "text": text}, text, news)
+                case Reasoning(text=text):
+                    if not isinstance(self._open, ThinkingBlock):
+                        self._begin(ThinkingBlock(""), news)
+                    self._grow({"type": "thinking_delta", "thinking": text}, text, news)
+                case CallStart(name=name):
+                    self._begin(ToolUseBlock(new_id("toolu_"), name, _EMPTY), news)
+                case CallArguments(text=text):
+                    self._grow({"type": "input_json_delta", "partial_json": text}, text, news)
+                case _:
+                    assert_never(event)
+        if chunk.finish is not None:
+            self._end_block(news)
+            reason = self._stop_reason(chunk)
+            self._message = msgspec.structs.replace(
+                self._message,
+                content=self._blocks,
+                usage=_usage(chunk.usage),
+                stop_reason=reason,
+                stop_sequence=chunk.stop_reason if reason == "stop_sequence" else None,
+            )
+        return news
+
+    def _begin(self, block: ContentBlock, news: list[_Event]) -> None:
+        self._end_block(news)
+        self._open = block
+        news.append({"type": "content_block_start", "index": len(self._blocks), "content_block": block})
+
+    def _grow(self, delta: dict[str, str], piece: str, news: list[_Event]) -> None:
+        self._pieces.append(piece)
+        news.append({"type": "content_block_delta", "index": len(self._blocks), "delta": delta})
+
+    def _end_block(self, news: list[_Event]) -> None:
+        if self._open is None:
+            return
+        news.append({"type": "content_block_stop", "index": len(self._blocks)})
+        whole = "".join(self._pieces)
+        match self._open:
+            case TextBlock():
+                self._blocks.append(TextBlock(whole))
+            case ThinkingBlock():
+                self._blocks.append(ThinkingBlock(whole))
+            case ToolUseBlock(id=id, name=name):
+                self._blocks.append(ToolUseBlock(id, name, _json_object(whole)))
+        self._open = None
+        self._pieces.clear()
+
+    def _stop_reason(self, last: Chunk) -> StopReason:
+        assert last.finish != "abort", "the gateway turns an abort into an error"
+        if last.finish == "length":
+            return "max_tokens"
+        if self._turn.num_calls:
+            return "tool_use"
+        return "stop_sequence" if isinstance(last.stop_reason, str) else "end_turn"
+
+
+def _event(event: _Event) -> bytes:
+    return b"event: " + str(event["type"]).encode() + b"\ndata: " + _encode(event) + b"\n\n"
+
+
+def _json_object(text: str) -> msgspec.Raw:
+    """`text` if it is a JSON object. What a length limit has cut is none, and the shape has no place for it."""
+    try:
+        msgspec.json.decode(text, type=dict[str, object])
+    except (msgspec.MsgspecError, RecursionError):
+        return _EMPTY
+    return msgspec.Raw(text)
+
+
+def _usage(usage: Usage | None) -> MessageUsage:
+    assert usage is not None, "a sequence ended without its usage"
+    return MessageUsage(usage.num_prompt - usage.num_cached, usage.num_output, cache_read_input_tokens=usage.num_cached)

@@ -1,0 +1,163 @@
+"""A request of Anthropic's Messages API as a chat request, so that everything behind it is the same. What has no
+counterpart there is refused by name, and nothing is ignored that would change the answer.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from .anthropic_types import Block, CountTokensRequest, MessagesRequest
+from .conversation import Conversation
+from .http_error import HttpError
+from .openai_types import ChatRequest, GenerationRequest, ResponseFormat
+
+_REFUSED = ("container", "context_management", "mcp_servers", "return_token_ids")
+_OWN = ("max_tokens", "stop", "user")  # of those that chat has, too
+_SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name not in _OWN)
+
+
+def chat_request(request: CountTokensRequest) -> ChatRequest:
+    """The same as a chat request. Raises HttpError."""
+    for name in _REFUSED:
+        if getattr(request, name):
+            raise _unsupported(name)
+    if request.n not in (None, 1):
+        raise _unsupported("n")
+    conversation = _conversation(request)
+    goes_on = conversation.last_role == "assistant"
+    if goes_on and conversation.ends_with_call:
+        at = f"messages[{len(request.messages) - 1}]"
+        raise HttpError(400, f"{at} calls a tool, and no tool_result follows.", param=at)
+    choice = request.tool_choice
+    variables = dict(request.chat_template_kwargs or {})
+    if request.thinking is not None:
+        if request.thinking.budget_tokens is not None and request.thinking.type == "enabled":
+            raise _unsupported("thinking.budget_tokens")
+        variables.setdefault("enable_thinking", request.thinking.type != "disabled")
+    max_tokens, stop, user = None, request.stop, request.user
+    if isinstance(request, MessagesRequest):
+        max_tokens = request.max_tokens
+        stop = request.stop_sequences or stop
+        user = request.metadata.user_id if request.metadata is not None and request.metadata.user_id else user
+    return ChatRequest(
+        **{name: getattr(request, name) for name in _SHARED},
+        max_completion_tokens=max_tokens,
+        stop=stop,
+        user=user,
+        messages=msgspec.Raw(conversation.json()),
+        tools=msgspec.Raw(msgspec.json.encode(_tools(request))),
+        tool_choice=_tool_choice(request),
+        parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+        response_format=_response_format(request),
+        reasoning_effort=request.output_config.effort if request.output_config is not None else None,
+        chat_template_kwargs=variables,
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+    )
+
+
+def in_terms_of_messages(error: HttpError) -> HttpError:
+    """What chat says of its own fields, with the names that the client used."""
+    return error if error.param != "response_format" else _unsupported("output_config.format")
+
+
+def _conversation(request: CountTokensRequest) -> Conversation:
+    conversation = Conversation()
+    if request.system:
+        conversation.add_text("system", _texts(request.system, "system"))
+    if not request.messages:
+        raise HttpError(400, "messages must not be empty.", param="messages")
+    for i, message in enumerate(request.messages):
+        place = f"messages[{i}].content"
+        if isinstance(message.content, str):
+            conversation.add_text(message.role, [message.content])
+        else:
+            _add_blocks(conversation, message.role, message.content, place)
+    return conversation
+
+
+def _add_blocks(conversation: Conversation, role: str, blocks: Sequence[Block], place: str) -> None:
+    """Texts that stand together become one message; what a tool gave becomes one of its own."""
+    texts: list[str] = []
+
+    def end_texts() -> None:
+        if texts:
+            conversation.add_text(role, list(texts))
+            texts.clear()
+
+    for i, block in enumerate(blocks):
+        match block:
+            case Block(type="text", text=str(text)):
+                texts.append(text)
+            case Block(type="thinking", thinking=str(thinking)) if role == "assistant":
+                end_texts()
+                conversation.add_reasoning(thinking)
+            case Block(type="redacted_thinking") if role == "assistant":
+                pass  # nobody but who wrote it can read it
+            case Block(type="tool_use", id=str(id), name=str(name)) if role == "assistant":
+                end_texts()
+                conversation.add_call(id, name, msgspec.json.encode(block.input or {}).decode())
+            case Block(type="tool_result", tool_use_id=str(id)) if role == "user":
+                end_texts()
+                results = _texts(block.content or "", f"{place}[{i}].content")
+                # Chat's messages have no other place for it.
+                conversation.add_result(id, ["Error:", *results] if block.is_error else results)
+            case _:
+                raise _bad_block(block, f"{place}[{i}]", role)
+    end_texts()
+
+
+def _texts(content: str | Sequence[Block], place: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    for i, block in enumerate(content):
+        if block.type != "text" or block.text is None:
+            raise _bad_block(block, f"{place}[{i}]", "")
+    return [block.text or "" for block in content]
+
+
+def _bad_block(block: Block, place: str, role: str) -> HttpError:
+    of = f" of role {role}" if role else ""
+    return HttpError(
+        400,
+        f"{place}: a block of type {block.type[:40]!r} with these fields is not supported in a message{of}.",
+        code="unsupported_value",
+        param=place,
+    )
+
+
+def _tools(request: CountTokensRequest) -> list[dict[str, object]]:
+    tools: list[dict[str, object]] = []
+    for i, tool in enumerate(request.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise _unsupported(f"tools[{i}].type", f" {tool.type[:40]!r}")
+        schema = tool.input_schema or {"type": "object", "properties": {}}
+        function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _tool_choice(request: CountTokensRequest) -> str | dict[str, object] | None:
+    if request.tool_choice is None:
+        return None
+    match request.tool_choice.type:
+        case "any":
+            return "required"
+        case "tool":
+            if not request.tool_choice.name:
+                raise HttpError(400, "tool_choice.name: which tool?", param="tool_choice.name")
+            return {"type": "function", "function": {"name": request.tool_choice.name}}
+        case "auto" | "none" as word:
+            return word
+
+
+def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
+    if request.output_config is None or request.output_config.format is None:
+        return None
+    format = request.output_config.format
+    described = {"type": format.type, "json_schema": {"name": "answer", "schema": format.schema}}
+    return msgspec.convert(described, ResponseFormat)
+
+
+def _unsupported(param: str, value: str = "") -> HttpError:
+    return HttpError(400, f"{param}{value} is not supported.", code="unsupported_value", param=param)

@@ -1,0 +1,127 @@
+"""The bodies of Anthropic's Messages API, as far as they are understood here. See `openai_types` for the rules.
+
+Knows nothing of the engine; `anthropic_request` does.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Raw, Struct
+
+from .openai_types import GenerationRequest, StopStrings
+from .responses_types import TextFormat
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Block(Struct, frozen=True):
+    """Every kind of content block; `type` says which fields count. `cache_control` is ignored: all is cached anyway."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, object] | None = None
+    tool_use_id: str | None = None
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+
+
+class AnthropicMessage(Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class AnthropicTool(Struct, frozen=True):
+    name: Annotated[str, Meta(min_length=1)]
+    input_schema: dict[str, object] | None = None
+    description: str | None = None
+    type: str | None = None
+
+
+class AnthropicToolChoice(Struct, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, frozen=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class Metadata(Struct, frozen=True):
+    user_id: Annotated[str, Meta(max_length=512)] | None = None
+
+
+class OutputConfig(Struct, frozen=True):
+    effort: str | None = None
+    format: TextFormat | None = None
+
+
+class CountTokensRequest(GenerationRequest, frozen=True, kw_only=True):
+    """POST /v1/messages/count_tokens"""
+
+    messages: list[AnthropicMessage]
+    system: str | list[Block] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+
+    # Understood and refused.
+    container: object = None
+    context_management: object = None
+    mcp_servers: object = None
+
+
+class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
+    """POST /v1/messages. Besides Anthropic's fields it takes those that chat takes from vLLM's users."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    stop_sequences: StopStrings | None = None
+    metadata: Metadata | None = None
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class TextBlock(Struct, frozen=True, tag="text"):
+    text: str
+    citations: None = None
+
+
+class ThinkingBlock(Struct, frozen=True, tag="thinking"):
+    thinking: str
+    signature: str = ""  # nobody here needs to be shown that it was not changed
+
+
+class ToolUseBlock(Struct, frozen=True, tag="tool_use"):
+    id: str
+    name: str
+    input: Raw  # a JSON object
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageUsage(Struct, frozen=True):
+    """`input_tokens` are those that were computed; cached ones count on their own."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class MessageBody(Struct, frozen=True, tag="message"):
+    id: str
+    model: str
+    content: list[ContentBlock]
+    usage: MessageUsage
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    role: Literal["assistant"] = "assistant"

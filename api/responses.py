@@ -1,0 +1,350 @@
+"""POST /v1/responses: the response object, plain and streamed as typed events.
+
+Both come from the same items, which grow by the same steps; a plain answer only leaves the events away. Clients check
+the order strictly: an item is added, its parts grow, it is done, and only then the next one begins.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+import msgspec
+from msgspec.structs import replace
+
+from ..ipc.messages import Chunk, Usage
+from .conversation import Conversation
+from .http_error import HttpError
+from .openai_types import TokenLogprobBody
+from .parsers.events import CallArguments, CallStart, Reasoning, Text
+from .reply import Reply, chat_logprobs, new_id
+from .responses_request import functions
+from .responses_types import (
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemStatus,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningConfig,
+    ReasoningItem,
+    ReasoningText,
+    ResponseBody,
+    ResponseFailure,
+    ResponsesRequest,
+    ResponseUsage,
+    TextConfig,
+    TextFormat,
+)
+from .turn import Turn
+
+_encode = msgspec.json.Encoder().encode
+
+_Event = tuple[str, dict[str, object]]  # its type and its fields, but for the sequence number
+
+
+def new_response(request: ResponsesRequest, *, model: str, temperature: float, top_p: float) -> ResponseBody:
+    """The response before anything has come of it."""
+    text = request.text or TextConfig()
+    return ResponseBody(
+        id=new_id("resp_"),
+        created_at=int(time.time()),
+        model=model,
+        instructions=request.instructions,
+        metadata=request.metadata or {},
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        temperature=temperature,
+        top_p=top_p,
+        top_logprobs=request.top_logprobs or 0,
+        tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+        tools=functions(request),
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning=request.reasoning or ReasoningConfig(),
+        safety_identifier=request.safety_identifier,
+        store=request.store is not False,
+        text=replace(text, format=text.format or TextFormat()),
+        user=request.user,
+    )
+
+
+class ResponsesReply(Reply):
+    """The answer to one request for a response."""
+
+    def __init__(
+        self,
+        response: ResponseBody,
+        *,
+        turn: Turn,
+        has_logprobs: bool,
+        on_end: Callable[[ResponseBody], None],
+    ) -> None:
+        """`on_end` is given the response when it has ended well, once."""
+        self._response = response
+        self._turn = turn
+        self._has_logprobs = has_logprobs
+        self._is_simple = turn.is_verbatim and not has_logprobs
+        self._on_end = on_end
+        self._next_sequence_number = 0
+        self._items: list[OutputItem] = []  # those that are done
+        self._open: _Message | _Reasoning | _Call | None = None
+        self._logprobs: list[TokenLogprobBody] = []  # of tokens whose text has not come yet
+
+    # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def opening(self) -> list[bytes]:
+        """That there is a response."""
+        fields: dict[str, object] = {"response": self._response}
+        return [self._event("response.created", fields), self._event("response.in_progress", fields)]
+
+    def events(self, index: int, chunk: Chunk) -> list[bytes]:
+        """The chunk's news."""
+        if self._is_simple and isinstance(self._open, _Message) and chunk.finish is None:
+            # Most events carry a piece of text and nothing else.
+            if not chunk.text:
+                return []
+            self._next_sequence_number += 1
+            return [self._open.grow_simply(chunk.text, self._next_sequence_number - 1)]
+        return [self._event(type, fields) for type, fields in self._take(chunk)]
+
+    def closing(self) -> list[bytes]:
+        """The whole response."""
+        self._on_end(self._response)
+        return [self._event(f"response.{self._response.status}", {"response": self._response})]
+
+    def ending(self) -> bytes:
+        """The last event has said that it is the last."""
+        return b""
+
+    def failure(self, error: HttpError) -> bytes:
+        """The response as far as it got, and why."""
+        items = [*self._items, *([self._open.item("incomplete")] if self._open is not None else [])]
+        failure = ResponseFailure("server_error", str(error))
+        response = replace(self._response, status="failed", error=failure, output=items)
+        return self._event("response.failed", {"response": response})
+
+    def _event(self, type: str, fields: dict[str, object]) -> bytes:
+        data = _encode({"type": type, "sequence_number": self._next_sequence_number, **fields})
+        self._next_sequence_number += 1
+        return b"event: " + type.encode() + b"\ndata: " + data + b"\n\n"
+
+    # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        """Takes the chunk's news."""
+        self._take(chunk)
+
+    def body(self) -> bytes:
+        """The response object."""
+        self._on_end(self._response)
+        return _encode(self._response)
+
+    # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take(self, chunk: Chunk) -> list[_Event]:
+        news: list[_Event] = []
+        if self._has_logprobs:
+            self._logprobs += chat_logprobs(chunk)
+        for event in self._turn.read(chunk):
+            match event:
+                case Text(text=text):
+                    if not isinstance(self._open, _Message):
+                        self._begin(_Message(len(self._items) + (self._open is not None)), news)
+                    assert isinstance(self._open, _Message)
+                    news.append(self._open.grow(text, self._logprobs))
+                    self._logprobs = []
+                case Reasoning(text=text):
+                    if not isinstance(self._open, _Reasoning):
+                        self._begin(_Reasoning(len(self._items) + (self._open is not None)), news)
+                    assert isinstance(self._open, _Reasoning)
+                    news.append(self._open.grow(text))
+                    self._logprobs = []  # reasoning has no place for them
+                case CallStart(name=name):
+                    self._begin(_Call(len(self._items) + (self._open is not None), name), news)
+                    self._logprobs = []  # a call has no place for them
+                case CallArguments(text=text):
+                    assert isinstance(self._open, _Call), "arguments without a call"
+                    news.append(self._open.grow(text))
+                    self._logprobs = []
+                case _:
+                    assert_never(event)
+        if chunk.finish is not None:
+            assert chunk.finish != "abort", "the gateway turns an abort into an error"
+            if self._open is None and not self._items:
+                self._begin(_Message(0), news)  # an answer of no words is still an answer
+            if isinstance(self._open, _Message):
+                self._open.logprobs += self._logprobs  # of what gave no text, such as the end of the turn
+            is_complete = chunk.finish == "stop"
+            self._end_item("completed" if is_complete else "incomplete", news)
+            self._response = replace(
+                self._response,
+                status="completed" if is_complete else "incomplete",
+                incomplete_details=None if is_complete else IncompleteDetails("max_output_tokens"),
+                completed_at=int(time.time()) if is_complete else None,
+                output=self._items,
+                usage=_usage(chunk.usage, self._turn.num_reasoning),
+            )
+        return news
+
+    def _begin(self, item: "_Message | _Reasoning | _Call", news: list[_Event]) -> None:
+        self._end_item("completed", news)
+        self._open = item
+        news.extend(item.begin())
+
+    def _end_item(self, status: ItemStatus, news: list[_Event]) -> None:
+        if self._open is not None:
+            news.extend(self._open.end(status))
+            self._items.append(self._open.item(status))
+            self._open = None
+
+
+class _Message:
+    """What is being said to the reader."""
+
+    def __init__(self, index: int) -> None:
+        self._id = new_id("msg_")
+        self._index = index
+        self._texts: list[str] = []
+        self.logprobs: list[TokenLogprobBody] = []
+        # A delta without log-probabilities is constants around its number and its text.
+        kind = "response.output_text.delta"
+        fields = _encode({"type": kind, **self._place, "logprobs": []})
+        self._head = f"event: {kind}\ndata: ".encode() + fields[:-1] + b',"sequence_number":'
+
+    @property
+    def _place(self) -> dict[str, object]:
+        return {"item_id": self._id, "output_index": self._index, "content_index": 0}
+
+    def item(self, status: ItemStatus) -> MessageItem:
+        return MessageItem(self._id, status, [self._part()])
+
+    def begin(self) -> list[_Event]:
+        item = MessageItem(self._id, "in_progress", [])
+        return [
+            ("response.output_item.added", {"output_index": self._index, "item": item}),
+            ("response.content_part.added", {**self._place, "part": OutputText("")}),
+        ]
+
+    def grow(self, text: str, logprobs: Sequence[TokenLogprobBody]) -> _Event:
+        self._texts.append(text)
+        self.logprobs += logprobs
+        return "response.output_text.delta", {**self._place, "delta": text, "logprobs": logprobs}
+
+    def grow_simply(self, text: str, sequence_number: int) -> bytes:
+        """The same event as that of `grow`, written already."""
+        self._texts.append(text)
+        return self._head + str(sequence_number).encode() + b',"delta":' + _encode(text) + b"}\n\n"
+
+    def end(self, status: ItemStatus) -> list[_Event]:
+        part = self._part()
+        return [
+            ("response.output_text.done", {**self._place, "text": part.text, "logprobs": part.logprobs}),
+            ("response.content_part.done", {**self._place, "part": part}),
+            ("response.output_item.done", {"output_index": self._index, "item": self.item(status)}),
+        ]
+
+    def _part(self) -> OutputText:
+        return OutputText("".join(self._texts), logprobs=self.logprobs)
+
+
+class _Reasoning:
+    """What the model tells itself."""
+
+    def __init__(self, index: int) -> None:
+        self._id = new_id("rs_")
+        self._index = index
+        self._texts: list[str] = []
+
+    @property
+    def _place(self) -> dict[str, object]:
+        return {"item_id": self._id, "output_index": self._index, "content_index": 0}
+
+    def item(self, status: ItemStatus) -> ReasoningItem:
+        return ReasoningItem(self._id, status, [self._part()])
+
+    def begin(self) -> list[_Event]:
+        item = ReasoningItem(self._id, "in_progress", [])
+        return [
+            ("response.output_item.added", {"output_index": self._index, "item": item}),
+            ("response.content_part.added", {**self._place, "part": ReasoningText("")}),
+        ]
+
+    def grow(self, text: str) -> _Event:
+        self._texts.append(text)
+        return "response.reasoning_text.delta", {**self._place, "delta": text}
+
+    def end(self, status: ItemStatus) -> list[_Event]:
+        part = self._part()
+        return [
+            ("response.reasoning_text.done", {**self._place, "text": part.text}),
+            ("response.content_part.done", {**self._place, "part": part}),
+            ("response.output_item.done", {"output_index": self._index, "item": self.item(status)}),
+        ]
+
+    def _part(self) -> ReasoningText:
+        return ReasoningText("".join(self._texts))
+
+
+class _Call:
+    """A function call that is being written."""
+
+    def __init__(self, index: int, name: str) -> None:
+        self._id = new_id("fc_")
+        self._call_id = new_id("call_")
+        self._index = index
+        self._name = name
+        self._pieces: list[str] = []
+
+    @property
+    def _place(self) -> dict[str, object]:
+        return {"item_id": self._id, "output_index": self._index}
+
+    def item(self, status: ItemStatus) -> FunctionCallItem:
+        return FunctionCallItem(self._id, self._call_id, self._name, "".join(self._pieces), status)
+
+    def begin(self) -> list[_Event]:
+        return [("response.output_item.added", {"output_index": self._index, "item": self.item("in_progress")})]
+
+    def grow(self, arguments: str) -> _Event:
+        self._pieces.append(arguments)
+        return "response.function_call_arguments.delta", {**self._place, "delta": arguments}
+
+    def end(self, status: ItemStatus) -> list[_Event]:
+        item = self.item(status)
+        return [
+            (
+                "response.function_call_arguments.done",
+                {**self._place, "name": item.name, "arguments": item.arguments},
+            ),
+            ("response.output_item.done", {"output_index": self._index, "item": item}),
+        ]
+
+
+def go_on(conversation: Conversation, response: ResponseBody) -> bytes:
+    """The conversation with this response's answer, for the next request."""
+    for item in response.output:
+        match item:
+            case MessageItem(content=parts):
+                conversation.add_text("assistant", [part.text for part in parts])
+            case ReasoningItem(content=thoughts):
+                for thought in thoughts:
+                    conversation.add_reasoning(thought.text)
+            case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
+                conversation.add_call(call_id, name, arguments)
+            case _:
+                assert_never(item)
+    return conversation.json()
+
+
+def _usage(usage: Usage | None, num_reasoning: int) -> ResponseUsage:
+    assert usage is not None, "a sequence ended without its usage"
+    return ResponseUsage(
+        input_tokens=usage.num_prompt,
+        input_tokens_details=InputTokensDetails(usage.num_cached),
+        output_tokens=usage.num_output,
+        output_tokens_details=OutputTokensDetails(num_reasoning),
+        total_tokens=usage.num_prompt + usage.num_output,
+    )

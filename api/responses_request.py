@@ -1,0 +1,162 @@
+"""A request of the Responses API as a chat request, so that everything behind it is the same. What has no counterpart
+there is refused by name, and nothing is ignored that would change the answer.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+
+from .conversation import Conversation
+from .http_error import HttpError
+from .openai_types import ChatRequest, GenerationRequest, ResponseFormat
+from .responses_types import InputItem, InputPart, ResponsesRequest, ResponseTool
+
+_REFUSED = ("background", "conversation", "prompt", "context_management", "max_tokens", "return_token_ids")
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name != "max_tokens")
+_LOGPROBS = "message.output_text.logprobs"
+
+
+def check_response(request: ResponsesRequest) -> None:
+    """Raises HttpError for what cannot be served."""
+    for name in _REFUSED:
+        if getattr(request, name):
+            raise _unsupported(name)
+    if request.n not in (None, 1):
+        raise _unsupported("n")
+    if request.truncation not in (None, "disabled"):
+        raise HttpError(400, 'truncation must be "disabled".', code="unsupported_value", param="truncation")
+    for i, tool in enumerate(request.tools or ()):
+        if tool.type == "function" and not tool.name:
+            raise HttpError(400, "A function needs a name.", param=f"tools[{i}].name")
+
+
+def wants_logprobs(request: ResponsesRequest) -> bool:
+    """Whether the answer carries log-probabilities: that needs no number of candidates."""
+    return request.top_logprobs is not None or _LOGPROBS in (request.include or ())
+
+
+def functions(request: ResponsesRequest) -> list[ResponseTool]:
+    """The tools that the model is told of. Clients also list some that the server would run, and it runs none."""
+    return [tool for tool in request.tools or () if tool.type == "function"]
+
+
+def conversation_of(request: ResponsesRequest, earlier: bytes) -> Conversation:
+    """`input` after the `earlier` conversation, without the instructions. Raises HttpError."""
+    conversation = Conversation(earlier)
+    match request.input:
+        case str(text):
+            conversation.add_text("user", [text])
+        case list(items) if items:
+            for i, item in enumerate(items):
+                _add_item(conversation, item, f"input[{i}]")
+        case _:
+            raise HttpError(400, "input must be a text or a list of items, and not empty.", param="input")
+    return conversation
+
+
+def chat_request(request: ResponsesRequest, messages: bytes) -> ChatRequest:
+    """The same as a chat request over `messages`, the conversation without instructions, which is never empty."""
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.parameters or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in functions(request)
+    ]
+    if request.instructions:
+        # Instructions hold for this response only, so they are not part of what is stored.
+        instructions = msgspec.json.encode({"role": "system", "content": request.instructions})
+        messages = b"[" + instructions + b"," + messages[1:]
+    return ChatRequest(
+        **{name: getattr(request, name) for name in _SHARED},
+        messages=msgspec.Raw(messages),
+        tools=msgspec.Raw(msgspec.json.encode(tools)),
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        max_completion_tokens=request.max_output_tokens,
+        logprobs=wants_logprobs(request),
+        top_logprobs=request.top_logprobs,
+        response_format=_response_format(request),
+        reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+
+
+def in_terms_of_responses(error: HttpError) -> HttpError:
+    """What chat says of its own fields, with the names that the client used."""
+    return error if error.param != "response_format" else _unsupported("text.format")
+
+
+def _unsupported(name: str) -> HttpError:
+    return HttpError(400, f"{name} is not supported.", code="unsupported_value", param=name)
+
+
+def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
+    if request.text is None or request.text.format is None:
+        return None
+    described = cast(dict[str, object], msgspec.to_builtins(request.text.format))
+    kind = described.pop("type")
+    return msgspec.convert({"type": kind, "json_schema": described} if described else {"type": kind}, ResponseFormat)
+
+
+def _tool_choice(choice: str | dict[str, object] | None) -> str | dict[str, object] | None:
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+        case dict():
+            raise HttpError(
+                400,
+                "tool_choice must be a word or name a function; the server runs no tools itself.",
+                code="unsupported_value",
+                param="tool_choice",
+            )
+        case _:
+            return choice
+
+
+def _add_item(conversation: Conversation, item: InputItem, place: str) -> None:
+    match item:
+        case InputItem(type=None | "message", role=str(role)):
+            conversation.add_text(role, _texts(item.content, f"{place}.content"))
+        case InputItem(type="function_call", call_id=str(call_id), name=str(name)):
+            conversation.add_call(call_id, name, item.arguments or "{}")
+        case InputItem(type="function_call_output", call_id=str(call_id)):
+            conversation.add_result(call_id, _texts(item.output, f"{place}.output"))
+        case InputItem(type="reasoning"):
+            for text in _texts(item.content if item.content is not None else [], f"{place}.content"):
+                conversation.add_reasoning(text)
+        case InputItem(type=None | "message" | "function_call" | "function_call_output"):
+            lacking = "role" if item.type in (None, "message") else "name" if item.call_id is not None else "call_id"
+            raise HttpError(400, f"{place} has no {lacking}.", param=f"{place}.{lacking}")
+        case _:
+            raise HttpError(
+                400,
+                f"Items of type {str(item.type)[:40]!r} are not supported.",
+                code="unsupported_value",
+                param=f"{place}.type",
+            )
+
+
+def _texts(content: str | Sequence[InputPart] | None, place: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    if content is None:
+        raise HttpError(400, f"{place} must be a text or a list of parts.", param=place)
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXTS else None
+        if text is None:
+            raise HttpError(
+                400,
+                f"This model takes text only; a content part of type {part.type[:40]!r} was sent.",
+                code="unsupported_value",
+                param=f"{place}[{i}].type",
+            )
+        texts.append(text)
+    return texts

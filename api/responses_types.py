@@ -1,0 +1,193 @@
+"""The bodies of OpenAI's Responses API, as far as they are understood here. See `openai_types` for the rules.
+
+Knows nothing of the engine; `responses_request` does.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from .openai_types import GenerationRequest, TokenLogprobBody
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class InputPart(Struct, frozen=True):
+    """One part of an item's content; only texts are taken."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(Struct, frozen=True):
+    """Every kind of item that `input` may hold; `type` says which fields count. A message needs no type."""
+
+    type: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+
+
+class ResponseTool(Struct, frozen=True):
+    """A function, or a tool that a server would run itself."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Struct, frozen=True):
+    type: str = "text"
+    name: str | UnsetType = UNSET
+    schema: dict[str, object] | UnsetType = UNSET
+    strict: bool | UnsetType | None = UNSET
+    description: str | UnsetType | None = UNSET
+
+
+class TextConfig(Struct, frozen=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(Struct, frozen=True):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
+    """POST /v1/responses. Besides OpenAI's fields it takes those that chat takes from vLLM's users."""
+
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    text: TextConfig | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    truncation: str | None = None
+    max_tool_calls: int | None = None  # of tools that the server runs, and it runs none
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+
+    # Understood and refused.
+    background: bool | None = None
+    conversation: object = None
+    prompt: object = None
+    context_management: object = None
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ToolChoice = str | dict[str, object]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(Struct, frozen=True, tag="output_text"):
+    text: str
+    annotations: list[object] = []
+    logprobs: list[TokenLogprobBody] = []
+
+
+class MessageItem(Struct, frozen=True, tag="message"):
+    id: str
+    status: ItemStatus
+    content: list[OutputText]
+    role: Literal["assistant"] = "assistant"
+
+
+class ReasoningText(Struct, frozen=True, tag="reasoning_text"):
+    text: str
+
+
+class ReasoningItem(Struct, frozen=True, tag="reasoning"):
+    id: str
+    status: ItemStatus
+    content: list[ReasoningText]
+    summary: list[object] = []
+
+
+class FunctionCallItem(Struct, frozen=True, tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+
+
+class InputTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Struct, frozen=True):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(Struct, frozen=True):
+    code: str
+    message: str
+
+
+class ResponseBody(Struct, frozen=True, kw_only=True):
+    """The response object: what was asked for, and what has come of it so far."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None
+    instructions: str | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    tool_choice: ToolChoice
+    tools: list[ResponseTool]
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningConfig
+    safety_identifier: str | None
+    store: bool
+    text: TextConfig
+    user: str | None
+    truncation: Literal["disabled"] = "disabled"
+    background: bool = False
+    conversation: None = None
+    prompt: None = None
+    service_tier: None = None

@@ -1,0 +1,276 @@
+"""Responses: items and events in the order that clients check, the store, and what is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pagewire.api.response_store import ResponseStore, StoredResponse
+from pagewire.ipc.messages import ChatPrompt
+
+from .harness import Answer, Client, FakeEngine, make_app, request, run
+from .test_bad_input import COMMON
+
+TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+
+
+def respond(engine: FakeEngine, **fields: Any) -> Answer:
+    return request(engine, "/v1/responses", {"input": "hi", **fields})
+
+
+def shown(engine: FakeEngine) -> list[dict[str, Any]]:
+    """The messages of the last request."""
+    prompt = engine.submits[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    messages: list[dict[str, Any]] = json.loads(prompt.messages)
+    return messages
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, list):
+        return [without_ids(item) for item in value]
+    if isinstance(value, dict):
+        return {k: without_ids(v) for k, v in value.items() if k not in ("id", "item_id", "call_id")}
+    return value
+
+
+def test_plain() -> None:
+    engine = FakeEngine()
+    body = respond(engine, model="org/demo-alias", instructions="Be kind.", temperature=0.5, metadata={"a": "b"}).json
+    assert body["id"].startswith("resp_") and body["object"] == "response" and body["status"] == "completed"
+    assert body["model"] == "org/demo-alias" and body["instructions"] == "Be kind." and body["metadata"] == {"a": "b"}
+    assert body["temperature"] == 0.5 and body["error"] is None and body["incomplete_details"] is None
+    (message,) = body["output"]
+    assert message.pop("id").startswith("msg_")
+    assert message == {
+        "type": "message",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}],
+        "role": "assistant",
+    }
+    assert body["usage"] == {
+        "input_tokens": 3,
+        "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 8,
+    }
+    assert shown(engine) == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+
+
+def test_stream() -> None:
+    events = respond(FakeEngine(["H", "el", "lo"]), stream=True).typed_events
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *(
+            "output_text.delta",
+            "output_text.delta",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+        ),
+        "completed",
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(11))
+    assert events[0]["response"]["status"] == "in_progress" and events[0]["response"]["output"] == []
+    assert events[7]["text"] == "Hello" and events[9]["item"] == events[10]["response"]["output"][0]
+    assert len({event["item_id"] for event in events[3:9]}) == 1
+    assert [event["delta"] for event in events[4:7]] == ["H", "el", "lo"]
+    assert events[4].keys() == events[5].keys() == events[6].keys() and events[5]["logprobs"] == []
+
+
+@pytest.mark.parametrize("pieces", [["Let me see. ", CALL, " And", CALL], [CALL], [""], ["x"], list('a "é\n' + CALL)])
+@pytest.mark.parametrize("tools", [TOOLS, []])
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_a_stream_ends_with_the_plain_answer(pieces: list[str], tools: list[Any], finish: str) -> None:
+    def ask(stream: bool) -> Answer:
+        return respond(FakeEngine(list(pieces), finish=finish), tools=tools, stream=stream)
+
+    plain = ask(False).json
+    events = ask(True).typed_events
+    last = events[-1]["response"]
+    for body in (plain, last):
+        body.pop("created_at"), body.pop("completed_at")
+    assert without_ids(last) == without_ids(plain)
+    assert events[-1]["type"] == ("response.completed" if finish == "stop" else "response.incomplete")
+    assert plain["incomplete_details"] == (None if finish == "stop" else {"reason": "max_output_tokens"})
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == last["output"] and all(item["status"] == "completed" for item in done[:-1])
+    assert done[-1]["status"] == ("completed" if finish == "stop" else "incomplete")
+    grown: dict[int, str] = {}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            grown[event["output_index"]] = grown.get(event["output_index"], "") + event["delta"]
+    final = [item["content"][0]["text"] if item["type"] == "message" else item["arguments"] for item in last["output"]]
+    assert [grown.get(i, "") for i in range(len(final))] == final
+
+
+def test_calls_are_items() -> None:
+    output = respond(FakeEngine(["I look. ", CALL]), tools=[*TOOLS, {"type": "web_search"}]).json
+    text, call = output["output"]
+    assert text["content"][0]["text"] == "I look." and call["type"] == "function_call"
+    assert (call["name"], json.loads(call["arguments"])) == ("weather", {"city": "Köln"})
+    assert call["id"].startswith("fc_") and call["call_id"].startswith("call_")
+    assert [tool["name"] for tool in output["tools"]] == ["weather"]  # only what the model was told of
+    one = respond(FakeEngine([CALL + CALL]), tools=TOOLS, parallel_tool_calls=False).json
+    assert len(one["output"]) == 1
+    none = respond(FakeEngine([CALL]), tools=TOOLS, tool_choice="none").json
+    assert none["output"][0]["content"][0]["text"] == CALL
+
+
+def test_logprobs() -> None:
+    for fields in ({"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}):
+        events = respond(FakeEngine(), stream=True, **fields).typed_events
+        deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+        streamed = [entry for event in deltas for entry in event["logprobs"]]
+        assert [entry["token"] for entry in streamed] == list("Hello")
+        entries = events[-1]["response"]["output"][0]["content"][0]["logprobs"]
+        assert entries == streamed and len(entries[0]["top_logprobs"]) == fields.get("top_logprobs", 0)
+
+
+def test_items_become_messages() -> None:
+    engine = FakeEngine()
+    items = [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "weather", "arguments": '{"city": "x"}'},
+        {"type": "function_call_output", "call_id": "1", "output": "sun"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "rain"}]},
+    ]  # fmt: skip
+    assert respond(engine, input=items).status == 200
+
+    def call(id: str, arguments: str) -> dict[str, Any]:
+        return {"id": id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+    assert shown(engine) == [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "hm",
+         "tool_calls": [call("1", "{}"), call("2", '{"city": "x"}')]},
+        {"role": "tool", "tool_call_id": "1", "content": "sun"},
+        {"role": "tool", "tool_call_id": "2", "content": "rain"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"n": 2}, "n"),
+        ({"guided_json": {}, "guided_regex": "x"}, "guided_regex"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "weather"}, "tools": TOOLS}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "call_id": "1"}]}, "input[0].name"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"temperature": 9}, "temperature"),
+    ],
+)
+def test_what_is_not_supported_is_named(fields: dict[str, Any], param: str) -> None:
+    engine = FakeEngine()
+    answer = respond(engine, **fields)
+    assert (answer.status, answer.error["param"]) == (400, param) and not engine.submits
+
+
+@pytest.mark.parametrize(("name", "values"), [pair for pair in COMMON if pair[0] not in ("max_tokens", "n")])
+def test_fields_that_chat_has_are_checked_alike(name: str, values: list[Any]) -> None:
+    for value in values:
+        engine = FakeEngine()
+        answer = respond(engine, **{name: value})
+        assert answer.status == 400 and answer.error["param"].startswith(name) and not engine.submits, value
+
+
+def test_a_stream_that_fails_says_so_and_keeps_what_it_has() -> None:
+    engine = FakeEngine()
+    engine.fail_after = 1
+    *_, last = respond(engine, stream=True).typed_events
+    assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "A worker failed."}
+    assert last["response"]["output"][0]["content"][0]["text"] == "Hel"
+
+
+def conversation(*calls: tuple[str, str, Any, str]) -> list[Answer]:
+    """Calls to one application, with keys; a body may be made from the answers so far."""
+
+    async def scenario() -> list[Answer]:
+        engine = FakeEngine([CALL])
+        app = make_app(engine, api_keys=("first", "second"))
+        answers: list[Answer] = []
+        for method, path, body, key in calls:
+            path, body = (part(answers) if callable(part) else part for part in (path, body))
+            data = b"" if body is None else json.dumps(body).encode()
+            headers = {"authorization": f"Bearer {key}"}
+            answers.append(await Client(app).call(method, path, data, headers))
+        answers[-1].engine = engine  # type: ignore[attr-defined]
+        return answers
+
+    return run(scenario())
+
+
+def at(answers: list[Answer]) -> str:
+    return f"/v1/responses/{answers[0].json['id']}"
+
+
+def test_a_response_is_kept_for_its_owner() -> None:
+    first = ("POST", "/v1/responses", {"input": "hi", "tools": TOOLS}, "first")
+    made, got, foreign, deleted, gone = conversation(
+        first, ("GET", at, None, "first"), ("GET", at, None, "second"), ("DELETE", at, None, "first"),
+        ("GET", at, None, "first"),
+    )  # fmt: skip
+    assert got.json == made.json and foreign.status == 404 and gone.error["code"] == "not_found"
+    assert deleted.json == {"id": made.json["id"], "object": "response.deleted", "deleted": True}
+
+
+def test_a_response_goes_on_after_another() -> None:
+    def after(answers: list[Answer]) -> Any:
+        call_id = answers[0].json["output"][0]["call_id"]
+        result = {"type": "function_call_output", "call_id": call_id, "output": "sun"}
+        return {"input": [result], "previous_response_id": answers[0].json["id"], "store": False}
+
+    first = {"input": "hi", "tools": TOOLS, "instructions": "once"}
+    made, second, foreign, unkept = conversation(
+        ("POST", "/v1/responses", first, "first"), ("POST", "/v1/responses", after, "first"),
+        ("POST", "/v1/responses", after, "second"),
+        ("GET", lambda answers: f"/v1/responses/{answers[1].json['id']}", None, "first"),
+    )  # fmt: skip
+    assert second.json["previous_response_id"] == made.json["id"] and second.json["store"] is False
+    assert foreign.error["code"] == "previous_response_not_found" and unkept.status == 404
+    messages = shown(unkept.engine)  # type: ignore[attr-defined]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"]
+
+
+def test_the_store_has_a_bound() -> None:
+    store = ResponseStore(max_bytes=10_000)
+    for i in range(100):
+        store.put(b"", f"r{i}", StoredResponse(b"x" * 1000, b"y" * 1000))
+        assert store.num_bytes <= 10_000
+        store.get(b"", "r0")  # what is used stays
+    kept = [i for i in range(100) if store.get(b"", f"r{i}") is not None]
+    assert kept == [0, 98, 99]
+    store.put(b"", "large", StoredResponse(b"x" * 20_000, b""))
+    assert store.get(b"", "large") is None and store.get(b"", "r0") is not None
+    assert store.delete(b"", "r0") and not store.delete(b"", "r0")
+    for i in (98, 99):
+        store.delete(b"", f"r{i}")
+    assert store.num_bytes == 0

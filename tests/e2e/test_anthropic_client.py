@@ -1,0 +1,102 @@
+"""The real `anthropic` client, streamed and not, against the real chain of processes."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from servers import Server
+
+anthropic: Any = pytest.importorskip("anthropic", reason="make test-clients installs it")
+
+pytestmark = [pytest.mark.e2e, pytest.mark.clients]
+MODEL = "pagewire-demo"
+QUESTION: Any = [{"role": "user", "content": "Count from 1 to 5"}]
+ANSWER = "1, 2, 3, 4, 5"
+TOOL: Any = {
+    "name": "get_weather",
+    "description": "Get the weather of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def greedy(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "max_tokens": 60, "messages": QUESTION, "extra_body": {"temperature": 0}, **fields}
+
+
+def test_create(client: Any) -> None:
+    message = client.messages.create(**greedy())
+    assert [block.text for block in message.content] == [ANSWER]
+    assert message.stop_reason == "end_turn" and message.usage.output_tokens > 10 and message._request_id
+    counted = client.messages.count_tokens(model=MODEL, messages=QUESTION)
+    assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
+
+
+def test_stream(client: Any) -> None:
+    with client.messages.stream(**greedy()) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == ANSWER == final.content[0].text and final.stop_reason == "end_turn"
+    assert final.usage.output_tokens > 10
+    types = [event.type for event in client.messages.create(**greedy(stream=True))]
+    assert types[:2] == ["message_start", "content_block_start"] and types[-2:] == ["message_delta", "message_stop"]
+
+
+def test_limits_and_stop_sequences(client: Any) -> None:
+    short = client.messages.create(**greedy(max_tokens=3))
+    assert short.stop_reason == "max_tokens" and short.usage.output_tokens == 3
+    stopped = client.messages.create(**greedy(stop_sequences=[", 4"]))
+    assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == (
+        "1, 2, 3",
+        "stop_sequence",
+        ", 4",
+    )
+    going_on = client.messages.create(**greedy(messages=[*QUESTION, {"role": "assistant", "content": "1, 2,"}]))
+    assert going_on.content[0].text.strip() == "3, 4, 5"
+
+
+def test_tools_and_system(client: Any) -> None:
+    question: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    message = client.messages.create(**greedy(messages=question, tools=[TOOL]))
+    (block,) = message.content
+    assert message.stop_reason == "tool_use" and (block.name, block.input) == ("get_weather", {"city": "Paris"})
+    with client.messages.stream(**greedy(messages=question, tools=[TOOL])) as stream:
+        assert stream.get_final_message().content[0].input == {"city": "Paris"}
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}
+    told = client.messages.create(
+        **greedy(
+            system=[{"type": "text", "text": "You are brief.", "cache_control": {"type": "ephemeral"}}],
+            messages=[
+                *question,
+                {"role": "assistant", "content": [block.to_dict()]},
+                {"role": "user", "content": [result]},
+            ],
+            tools=[TOOL],
+        )
+    )
+    assert told.role == "assistant" and told.usage.input_tokens + told.usage.cache_read_input_tokens > 20
+
+
+def test_errors_are_of_its_kind(client: Any) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        client.messages.create(**greedy(model="claude"))
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\]") as caught:
+        image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+        client.messages.create(**greedy(messages=[{"role": "user", "content": [image]}]))
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+        client.messages.create(**greedy(messages=[{"role": "user", "content": "word " * 20000}]))
+
+
+def test_its_key(start: Callable[..., Server]) -> None:
+    server = start("--api-key", "secret").wait_ready()
+    with anthropic.Anthropic(base_url=server.url, api_key="secret") as client:
+        assert client.messages.create(**greedy()).content
+    stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(anthropic.AuthenticationError):
+        stranger.messages.create(**greedy())
