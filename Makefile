@@ -8,12 +8,13 @@ ARGS ?=
 # pip's own compilation of .pyc files must not be switched off, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve test test-clients lint types bench kernels dist clean
+.PHONY: help serve test test-clients test-browser lint types bench kernels dist clean
 
 help:
 	@echo "make serve   start the server on the demo model and print a curl line to try"
 	@echo "make test    ruff, mypy and every test"
 	@echo "make test-clients  the tests with other people's clients, which it installs"
+	@echo "make test-browser  the web page's tests, with playwright and the machine's Chromium"
 	@echo "make bench   the benchmarks, into bench/results/"
 	@echo "make kernels compiled Triton kernels, which make dist then puts into the wheel"
 	@echo "make dist    wheel and sdist, into dist/"
@@ -45,6 +46,10 @@ test: lint types
 test-clients: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-clients.txt
 	$(BIN)/python -m pytest -m clients $(ARGS)
+
+test-browser: $(VENV)/.dev
+	$(PIP) install -r tests/e2e/requirements-browser.txt
+	$(BIN)/python -m pytest -m browser $(ARGS)
 
 bench: $(VENV)/.dev
 	for bench in offline serve startup scheduler long_prompt policies kv_tiers accuracy speculation; do $(BIN)/python -m pagewire.bench.$$bench || exit; done

@@ -18,9 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..config import EngineConfig
 from .gateway import ClientGone, Gateway
 from .http_error import HttpError, anthropic_error_body, as_http_error, error_body
+from .page import PAGE_FILES, PageFile
 from .service import MAX_BODY_BYTES, Service, send_body, too_large
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+_OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
 _ANTHROPIC_PATH = "/v1/messages"
 _HOST = re.compile(rb"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -47,6 +48,7 @@ def create_app(gateway: Gateway, config: EngineConfig, *, healthy: Callable[[], 
         Route("/detokenize", _Endpoint(service.detokenize), methods=["POST"]),
         Route("/ready", _Endpoint(service.ready), methods=["GET"]),
         Route("/load", _Endpoint(service.load), methods=["GET"]),
+        *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
     ]
     return Edge(Router(routes, redirect_slashes=False), api_keys=config.api_keys)
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagewire.api.page import PAGE_FILES
 from pagewire.ipc.messages import Snapshot, TierSnapshot
 
 from .harness import FakeEngine, chat, make_app, request
@@ -68,7 +69,7 @@ def test_every_key_opens_every_route(key: str) -> None:
 
 def test_every_route_of_the_table_is_tested() -> None:
     paths = {route.path for route in make_app(FakeEngine())._app.routes}
-    assert paths == {path.replace("/demo", "/{id:path}") for _, path in ROUTES[:-2]} | set(OPEN)
+    assert paths == {path.replace("/demo", "/{id:path}") for _, path in ROUTES[:-2]} | set(OPEN) | set(PAGE_FILES)
 
 
 def test_two_keys_never_share_a_prefix() -> None:
