@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .beam import BeamSearchParams as BeamSearchParams
+    from .engine_client import EngineClient as EngineClient
     from .llm import LLM as LLM
     from .llm import RequestOutput as RequestOutput
     from .llm import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BeamSearchParams", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "EngineClient", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> object:
         from . import llm
 
         return getattr(llm, name)
+    if name == "EngineClient":
+        from .engine_client import EngineClient
+
+        return EngineClient
     raise AttributeError(f"module 'pagewire' has no attribute {name!r}")

@@ -154,6 +154,12 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     deterministic: Annotated[
         bool, _doc("engine", "slower: what a request is told depends on nothing else that is served, bit by bit")
     ] = False
+    client_address: Annotated[
+        str | None,
+        _doc(
+            "engine", "let programs that speak token ids (`EngineClient`) connect here: ipc:///path or tcp://host:port"
+        ),
+    ] = None
     threads: Annotated[
         int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, shared out", ge=0)
     ] = 0
@@ -233,6 +239,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     pipeline_depth: int
     speculative: str | None = None
     deterministic: bool = False
+    client_address: str | None = None
     num_threads: int
     vocab_size: int
     model_fingerprint: str = ""  # hex
@@ -355,6 +362,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         pipeline_depth=config.pipeline_depth,
         speculative=config.speculative,
         deterministic=config.deterministic,
+        client_address=config.client_address,
         num_threads=config.threads or max(1, machine.num_cores // config.tensor_parallel_size),
         vocab_size=model.vocab_size,
         model_fingerprint=model.fingerprint,

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from .client_messages import ToClient, ToPort
 from .messages import Message
 
 DecodeError = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
@@ -17,7 +18,7 @@ M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | ToClient | ToPort) -> bytes:
     """The message as msgpack."""
     return _encoder.encode(message)
 

@@ -10,6 +10,7 @@ without keys: with `Keys`, both ends use CURVE (RFC 26/ZeroMQ) and must hold the
 import asyncio
 import ipaddress
 import os
+import socket as unix_socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from ..errors import ConfigError
 from .channel import ChannelFull, Decoding
+from .client_messages import ToPort
 from .codec import encode
 from .messages import Message
 
@@ -102,6 +104,27 @@ def check_address(address: str, keys: Keys | None) -> None:
         raise ConfigError(f"{address} can be reached from outside; give every machine the same --key-file.")
 
 
+def _bind(socket: "zmq.SyncSocket", address: str) -> None:
+    umask = os.umask(0o077)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"Cannot listen on {address}: {error}.") from error
+    finally:
+        os.umask(umask)
+
+
+def _is_listening(path: Path) -> bool:
+    with unix_socket.socket(unix_socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def _find_dead_peers(socket: "zmq.SyncSocket") -> None:
+    """Asks the other machine for a sign of life now and then; on this one the kernel tells of a peer's end at once."""
+    socket.heartbeat_ivl, socket.heartbeat_timeout = 2_000, 10_000  # ms
+    socket.reconnect_ivl_max = 1_000  # ms
+
+
 class ZmqContext:
     """The sockets of one process. Closing it closes them."""
 
@@ -120,7 +143,7 @@ class ZmqContext:
         if self._keys is not None and address.startswith("tcp://"):
             socket.curve_publickey = self._keys.public.encode()
             socket.curve_secretkey = self._keys.secret.encode()
-            if kind == zmq.PULL:
+            if kind in (zmq.PULL, zmq.ROUTER):
                 self._authenticate()
                 socket.curve_server = True
             else:
@@ -145,14 +168,27 @@ class ZmqContext:
     def inbox(self, address: str, accepts: object) -> "ZmqInbox[M]":
         """Binds a mailbox. Raises ConfigError if the address cannot be had."""
         socket = self._socket(zmq.PULL, address)
-        umask = os.umask(0o077)
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"Cannot listen on {address}: {error}.") from error
-        finally:
-            os.umask(umask)
+        _bind(socket, address)
         return ZmqInbox(socket, accepts)
+
+    def router(self, address: str) -> "ZmqRouter":
+        """Binds a place where many may connect and each is answered. Raises ConfigError if the address cannot be had,
+        or another process listens there: a second one would steal its callers."""
+        path = Path(address.removeprefix("ipc://"))
+        if address.startswith("ipc://") and path.exists() and (not path.is_socket() or _is_listening(path)):
+            raise ConfigError(f"Cannot listen on {address}: another process does, or {path} is no socket.")
+        socket = self._socket(zmq.ROUTER, address)
+        socket.router_mandatory = True  # else what cannot be sent is dropped without a word
+        _find_dead_peers(socket)
+        _bind(socket, address)
+        return ZmqRouter(socket, path if address.startswith("ipc://") else None)
+
+    def dealer(self, address: str) -> "ZmqDealer":
+        """Connects to a router, which need not exist yet."""
+        socket = self._socket(zmq.DEALER, address)
+        _find_dead_peers(socket)
+        socket.connect(address)
+        return ZmqDealer(socket)
 
     def close(self) -> None:
         """Closes every socket after a moment for what is queued."""
@@ -194,6 +230,91 @@ class ZmqOutbox:
 
     def close(self) -> None:
         """See `Outbox`."""
+        self._socket.close()
+
+
+class PeerGone(Exception):
+    """There is no such connection, or no longer."""
+
+
+class ZmqRouter:
+    """A bound ROUTER socket: each connection has a name (bytes) of the socket's own making."""
+
+    def __init__(self, socket: "zmq.SyncSocket", path: Path | None) -> None:
+        """`path`: of the socket's file, to be removed in the end."""
+        self._socket = socket
+        self._path = path
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+        """See `Inbox`. Whoever has sent asks `has_mail` afterwards."""
+        self._loop = loop
+        loop.add_reader(int(self._socket.fd), wake)
+        loop.call_soon(wake)
+
+    def has_mail(self) -> bool:
+        """`receive` would give something."""
+        return bool(self._socket.poll(0))
+
+    def receive(self) -> list[bytes] | None:
+        """The next message's frames after the peer's name; None: there is none now."""
+        try:
+            return self._socket.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+
+    def send(self, peer: bytes, data: bytes) -> None:
+        """Queues one frame for `peer`. Raises ChannelFull, PeerGone."""
+        try:
+            self._socket.send_multipart((peer, data), zmq.DONTWAIT)
+        except zmq.Again as error:
+            raise ChannelFull("a client has not taken what was sent to it") from error
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise PeerGone from error
+
+    def close(self) -> None:
+        """Sends what is queued, for a moment, and frees the address."""
+        if self._loop is not None:
+            self._loop.remove_reader(int(self._socket.fd))
+        self._socket.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+class ZmqDealer:
+    """A connected DEALER socket."""
+
+    def __init__(self, socket: "zmq.SyncSocket") -> None:
+        self._socket = socket
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+        """See `Inbox`. Whoever has sent calls `wake` afterwards."""
+        self._loop = loop
+        loop.add_reader(int(self._socket.fd), wake)
+        loop.call_soon(wake)
+
+    def receive(self) -> bytes | None:
+        """The next message; None: there is none now."""
+        try:
+            return self._socket.recv(zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+
+    def send(self, message: ToPort) -> None:
+        """Queues the message. Raises ChannelFull."""
+        try:
+            self._socket.send(encode(message), zmq.DONTWAIT)
+        except zmq.Again as error:
+            raise ChannelFull("the engine does not take what is sent to it") from error
+
+    def close(self) -> None:
+        """Sends what is queued, for a moment, and lets go."""
+        if self._loop is not None:
+            self._loop.remove_reader(int(self._socket.fd))
+            self._loop = None
         self._socket.close()
 
 

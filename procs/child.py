@@ -89,17 +89,22 @@ def tie_life_to(supervisor_pid: int, lifeline_fd: int) -> None:
 
 
 class Mailman:
-    """The outgoing side of one actor: an outbox for each receiver that the topology allows."""
+    """The outgoing side of one actor: an outbox for each receiver that the topology allows.
+
+    An engine that serves only `EngineClient`s has neither api nor detokenizer: what is for them is not sent."""
 
     def __init__(self, name: str, launch: Launch, context: ZmqContext) -> None:
         self._outboxes: dict[str, ZmqOutbox] = {
             receiver: context.outbox(launch.addresses[receiver])
             for receiver in receivers(name, launch.config.tensor_parallel_size)
+            if receiver in launch.addresses
         }
+        self._absent = {"api", "detokenizer"} - launch.addresses.keys()
 
     def post(self, receiver: str, message: Message) -> None:
         """See `Post`."""
-        self._outboxes[receiver].send(message)
+        if receiver not in self._absent:
+            self._outboxes[receiver].send(message)
 
 
 def run_worker(name: str, launch: Launch, inbox: Inbox[object], post: Post, on_ready: Callable[[Facts], None]) -> None:
@@ -171,7 +176,7 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
         case "core":
             from .core import CoreActor
 
-            actor = CoreActor(config)
+            actor = CoreActor(config, keys=launch.keys)
         case "tokenizer":
             from .tokenizer import TokenizerActor
 

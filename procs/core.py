@@ -31,6 +31,8 @@ from ..ipc.messages import (
     ToCore,
     Transferred,
 )
+from ..ipc.zmq_channel import Keys
+from .client_port import CLIENT_RIDS, ClientPort
 from .kv_events import KvEventPublisher
 from .topology import workers
 
@@ -40,8 +42,11 @@ _ASK_AGAIN_S = 0.001  # until a KV connector that has not made up its mind is as
 class CoreActor:
     """Schedules as soon as the worker has offered its KV blocks; what arrives before that waits."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, keys: Keys | None = None) -> None:
+        """`keys`: of the address where clients connect."""
         self._config = config
+        self._keys = keys
+        self._clients: ClientPort | None = None
         self._scheduler: Scheduler | None = None
         self._trace: BinaryIO | None = None
         self._kv_events: KvEventPublisher | None = None
@@ -56,6 +61,8 @@ class CoreActor:
         self._post = post
         if self._config.kv_events is not None:
             self._kv_events = KvEventPublisher(address=self._config.kv_events, replay=self._config.kv_events_replay)
+        if self._config.client_address is not None:
+            self._clients = ClientPort(self._config, self._config.client_address, keys=self._keys)
         return Facts()
 
     def handle(self, messages: list[ToCore]) -> None:
@@ -77,11 +84,12 @@ class CoreActor:
                     now = time.monotonic()
                     self._record(trace.Arrived(message, now))
                     for reply in self.scheduler.add(message, now):
-                        self._post("api", reply)
+                        if self._clients is not None and reply.rid >= CLIENT_RIDS:
+                            self._clients.reply(reply)
+                        else:
+                            self._post("api", reply)
                 case Cancel():
-                    self._record(message)
-                    for rid in message.rids:
-                        self.scheduler.cancel(rid)
+                    self._cancel(message)
                 case StopHit():
                     self._record(message)
                     for rid in message.rids:
@@ -103,8 +111,16 @@ class CoreActor:
         if self._kv_events is not None:
             self._kv_events.close()
             self._kv_events = None
+        if self._clients is not None:
+            self._clients.close("The engine is stopping.")
+            self._clients = None
         if self._scheduler is not None and self._scheduler.connector is not None:
             self._scheduler.connector.close()
+
+    def _cancel(self, message: Cancel) -> None:
+        self._record(message)
+        for rid in message.rids:
+            self.scheduler.cancel(rid)
 
     def _record(self, event: trace.Event) -> None:
         if self._trace is not None:
@@ -140,6 +156,13 @@ class CoreActor:
         self._record(trace.Opened(structs.replace(config, api_keys=()), num_blocks))
         early, self._early = self._early, []
         self.handle(list(early))
+        if self._clients is not None:
+            self._clients.open(self._scheduler.max_model_len, self.hear_clients)
+
+    def hear_clients(self) -> None:
+        """Takes in what clients ask for."""
+        if self._clients is not None and (asked := self._clients.drain()):
+            self.handle(list(asked))
 
     def _advance(self, scheduler: Scheduler) -> None:
         """Keeps the worker supplied first, and tells the news while it computes."""
@@ -155,8 +178,11 @@ class CoreActor:
             if scheduler.num_in_flight == 1:
                 self._oldest_plan_at = time.monotonic()
             self._tell_workers(plan)
-        for news in scheduler.take_news():
-            self._post("detokenizer", news)
+        news = scheduler.take_news()
+        for item in news if self._clients is None else self._clients.sort(news):
+            self._post("detokenizer", item)
+        for gone in () if self._clients is None else self._clients.flush():
+            self._cancel(gone)
         if self._kv_events is not None:
             self._kv_events.publish(scheduler.take_kv_events())
         if scheduler.asks_again and not self._asks_again:
@@ -177,22 +203,22 @@ class CoreActor:
         if scheduler is None:
             return
         counters = scheduler.counters
-        self._post(
-            "api",
-            Snapshot(
-                step=scheduler.step,
-                num_running=scheduler.num_running,
-                num_waiting=scheduler.num_waiting,
-                num_blocks=scheduler.pool.num_blocks,
-                num_blocks_used=scheduler.pool.num_held,
-                num_preemptions=counters.num_preemptions,
-                num_prompt_tokens=counters.num_prompt_tokens,
-                num_cached_tokens=counters.num_cached_tokens,
-                num_output_tokens=counters.num_output_tokens,
-                step_age_s=time.monotonic() - self._oldest_plan_at if scheduler.num_in_flight else 0.0,
-                tiers=() if scheduler.connector is None else scheduler.connector.tiers(),
-                num_drafts=counters.num_drafts,
-                num_draft_tokens=counters.num_draft_tokens,
-                num_accepted_tokens=counters.num_accepted_tokens,
-            ),
+        snapshot = Snapshot(
+            step=scheduler.step,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=scheduler.pool.num_blocks,
+            num_blocks_used=scheduler.pool.num_held,
+            num_preemptions=counters.num_preemptions,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+            num_output_tokens=counters.num_output_tokens,
+            step_age_s=time.monotonic() - self._oldest_plan_at if scheduler.num_in_flight else 0.0,
+            tiers=() if scheduler.connector is None else scheduler.connector.tiers(),
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens=counters.num_accepted_tokens,
         )
+        self._post("api", snapshot)
+        for gone in () if self._clients is None else self._clients.beat(snapshot):
+            self._cancel(gone)

@@ -37,6 +37,8 @@ class Inline:
         """Loads everything. Raises a PagewireError if it cannot."""
         if config.tensor_parallel_size > 1:
             raise ConfigError("Several ranks are several processes: serve the model with --tensor-parallel-size.")
+        if config.client_address is not None:
+            raise ConfigError("Nobody could be served at --client-address here: use EngineClient.start, or a server.")
         self._on_chunk = on_chunk
         self._on_failed = on_failed
         self._mail: dict[str, deque[Message]] = {

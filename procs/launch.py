@@ -69,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
                 )
             addresses[name] = address
         needed = {r for name in actors for r in receivers(name, num_ranks)} - {"supervisor", *actors}
+        if config.client_address is not None and not {"api", "detokenizer"} & {*actors, *addresses}:
+            needed -= {"api", "detokenizer"}  # it serves only `EngineClient`s
         here = {name for name in workers(num_ranks) if name in actors}
         if here and len(here) < num_ranks:
             needed.add(RENDEZVOUS)

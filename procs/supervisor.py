@@ -94,7 +94,9 @@ class Supervisor:
             for address in self._elsewhere.values():
                 check_address(address, self._keys)
             self._addresses = {
-                name: self._elsewhere.get(name, f"ipc://{run_folder}/{name}") for name in (*self._names, "supervisor")
+                name: self._elsewhere.get(name, f"ipc://{run_folder}/{name}")
+                for name in (*self._names, "supervisor")
+                if name in self._elsewhere or name in (*self._actors, "supervisor")
             }
             self._inbox = context.inbox(self._addresses["supervisor"], ToSupervisor)
             self._inbox.subscribe(loop, self._woken.set)

@@ -34,6 +34,7 @@ from ..ipc.messages import (
     ToTokenizer,
     bytes_to_ids,
 )
+from .checks import check_ids, check_parameters
 
 log = logging.getLogger("pagewire.tokenizer")
 Q = TypeVar("Q", Tokenize, Detokenize)
@@ -118,7 +119,7 @@ class TokenizerActor:
 
     def _detokenized(self, question: Detokenize) -> Detokenized:
         ids = bytes_to_ids(question.ids)
-        self._check_ids("tokens", ids)
+        check_ids(self._config.vocab_size, "tokens", ids)
         return Detokenized(question.rid, self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _encode(self, prompt: TextPrompt | ChatPrompt | IdsPrompt) -> "array[int]":
@@ -129,7 +130,7 @@ class TokenizerActor:
                 return array("i", self._template.encode(self._tokenizer, **asdict(prompt)))
             case IdsPrompt(data):
                 ids = bytes_to_ids(data)
-                self._check_ids("prompt", ids)
+                check_ids(self._config.vocab_size, "prompt", ids)
                 return ids
             case _:
                 assert_never(prompt)
@@ -139,8 +140,7 @@ class TokenizerActor:
         ids = self._encode(submit.prompt)
         if not ids:
             raise RequestError("invalid_request", "The prompt is empty.")
-        self._check_ids("stop_token_ids", submit.limits.stop_token_ids)
-        self._check_ids("logit_bias", tuple(submit.sampling.logit_bias or ()))
+        check_parameters(self._config.vocab_size, submit.sampling, submit.limits)
         longest = self._config.max_model_len
         if len(ids) > longest - (submit.limits.max_tokens != 0):
             raise RequestError(
@@ -149,12 +149,6 @@ class TokenizerActor:
                 "and at least one is to be generated. Shorten the prompt.",
             )
         return ids
-
-    def _check_ids(self, field: str, ids: "tuple[int, ...] | array[int]") -> None:
-        if ids and not 0 <= min(ids) <= max(ids) < self._config.vocab_size:
-            raise RequestError(
-                "invalid_request", f"{field} must hold token ids between 0 and {self._config.vocab_size - 1}."
-            )
 
 
 def load_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:

@@ -4,6 +4,7 @@ Each process connects only to the receivers that its row names; the picture in t
 (`python -m pagewire.procs.topology`), and a test compares both with the mailboxes' unions.
 """
 
+from ..ipc import client_messages as c
 from ..ipc import messages as m
 
 ACTORS: dict[str, object] = {
@@ -33,6 +34,10 @@ FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: (m.Ping, m.Stop) for name 
 TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Serving, m.Fault, m.Pong)
 """What every actor may tell the supervisor (`Serving` only the api)."""
 
+
+FROM_CLIENT: tuple[type, ...] = (c.Hello, c.Generate, m.Cancel, c.Ack, c.Bye)
+TO_CLIENT: tuple[type, ...] = (c.Welcome, c.News, m.Snapshot, c.Goodbye)
+"""What an `EngineClient` and the core may tell each other, over a socket of their own (`client_port.py`)."""
 
 RENDEZVOUS = "ranks"
 """Stands among the addresses for the place where the ranks of a tensor-parallel group meet."""
@@ -70,6 +75,8 @@ def picture() -> str:
     """The table as a Mermaid flowchart."""
     lines = ["flowchart LR", "    client([client]) -- HTTP, SSE --> api"]
     lines += [f"    {a} -- {', '.join(kind.__name__ for kind in kinds)} --> {b}" for (a, b), kinds in EDGES.items()]
+    told, telling = (", ".join(kind.__name__ for kind in kinds) for kinds in (FROM_CLIENT, TO_CLIENT))
+    lines += [f"    embedder([EngineClient]) -- {told} --> core", f"    core -- {telling} --> embedder"]
     lines += ["    supervisor -. starts, watches, stops .-> api & tokenizer & core & worker & detokenizer"]
     return "\n".join(lines)
 

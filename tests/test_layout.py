@@ -88,9 +88,10 @@ ALLOWED: dict[str, set[str]] = {
     "procs": {"procs", "ipc", "engine", "api", "flags", "prepare", "__init__"},
     "beam": set(),
     "llm": {"beam", "engine.text.tokenizer", "procs", "ipc.messages", "prepare"},
+    "engine_client": {"ipc"},
     "terminal": set(),
     "cli": {"flags", "prepare", "procs", "terminal", "engine.core.trace", "__init__"},
-    "__init__": {"beam", "llm"},
+    "__init__": {"beam", "llm", "engine_client"},
     "__main__": {"cli"},
 }
 

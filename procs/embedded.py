@@ -1,0 +1,50 @@
+"""An engine for the program that started it: core and workers without HTTP, `python -m pagewire.procs.embedded`.
+
+Reads a `Config` as one line of JSON from standard input. When that is closed, whether the program asks for it or has
+been killed, the engine ends.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+
+import msgspec
+
+from ..config import Config
+from ..errors import PagewireError
+from ..prepare import prepare
+from .child import exit_code
+from .supervisor import Supervisor
+from .topology import workers
+
+
+def main() -> int:
+    """Runs the engine to its end. Returns the exit code."""
+    import uvloop
+
+    try:
+        config = prepare(msgspec.json.decode(sys.stdin.buffer.readline(), type=Config))
+        return uvloop.run(_run(Supervisor(config, actors=[*workers(config.tensor_parallel_size), "core"], quiet=True)))
+    except PagewireError as error:
+        print(f"pagewire: {error}", file=sys.stderr)
+        return exit_code(error)
+
+
+async def _run(supervisor: Supervisor) -> int:
+    running = asyncio.ensure_future(supervisor.run())
+    loop = asyncio.get_running_loop()
+    os.set_blocking(0, False)
+
+    def on_input() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    await asyncio.sleep(0)  # the supervisor listens to signals first
+    loop.add_reader(0, on_input)
+    return await running
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""`EngineClient` and the Node client against real processes: an engine of one's own, and a server beside its HTTP."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from servers import ROOT, Server, wait_until
+
+from pagewire import LLM, EngineClient, SamplingParams
+from pagewire.errors import RequestError, StartError
+from pagewire.ipc.messages import Limits, Sampling
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NODE_CLIENT = ROOT / "examples" / "node_client"
+PROMPTS = [[60, 70, 80, 90], [5, 6, 7], list(range(100, 140))]
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Greedy, 24 tokens."""
+    llm = LLM(threads=1, kv_cache_memory="64M")
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    llm.close()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a server's engine."""
+    with tempfile.TemporaryDirectory(prefix="pw-") as folder:
+        address = f"ipc://{folder}/engine"
+        server = Server(Path(folder) / "server", "--client-address", address, "--kv-cache-memory", "64M").wait_ready()
+        yield address
+        assert server.stop() == 0
+        assert not Path(folder, "engine").exists()
+
+
+def test_beside_http(address: str, expected: list[list[int]]) -> None:
+    async def scenario() -> None:
+        async with await EngineClient.connect(address) as client:
+            generations = [client.generate(prompt, GREEDY, Limits(max_tokens=24)) for prompt in PROMPTS]
+            assert [(await g.ids())[0] for g in generations] == expected
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_of_ones_own(expected: list[list[int]]) -> None:
+    async def scenario() -> None:
+        async with await EngineClient.start(threads=1, kv_cache_memory="64M") as client:
+            names = {" ".join(p.cmdline()).strip() for p in psutil.Process(client._process.pid).children()}  # type: ignore[union-attr]
+            assert names == {"pagewire: core", "pagewire: worker"}
+            generations = [client.generate(prompt, GREEDY, Limits(max_tokens=24)) for prompt in PROMPTS]
+            assert [(await g.ids())[0] for g in generations] == expected
+            last = client.generate([1], limits=Limits(ignore_eos=True))
+            engine = psutil.Process(client._process.pid)  # type: ignore[union-attr]
+            for child in engine.children():
+                if "core" in " ".join(child.cmdline()):
+                    child.kill()
+            with pytest.raises(RequestError, match="engine"):
+                await last.ids()
+            folder = client._folder
+        assert folder is not None and not folder.exists()
+        assert not psutil.pid_exists(engine.pid)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_start_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        with pytest.raises(StartError, match="exit code 2"):
+            await EngineClient.start("/no/such/model")
+
+    asyncio.run(scenario())
+    assert "/no/such/model" in capfd.readouterr().err
+
+
+def test_launched_by_hand(tmp_path: Path, expected: list[list[int]]) -> None:
+    async def scenario(address: str) -> None:
+        async with await EngineClient.connect(address, timeout_s=60) as client:
+            assert await client.generate(PROMPTS[0], GREEDY, Limits(max_tokens=24)).ids() == expected[:1]
+
+    with tempfile.TemporaryDirectory(prefix="pw-") as folder:
+        address = f"ipc://{folder}/engine"
+        command = ("-m", "pagewire.procs.launch", "--actors", "core,worker", "--client-address", address)
+        server = Server(tmp_path, "--kv-cache-memory", "64M", command=command)
+        try:
+            asyncio.run(scenario(address))
+        finally:
+            assert server.stop() == 0, server.log.read_text()
+
+
+def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
+    program = """
+        import asyncio, os, signal
+        from pagewire import EngineClient
+        async def main():
+            client = await EngineClient.start(threads=1, kv_cache_memory="64M")
+            print(client._process.pid, flush=True)
+            await asyncio.sleep(60)
+        asyncio.run(main())
+    """
+    environment = os.environ | {"PYTHONPATH": str(ROOT / ".typing"), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as starter:
+        assert starter.stdout is not None
+        engine = psutil.Process(int(starter.stdout.readline()))
+        processes = [engine, *engine.children(recursive=True)]
+        assert len(processes) == 3
+        starter.kill()
+    wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in processes), "all end", 15)
+
+
+@pytest.fixture(scope="module")
+def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example with its packages."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("there is no Node.js here")
+    folder = tmp_path_factory.mktemp("node") / "node_client"
+    shutil.copytree(NODE_CLIENT, folder, ignore=shutil.ignore_patterns("node_modules"))
+    install = subprocess.run(
+        ["npm", "install", "--no-audit", "--no-fund"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if install.returncode:
+        pytest.skip(f"npm could not fetch zeromq and @msgpack/msgpack: {install.stderr[-300:]}")
+    return folder
+
+
+def test_the_protocol_in_another_language(address: str, expected: list[list[int]], node_client: Path) -> None:
+    script = Path(__file__).with_name("node_client.mjs")
+    command = ["node", str(script), str(node_client), address, json.dumps(PROMPTS)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["facts"]["maxModelLen"] > 0
+    assert found["outputs"] == expected
+    assert found["resumed"] == expected[0][5:]
+    assert found["errors"] == ["invalid_request"] * 3
+    assert found["cancelled"]["finish"] == "abort" and found["cancelled"]["num"] > 20
+    assert found["snapshot"]["step"] > 0
+    shown = subprocess.run(
+        ["node", str(node_client / "generate.mjs"), address, json.dumps(PROMPTS[0]), "24"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert [token for line in shown.stdout.splitlines() for token in json.loads(line)] == expected[0]

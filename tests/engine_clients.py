@@ -1,0 +1,147 @@
+"""The real core over a fake worker, on the loop of a test, with its door for `EngineClient`s; and a client that says
+only what it is told to.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from fakes import EOS, VOCAB, FakeWorker
+from msgspec.structs import replace
+
+from pagewire.config import Config, MachineFacts, ModelFacts, resolve
+from pagewire.ipc.client_messages import ToClient, ToPort
+from pagewire.ipc.codec import encode
+from pagewire.ipc.messages import CacheOffer, Message, Ping, Snapshot, StepPlan, ToCore
+from pagewire.ipc.zmq_channel import Keys
+from pagewire.procs.core import CoreActor
+
+MAX_LEN = 512
+BEAT_S = 0.05
+
+
+class Engine:
+    """A core, its worker, and what it tells the rest of the chain."""
+
+    def __init__(self, address: str, keys: Keys | None = None, **flags: Any) -> None:
+        model = ModelFacts(
+            path=flags.pop("path", ""),
+            name="m",
+            max_position=MAX_LEN,
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            dtype="float32",
+        )
+        config = resolve(
+            Config(max_num_batched_tokens=64, client_address=address, **flags), model, MachineFacts(num_cores=1)
+        )
+        self.config = replace(config, block_size=4, max_num_seqs=16)
+        self.worker = FakeWorker(num_blocks=512, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
+        self.core = CoreActor(self.config, keys=keys)
+        self.told: list[tuple[str, Message]] = []  # the rest of the chain
+        self.num_steps = 0
+        self.held = False  # the worker answers no plan
+        self._plans: list[StepPlan] = []
+
+    async def __aenter__(self) -> "Engine":
+        self.core.start(self._post)
+        self.core.handle([CacheOffer(0, 512)])
+        self._beating = asyncio.ensure_future(self._beat())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        if not self._beating.done():
+            self._beating.cancel()
+            await self.core.stop(0.0)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self.core.handle([Ping()])
+
+    def handle(self, *messages: ToCore) -> None:
+        self.core.handle(list(messages))
+
+    @property
+    def num_open(self) -> int:
+        return len(self.core.scheduler.roster.requests)
+
+    def _post(self, receiver: str, message: Message) -> None:
+        if isinstance(message, StepPlan):
+            self._plans.append(message)
+            asyncio.get_running_loop().call_later(0.0005, self._step)
+        elif not isinstance(message, Snapshot):
+            self.told.append((receiver, message))
+
+    def _step(self) -> None:
+        if self.held:
+            asyncio.get_running_loop().call_later(0.005, self._step)
+        elif self._plans and not self._beating.done():
+            self.num_steps += 1
+            self.core.handle([self.worker.run(self._plans.pop(0))])
+
+
+class Peer:
+    """A socket of a foreign client."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(address)
+
+    async def say(self, *messages: ToPort) -> None:
+        for message in messages:
+            await self._socket.send(encode(message))
+
+    async def say_frames(self, *frames: bytes) -> None:
+        await self._socket.send_multipart(list(frames))
+
+    async def hear(self, *, beats: bool = False) -> ToClient:
+        """The next message; snapshots only if asked for."""
+        while True:
+            data = await asyncio.wait_for(self._socket.recv(), 10)
+            message: ToClient = msgspec.msgpack.decode(data, type=ToClient)
+            if beats or not isinstance(message, Snapshot):
+                return message
+
+    async def silence(self, seconds: float) -> bool:
+        """Nothing but snapshots arrives for a while."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while (left := deadline - loop.time()) > 0:
+            if await self._socket.poll(int(1000 * left)) and not isinstance(await self.hear(beats=True), Snapshot):
+                return False
+        return True
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def peer(address: str) -> AsyncIterator[Peer]:
+    client = Peer(address)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    """Waits for something that no message tells."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+def address_in(folder: Path) -> str:
+    return f"ipc://{folder}/engine"
