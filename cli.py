@@ -1,15 +1,16 @@
-"""The `pagewire` command: serve, chat, complete, replay."""
+"""The `pagewire` command. What a subcommand needs is imported when it runs."""
 
 import argparse
 import sys
 
 from . import __version__
+from .commands import batch, completion, doctor, talk, tokenize, top
 from .errors import ConfigError, PagewireError
-from .flags import add_flags, read_flags
+from .flags import add_flags, read_settings
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand. Returns the exit code: 0, 1 for our faults, 2 for what the user can mend."""
+def build_parser() -> argparse.ArgumentParser:
+    """Of the whole command."""
     parser = argparse.ArgumentParser(prog="pagewire", description="An LLM serving engine made of small processes.")
     parser.add_argument("--version", action="version", version=f"pagewire {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -20,7 +21,9 @@ def main(argv: list[str] | None = None) -> int:
         description="Serves a model over HTTP. Without MODEL: the small demo model that ships with pagewire.",
     )
     add_flags(serve)
-
+    serve.add_argument(
+        "--explain", action="store_true", help="print every resolved setting, why, and the memory plan; serve nothing"
+    )
     chat = commands.add_parser(
         "chat",
         help="talk to a model in the terminal",
@@ -31,38 +34,49 @@ def main(argv: list[str] | None = None) -> int:
         help="complete one text",
         description="Streams the completion of PROMPT (or of standard input) from a running server, or starts one.",
     )
-    complete.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text to go on from; default: standard input")
-    for command in (chat, complete):
-        command.add_argument("--url", help="server to talk to (default: http://127.0.0.1:8000 if one answers there)")
-        command.add_argument("--api-key", default=None, help="key of that server (also PAGEWIRE_API_KEY)")
-        command.add_argument("--max-tokens", type=int, default=None, help="longest answer in tokens")
-        command.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token (default)")
-    chat.add_argument("--system", default=None, help="system message that opens the conversation")
-    chat.add_argument(
-        "model", metavar="MODEL", nargs="?", default=None, help="a folder or Hub name to start a server for"
-    )
-    complete.add_argument("--model", default=None, help="a folder or Hub name to start a server for")
-
+    talk.add_flags(chat, complete)
+    for name, module, summary in (
+        ("tokenize", tokenize, "show the ids of a text, or the text of ids"),
+        ("run-batch", batch, "answer a file of requests"),
+        ("top", top, "watch a running server"),
+        ("doctor", doctor, "check this machine, and say what to do"),
+        ("completion", completion, "print what makes a shell complete this command"),
+    ):
+        description, _, more = (module.__doc__ or "").strip().partition("\n\n")
+        module.add_flags(commands.add_parser(name, help=summary, description=description, epilog=more))
     replay = commands.add_parser(
         "replay",
         help="run a step trace again",
         description="Runs the scheduler again on what `serve --record-trace FILE` wrote; every plan must be the same.",
     )
     replay.add_argument("trace", metavar="FILE", help="the trace")
+    return parser
 
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand. Returns the exit code: 0, 1 for our faults, 2 for what the user can mend."""
+    parser = build_parser()
     arguments = parser.parse_args(argv)
     try:
-        if arguments.command == "serve":
-            from .prepare import prepare
-            from .procs.launch import run
-            from .procs.supervisor import Supervisor
-
-            return run(Supervisor(prepare(read_flags(arguments))))
-        if arguments.command == "replay":
-            return _replay(arguments.trace)
-        from . import terminal
-
-        return terminal.main(arguments)
+        match arguments.command:
+            case "serve":
+                return _explain(arguments) if arguments.explain else _serve(arguments)
+            case "chat":
+                return talk.chat(arguments)
+            case "complete":
+                return talk.complete(arguments)
+            case "tokenize":
+                return tokenize.main(arguments)
+            case "run-batch":
+                return batch.main(arguments)
+            case "top":
+                return top.main(arguments)
+            case "doctor":
+                return doctor.main(arguments)
+            case "replay":
+                return _replay(arguments.trace)
+            case _:
+                return completion.main(parser, arguments.shell)
     except PagewireError as error:
         print(f"pagewire: {error}", file=sys.stderr)
         from .procs.child import exit_code
@@ -70,6 +84,36 @@ def main(argv: list[str] | None = None) -> int:
         return exit_code(error)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has had enough
+        sys.stdout = None  # nothing is flushed into it at exit
+        return 1
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from .prepare import prepare
+    from .procs.launch import run
+    from .procs.supervisor import Supervisor
+
+    return run(Supervisor(prepare(read_settings(arguments)[0])))
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from .commands.explain import explain
+    from .config import resolve
+    from .prepare import examine
+
+    config, said = read_settings(arguments)
+    model, machine = examine(config)
+    engine = resolve(config, model, machine)
+    print(explain(config, engine, model, machine, said))
+    from .engine.runner.forecast import forecast
+
+    plan, num_blocks = forecast(engine)
+    ranks = f", of each of {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
+    print(f"\nmemory{ranks}, calculated from the model's shapes")
+    for line in plan.lines(num_blocks):
+        print(f"  {line}")
+    return 0
 
 
 def _replay(path: str) -> int:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from .config import Config, EngineConfig, machine_facts, resolve
+from .config import Config, EngineConfig, MachineFacts, ModelFacts, machine_facts, resolve
 from .engine.core.speculation import num_draft_tokens
 from .engine.extension.load import load_extension
 from .engine.kv_connector import registry
@@ -16,6 +16,11 @@ from .engine.weights.source import locate
 
 def prepare(config: Config) -> EngineConfig:
     """Downloads the model if need be. Raises ConfigError, also for what only the engine's processes will open."""
+    return resolve(config, *examine(config))
+
+
+def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
+    """What `prepare` decides by."""
     registry.check(config.kv_connector)
     num_draft_tokens(config.speculative)
     if config.extension is not None:
@@ -27,4 +32,4 @@ def prepare(config: Config) -> EngineConfig:
     templates = read_templates(folder, Path(config.chat_template) if config.chat_template else None)
     shown = "\n".join(templates.values())
     facts = replace(facts, tool_call_parser=tool_call_parser(shown), reasoning_parser=reasoning_parser(shown))
-    return resolve(config, facts, machine_facts())
+    return facts, machine_facts()

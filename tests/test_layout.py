@@ -89,8 +89,15 @@ ALLOWED: dict[str, set[str]] = {
     "beam": set(),
     "llm": {"beam", "engine.text.tokenizer", "procs", "ipc.messages", "prepare"},
     "engine_client": {"ipc"},
-    "terminal": set(),
-    "cli": {"flags", "prepare", "procs", "terminal", "engine.core.trace", "__init__"},
+    "commands": {
+        "commands",
+        "engine.models.spec",
+        "engine.text",
+        "engine.weights.source",
+        "ipc.zmq_channel",
+        "kernels.cpu.build",
+    },
+    "cli": {"commands", "flags", "prepare", "procs", "engine.core.trace", "engine.runner.forecast", "__init__"},
     "__init__": {"beam", "llm", "engine_client"},
     "__main__": {"cli"},
 }
@@ -168,7 +175,8 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "modules",
     [
-        "pagewire, pagewire.cli, pagewire.prepare, pagewire.procs.supervisor, pagewire.procs.launch, pagewire.terminal",
+        "pagewire, pagewire.cli, pagewire.prepare, pagewire.procs.supervisor, pagewire.procs.launch, "
+        "pagewire.commands.doctor, pagewire.commands.explain, pagewire.commands.top",
         "pagewire.procs.child, pagewire.procs.core, pagewire.engine.core.scheduler",
         "pagewire.procs.tokenizer, pagewire.procs.detokenizer",
         "pagewire.procs.api, pagewire.api.app",
@@ -199,6 +207,19 @@ def test_nothing_unpickles_or_evaluates() -> None:
                 assert (node.module or "").split(".")[0] not in banned, name
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in {"eval", "exec"}, name
+
+
+def test_no_environment_variable_changes_what_is_served() -> None:
+    """Folders, the C compiler, and keys, which are nothing for a command line; the rest is for flags and files."""
+    read = set()
+    for _, path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("environ.get", "getenv")):
+                read.add(ast.literal_eval(node.args[0]))
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
+                read.add(ast.literal_eval(node.slice))
+    folders = {"XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "TRITON_CACHE_DIR", "HF_HOME"}
+    assert read == folders | {"CC", "PAGEWIRE_API_KEY"}
 
 
 def test_mailboxes_accept_exactly_what_the_topology_sends() -> None:

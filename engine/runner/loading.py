@@ -104,22 +104,27 @@ def load_model(
         backend = replace(backend, note=f"{backend.note}, because {why}")
     if spec.scheme is not None:
         backend = replace(backend, note=f"{backend.note}; {spec.scheme.note}, widened")
-    per_layer = model.kv_shape.block_bytes(config.block_size) // model.kv_shape.num_layers
     return HostModel(
         model=model,
         backend=backend,
         kv_shape=model.kv_shape,
         weights=weights,
-        workspace=workspace_bytes(
-            tokens=config.max_num_batched_tokens,
-            rows=config.max_num_seqs,
-            hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size // group.size,
-            num_experts_per_tok=0 if spec.moe is None else spec.moe.num_experts_per_tok,
-            vocab_size=spec.vocab_size,
-            itemsize=dtype.itemsize,
-            cache_bytes=blocks_needed(config) * per_layer,
-        ),
+        workspace=host_workspace(config, spec, model.kv_shape),
+    )
+
+
+def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> int:
+    """Bytes that a step of a `HostModel` may take besides, estimated."""
+    per_layer = kv_shape.block_bytes(config.block_size) // kv_shape.num_layers
+    return workspace_bytes(
+        tokens=config.max_num_batched_tokens,
+        rows=config.max_num_seqs,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size // config.tensor_parallel_size,
+        num_experts_per_tok=0 if spec.moe is None else spec.moe.num_experts_per_tok,
+        vocab_size=spec.vocab_size,
+        itemsize=DTYPES[config.dtype].itemsize,
+        cache_bytes=blocks_needed(config) * per_layer,
     )
 
 

@@ -1,13 +1,17 @@
-"""`pagewire chat` and `pagewire complete` as a person would use them, against a server and starting one."""
+"""The commands as a person would use them, against a server and starting one."""
 
+import json
 import os
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from servers import Server
+from servers import Server, wait_until
+from terminals import Terminal
 
 pytestmark = pytest.mark.e2e
 
@@ -24,6 +28,19 @@ def pagewire(folder: Path, *words: str, typed: str = "", timeout_s: float = 90.0
         env=environment,
         check=False,
     )
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def open_one(*words: str) -> Terminal:
+        opened.append(Terminal(tmp_path, *words))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
 
 
 def test_chat_keeps_the_history(server: Server, tmp_path: Path) -> None:
@@ -60,12 +77,237 @@ def test_a_model_that_is_not_there_gives_one_sentence(tmp_path: Path) -> None:
     assert result.returncode == 1 and result.stderr.splitlines()[-1] == "pagewire: There is no folder ./nowhere."
 
 
-@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["chat", "--help"], ["complete", "--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["serve"],
+        ["chat"],
+        ["complete"],
+        ["tokenize"],
+        ["run-batch"],
+        ["top"],
+        ["doctor"],
+        ["replay"],
+        ["completion"],
+    ],
+)
 def test_help_reads_well(tmp_path: Path, words: list[str]) -> None:
-    result = pagewire(tmp_path, *words)
+    result = pagewire(tmp_path, *words, "--help")
     assert result.returncode == 0 and result.stdout.startswith("usage: pagewire") and result.stderr == ""
 
 
 def test_no_command_and_the_version(tmp_path: Path) -> None:
     assert pagewire(tmp_path).returncode == 2
     assert pagewire(tmp_path, "--version").stdout == "pagewire 0.1.0\n"
+
+
+def test_chat_in_a_terminal(server: Server, terminal: Callable[..., Terminal]) -> None:
+    talk = terminal("chat", "--url", server.url)
+    talk.expect("/help lists the commands")
+    talk.expect("> ")
+    talk.type("Count from 1 to 5\n")
+    talk.expect("1, 2, 3, 4, 5")
+    talk.expect("s to the first")
+    talk.type("/retry\n")
+    talk.expect("1, 2, 3, 4, 5")
+    talk.expect("> ")
+    talk.type("/set max_tokens 3\n")
+    talk.expect(", max_tokens 3")
+    talk.expect("> ")
+    talk.type("\x03")
+    talk.expect("(Ctrl-D ends)")
+    talk.type('"""Count from\n')
+    talk.expect("… ")
+    talk.type('1 to 5"""\n')
+    talk.expect("(3 tokens")
+    talk.type("/nonsense\n")
+    talk.expect("forget the conversation")
+    talk.type("\x04")
+    assert talk.wait() == 0
+
+
+def test_an_answer_can_be_interrupted(server: Server, terminal: Callable[..., Terminal]) -> None:
+    talk = terminal("chat", "--url", server.url, "--max-tokens", "8000")
+    talk.expect("> ")
+    talk.type("/set ignore_eos true\n")
+    talk.expect("ignore_eos true")
+    talk.expect("> ")
+    talk.type("Count from 1 to 5\n")
+    talk.expect("1, 2")
+    talk.type("\x03")
+    talk.expect("(interrupted)")
+    talk.type("/set ignore_eos\n/set max_tokens 30\nCount from 1 to 3\n")
+    talk.expect("1, 2, 3")
+    talk.type("/exit\n")
+    assert talk.wait() == 0
+
+
+def test_a_conversation_is_saved(server: Server, tmp_path: Path) -> None:
+    result = pagewire(
+        tmp_path, "chat", "--url", server.url, "--system", "Be brief.", typed="Count from 1 to 3\n/save talk.json\n"
+    )
+    assert result.returncode == 0
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert [message["role"] for message in saved] == ["system", "user", "assistant"]
+    assert saved[2]["content"] == result.stdout.strip()
+
+
+def test_top_shows_what_the_server_does(server: Server, tmp_path: Path, terminal: Callable[..., Terminal]) -> None:
+    pagewire(tmp_path, "complete", "1, 2, 3,", "--url", server.url)
+    once = pagewire(tmp_path, "top", "--once", "--interval", "0.2", "--url", server.url)
+    assert once.returncode == 0 and "\x1b" not in once.stdout
+    for text in (
+        "pagewire-demo",
+        "running",
+        "waiting",
+        "KV cache",
+        "generated",
+        "time to first token",
+        "ended: length",
+    ):
+        assert text in once.stdout, once.stdout
+    screen = terminal("top", "--interval", "0.2", "--url", server.url)
+    screen.expect("\x1b[?1049h")  # a screen of its own
+    screen.expect("KV cache")
+    screen.expect("KV cache")  # drawn again
+    screen.type("q")
+    assert screen.wait() == 0
+    screen.expect("\x1b[?1049l")
+    assert screen.settings_now() == screen.settings
+
+
+def test_top_waits_for_a_server_that_went_away(start: Callable[..., Server], terminal: Callable[..., Terminal]) -> None:
+    server = start().wait_ready()
+    screen = terminal("top", "--interval", "0.2", "--url", server.url)
+    screen.expect("KV cache")
+    server.stop()
+    screen.expect("No server answers")
+    screen.type("\x03")
+    assert screen.wait() == 0
+
+
+def ask(server: Server, body: dict[str, object]) -> dict[str, object]:
+    request = urllib.request.Request(
+        f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
+
+
+def batch_line(custom_id: str, number: int, **body: object) -> str:
+    messages = [{"role": "user", "content": f"Count from 1 to {number}"}]
+    return json.dumps(
+        {
+            "custom_id": custom_id,
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "pagewire-demo", "messages": messages, "temperature": 0, **body},
+        }
+    )
+
+
+def test_a_batch_is_answered_and_goes_on_where_it_was(server: Server, tmp_path: Path) -> None:
+    numbers = {f"count-{number}": number for number in range(2, 18)}
+    lines = [batch_line(custom_id, number) for custom_id, number in numbers.items()]
+    refused = batch_line("refused", 3, temperature=9)
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines, refused]) + "\n")
+    words = ("run-batch", "in.jsonl", "out.jsonl", "--url", server.url, "--concurrency", "4")
+    first = pagewire(tmp_path, *words)
+    assert first.returncode == 0 and "17/17" in first.stderr, first.stderr
+
+    whole = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_text("".join(whole[:7]) + whole[7][:20])  # as if it had been killed
+    again = pagewire(tmp_path, *words)
+    assert again.returncode == 0 and "going on: 7 of 17" in again.stderr
+    assert (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)[:7] == whole[:7]
+
+    answers = {}
+    for line in (tmp_path / "out.jsonl").read_text().splitlines():
+        answer = json.loads(line)
+        assert answer["custom_id"] not in answers
+        answers[answer["custom_id"]] = answer
+    assert answers.keys() == numbers.keys() | {"refused"}
+    assert (
+        answers["refused"]["response"]["status_code"] == 400 and "temperature" in answers["refused"]["error"]["message"]
+    )
+    for custom_id, number in numbers.items():
+        answer = answers[custom_id]
+        assert answer["error"] is None and answer["response"]["status_code"] == 200
+        assert (
+            answer["response"]["body"]["choices"] == ask(server, json.loads(batch_line("", number))["body"])["choices"]
+        )
+    assert pagewire(tmp_path, *words).stderr == "all 17 requests are answered in out.jsonl\n"
+
+
+def test_a_killed_batch_loses_nothing(server: Server, tmp_path: Path) -> None:
+    lines = [batch_line(f"{i}", 18, max_tokens=200, seed=i) for i in range(60)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    words = ("run-batch", "in.jsonl", "out.jsonl", "--url", server.url, "--concurrency", "2")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pagewire", *words], cwd=tmp_path, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+    )
+    while not (tmp_path / "out.jsonl").exists() or (tmp_path / "out.jsonl").read_bytes().count(b"\n") < 5:
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    result = pagewire(tmp_path, *words)
+    assert result.returncode == 0 and "going on" in result.stderr, result.stderr
+    ids = [json.loads(line)["custom_id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert sorted(ids, key=int) == [str(i) for i in range(60)]
+
+
+def test_a_batch_can_be_interrupted(server: Server, tmp_path: Path, terminal: Callable[..., Terminal]) -> None:
+    lines = [batch_line(f"{i}", 18, max_tokens=2000, ignore_eos=True) for i in range(50)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    run = terminal("run-batch", "in.jsonl", "out.jsonl", "--url", server.url, "--concurrency", "2")
+    run.expect("0/50")
+    run.type("\x03")
+    run.expect("run the command again to go on")
+    assert run.wait(5.0) == 130
+    wait_until(lambda: server.metric("pagewire:num_requests_running") == 0, "the requests under way end")
+
+
+def test_tokenize_gives_the_ids_that_the_server_reads(server: Server, tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Spell cat"}], "max_tokens": 1, "return_token_ids": True}
+    ids = ask(server, body)["prompt_token_ids"]
+    told = pagewire(tmp_path, "tokenize", "--chat", "--format", "json", "Spell cat")
+    assert json.loads(told.stdout) == {"tokens": ids, "count": len(ids)}
+    text = pagewire(tmp_path, "tokenize", "--decode", *map(str, ids)).stdout
+    assert "Spell cat" in text and text.startswith("<|im_start|>")
+    assert pagewire(tmp_path, "tokenize", "--format", "count", typed=text[:-1]).stdout == f"{len(ids)}\n"
+    wrong = pagewire(tmp_path, "tokenize", "--decode", "1", "70000")
+    assert wrong.returncode == 2 and "'70000' is no token id" in wrong.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--dtype", "bfloat16"), ("--quantization", "int8")], ids=str)
+def test_explain_says_what_the_start_then_takes(
+    start: Callable[..., Server], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    more = ("--kv-cache-memory", "32M", "--max-num-seqs", "7", *flags)
+    told = pagewire(tmp_path, "serve", "--explain", *more)
+    assert told.returncode == 0, told.stderr
+    (plan,) = [line.strip() for line in told.stdout.splitlines() if line.strip().startswith("weights ")]
+    log = start(*more).wait_ready().log.read_text()
+    (taken,) = [line.strip() for line in log.splitlines() if line.strip().startswith("weights ")]
+    assert plan == taken
+    (line,) = [line for line in told.stdout.splitlines() if line.startswith("max-num-seqs")]
+    assert line.split() == ["max-num-seqs", "7", "--max-num-seqs"]
+
+
+def test_a_config_file_is_served(start: Callable[..., Server], tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text('served_model_name = "from-the-file"\nmax-model-len = "1k"\nport = 1\n')
+    server = start("--config", str(file)).wait_ready()
+    assert json.loads(server.get("/v1/models"))["data"][0]["id"] == "from-the-file"
+    assert "context 1,024 tokens" in server.log.read_text()
+
+
+def test_doctor_finds_this_machine_fit_and_says_what_is_not(server: Server, tmp_path: Path) -> None:
+    well = pagewire(tmp_path, "doctor", "--port", "0")
+    assert well.returncode == 0 and well.stdout.endswith("everything that serve needs is here\n"), well.stdout
+    (tmp_path / "model").mkdir()
+    ill = pagewire(tmp_path, "doctor", "./model", "--port", str(server.port))
+    assert ill.returncode == 1 and ill.stdout.endswith("2 things to mend\n"), ill.stdout
+    assert f"cannot listen on 127.0.0.1:{server.port}" in ill.stdout and "choose another --port" in ill.stdout
+    assert "has no config.json" in ill.stdout

@@ -1,0 +1,167 @@
+"""A client of an OpenAI-compatible server, and a server of our own where there is none.
+
+Uses the standard library's HTTP client, so that the commands start at once. Used by chat, complete, top and run-batch.
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from urllib.parse import urlsplit
+
+from ..errors import PagewireError, StartError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_START_TIMEOUT_S = 600.0
+
+
+def add_client_flags(parser: argparse.ArgumentParser) -> None:
+    """`--url` and `--api-key`."""
+    parser.add_argument("--url", help=f"server to talk to (default: {DEFAULT_URL} if one answers there)")
+    parser.add_argument("--api-key", default=None, help="key of that server (also PAGEWIRE_API_KEY)")
+
+
+class RemoteServer:
+    """An OpenAI-compatible server to talk to."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise PagewireError(f"{url} is no address of a server; write http://host:port.")
+        self._parts = parts
+        self.headers = {"Content-Type": "application/json"}
+        if api_key:
+            self.headers["Authorization"] = f"Bearer {api_key}"
+
+    def connect(self, timeout_s: float | None = None) -> http.client.HTTPConnection:
+        """A connection that is opened with its first request."""
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=timeout_s)
+
+    def path(self, path: str) -> str:
+        """`path` below the server's address, which may end in /v1 as OpenAI's clients write it."""
+        return self._parts.path.removesuffix("/v1") + path
+
+    def request(
+        self, method: str, path: str, body: object = None, timeout_s: float | None = None
+    ) -> http.client.HTTPResponse:
+        """Sends one request. The caller closes the response, and the connection with it. Raises PagewireError."""
+        connection = self.connect(timeout_s)
+        data = None if body is None else json.dumps(body)
+        try:
+            connection.request(method, self.path(path), data, self.headers | {"Connection": "close"})
+            return connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise PagewireError(f"No server answers at {self.url}: {str(error) or type(error).__name__}.") from error
+
+    def answers(self) -> bool:
+        """Whether it is there and healthy."""
+        try:
+            with self.request("GET", "/health", timeout_s=2.0) as response:
+                return response.status == 200
+        except PagewireError:
+            return False
+
+    def get(self, path: str) -> bytes:
+        """The body of an answer. Raises PagewireError, with the server's own words if it has any."""
+        with self.request("GET", path, timeout_s=10.0) as response:
+            return checked(response)
+
+    def model(self) -> str:
+        """The first model it serves."""
+        try:
+            return str(json.loads(self.get("/v1/models"))["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise PagewireError(f"{self.url} does not say which model it serves: is it an OpenAI server?") from error
+
+    def events(self, path: str, body: dict[str, object]) -> Generator[dict[str, object]]:
+        """The objects of a streamed answer as they come; the last may carry `usage`. Leaving the iterator ends the
+        request. Raises PagewireError."""
+        wanted = body | {"stream": True, "stream_options": {"include_usage": True}}
+        with self.request("POST", path, wanted) as response:
+            if response.status != 200:
+                checked(response)
+            is_done = False
+            for line in _lines(response):
+                if line.startswith(b"data: [DONE]"):
+                    is_done = True
+                elif line.startswith(b"data: "):
+                    event: dict[str, object] = json.loads(line[6:])
+                    if "error" in event:
+                        raise PagewireError(error_message(event) or "The server failed.")
+                    yield event
+            if not is_done:
+                raise PagewireError("The server has ended the answer before it was whole.")
+
+
+def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    try:
+        yield from response
+    except (OSError, http.client.HTTPException) as error:
+        raise PagewireError(f"The connection to the server broke: {str(error) or type(error).__name__}.") from error
+
+
+def checked(response: http.client.HTTPResponse) -> bytes:
+    """The body. Raises PagewireError with the server's own words if it is an error."""
+    body = response.read()
+    if response.status == 200:
+        return body
+    try:
+        message = error_message(json.loads(body))
+    except ValueError:
+        message = None
+    raise PagewireError(message or f"The server answered {response.status}.")
+
+
+def error_message(body: object) -> str | None:
+    """What OpenAI's error object says, if this is one."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error["message"]) if isinstance(error, dict) and "message" in error else None
+
+
+@contextlib.contextmanager
+def find_server(url: str | None, api_key: str | None, model: str | None) -> Iterator[RemoteServer]:
+    """The server that was named, the one that runs here, or a new one that ends with the command. Raises StartError."""
+    key = api_key or os.environ.get("PAGEWIRE_API_KEY")
+    server = RemoteServer(url or DEFAULT_URL, key)
+    if url is not None or (model is None and server.answers()):
+        yield server
+        return
+    with _own_server(model) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _own_server(model: str | None) -> Iterator[RemoteServer]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "pagewire", "serve", *([model] if model else []), "--port", str(port)]
+    print("starting a server …", file=sys.stderr)
+    # What it says goes to a file: nobody would read a pipe, and a full one would stop it.
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True)
+        try:
+            server = RemoteServer(f"http://127.0.0.1:{port}", os.environ.get("PAGEWIRE_API_KEY"))
+            deadline = time.monotonic() + _START_TIMEOUT_S
+            while not server.answers():
+                if process.poll() is not None:
+                    log.seek(0)
+                    said = log.read().strip().removeprefix("pagewire: ")
+                    raise StartError(said or "The server did not start.")
+                if time.monotonic() > deadline:
+                    raise StartError(f"The server was not ready after {_START_TIMEOUT_S:g} s.")
+                time.sleep(0.05)
+            yield server
+        finally:
+            process.terminate()
+            process.wait()

@@ -1,0 +1,113 @@
+"""`pagewire serve --explain`: every setting as it was resolved, why it is what it is, and the memory that follows.
+
+The reasons repeat what `config.resolve` decides by; a test finds a setting that was changed without one.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ..config import Config, EngineConfig, MachineFacts, ModelFacts
+
+_RESOLVED = {
+    "model": "model_path",
+    "served_model_name": "served_model_names",
+    "threads": "num_threads",
+    "api_key": "api_keys",
+}  # setting → what it is called in EngineConfig, where that is something else
+_WIDE = 32  # characters of a value; longer ones stand out of their column
+_BEYOND = ("block_size", "vocab_size", "eos_token_ids", "sampling")  # decided, but not settings
+
+
+def explain(
+    config: Config, engine: EngineConfig, model: ModelFacts, machine: MachineFacts, said: Mapping[str, str]
+) -> str:
+    """A line for each setting. `said`: where a setting was made that was (see `flags.read_settings`)."""
+    rows = [
+        (name.replace("_", "-"), value, reason)
+        for name, value, reason in settings(config, engine, model, machine, said)
+    ]
+    names = max(len(name) for name, _, _ in rows)
+    values = max(len(value) for _, value, _ in rows if len(value) <= _WIDE)
+    return "\n".join(f"{name:<{names}}  {value:<{values}}  {reason}" for name, value, reason in rows)
+
+
+def settings(
+    config: Config, engine: EngineConfig, model: ModelFacts, machine: MachineFacts, said: Mapping[str, str]
+) -> list[tuple[str, str, str]]:
+    """(name, value, reason) of each setting and of what follows from them."""
+    rows = []
+    for name in (*Config.__struct_fields__, *_BEYOND):
+        value = getattr(engine, _RESOLVED.get(name, name), getattr(config, name, None))
+        if name == "api_key":
+            value = f"{len(engine.api_keys)} of them" if engine.api_keys else None  # a log is no place for keys
+        reason = said.get(name) or _reason(name, config, engine, model, machine) or "default"
+        rows.append((name, shown(value), reason))
+    return rows
+
+
+def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, machine: MachineFacts) -> str | None:
+    """Why a setting that nobody made is what it is; None: its default is a constant."""
+    on_cpu = engine.device == "cpu" or not machine.has_gpu
+    place = "a CPU" if on_cpu else "a GPU"
+    match name:
+        case "model":
+            return "the demo model that ships with pagewire"
+        case "served_model_name":
+            return "the model's own name"
+        case "dtype":
+            return _dtype_reason(config, engine, model)
+        case "max_model_len":
+            return "what the model declares"
+        case "device":
+            return (
+                "there is an NVIDIA device" if machine.has_gpu else "there is no NVIDIA device that this torch can use"
+            )
+        case "max_num_batched_tokens":
+            return f"the value for {place}"
+        case "kv_cache_memory":
+            return "from the memory that is free; see below"
+        case "gpu_memory_utilization" if on_cpu:
+            return "default; not used on a CPU"
+        case "kv_cache_dtype":
+            return "as dtype"
+        case "tool_call_parser" | "reasoning_parser":
+            return "what the chat template shows"
+        case "threads":
+            ranks = f", shared by {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
+            return f"one for each of {machine.num_cores} cores that may be used{ranks}"
+        case "block_size":
+            return f"the value for {place}"
+        case "vocab_size" | "eos_token_ids":
+            return "the model's"
+        case "sampling":
+            return "what the model's authors recommend, where a request does not say"
+        case _:
+            return None
+
+
+def _dtype_reason(config: Config, engine: EngineConfig, model: ModelFacts) -> str:
+    if config.quantization == "int8":
+        return "what --quantization int8 computes in"
+    if engine.dtype == model.dtype:
+        return "the checkpoint's"
+    if engine.dtype == "float32":
+        return f"this CPU has no bfloat16 instructions, and memory enough; the checkpoint is {model.dtype}"
+    return f"as many bits as the checkpoint's {model.dtype}, with its own range"
+
+
+def shown(value: object) -> str:
+    """A setting's value for a person."""
+    match value:
+        case None | ():
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case tuple():
+            return " ".join(map(str, value))
+        case float():
+            return f"{value:g}"
+        case msgspec.Struct():
+            return " ".join(f"{field}={shown(getattr(value, field))}" for field in value.__struct_fields__)
+        case _:
+            return str(value)

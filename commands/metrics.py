@@ -1,0 +1,76 @@
+"""What /metrics says, read at two times: rates, and how long things took between them.
+
+Names are taken without their prefix, so `vllm:` serves as well as `pagewire:`. Used by `pagewire top`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+
+_PREFIXES = ("pagewire:", "vllm:")
+
+
+@dataclass
+class Reading:
+    """One look. Samples of several models or processes are added up."""
+
+    at: float  # seconds of a clock that never goes back
+    values: dict[str, float] = field(default_factory=dict)  # sample name → value
+    buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # histogram → bound → samples at or below it
+    by_label: dict[str, dict[str, float]] = field(default_factory=dict)  # sample name → its second label → value
+
+    def get(self, name: str) -> float:
+        """0 for what the server does not tell."""
+        return self.values.get(name, 0.0)
+
+
+def read(text: str, at: float) -> Reading:
+    """Parses a page of /metrics. Raises ValueError if it is none."""
+    reading = Reading(at)
+    for family in text_string_to_metric_families(text):
+        prefix = next((p for p in _PREFIXES if family.name.startswith(p)), None)
+        if prefix is None:
+            continue
+        for sample in family.samples:
+            name = sample.name.removeprefix(prefix)
+            if family.type == "histogram" and name.endswith("_bucket"):
+                bounds = reading.buckets.setdefault(name.removesuffix("_bucket"), {})
+                bound = float(sample.labels["le"])
+                bounds[bound] = bounds.get(bound, 0.0) + sample.value
+                continue
+            reading.values[name] = reading.get(name) + sample.value
+            for label, value in _own_labels(sample.labels).items():
+                parts = reading.by_label.setdefault(f"{name}/{label}", {})
+                parts[value] = parts.get(value, 0.0) + sample.value
+    return reading
+
+
+def _own_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    return {label: value for label, value in labels.items() if label not in ("model_name", "engine")}
+
+
+def rate(before: Reading, now: Reading, name: str) -> float:
+    """How fast a counter grows, in 1/s. A server that was started again counts from nothing."""
+    seconds = now.at - before.at
+    grown = now.get(name) - before.get(name)
+    return max(0.0, grown if grown >= 0 else now.get(name)) / seconds if seconds > 0 else 0.0
+
+
+def quantile(before: Reading, now: Reading, name: str, q: float) -> float | None:
+    """The value below which the share `q` of a histogram's new samples lies, linear within its bucket as in
+    Prometheus' histogram_quantile. None without new samples."""
+    old, new = before.buckets.get(name, {}), now.buckets.get(name, {})
+    bounds = sorted(new)
+    counts = [new[bound] - old.get(bound, 0.0) for bound in bounds]
+    if not bounds or counts[-1] <= 0:
+        return None
+    rank, low, below = q * counts[-1], 0.0, 0.0
+    for bound, count in zip(bounds, counts, strict=True):
+        if count >= rank and count > below:
+            if math.isinf(bound):
+                return low
+            return low + (bound - low) * (rank - below) / (count - below)
+        low, below = bound, count
+    return low

@@ -1,0 +1,221 @@
+"""Shows what a running server does, once a second: requests, memory, speed and latencies, from its /metrics."""
+
+import argparse
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, PagewireError
+from .client import DEFAULT_URL, RemoteServer, add_client_flags
+from .metrics import Reading, quantile, rate, read
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_WINDOW_S = 10.0  # what latencies are taken over
+_HISTORY = 60  # readings in the curve
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_LATENCIES = (
+    ("time to first token", "time_to_first_token_seconds"),
+    ("between tokens", "inter_token_latency_seconds"),
+    ("whole request", "e2e_request_latency_seconds"),
+    ("step", "step_time_seconds"),
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    add_client_flags(parser)
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds between looks (default: 1)")
+    parser.add_argument("--once", action="store_true", help="look twice, print once and end; for scripts")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs the command. Returns the exit code."""
+    if not 0.1 <= arguments.interval <= 3600:
+        raise ConfigError("--interval must be between 0.1 and 3600 seconds.")
+    server = RemoteServer(arguments.url or DEFAULT_URL, arguments.api_key or os.environ.get("PAGEWIRE_API_KEY"))
+    screen = Screen(server.url, server.model())
+
+    def look() -> None:
+        screen.add(read(server.get("/metrics").decode(), time.monotonic()))
+
+    look()
+    if arguments.once:
+        from rich.console import Console
+
+        time.sleep(arguments.interval)
+        look()
+        Console().print(screen.render())
+        return 0
+    return _watch(screen, look, arguments.interval)
+
+
+def _watch(screen: "Screen", look: Callable[[], None], interval: float) -> int:
+    """Until q or Ctrl-C. A server that is away for a while is waited for."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _keys() as next_key,
+        Live(screen.render(), console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while next_key(interval) not in ("q", "Q"):
+            try:
+                look()
+            except PagewireError as error:
+                screen.trouble = str(error)
+            live.update(screen.render(), refresh=True)
+    return 0
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """What waits so many seconds for a key; \"\" without one."""
+    if not sys.stdin.isatty():
+        yield _sleep
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+
+    def next_key(timeout_s: float) -> str:
+        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") if _is_ready(timeout_s) else ""
+
+    try:
+        yield next_key
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _sleep(timeout_s: float) -> str:
+    time.sleep(timeout_s)
+    return ""
+
+
+def _is_ready(timeout_s: float) -> bool:
+    return bool(select.select([sys.stdin], [], [], timeout_s)[0])
+
+
+class Screen:
+    """What is shown, from the readings so far."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url = url
+        self._model = model
+        self._readings: deque[Reading] = deque(maxlen=2 * _HISTORY)
+        self._speeds: deque[float] = deque(maxlen=_HISTORY)  # generated tokens a second, between two readings each
+        self.trouble: str | None = None  # why there is no newer reading
+
+    def add(self, reading: Reading) -> None:
+        """The newest."""
+        if self._readings:
+            self._speeds.append(rate(self._readings[-1], reading, "generation_tokens_total"))
+        self._readings.append(reading)
+        self.trouble = None
+
+    def render(self) -> "RenderableType":
+        """For rich."""
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.text import Text
+
+        now = self._readings[-1]
+        before = self._window()
+        parts: list[RenderableType] = [self._state(now), Text(), self._speed(before, now), Text()]
+        parts += [self._latencies(before, now), Text(), self._counts(before, now)]
+        if self.trouble:
+            parts += [Text(), Text(self.trouble, style="bold red")]
+        return Panel(Group(*parts), title=f"{self._model} at {self._url}", subtitle="q ends", title_align="left")
+
+    def _window(self) -> Reading:
+        """The oldest reading that still counts for latencies."""
+        newest = self._readings[-1].at
+        return next(reading for reading in self._readings if reading.at >= newest - _WINDOW_S or reading.at == newest)
+
+    def _state(self, now: Reading) -> "Table":
+        used = min(1.0, now.get("kv_cache_usage_perc"))
+        table = _table()
+        table.add_row("running", f"{now.get('num_requests_running'):.0f}", "sequences in the batch")
+        table.add_row("waiting", f"{now.get('num_requests_waiting'):.0f}", "sequences in the queue")
+        table.add_row("KV cache", f"{100 * used:.1f} %", _bar(used))
+        for tier, blocks in now.by_label.get("kv_tier_blocks/tier", {}).items():
+            room = now.by_label.get("kv_tier_capacity_blocks/tier", {}).get(tier, 0.0)
+            table.add_row(f"tier {tier}", f"{blocks:.0f}", f"blocks of {room:.0f}" if room else "blocks")
+        return table
+
+    def _speed(self, before: Reading, now: Reading) -> "Table":
+        table = _table()
+        speed = self._speeds[-1] if self._speeds else 0.0
+        table.add_row("generated", f"{speed:.1f}", "tokens/s")
+        table.add_row("", "", curve(list(self._speeds)))
+        table.add_row("prompts", f"{rate(before, now, 'prompt_tokens_total'):.1f}", "tokens/s")
+        asked = now.get("prefix_cache_queries_total") - before.get("prefix_cache_queries_total")
+        if asked > 0:
+            hits = now.get("prefix_cache_hits_total") - before.get("prefix_cache_hits_total")
+            table.add_row("from cache", f"{100 * hits / asked:.1f} %", "of these prompt tokens")
+        guessed = now.get("spec_decode_num_draft_tokens_total") - before.get("spec_decode_num_draft_tokens_total")
+        if guessed > 0:
+            name = "spec_decode_num_accepted_tokens_total"
+            table.add_row("guesses", f"{100 * (now.get(name) - before.get(name)) / guessed:.1f} %", "came true")
+        return table
+
+    def _latencies(self, before: Reading, now: Reading) -> "Table":
+        from rich.table import Table
+
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column(f"last {max(0.0, now.at - before.at):.0f} s")
+        for title in ("p50", "p95", "p99"):
+            table.add_column(title, justify="right", min_width=9, style="bold")
+        for title, name in _LATENCIES:
+            if name in now.buckets:
+                table.add_row(title, *(duration(quantile(before, now, name, q)) for q in (0.5, 0.95, 0.99)))
+        return table
+
+    def _counts(self, before: Reading, now: Reading) -> "Table":
+        table = _table()
+        for reason, count in now.by_label.get("request_success_total/finished_reason", {}).items():
+            old = before.by_label.get("request_success_total/finished_reason", {}).get(reason, 0.0)
+            recent = f"+{count - old:.0f}" if count > old else ""
+            table.add_row(f"ended: {reason}", f"{count:.0f}", recent)
+        table.add_row("preempted", f"{now.get('num_preemptions_total'):.0f}", "")
+        return table
+
+
+def _table() -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(min_width=19)
+    table.add_column(justify="right", min_width=9, style="bold")
+    table.add_column(style="cyan")
+    return table
+
+
+def _bar(share: float, width: int = 40) -> str:
+    filled = round(share * width)
+    return "█" * filled + "░" * (width - filled)
+
+
+def curve(values: list[float]) -> str:
+    """A line of blocks, the highest for the largest value."""
+    most = max(values, default=0.0) or 1.0
+    return "".join(_BLOCKS[round(value / most * (len(_BLOCKS) - 1))] for value in values)
+
+
+def duration(seconds: float | None) -> str:
+    """1.2 ms, 340 ms, 2.5 s; a dash for none."""
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms" if seconds < 0.1 else f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s"

@@ -1,0 +1,83 @@
+"""How a model would share the memory out, calculated from its shapes: nothing is read of the weights.
+
+For `pagewire serve --explain`. What the start itself accounts for is in `loading.py`; a test holds the two together.
+"""
+
+from pathlib import Path
+
+import torch
+
+from ...config import EngineConfig
+from ..cache.kv_cache import KvShape
+from ..device.base import choose_device
+from ..layers.linear import Weight
+from ..models import registry
+from ..models.spec import ModelSpec, read_spec
+from ..parallel.collectives import Alone
+from ..parallel.place import Place
+from .backend import Backend, choose_backend
+from .loading import DTYPES, blocks_needed, host_workspace
+from .memory import MemoryPlan
+
+
+def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
+    """One rank's memory, and how many KV blocks it would offer. What a GPU's recorded steps take is left out. Raises
+    ConfigError."""
+    spec = read_spec(Path(config.model_path))
+    device = choose_device(config, place=Place(ranks_here=tuple(range(config.tensor_parallel_size))))
+    weights, shape = _model(config, spec, device.torch_device)
+    plan = MemoryPlan(
+        weights=weights,
+        workspace=host_workspace(config, spec, shape),
+        block=shape.block_bytes(config.block_size),
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+    )
+    if config.kv_cache_memory is not None:
+        return plan, plan.num_blocks(config.kv_cache_memory)
+    num_blocks = plan.num_blocks(device.cache_memory(taken=plan.weights + plan.workspace))
+    return plan, min(num_blocks, blocks_needed(config))
+
+
+class _Imagined(Alone):
+    """The first of so many ranks, none of which is there."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[int, KvShape]:
+    """Bytes of the weights of one rank, and the shape of its KV."""
+    dtype, kv_dtype = DTYPES[config.dtype], DTYPES[config.kv_cache_dtype]
+    is_int8 = config.quantization == "int8"
+    is_gpu = device.type == "cuda"
+    backend = Backend.reference(dtype) if is_gpu else choose_backend(device, dtype, spec.dtype, int8=is_int8)
+    files = sum(file.stat().st_size for file in Path(config.model_path).glob("*.safetensors"))
+    outline = registry.build_native(
+        spec,
+        max_len=1,  # the rotary table is no weight
+        dtype=dtype,
+        weight_dtype=backend.weight_dtype,
+        device=torch.device("meta"),
+        group=_Imagined(config.tensor_parallel_size),
+        ops=backend.ops,
+        is_outline=True,
+    )
+    if outline is None:
+        shape = KvShape(
+            num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=kv_dtype
+        )
+        return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, shape
+    heads = outline.kv_shape
+    shape = KvShape(
+        num_layers=heads.num_layers, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, dtype=kv_dtype
+    )
+    if is_gpu and spec.scheme is not None and spec.scheme.has_kernels and dtype.itemsize == 2:
+        return files // config.tensor_parallel_size, shape  # they stay as they are
+    weights = sum(parameter.nbytes for parameter in outline.parameters())
+    if is_int8:
+        for module in outline.modules():
+            if isinstance(module, Weight) and module.weight is not None:
+                rows, columns = module.weight.shape
+                weights += rows * (columns + 8) - module.weight.nbytes  # a scale and a sum for each row
+    return weights, shape

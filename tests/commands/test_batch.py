@@ -1,0 +1,129 @@
+"""`run-batch` against a server that misbehaves, and files that are no batches."""
+
+import argparse
+import fcntl
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from pagewire.commands import batch
+from pagewire.errors import ConfigError
+
+
+class Peer(BaseHTTPRequestHandler):
+    """Answers by what the body's `model` asks for: busy-once, broken, or anything else."""
+
+    protocol_version = "HTTP/1.1"
+    asked: Counter[str]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        what = body["model"]
+        self.asked[what] += 1
+        if what == "hang-up" and self.asked[what] == 1:
+            self.close_connection = True
+            return
+        status = 503 if what == "broken" or (what == "busy-once" and self.asked[what] == 1) else 200
+        data = json.dumps({"error": {"message": "no room."}} if status == 503 else {"echo": what}).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    Peer.asked = Counter()
+    monkeypatch.setattr(batch, "_FIRST_PAUSE_S", 0.01)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Peer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def line(custom_id: str, model: str = "m", **other: object) -> str:
+    return json.dumps({"custom_id": custom_id, "url": "/v1/completions", "body": {"model": model}} | other) + "\n"
+
+
+def run(folder: Path, url: str, *, concurrency: int = 3) -> int:
+    return batch.main(
+        argparse.Namespace(
+            input=str(folder / "in"),
+            output=str(folder / "out"),
+            url=url,
+            api_key=None,
+            model=None,
+            concurrency=concurrency,
+        )
+    )
+
+
+def answered(folder: Path) -> list[str]:
+    return sorted(json.loads(text)["custom_id"] for text in (folder / "out").read_text().splitlines())
+
+
+def test_what_is_only_busy_is_tried_again(peer: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(line("a") + line("b", "busy-once") + line("c", "hang-up") + "\n")
+    assert run(tmp_path, peer) == 0
+    assert answered(tmp_path) == ["a", "b", "c"]
+    assert Peer.asked == {"m": 1, "busy-once": 2, "hang-up": 2}
+
+
+def test_what_got_no_answer_is_left_for_the_next_run(
+    peer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").write_text(line("a") + line("b", "broken"))
+    assert run(tmp_path, peer) == 1
+    assert (
+        "1 of 2 requests got no answer; the first is 'b': the server answered 503: no room." in capsys.readouterr().err
+    )
+    assert answered(tmp_path) == ["a"]
+    (tmp_path / "in").write_text(line("a") + line("b"))
+    assert run(tmp_path, peer) == 0
+    assert answered(tmp_path) == ["a", "b"] and Peer.asked["m"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "holds no request"),
+        ("nonsense\n", "line 1: "),
+        (line("a") + line("a"), "custom_id 'a' stands there twice"),
+        (line("a") + line("b", url="/v1/models"), "line 2: POST /v1/models is no request of a batch"),
+        (line("a", method="GET"), "line 1: GET /v1/completions"),
+        (line("a", body={"stream": True}), "line 1: a batch has no streams"),
+        (line("a", body=3), "line 1: Expected `object`, got `int`"),
+    ],
+)
+def test_a_wrong_file_is_refused_before_anything_is_sent(peer: str, tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "in").write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        run(tmp_path, peer)
+    assert not Peer.asked
+
+
+def test_an_output_that_is_something_else_is_not_touched(peer: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(line("a"))
+    (tmp_path / "out").write_text("my novel\nchapter one\nand no end")
+    with pytest.raises(ConfigError, match="line 1, is no answer of a batch"):
+        run(tmp_path, peer)
+    assert (tmp_path / "out").read_text().endswith("and no end")
+
+
+def test_two_runs_do_not_write_one_file(peer: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(line("a"))
+    with (tmp_path / "out").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="Another run is writing"):
+            run(tmp_path, peer)
+    assert run(tmp_path, peer) == 0

@@ -1,0 +1,115 @@
+"""What `doctor` makes of sound and broken machines and models."""
+
+import shutil
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pagewire.commands import doctor
+from pagewire.config import MachineFacts
+from pagewire.engine.weights.source import DEMO_MODEL
+
+MACHINE = MachineFacts(num_cores=2)
+
+
+def levels(findings: list[doctor.Finding]) -> list[str]:
+    return [finding.level for finding in findings]
+
+
+def test_the_triton_that_torch_was_made_with() -> None:
+    lines = ["filelock", 'triton==3.6.0; platform_system == "Linux"', "sympy>=1.13.3"]
+    assert doctor.wanted_triton(lines) == "3.6.0"
+    assert doctor.wanted_triton(["triton (==3.1.0) ; x"]) == "3.1.0"
+    assert doctor.wanted_triton(["filelock", "pytorch-triton-rocm==3.1"]) is None
+
+
+def test_another_triton_than_torchs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "requires", lambda name: ["triton==9.9.9"] if name == "torch" else [])
+    (pair,) = [f for f in doctor.check_software() if f.subject == "torch"]
+    assert pair.advice == "pip install triton==9.9.9" and pair.level != "ok"
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "requires", lambda name: ["no-such-thing>=2", "msgspec>=0.2", "absent; extra == 'dev'"])
+    (found,) = [f for f in doctor.check_software() if f.subject == "packages"]
+    assert found.level == "bad" and found.advice == "pip install no-such-thing"
+
+
+def test_ports() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        (found,) = doctor.check_port("127.0.0.1", taken.getsockname()[1])
+        assert found.level == "bad" and "choose another --port" in found.advice
+    assert levels(list(doctor.check_port("127.0.0.1", 0))) == ["ok"]
+    (found,) = doctor.check_port("192.0.2.1", 0)  # an address for documentation: nobody's
+    assert found.level == "bad"
+
+
+def cut_weights(folder: Path) -> str:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    return "is cut short; fetch it again"
+
+
+def cut_header(folder: Path) -> str:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1000) + b'{"a":')
+    return "is no safetensors file, or cut short"
+
+
+def no_weights(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    return "has no safetensors files"
+
+
+def lacks_a_part(folder: Path) -> str:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
+    return "lacks model-00002-of-00002.safetensors"
+
+
+def no_config(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    return "has no config.json"
+
+
+def no_tokenizer(folder: Path) -> str:
+    (folder / "tokenizer.json").write_text("{}")
+    return "tokenizer.json"
+
+
+@pytest.mark.parametrize("spoil", [cut_weights, cut_header, no_weights, lacks_a_part, no_config, no_tokenizer])
+def test_a_broken_model(tmp_path: Path, spoil: Callable[[Path], str]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    assert set(levels(list(doctor.check_model(str(folder), MACHINE)))) == {"ok"}
+    sentence = spoil(folder)
+    *_, last = doctor.check_model(str(folder), MACHINE)
+    assert last.level == "bad" and sentence in last.found, last
+
+
+def test_a_model_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
+    *_, last = doctor.check_model("", MACHINE)
+    assert last.level == "bad" and "of weights, and" in last.found
+    *_, last = doctor.check_model("", MachineFacts(num_cores=2, has_gpu=True))
+    assert last.level == "ok"
+
+
+def test_a_model_that_was_not_downloaded_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (found,) = doctor.check_model("somebody/some-model", MACHINE)
+    assert found.level == "note" and "serve downloads it" in found.advice
+
+
+def test_a_model_without_a_chat_template_still_completes(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    for file in folder.glob("*.jinja"):
+        file.unlink()
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace('"chat_template"', '"no_template"'))
+    findings = list(doctor.check_model(str(folder), MACHINE))
+    assert [f.advice for f in findings if f.level == "note"] == ["completions work, chat does not"]

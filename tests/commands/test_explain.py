@@ -1,0 +1,91 @@
+"""Reasons for settings, and files of them."""
+
+import argparse
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pagewire.commands.explain import explain, settings, shown
+from pagewire.config import Config, MachineFacts, ModelFacts, resolve
+from pagewire.errors import ConfigError
+from pagewire.flags import add_flags, read_settings
+
+MODEL = ModelFacts(
+    path="/m", name="m", max_position=4096, vocab_size=100, eos_token_ids=(2,), dtype="float16", weight_bytes=1000
+)
+CPU = MachineFacts(num_cores=4)
+OLD_CPU = MachineFacts(num_cores=4, memory_bytes=1 << 40, has_bfloat16=False)
+GPU = MachineFacts(num_cores=4, has_gpu=True)
+
+
+def parse(*argv: str) -> tuple[Config, dict[str, str]]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return read_settings(parser.parse_args(argv))
+
+
+def rows(config: Config, machine: MachineFacts, said: dict[str, str]) -> dict[str, tuple[str, str]]:
+    return {row[0]: row[1:] for row in settings(config, resolve(config, MODEL, machine), MODEL, machine, said)}
+
+
+@pytest.mark.parametrize("machine", [CPU, OLD_CPU, GPU], ids=["cpu", "old cpu", "gpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_was_decided_has_a_reason(machine: MachineFacts, dtype: str) -> None:
+    model = msgspec.structs.replace(MODEL, dtype=dtype)
+    engine = resolve(Config(), model, machine)
+    told = {row[0]: row[1:] for row in settings(Config(), engine, model, machine, {})}
+    assert told.keys() >= set(Config.__struct_fields__)
+    for field in msgspec.structs.fields(Config):
+        value, reason = told[field.name]
+        assert value == shown(field.default) or reason != "default", f"{field.name} = {value}: {reason}"
+
+
+def test_reasons_follow_the_decision() -> None:
+    assert rows(Config(), CPU, {})["dtype"] == (
+        "bfloat16",
+        "as many bits as the checkpoint's float16, with its own range",
+    )
+    assert "no bfloat16 instructions" in rows(Config(), OLD_CPU, {})["dtype"][1]
+    assert rows(Config(), GPU, {})["max_num_batched_tokens"] == ("2048", "the value for a GPU")
+    assert rows(Config(device="cpu"), GPU, {"device": "--device"})["block_size"] == ("16", "the value for a CPU")
+    assert "shared by 2 ranks" in rows(Config(tensor_parallel_size=2), CPU, {})["threads"][1]
+
+
+def test_where_a_setting_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text('max-num-seqs = 3\nkv_cache_memory = "2G"\nenable_prefix_caching = false\napi_key = ["a", "b"]\n')
+    config, said = parse("--config", str(file), "--max-num-seqs", "5")
+    assert config == Config(max_num_seqs=5, kv_cache_memory=2 << 30, enable_prefix_caching=False, api_key=("a", "b"))
+    told = rows(config, CPU, said)
+    assert told["max_num_seqs"] == ("5", "--max-num-seqs") and told["enable_prefix_caching"] == ("no", str(file))
+    assert told["api_key"] == ("2 of them", str(file))
+    monkeypatch.setenv("PAGEWIRE_API_KEY", "secret")
+    config, said = parse()
+    text = explain(config, resolve(config, MODEL, CPU), MODEL, CPU, said)
+    assert "secret" not in text and "PAGEWIRE_API_KEY" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("max_num_seqs = 0", "{file}: max_num_seqs: expected int >= 1."),
+        ("max_seqs = 3", "--config {file}: there is no setting max_seqs; is it max_num_seqs?"),
+        ("[serve]\nport = 3", "--config {file}: there is no setting serve"),
+        ("port = ", "--config {file} is no valid TOML: "),
+        ('kv_cache_memory = "much"', "'much' is not a number or a size"),
+        ('config = "other.toml"', "--config {file}: there is no setting config"),
+    ],
+)
+def test_a_wrong_file_gives_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        parse("--config", str(file))
+    assert str(error.value).startswith(sentence.format(file=file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse("--config", str(tmp_path / "nowhere.toml"))
+
+
+def test_serve_has_no_more_flags_than_a_person_can_read() -> None:
+    assert len(Config.__struct_fields__) + 2 <= 80  # with --config and --explain

@@ -1,0 +1,77 @@
+"""Readings of /metrics, their differences, and what is drawn of them."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from pagewire.api.gateway import Gateway
+from pagewire.api.metrics import Metrics
+from pagewire.commands.metrics import quantile, rate, read
+from pagewire.commands.top import Screen, curve, duration
+
+
+def page(latencies: list[float]) -> str:
+    """What our own server says after these first-token times."""
+    gateway = Gateway(lambda message: None)
+    for value in latencies:
+        gateway.stats.time_to_first_token_s.observe(value)
+    gateway.stats.finished["stop"] = len(latencies)
+    return Metrics(gateway, "m").render().decode()
+
+
+def test_our_own_page_is_understood() -> None:
+    reading = read(page([0.03] * 4), 1.0)
+    assert reading.get("request_success_total") == 4
+    assert reading.by_label["request_success_total/finished_reason"]["stop"] == 4
+    assert reading.buckets["time_to_first_token_seconds"][math.inf] == 4
+    assert reading.get("nothing_of_the_kind") == 0
+
+
+def test_vllms_names_and_several_models_are_added_up() -> None:
+    text = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name="a",engine="0"} 2\n'
+    text += 'vllm:num_requests_running{model_name="b",engine="1"} 3\n'
+    assert read(text, 0.0).get("num_requests_running") == 5
+
+
+def test_quantiles_are_of_what_is_new() -> None:
+    before, now = read(page([9.0] * 100), 0.0), read(page([9.0] * 100 + [0.03] * 10), 1.0)
+    median = quantile(before, now, "time_to_first_token_seconds", 0.5)
+    assert median is not None and 0.02 < median <= 0.04
+    assert quantile(now, now, "time_to_first_token_seconds", 0.5) is None
+    assert quantile(before, now, "no_such_histogram", 0.5) is None
+
+
+@pytest.mark.parametrize("q", [0.01, 0.5, 0.95, 0.99, 1.0])
+def test_quantiles_lie_in_the_bucket_of_the_sample(q: float) -> None:
+    values = [0.001 * 1.05**i for i in range(200)]
+    found = quantile(read(page([]), 0.0), read(page(values), 1.0), "time_to_first_token_seconds", q)
+    wanted = values[max(0, math.ceil(q * len(values)) - 1)]
+    bounds = sorted(read(page([]), 0.0).buckets["time_to_first_token_seconds"])
+    low = max([0.0, *(bound for bound in bounds if bound < wanted)])
+    high = min(bound for bound in bounds if bound >= wanted)
+    assert found is not None and low <= found <= high
+
+
+def test_a_server_that_was_started_again_counts_from_nothing() -> None:
+    before, now = read(page([1.0] * 9), 0.0), read(page([1.0] * 4), 2.0)
+    assert rate(before, now, "request_success_total") == 2.0
+    assert rate(now, now, "request_success_total") == 0.0
+    assert rate(read(page([]), 0.0), now, "request_success_total") == 2.0
+
+
+def test_the_screen_fits_a_narrow_terminal_and_tells_of_trouble() -> None:
+    screen = Screen("http://127.0.0.1:8000", "m")
+    screen.add(read(page([]), 0.0))
+    screen.add(read(page([0.03] * 3), 1.0))
+    screen.trouble = "No server answers."
+    console = Console(file=io.StringIO(), width=60, force_terminal=False)
+    console.print(screen.render())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "No server answers." in text and "+3" in text and max(map(len, text.splitlines())) <= 60
+
+
+def test_curves_and_durations() -> None:
+    assert curve([0, 1, 2]) == " ▄█" and curve([]) == "" and curve([0.0]) == " "
+    assert [duration(s) for s in (None, 0.00123, 0.34, 2.5)] == ["-", "1.2 ms", "340 ms", "2.5 s"]

@@ -1,0 +1,55 @@
+"""What is calculated of a model's memory is what its start then accounts for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from quantized_checkpoints import quantize_checkpoint
+
+from pagewire.config import EngineConfig
+from pagewire.engine.runner.forecast import forecast
+from pagewire.engine.runner.runner import Runner
+
+
+def check(config: EngineConfig) -> None:
+    """The kernels' layouts pad weights a little; everything else is the same sum."""
+    plan, num_blocks = forecast(config)
+    runner = Runner.load(config)
+    assert msgspec.structs.replace(plan, weights=runner.memory.weights) == runner.memory
+    assert plan.weights == pytest.approx(runner.memory.weights, rel=0.03)
+    assert num_blocks == runner.offer()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "llama-biased", "qwen3", "qwen3_moe", "mixtral", "phi3"])
+def test_the_forecast_comes_true(
+    kind: str, dtype: str, checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
+) -> None:
+    check(resolved(checkpoint(kind), dtype=dtype, kv_cache_memory=1 << 20))
+
+
+def test_bytes_instead_of_floats(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
+    check(resolved(checkpoint("llama"), dtype="float32", quantization="int8", kv_cache_memory=1 << 20))
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "awq"])
+def test_quantized_checkpoints_are_widened(
+    kind: str, checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
+    sizes_of: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}
+    folder, _ = quantize_checkpoint(checkpoint("llama", **sizes_of), tmp_path, kind)
+    check(resolved(folder, dtype="float32", kv_cache_memory=1 << 20))
+
+
+def test_without_a_size_it_is_what_could_ever_be_used(
+    checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
+) -> None:
+    check(resolved(checkpoint("llama"), max_num_seqs=4))
+
+
+def test_ranks_share_the_weights(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
+    one, _ = forecast(resolved(checkpoint("llama"), kv_cache_memory=1 << 20))
+    two, _ = forecast(resolved(checkpoint("llama"), tensor_parallel_size=2, kv_cache_memory=1 << 20))
+    assert two.block == one.block // 2 and 0.4 < two.weights / one.weights < 0.6

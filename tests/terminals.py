@@ -1,0 +1,68 @@
+"""A command in a terminal of its own, as a person has it."""
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+
+class Terminal:
+    """`pagewire …` with a pseudo-terminal as its standard input, output and error."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self._own, there = pty.openpty()
+        fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        self._there = there
+        self.settings = termios.tcgetattr(there)
+        environment = os.environ | {"TERM": "xterm-256color", "INPUTRC": "/dev/null"}
+        environment.pop("PAGEWIRE_API_KEY", None)
+        # The leader of a session gets the first terminal that it opens as its own, so Ctrl-C reaches it.
+        self.process = subprocess.Popen(
+            ["sh", "-c", f'exec "$@" <>{os.ttyname(there)} >&0 2>&0', "sh", sys.executable, "-m", "pagewire", *words],
+            start_new_session=True,
+            cwd=folder,
+            env=environment,
+        )
+        self.shown = ""  # everything so far
+        self._from = 0  # what `expect` has not looked at
+
+    def type(self, text: str) -> None:
+        os.write(self._own, text.encode())
+
+    def expect(self, text: str, timeout_s: float = 30.0) -> None:
+        """Returns when `text` has come after what was expected before."""
+        deadline = time.monotonic() + timeout_s
+        while (at := self.shown.find(text, self._from)) < 0:
+            assert time.monotonic() < deadline, f"{text!r} did not come:\n{self.shown}"
+            self._read(0.1)
+        self._from = at + len(text)
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """The exit code."""
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"it does not end:\n{self.shown}"
+            self._read(0.1)
+        self._read(0)
+        return self.process.returncode
+
+    def settings_now(self) -> list[object]:
+        return termios.tcgetattr(self._there)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._own)
+        os.close(self._there)
+
+    def _read(self, timeout_s: float) -> None:
+        while select.select([self._own], [], [], timeout_s)[0]:
+            self.shown += os.read(self._own, 1 << 16).decode(errors="replace")
+            timeout_s = 0
