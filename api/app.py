@@ -9,17 +9,22 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import EngineConfig
+from .about import AboutEndpoints
+from .anthropic.endpoints import AnthropicEndpoints
 from .gateway import ClientGone, Gateway
 from .http_error import HttpError, anthropic_error_body, as_http_error, error_body
+from .openai.endpoints import OpenAIEndpoints
 from .page import PAGE_FILES, PageFile
+from .responses.endpoints import ResponsesEndpoints
 from .service import MAX_BODY_BYTES, Service, send_body, too_large
+from .tokenizing import TokenizeEndpoints
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
 _ANTHROPIC_PATH = "/v1/messages"
@@ -33,34 +38,14 @@ def create_app(gateway: Gateway, config: EngineConfig, *, healthy: Callable[[], 
     """The whole application. `healthy` returns None, or one sentence that says what is wrong with the engine."""
     service = Service(gateway, config, healthy=healthy, version=version)
     routes = [
-        Route("/v1/chat/completions", _Endpoint(service.chat), methods=["POST"]),
-        Route("/v1/completions", _Endpoint(service.completions), methods=["POST"]),
-        Route("/v1/models", _Endpoint(service.models), methods=["GET"]),
-        Route("/v1/models/{id:path}", _Endpoint(service.model), methods=["GET"]),
-        Route("/health", _Endpoint(service.health), methods=["GET"]),
-        Route("/metrics", _Endpoint(service.metrics), methods=["GET"]),
-        Route("/version", _Endpoint(service.version), methods=["GET"]),
-        Route("/v1/responses", _Endpoint(service.responses), methods=["POST"]),
-        Route("/v1/responses/{id}", _Endpoint(service.response), methods=["GET", "DELETE"]),
-        Route("/v1/messages", _Endpoint(service.messages), methods=["POST"]),
-        Route("/v1/messages/count_tokens", _Endpoint(service.count_tokens), methods=["POST"]),
-        Route("/tokenize", _Endpoint(service.tokenize), methods=["POST"]),
-        Route("/detokenize", _Endpoint(service.detokenize), methods=["POST"]),
-        Route("/ready", _Endpoint(service.ready), methods=["GET"]),
-        Route("/load", _Endpoint(service.load), methods=["GET"]),
+        *OpenAIEndpoints(service).routes(),
+        *ResponsesEndpoints(service).routes(),
+        *AnthropicEndpoints(service).routes(),
+        *TokenizeEndpoints(service).routes(),
+        *AboutEndpoints(service).routes(),
         *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
     ]
     return Edge(Router(routes, redirect_slashes=False), api_keys=config.api_keys)
-
-
-class _Endpoint:
-    """A coroutine function as an ASGI application: the router would give a bare one a Request."""
-
-    def __init__(self, call: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self._call = call
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._call(scope, receive, send)
 
 
 class Edge:

@@ -7,7 +7,7 @@ import msgspec
 
 from ..ipc.messages import Chunk, TopLogprob, Usage, bytes_to_ids
 from .http_error import HttpError, error_body
-from .openai_types import CompletionTokensDetails, PromptTokensDetails, TokenLogprobBody, TopLogprobBody, UsageBody
+from .openai.types import CompletionTokensDetails, PromptTokensDetails, TokenLogprobBody, TopLogprobBody, UsageBody
 
 DONE = b"data: [DONE]\n\n"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.api.response_store import ResponseStore, StoredResponse
+from pagewire.api.responses.store import ResponseStore, StoredResponse
 from pagewire.ipc.messages import ChatPrompt
 
 from .harness import Answer, Client, FakeEngine, make_app, request, run

@@ -167,7 +167,7 @@ def test_a_bug_of_ours_in_a_stream_says_nothing_of_our_insides(
     def broken(*_: object) -> list[bytes]:
         raise KeyError("secret")
 
-    monkeypatch.setattr("pagewire.api.chat.ChatReply.events", broken)
+    monkeypatch.setattr("pagewire.api.openai.chat.ChatReply.events", broken)
     engine = FakeEngine(["x"] * 100)
     answer = chat(engine, stream=True)
     assert answer.is_complete and answer.events[-1]["error"]["type"] == "server_error"
@@ -176,7 +176,7 @@ def test_a_bug_of_ours_in_a_stream_says_nothing_of_our_insides(
 
 
 def test_a_bug_of_ours_in_a_plain_answer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("pagewire.api.chat.ChatReply.body", lambda self: 1 / 0)
+    monkeypatch.setattr("pagewire.api.openai.chat.ChatReply.body", lambda self: 1 / 0)
     answer = chat(FakeEngine())
     assert answer.status == 500 and b"ZeroDivision" not in answer.body and answer.headers["x-should-retry"] == "false"
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from .openai_types import GenerationRequest, StopStrings
-from .responses_types import TextFormat
+from ..openai.types import GenerationRequest, StopStrings
+from ..responses.types import TextFormat
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

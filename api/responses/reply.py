@@ -11,14 +11,15 @@ from typing import assert_never
 import msgspec
 from msgspec.structs import replace
 
-from ..ipc.messages import Chunk, Usage
-from .conversation import Conversation
-from .http_error import HttpError
-from .openai_types import TokenLogprobBody
-from .parsers.events import CallArguments, CallStart, Reasoning, Text
-from .reply import Reply, chat_logprobs, new_id
-from .responses_request import functions
-from .responses_types import (
+from ...ipc.messages import Chunk, Usage
+from ..conversation import Conversation
+from ..http_error import HttpError
+from ..openai.types import TokenLogprobBody
+from ..parsers.events import CallArguments, CallStart, Reasoning, Text
+from ..reply import Reply, chat_logprobs, new_id
+from ..turn import Turn
+from .request import functions
+from .types import (
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -37,7 +38,6 @@ from .responses_types import (
     TextConfig,
     TextFormat,
 )
-from .turn import Turn
 
 _encode = msgspec.json.Encoder().encode
 

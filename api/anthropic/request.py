@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .anthropic_types import Block, CountTokensRequest, MessagesRequest
-from .conversation import Conversation
-from .http_error import HttpError
-from .openai_types import ChatRequest, GenerationRequest, ResponseFormat
+from ..conversation import Conversation
+from ..http_error import HttpError
+from ..openai.types import ChatRequest, GenerationRequest, ResponseFormat
+from .types import Block, CountTokensRequest, MessagesRequest
 
 _REFUSED = ("container", "context_management", "mcp_servers", "return_token_ids")
 _OWN = ("max_tokens", "stop", "user")  # of those that chat has, too

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..ipc.messages import Chunk, IdsPrompt, PromptEcho, Submit, TextPrompt, TokenLogprob
-from .openai_types import Completion, CompletionChoice, CompletionLogprobs, FinishReason, UsageBody
-from .reply import Reply, UsageCount, id_list, json_text, new_id
-from .sse import as_event
+from ...ipc.messages import Chunk, IdsPrompt, PromptEcho, Submit, TextPrompt, TokenLogprob
+from ..reply import Reply, UsageCount, id_list, json_text, new_id
+from ..sse import as_event
+from .types import Completion, CompletionChoice, CompletionLogprobs, FinishReason, UsageBody
 
 _encode = msgspec.json.Encoder().encode
 

@@ -7,10 +7,10 @@ from typing import cast
 
 import msgspec
 
-from .conversation import Conversation
-from .http_error import HttpError
-from .openai_types import ChatRequest, GenerationRequest, ResponseFormat
-from .responses_types import InputItem, InputPart, ResponsesRequest, ResponseTool
+from ..conversation import Conversation
+from ..http_error import HttpError
+from ..openai.types import ChatRequest, GenerationRequest, ResponseFormat
+from .types import InputItem, InputPart, ResponsesRequest, ResponseTool
 
 _REFUSED = ("background", "conversation", "prompt", "context_management", "max_tokens", "return_token_ids")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

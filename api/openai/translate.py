@@ -11,12 +11,12 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from ..config import EngineConfig, SamplingDefaults
-from ..ipc.messages import ChatPrompt, IdsPrompt, Limits, Sampling, Submit, TextPrompt, TextSpec, ids_to_bytes
-from .http_error import HttpError
-from .openai_types import ChatRequest, CompletionRequest, GenerationRequest, Message, Tool
-from .parsers.lexer import Grammar
-from .parsers.registry import find_grammar
+from ...config import EngineConfig, SamplingDefaults
+from ...ipc.messages import ChatPrompt, IdsPrompt, Limits, Sampling, Submit, TextPrompt, TextSpec, ids_to_bytes
+from ..http_error import HttpError
+from ..parsers.lexer import Grammar
+from ..parsers.registry import find_grammar
+from .types import ChatRequest, CompletionRequest, GenerationRequest, Message, Tool
 
 T = TypeVar("T")
 
@@ -96,6 +96,13 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
         defaults=config.sampling,
         grammar=output_grammar(request, config),
     )
+
+
+def chat_prompt(request: ChatRequest, config: EngineConfig) -> ChatPrompt:
+    """What a chat request would show the model. Raises HttpError."""
+    prompt = chat_orders(request, config, b"")[0].prompt
+    assert isinstance(prompt, ChatPrompt), prompt
+    return prompt
 
 
 def output_grammar(request: ChatRequest, config: EngineConfig) -> Grammar | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from .openai_types import GenerationRequest, TokenLogprobBody
+from ..openai.types import GenerationRequest, TokenLogprobBody
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -7,12 +7,12 @@ from typing import assert_never
 
 import msgspec
 
-from ..ipc.messages import Chunk, Usage
-from .anthropic_types import ContentBlock, MessageBody, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
-from .http_error import HttpError, anthropic_error_body
-from .parsers.events import CallArguments, CallStart, Reasoning, Text
-from .reply import Reply, new_id
-from .turn import Turn
+from ...ipc.messages import Chunk, Usage
+from ..http_error import HttpError, anthropic_error_body
+from ..parsers.events import CallArguments, CallStart, Reasoning, Text
+from ..reply import Reply, new_id
+from ..turn import Turn
+from .types import ContentBlock, MessageBody, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
 
 _encode = msgspec.json.Encoder().encode
 _EMPTY = msgspec.Raw(b"{}")

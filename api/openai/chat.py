@@ -7,8 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..ipc.messages import Chunk
-from .openai_types import (
+from ...ipc.messages import Chunk
+from ..parsers.events import CallArguments, CallStart, Event, Reasoning, Text
+from ..parsers.lexer import Grammar
+from ..reply import Reply, UsageCount, chat_logprobs, id_list, json_text, new_id
+from ..sse import as_event
+from ..turn import Turn
+from .types import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -22,11 +27,6 @@ from .openai_types import (
     ToolCallBody,
     UsageBody,
 )
-from .parsers.events import CallArguments, CallStart, Event, Reasoning, Text
-from .parsers.lexer import Grammar
-from .reply import Reply, UsageCount, chat_logprobs, id_list, json_text, new_id
-from .sse import as_event
-from .turn import Turn
 
 _encode = msgspec.json.Encoder().encode
 

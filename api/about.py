@@ -1,0 +1,87 @@
+"""What the server says of itself: its models, its health, its load, its metrics."""
+
+import time
+
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..errors import RequestError
+from .http_error import as_http_error
+from .metrics import CONTENT_TYPE, Metrics
+from .openai.types import ModelCard, ModelList
+from .service import Endpoint, Service, send_body, send_json
+
+
+class AboutEndpoints:
+    """Everything that is asked with GET and generates nothing."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._started = int(time.time())
+        self._metrics = Metrics(service.gateway, service.config.served_model_names[0])
+
+    def routes(self) -> list[Route]:
+        """Paths, and who answers there."""
+        return [
+            Route("/v1/models", Endpoint(self.models), methods=["GET"]),
+            Route("/v1/models/{id:path}", Endpoint(self.model), methods=["GET"]),
+            Route("/health", Endpoint(self.health), methods=["GET"]),
+            Route("/ready", Endpoint(self.ready), methods=["GET"]),
+            Route("/load", Endpoint(self.load), methods=["GET"]),
+            Route("/metrics", Endpoint(self.metrics), methods=["GET"]),
+            Route("/version", Endpoint(self.version), methods=["GET"]),
+        ]
+
+    async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /v1/models"""
+        await send_json(send, ModelList([self._card(name) for name in self._service.config.served_model_names]))
+
+    async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /v1/models/{id}"""
+        await send_json(send, self._card(self._service.model_name(scope["path_params"]["id"])))
+
+    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /health: 200 while the engine answers and new requests are taken."""
+        trouble = self._service.gateway.refusal or self._service.healthy()
+        if trouble is not None:
+            raise as_http_error(RequestError("unavailable", trouble))
+        await send_json(send, {"status": "ok"})
+
+    async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /ready: 200 while a new request would be taken; a full queue is no reason to kill a server."""
+        core = self._service.gateway.snapshot
+        trouble = self._service.gateway.refusal or self._service.healthy()
+        if trouble is None and core is not None and core.num_waiting >= self._service.config.max_queued_requests:
+            trouble = f"The queue is full: {core.num_waiting} sequences wait."
+        if trouble is not None:
+            raise as_http_error(RequestError("unavailable", trouble))
+        await send_json(send, {"status": "ready"})
+
+    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /load: requests in this process, and the engine's rows, queue and KV memory as it last reported them."""
+        core = self._service.gateway.snapshot
+        await send_json(
+            send,
+            {
+                "server_load": self._service.gateway.num_requests,
+                "num_running": core.num_running if core else 0,
+                "num_waiting": core.num_waiting if core else 0,
+                "kv_cache_usage": core.num_blocks_used / core.num_blocks if core and core.num_blocks else 0.0,
+            },
+        )
+
+    async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /metrics"""
+        await send_body(send, 200, self._metrics.render(), content_type=CONTENT_TYPE.encode())
+
+    async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /version"""
+        await send_json(send, {"version": self._service.version})
+
+    def _card(self, name: str) -> ModelCard:
+        return ModelCard(
+            id=name,
+            created=self._started,
+            root=self._service.config.served_model_names[0],
+            max_model_len=self._service.config.max_model_len,
+        )

@@ -1,0 +1,48 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+import msgspec
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..http_error import HttpError
+from ..openai.translate import chat_orders, chat_prompt, decode_body
+from ..reply import id_list
+from ..service import Endpoint, Service, read_json, send_json
+from .reply import MessagesReply
+from .request import chat_request, in_terms_of_messages
+from .types import CountTokensRequest, MessagesRequest
+
+
+class AnthropicEndpoints:
+    """Messages, and how many tokens they would be."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._messages_decoder = msgspec.json.Decoder(MessagesRequest)
+        self._count_tokens_decoder = msgspec.json.Decoder(CountTokensRequest)
+
+    def routes(self) -> list[Route]:
+        """Paths, and who answers there."""
+        return [
+            Route("/v1/messages", Endpoint(self.messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", Endpoint(self.count_tokens), methods=["POST"]),
+        ]
+
+    async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/messages"""
+        request = decode_body(self._messages_decoder, await read_json(scope, receive))
+        model = self._service.model_name(request.model)
+        chat = chat_request(request)
+        try:
+            orders = chat_orders(chat, self._service.config, scope["state"]["salt"])
+        except HttpError as error:
+            raise in_terms_of_messages(error) from None
+        turn = self._service.turn(chat)
+        await self._service.answer(orders, MessagesReply(model=model, turn=turn), bool(request.stream), receive, send)
+
+    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/messages/count_tokens"""
+        request = decode_body(self._count_tokens_decoder, await read_json(scope, receive))
+        self._service.model_name(request.model)
+        tokenized = await self._service.gateway.tokenize(chat_prompt(chat_request(request), self._service.config))
+        await send_json(send, {"input_tokens": len(id_list(tokenized.ids))})

@@ -1,0 +1,67 @@
+"""POST /v1/chat/completions and /v1/completions."""
+
+import time
+
+import msgspec
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..service import Endpoint, Service, read_json
+from .chat import ChatReply
+from .completions import CompletionReply
+from .translate import chat_orders, completion_orders, decode_body, output_grammar
+from .types import ChatRequest, CompletionRequest, GenerationRequest
+
+
+class OpenAIEndpoints:
+    """Chat and completions."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._chat_decoder = msgspec.json.Decoder(ChatRequest)
+        self._completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+    def routes(self) -> list[Route]:
+        """Paths, and who answers there."""
+        return [
+            Route("/v1/chat/completions", Endpoint(self.chat), methods=["POST"]),
+            Route("/v1/completions", Endpoint(self.completions), methods=["POST"]),
+        ]
+
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/chat/completions"""
+        request = decode_body(self._chat_decoder, await read_json(scope, receive))
+        model = self._service.model_name(request.model)
+        orders = chat_orders(request, self._service.config, scope["state"]["salt"])
+        reply = ChatReply(
+            model=model,
+            created=int(time.time()),
+            n=request.n or 1,
+            include_usage=_includes_usage(request),
+            has_logprobs=bool(request.logprobs),
+            has_token_ids=bool(request.return_token_ids),
+            grammar=output_grammar(request, self._service.config),
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            include_reasoning=request.include_reasoning is not False,
+        )
+        await self._service.answer(orders, reply, bool(request.stream), receive, send)
+
+    async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/completions"""
+        request = decode_body(self._completion_decoder, await read_json(scope, receive))
+        model = self._service.model_name(request.model)
+        orders = completion_orders(request, self._service.config, scope["state"]["salt"])
+        reply = CompletionReply(
+            model=model,
+            created=int(time.time()),
+            orders=orders,
+            include_usage=_includes_usage(request),
+            echo=bool(request.echo),
+            has_logprobs=request.logprobs is not None,
+            has_token_ids=bool(request.return_token_ids),
+        )
+        await self._service.answer(orders, reply, bool(request.stream), receive, send)
+
+
+def _includes_usage(request: GenerationRequest) -> bool:
+    return request.stream_options is not None and bool(request.stream_options.include_usage)

@@ -1,0 +1,81 @@
+"""POST /v1/responses, and what is kept of the answers."""
+
+import msgspec
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..http_error import HttpError
+from ..openai.translate import chat_orders, decode_body
+from ..service import Endpoint, Service, read_json, send_body, send_json
+from .reply import ResponsesReply, go_on, new_response
+from .request import chat_request, check_response, conversation_of, in_terms_of_responses, wants_logprobs
+from .store import ResponseStore, StoredResponse
+from .types import ResponseBody, ResponsesRequest
+
+
+class ResponsesEndpoints:
+    """Responses, made and stored."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._decoder = msgspec.json.Decoder(ResponsesRequest)
+        self._store = ResponseStore()
+
+    def routes(self) -> list[Route]:
+        """Paths, and who answers there."""
+        return [
+            Route("/v1/responses", Endpoint(self.responses), methods=["POST"]),
+            Route("/v1/responses/{id}", Endpoint(self.response), methods=["GET", "DELETE"]),
+        ]
+
+    async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/responses"""
+        request = decode_body(self._decoder, await read_json(scope, receive))
+        model = self._service.model_name(request.model)
+        owner = scope["state"]["salt"]
+        check_response(request)
+        conversation = conversation_of(request, self._earlier_messages(owner, request.previous_response_id))
+        chat = chat_request(request, conversation.json())
+        try:
+            orders = chat_orders(chat, self._service.config, owner)
+        except HttpError as error:
+            raise in_terms_of_responses(error) from None
+        sampling = orders[0].sampling
+        response = new_response(request, model=model, temperature=sampling.temperature, top_p=sampling.top_p)
+
+        def keep(ended: ResponseBody) -> None:
+            if ended.store:
+                stored = StoredResponse(msgspec.json.encode(ended), go_on(conversation, ended))
+                self._store.put(owner, ended.id, stored)
+
+        turn = self._service.turn(chat)
+        reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
+        await self._service.answer(orders, reply, bool(request.stream), receive, send)
+
+    async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET and DELETE /v1/responses/{id}"""
+        owner, id = scope["state"]["salt"], scope["path_params"]["id"]
+        stored = self._store.get(owner, id)
+        if stored is None:
+            raise HttpError(404, f"There is no response {id[:100]!r}, or no longer.", code="not_found")
+        if b"stream=true" in scope["query_string"]:
+            raise HttpError(400, "A stored response is not streamed.", code="unsupported_value", param="stream")
+        if scope["method"] == "DELETE":
+            self._store.delete(owner, id)
+            await send_json(send, {"id": id, "object": "response.deleted", "deleted": True})
+        else:
+            await send_body(send, 200, stored.body)
+
+    def _earlier_messages(self, owner: bytes, id: str | None) -> bytes:
+        """The conversation up to the response with this id, in chat's shape. Raises HttpError 400."""
+        if id is None:
+            return b"[]"
+        stored = self._store.get(owner, id)
+        if stored is None:
+            raise HttpError(
+                400,
+                f"There is no response {id[:100]!r}, or no longer: only the latest are kept, in memory.",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        return stored.messages

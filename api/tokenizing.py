@@ -1,0 +1,107 @@
+"""POST /tokenize and /detokenize, as vLLM's users know them."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..ipc.messages import ChatPrompt, TextPrompt, ids_to_bytes
+from .http_error import HttpError
+from .openai.translate import chat_prompt, decode_body
+from .openai.types import ChatRequest, TokenId
+from .reply import id_list
+from .service import Endpoint, Service, read_json, send_json
+
+
+class TokenizeRequest(Struct, frozen=True, kw_only=True):
+    """POST /tokenize: of a text, or of a conversation as the chat template shows it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Raw = Raw(b"")
+    tools: Raw = Raw(b"")
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    return_token_strs: bool | None = None
+
+    # Understood and refused.
+    chat_template: object = None
+
+
+class TokenizeAnswer(Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    """POST /detokenize: special tokens are shown."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=2**22)]
+    model: str | None = None
+
+
+class DetokenizeAnswer(Struct, frozen=True):
+    prompt: str
+
+
+class TokenizeEndpoints:
+    """Texts to ids and back."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+        self._detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+    def routes(self) -> list[Route]:
+        """Paths, and who answers there."""
+        return [
+            Route("/tokenize", Endpoint(self.tokenize), methods=["POST"]),
+            Route("/detokenize", Endpoint(self.detokenize), methods=["POST"]),
+        ]
+
+    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /tokenize"""
+        request = decode_body(self._tokenize_decoder, await read_json(scope, receive))
+        self._service.model_name(request.model)
+        if request.chat_template is not None:
+            raise HttpError(400, "chat_template is not supported.", code="unsupported_value", param="chat_template")
+        prompt: TextPrompt | ChatPrompt
+        if request.prompt is not None and not bytes(request.messages):
+            prompt = TextPrompt(request.prompt, request.add_special_tokens is not False)
+        elif request.prompt is None and bytes(request.messages):
+            if request.add_special_tokens:
+                raise HttpError(
+                    400,
+                    "add_special_tokens must be false with messages: the chat template writes them itself.",
+                    code="unsupported_value",
+                    param="add_special_tokens",
+                )
+            chat = ChatRequest(
+                messages=request.messages,
+                tools=request.tools,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                chat_template_kwargs=request.chat_template_kwargs,
+            )
+            prompt = chat_prompt(chat, self._service.config)
+        else:
+            raise HttpError(400, "Send either prompt or messages.", param="prompt")
+        tokenized = await self._service.gateway.tokenize(prompt, pieces=bool(request.return_token_strs))
+        ids = id_list(tokenized.ids)
+        pieces = list(tokenized.pieces) if request.return_token_strs else None
+        await send_json(send, TokenizeAnswer(len(ids), self._service.config.max_model_len, ids, pieces))
+
+    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /detokenize"""
+        request = decode_body(self._detokenize_decoder, await read_json(scope, receive))
+        self._service.model_name(request.model)
+        last = self._service.config.vocab_size - 1
+        if max(request.tokens, default=0) > last:
+            raise HttpError(400, f"tokens must hold token ids between 0 and {last}.", param="tokens")
+        await send_json(send, DetokenizeAnswer(await self._service.gateway.detokenize(ids_to_bytes(request.tokens))))
