@@ -61,7 +61,6 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
         device=torch.device("meta"),
         group=_Imagined(config.tensor_parallel_size),
         ops=backend.ops,
-        is_outline=True,
     )
     if outline is None:
         shape = KvShape(

@@ -239,7 +239,7 @@ def test_refusals_of_the_engine_have_their_status(
 
 
 def test_every_refused_field_is_a_field() -> None:
-    from pagewire.api import translate
+    from pagewire.api.openai import translate
     from pagewire.api.openai.types import ChatRequest, CompletionRequest
 
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
