@@ -167,6 +167,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: Annotated[str, _doc("server", "address to listen on")] = "127.0.0.1"
     port: Annotated[int, _doc("server", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
     api_key: Annotated[tuple[str, ...], _doc("server", "key(s) that clients must send (also PAGEWIRE_API_KEY)")] = ()
+    batch_folder: Annotated[
+        str | None,
+        _doc("server", "keep files and batches here, and go on with them at the next start (default: gone at the end)"),
+    ] = None
     start_timeout_s: Annotated[float, _doc("server", "longest start of a process, in seconds", ge=1)] = 600.0
     shutdown_timeout_s: Annotated[
         float, _doc("server", "how long open requests may go on after SIGTERM, in seconds", ge=0)
@@ -251,6 +255,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     host: str
     port: int
     api_keys: tuple[str, ...]
+    batch_folder: str | None = None
     start_timeout_s: float
     shutdown_timeout_s: float
 
@@ -374,6 +379,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         host=config.host,
         port=config.port,
         api_keys=config.api_key,
+        batch_folder=config.batch_folder,
         start_timeout_s=config.start_timeout_s,
         shutdown_timeout_s=config.shutdown_timeout_s,
     )

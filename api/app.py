@@ -18,6 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..config import EngineConfig
 from .about import AboutEndpoints
 from .anthropic.endpoints import AnthropicEndpoints
+from .batches.endpoints import BatchEndpoints
+from .batches.store import MAX_FILE_BYTES
 from .gateway import ClientGone, Gateway
 from .http_error import HttpError, anthropic_error_body, as_http_error, error_body
 from .openai.endpoints import OpenAIEndpoints
@@ -27,6 +29,7 @@ from .service import MAX_BODY_BYTES, Service, send_body, too_large
 from .tokenizing import TokenizeEndpoints
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
+_FILES_PATH = "/v1/files"
 _ANTHROPIC_PATH = "/v1/messages"
 _HOST = re.compile(rb"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -34,7 +37,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 log = logging.getLogger(__name__)
 
 
-def create_app(gateway: Gateway, config: EngineConfig, *, healthy: Callable[[], str | None], version: str) -> ASGIApp:
+def create_app(gateway: Gateway, config: EngineConfig, *, healthy: Callable[[], str | None], version: str) -> "Edge":
     """The whole application. `healthy` returns None, or one sentence that says what is wrong with the engine."""
     service = Service(gateway, config, healthy=healthy, version=version)
     routes = [
@@ -45,15 +48,27 @@ def create_app(gateway: Gateway, config: EngineConfig, *, healthy: Callable[[], 
         *AboutEndpoints(service).routes(),
         *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
     ]
-    return Edge(Router(routes, redirect_slashes=False), api_keys=config.api_keys)
+    router = Router(routes, redirect_slashes=False)
+    batches = BatchEndpoints(service, router)
+    router.routes += batches.routes()
+    return Edge(router, batches, api_keys=config.api_keys)
 
 
 class Edge:
     """The outermost application."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...] = ()) -> None:
+    def __init__(self, app: ASGIApp, batches: BatchEndpoints, *, api_keys: tuple[str, ...] = ()) -> None:
         self._app = app
+        self._batches = batches
         self._key_digests = tuple(hashlib.sha256(key.encode()).digest() for key in api_keys)
+
+    def start(self) -> None:
+        """The engine is there: begins what goes on without a client."""
+        self._batches.start()
+
+    async def stop(self) -> None:
+        """Ends it."""
+        await self._batches.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +92,7 @@ class Edge:
         try:
             self._check_origin(scope, headers)
             scope["state"] = {**scope.get("state", {}), "salt": self._check_key(scope, headers)}
-            self._check_body(headers)
+            self._check_body(headers, MAX_FILE_BYTES if scope["path"] == _FILES_PATH else MAX_BODY_BYTES)
             await self._app(scope, receive, send_with_id)
         except ClientGone:
             pass  # nobody is left to be told
@@ -118,12 +133,12 @@ class Edge:
             )
         return digest[:16] if len(self._key_digests) > 1 else b""
 
-    def _check_body(self, headers: dict[bytes, bytes]) -> None:
+    def _check_body(self, headers: dict[bytes, bytes], max_bytes: int) -> None:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():
             raise HttpError(400, "The Content-Length header is not valid.")
-        if len(length) > 18 or int(length) > MAX_BODY_BYTES:
-            raise too_large()
+        if len(length) > 18 or int(length) > max_bytes:
+            raise too_large(max_bytes)
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise HttpError(415, "Compressed bodies are not accepted.")
 

@@ -127,6 +127,6 @@ async def read_json(scope: Scope, receive: Receive) -> bytes:
         raise HttpError(408, "The body did not arrive in time.", headers=((b"connection", b"close"),)) from None
 
 
-def too_large() -> HttpError:
-    """What a body over `MAX_BODY_BYTES` gets."""
-    return HttpError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.", headers=((b"connection", b"close"),))
+def too_large(max_bytes: int = MAX_BODY_BYTES) -> HttpError:
+    """What a body over the limit gets."""
+    return HttpError(413, f"The body is larger than {max_bytes} bytes.", headers=((b"connection", b"close"),))

@@ -21,22 +21,13 @@ from typing import IO
 
 import msgspec
 
+from ..api.batches.format import BatchRequest, answer_line, error_message, read_request
 from ..errors import ConfigError, PagewireError
-from .client import RemoteServer, add_client_flags, error_message, find_server
+from .client import RemoteServer, add_client_flags, find_server
 
-_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank", "/score")
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
-
-
-class BatchRequest(msgspec.Struct, frozen=True):
-    """A line of the input. Other fields are ignored."""
-
-    custom_id: str
-    url: str
-    body: dict[str, object]
-    method: str = "POST"
 
 
 class _Done(msgspec.Struct, frozen=True):
@@ -84,16 +75,9 @@ def read_requests(source: Path) -> Iterator[BatchRequest]:
                 if not line.strip():
                     continue
                 try:
-                    request = msgspec.json.decode(line, type=BatchRequest)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise ConfigError(f"{source}, line {number}: {error}.") from error
-                if request.method != "POST" or request.url not in _URLS:
-                    raise ConfigError(
-                        f"{source}, line {number}: {request.method} {request.url} is no request of a batch; there are "
-                        f"POST {', '.join(_URLS)}."
-                    )
-                if request.body.get("stream"):
-                    raise ConfigError(f"{source}, line {number}: a batch has no streams; leave `stream` out.")
+                    request = read_request(line)
+                except ValueError as error:
+                    raise ConfigError(f"{source}, line {number}: {error}") from error
                 yield request
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error.strerror}.") from error
@@ -220,7 +204,7 @@ class _Run:
                 continue
             status = response.status
             if status not in (408, 409, 429) and status < 500:
-                return _line(request.custom_id, status, response.headers.get("x-request-id") or "", body)
+                return answer_line(request.custom_id, status, response.headers.get("x-request-id") or "", body)
             why = f"the server answered {status}: {error_message(_json(body)) or 'it did not say why'}"
             if (after := response.headers.get("retry-after", "")).isdigit():
                 pause = min(max(pause, float(after)), _LONGEST_PAUSE_S)
@@ -233,16 +217,3 @@ def _json(body: bytes) -> object:
     except ValueError:
         return None
     return found
-
-
-def _line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    content = _json(body)
-    what = {
-        "id": f"batch_req_{request_id}",
-        "custom_id": custom_id,
-        "response": {"status_code": status, "request_id": request_id, "body": content},
-        "error": None
-        if status == 200
-        else {"code": str(status), "message": error_message(content) or f"the server answered {status}"},
-    }
-    return msgspec.json.encode(what) + b"\n"

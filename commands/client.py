@@ -16,6 +16,7 @@ import time
 from collections.abc import Generator, Iterator
 from urllib.parse import urlsplit
 
+from ..api.batches.format import error_message
 from ..errors import PagewireError, StartError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -120,12 +121,6 @@ def checked(response: http.client.HTTPResponse) -> bytes:
     except ValueError:
         message = None
     raise PagewireError(message or f"The server answered {response.status}.")
-
-
-def error_message(body: object) -> str | None:
-    """What OpenAI's error object says, if this is one."""
-    error = body.get("error") if isinstance(body, dict) else None
-    return str(error["message"]) if isinstance(error, dict) and "message" in error else None
 
 
 @contextlib.contextmanager

@@ -57,8 +57,8 @@ class ApiActor:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the supervisor tells when the port opens and closes
         self._gateway = Gateway(lambda message: post("tokenizer", message))
         self._socket = socket.socket(fileno=self._http_fd)
-        app = create_app(self._gateway, self._config, healthy=self._complaint, version=__version__)
-        self._server = _Server(server_config(app), self._on_listening)
+        self._app = create_app(self._gateway, self._config, healthy=self._complaint, version=__version__)
+        self._server = _Server(server_config(self._app), self._on_listening)
         return Facts()
 
     def handle(self, messages: list[ToApi]) -> None:
@@ -68,6 +68,7 @@ class ApiActor:
             match message:
                 case Serve():
                     self._heard_at = time.monotonic()
+                    self._app.start()
                     self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
                 case Ping() | Stop():
                     pass
@@ -81,6 +82,7 @@ class ApiActor:
     async def stop(self, grace_s: float) -> None:
         """See `Actor`."""
         self._gateway.refuse("The server is shutting down.")
+        await self._app.stop()
         if grace_s > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gateway.drained(), grace_s)

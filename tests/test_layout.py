@@ -90,6 +90,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm": {"beam", "engine.text.tokenizer", "procs", "ipc.messages", "prepare"},
     "engine_client": {"ipc"},
     "commands": {
+        "api.batches.format",
         "commands",
         "engine.models.spec",
         "engine.text",

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with sync_api.sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=list(_FLAGS))
-            wide = {"width": 1400, "height": 900}
+            wide = sync_api.ViewportSize(width=1400, height=900)
             pages = []
             for scheme in ("light", "dark"):
                 page = browser.new_context(viewport=wide, color_scheme=scheme).new_page()
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
                 page.locator(".token.doubtful").first.hover()
                 page.wait_for_timeout(1000)
                 page.screenshot(path=arguments.out / f"page_{scheme}.png")
-            small = {"width": 390, "height": 700}
+            small = sync_api.ViewportSize(width=390, height=700)
             page = browser.new_context(viewport=small, color_scheme="light", device_scale_factor=2).new_page()
             page.goto(arguments.url)
             for question in _QUESTIONS[:2]:

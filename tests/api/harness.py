@@ -242,7 +242,14 @@ class Client:
         self._gone.set()
 
     async def call(
-        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, *, whole: bool = True
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+        *,
+        whole: bool = True,
+        query: str = "",
     ) -> Answer:
         sent = {"content-type": "application/json", "host": "localhost"} | (headers or {})
         scope = {
@@ -251,7 +258,7 @@ class Client:
             "path": path,
             "raw_path": path.encode(),
             "root_path": "",
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in sent.items()],
         }
         incoming = [{"type": "http.request", "body": body, "more_body": not whole}]

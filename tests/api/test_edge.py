@@ -10,23 +10,17 @@ from pagewire.ipc.messages import Snapshot, TierSnapshot
 
 from .harness import FakeEngine, chat, make_app, request
 
+OPEN = ("/health", "/ready", "/version")
 ROUTES = [
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/completions"),
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/demo"),
-    ("GET", "/metrics"),
-    ("POST", "/v1/responses"),
-    ("GET", "/v1/responses/{id}"),
-    ("POST", "/v1/messages"),
-    ("POST", "/v1/messages/count_tokens"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-    ("GET", "/load"),
+    *sorted(
+        (method, route.path)
+        for route in make_app(FakeEngine())._app.routes
+        if route.path not in (*OPEN, *PAGE_FILES)
+        for method in route.methods - {"HEAD"}
+    ),
     ("GET", "/nothing"),
     ("OPTIONS", "/v1/models"),
 ]
-OPEN = ("/health", "/ready", "/version")
 KEYS = {"api_keys": ("first", "second")}
 
 
@@ -65,11 +59,6 @@ def test_every_key_opens_every_route(key: str) -> None:
     assert request(FakeEngine(), "/load", headers={"x-api-key": key}, **KEYS).status == 200
     assert request(FakeEngine(), "/load", headers={"x-api-key": key, "authorization": "x"}, **KEYS).status == 401
     assert request(FakeEngine(), "/load", headers={"x-api-key": "third"}, **KEYS).status == 401
-
-
-def test_every_route_of_the_table_is_tested() -> None:
-    paths = {route.path for route in make_app(FakeEngine())._app.routes}
-    assert paths == {path.replace("/demo", "/{id:path}") for _, path in ROUTES[:-2]} | set(OPEN) | set(PAGE_FILES)
 
 
 def test_two_keys_never_share_a_prefix() -> None:

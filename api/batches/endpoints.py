@@ -1,0 +1,197 @@
+"""/v1/files and /v1/batches."""
+
+import secrets
+import shutil
+import time
+from collections.abc import AsyncGenerator, Sequence
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..gateway import ClientGone
+from ..http_error import HttpError
+from ..openai.translate import decode_body
+from ..service import Endpoint, Service, read_json, send_json, too_large
+from .format import URLS
+from .runner import WINDOW_S, BatchRunner
+from .store import MAX_FILE_BYTES, BatchStore
+from .types import BatchBody, CreateBatch, FileBody
+
+_MOST_LISTED = 100
+_PIECE_BYTES = 1 << 20
+
+
+class BatchEndpoints:
+    """Files, and the batches that answer them."""
+
+    def __init__(self, service: Service, app: ASGIApp) -> None:
+        """`app`: answers the requests of batches. Raises ConfigError if the folder cannot be used."""
+        self._store = BatchStore(service.config.batch_folder)
+        self._runner = BatchRunner(self._store, app, concurrency=min(64, service.config.max_num_seqs))
+        self._decoder = msgspec.json.Decoder(CreateBatch)
+
+    def routes(self) -> list[Route]:
+        """Paths, and who answers there."""
+        return [
+            Route("/v1/files", Endpoint(self.upload), methods=["POST"]),
+            Route("/v1/files", Endpoint(self.files), methods=["GET"]),
+            Route("/v1/files/{id}", Endpoint(self.file), methods=["GET", "DELETE"]),
+            Route("/v1/files/{id}/content", Endpoint(self.content), methods=["GET"]),
+            Route("/v1/batches", Endpoint(self.create), methods=["POST"]),
+            Route("/v1/batches", Endpoint(self.batches), methods=["GET"]),
+            Route("/v1/batches/{id}", Endpoint(self.batch), methods=["GET"]),
+            Route("/v1/batches/{id}/cancel", Endpoint(self.cancel), methods=["POST"]),
+        ]
+
+    def start(self) -> None:
+        """Goes on with what an earlier server has left open."""
+        self._runner.resume()
+
+    async def stop(self) -> None:
+        """Leaves open batches for the next server, if there is a folder."""
+        await self._runner.stop()
+        self._store.close()
+
+    # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def upload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/files, as multipart/form-data"""
+        headers = Headers(scope=scope)
+        if not headers.get("content-type", "").startswith("multipart/form-data"):
+            raise HttpError(400, "A file is sent as multipart/form-data.", code="unsupported_value")
+        parser = MultiPartParser(headers, _body(receive), max_files=1, max_fields=8)
+        try:
+            form = await parser.parse()
+        except (MultiPartException, KeyError) as error:
+            raise HttpError(400, "The body is no multipart/form-data with one file.", param="file") from error
+        try:
+            if form.get("purpose") != "batch":
+                raise HttpError(400, 'purpose must be "batch".', code="unsupported_value", param="purpose")
+            upload = form.get("file")
+            if not isinstance(upload, UploadFile):
+                raise HttpError(400, "file must be a file.", param="file")
+            id, file = self._store.new_file()
+            try:
+                with file:
+                    shutil.copyfileobj(upload.file, file, _PIECE_BYTES)
+                body = self._store.keep(_owner(scope), id, (upload.filename or "batch.jsonl")[:255], "batch")
+            except BaseException:
+                self._store.drop(id)
+                raise
+        finally:
+            await form.close()
+        await send_json(send, body)
+
+    async def files(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /v1/files"""
+        await _send_page(scope, send, self._store.files_of(_owner(scope)))
+
+    async def file(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET and DELETE /v1/files/{id}"""
+        body = self._store.file(_owner(scope), scope["path_params"]["id"])
+        if scope["method"] != "DELETE":
+            return await send_json(send, body)
+        if any(s.body.input_file_id == body.id and s.body.id in self._runner for s in self._store.batches.values()):
+            raise HttpError(409, "A batch still reads this file.")
+        self._store.drop(body.id)
+        await send_json(send, {"id": body.id, "object": "file", "deleted": True})
+
+    async def content(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /v1/files/{id}/content"""
+        body = self._store.file(_owner(scope), scope["path_params"]["id"])
+        headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(body.bytes).encode())]
+        with self._store.content(body.id).open("rb") as file:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while piece := file.read(_PIECE_BYTES):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    # ── batches ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/batches"""
+        request = decode_body(self._decoder, await read_json(scope, receive))
+        if request.output_expires_after is not None:
+            name = "output_expires_after"
+            raise HttpError(400, f"{name} is not supported.", code="unsupported_value", param=name)
+        if request.endpoint not in URLS:
+            raise HttpError(
+                400, f"endpoint must be one of {', '.join(URLS)}.", code="unsupported_value", param="endpoint"
+            )
+        owner = _owner(scope)
+        try:
+            self._store.file(owner, request.input_file_id)
+        except HttpError as error:
+            raise HttpError(400, str(error), param="input_file_id") from None
+        now = int(time.time())
+        batch = BatchBody(
+            id=f"batch_{secrets.token_hex(12)}",
+            endpoint=request.endpoint,
+            input_file_id=request.input_file_id,
+            created_at=now,
+            expires_at=now + WINDOW_S,
+            metadata=request.metadata,
+        )
+        self._store.put(owner, batch)
+        self._runner.start(owner, batch.id)
+        await send_json(send, batch)
+
+    async def batches(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /v1/batches"""
+        await _send_page(scope, send, self._store.batches_of(_owner(scope)))
+
+    async def batch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /v1/batches/{id}"""
+        await send_json(send, self._store.batch(_owner(scope), scope["path_params"]["id"]))
+
+    async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/batches/{id}/cancel"""
+        batch = self._store.batch(_owner(scope), scope["path_params"]["id"])
+        await send_json(send, self._runner.cancel(batch.id))
+
+
+def _owner(scope: Scope) -> str:
+    salt: bytes = scope["state"]["salt"]
+    return salt.hex()
+
+
+async def _body(receive: Receive) -> AsyncGenerator[bytes]:
+    """The pieces of a body. Raises HttpError 413, ClientGone."""
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        size += len(message.get("body", b""))
+        if size > MAX_FILE_BYTES:
+            raise too_large(MAX_FILE_BYTES)
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return
+
+
+async def _send_page(scope: Scope, send: Send, all: Sequence[FileBody | BatchBody]) -> None:
+    """OpenAI's list: at most `limit` behind the one whose id is `after`. Raises HttpError 400."""
+    query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+    limit = query.get("limit", "20")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= 10_000:
+        raise HttpError(400, "limit must be a number between 1 and 10000.", param="limit")
+    ids = [item.id for item in all]
+    if (after := query.get("after")) is not None and after not in ids:
+        raise HttpError(400, f"after: there is no {after[:100]!r}.", param="after")
+    first = ids.index(after) + 1 if after is not None else 0
+    page = all[first : first + min(int(limit), _MOST_LISTED)]
+    await send_json(
+        send,
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0].id if page else None,
+            "last_id": page[-1].id if page else None,
+            "has_more": first + len(page) < len(all),
+        },
+    )
