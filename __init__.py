@@ -7,6 +7,7 @@ not need torch never see it.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM as AsyncLLM
     from .beam import BeamSearchParams as BeamSearchParams
     from .engine_client import EngineClient as EngineClient
     from .llm import LLM as LLM
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from .llm import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BeamSearchParams", "EngineClient", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineClient", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -22,6 +23,10 @@ def __getattr__(name: str) -> object:
         from . import llm
 
         return getattr(llm, name)
+    if name == "AsyncLLM":
+        from .async_llm import AsyncLLM
+
+        return AsyncLLM
     if name == "EngineClient":
         from .engine_client import EngineClient
 

@@ -7,12 +7,13 @@ of the model (`ModelFacts`) and the machine (`MachineFacts`), into `EngineConfig
 
 import os
 import re
+from collections.abc import Mapping
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, ValidationError, convert
 
 from .errors import ConfigError
 
@@ -175,6 +176,18 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shutdown_timeout_s: Annotated[
         float, _doc("server", "how long open requests may go on after SIGTERM, in seconds", ge=0)
     ] = 0.0
+
+
+def from_options(caller: str, options: Mapping[str, object]) -> Config:
+    """The fields of `Config` as Python callers give them, sizes also as text such as "2G". Raises ConfigError."""
+    sizes = {
+        name: parse_size(value) if isinstance(value, str) and name.endswith(("_memory", "_len", "_tokens")) else value
+        for name, value in options.items()
+    }
+    try:
+        return convert(sizes, Config)
+    except ValidationError as error:
+        raise ConfigError(f"{caller}: {error}.") from error
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from typing import Self, assert_never
 
 import msgspec
 
-from .config import Config, parse_size
+from .config import from_options
 from .errors import ConfigError, RequestError, StartError
 from .ipc.channel import ChannelFull
 from .ipc.client_messages import (
@@ -67,7 +67,7 @@ class Generation:
         self._request = request
         self._ids = [array("i") for _ in range(request.n)]  # that arrived
         self._open = set(range(request.n))
-        self._cancelled = False
+        self._cancelled: set[int] = set()  # choices
         self._num_losses = 0  # engines lost since its last news
         self._scored = False  # prompt log-probabilities have arrived
         self._news: dict[int, Tokens] = {}  # by choice; not read yet
@@ -107,11 +107,12 @@ class Generation:
             pass
         return [ids.tolist() for ids in self._ids]
 
-    def cancel(self) -> None:
-        """Ends what is open: its last news has the finish reason "abort". Harmless when nothing is."""
-        if self._open and not self._cancelled:
-            self._cancelled = True
-            self._client._send(Cancel(tuple(self._request.rid + choice for choice in sorted(self._open))))
+    def cancel(self, choice: int | None = None) -> None:
+        """Ends what is open, or one choice: its last news has the finish reason "abort". Harmless when nothing is."""
+        choices = (self._open if choice is None else self._open & {choice}) - self._cancelled
+        if choices:
+            self._cancelled |= choices
+            self._client._send(Cancel(tuple(self._request.rid + choice for choice in sorted(choices))))
 
     def _take(self, choice: int, tokens: Tokens) -> None:
         self._num_losses = 0
@@ -211,17 +212,13 @@ class EngineClient:
         """Starts an engine of one's own that ends with this client or this process. `options`: the fields of `Config`.
 
         Raises ConfigError, StartError."""
-        sizes = {
-            k: parse_size(v) if isinstance(v, str) and k.endswith(("_memory", "_len", "_tokens")) else v
-            for k, v in options.items()
-        }
         folder = Path(tempfile.mkdtemp(prefix="pagewire-client-"))
         address = f"ipc://{folder}/engine"
         try:
-            config = msgspec.convert({"client_address": address, **sizes, "model": model}, Config)
-        except msgspec.ValidationError as error:
+            config = from_options("EngineClient", {"client_address": address, **options, "model": model})
+        except ConfigError:
             shutil.rmtree(folder)
-            raise ConfigError(f"EngineClient: {error}.") from error
+            raise
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -427,9 +424,10 @@ class EngineClient:
         if known is not None and known.model_key != welcome.model_key:
             self._fail_all(RequestError("unavailable", f"The engine serves another model now, {welcome.model}."))
         for generation in dict.fromkeys(self._generations.values()):
-            if generation._cancelled:
-                for choice in list(generation._open):
-                    self._give(Tokens(generation._request.rid + choice, b"", finish="abort"))
+            for choice in generation._open & generation._cancelled:
+                self._give(Tokens(generation._request.rid + choice, b"", finish="abort"))
+            if not generation._open:
+                pass
             elif generation._scored:
                 self._end(generation, RequestError("unavailable", "The engine was lost while a prompt was scored."))
             elif generation._num_losses >= MOST_LOSSES:

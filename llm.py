@@ -8,13 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 
 from .beam import BeamSearchOutput, BeamSearchParams, search
-from .config import Config, parse_size
-from .errors import ConfigError, RequestError
+from .config import from_options
+from .errors import RequestError
 from .ipc.messages import (
     Cancel,
     ChatPrompt,
@@ -32,6 +33,9 @@ from .ipc.messages import (
 )
 from .prepare import prepare
 from .procs.inline import Inline
+
+if TYPE_CHECKING:
+    from .engine.text.tokenizer import Tokenizer
 
 _DEFAULTS = {"pipeline_depth": 1, "max_queued_requests": 2**31, "max_queued_tokens": 2**62}  # a batch may be long
 Prompt = str | Sequence[int]
@@ -97,6 +101,28 @@ class RequestOutput:
     num_cached_tokens: int = 0
     finished: bool = False
 
+    def add(self, index: int, chunk: Chunk) -> None:
+        """Takes the news of one output."""
+        output = self.outputs[index]
+        output.text += chunk.text
+        output.token_ids.extend(bytes_to_ids(chunk.ids))
+        if chunk.logprobs is not None:
+            output.logprobs = (output.logprobs or []) + [_candidates(position) for position in chunk.logprobs]
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(
+                p.chosen.logprob for p in chunk.logprobs
+            )
+        if chunk.prompt is not None:
+            self.prompt_token_ids = list(bytes_to_ids(chunk.prompt.ids))
+            if self.prompt is None:
+                self.prompt = chunk.prompt.text
+            if chunk.prompt.logprobs is not None:
+                self.prompt_logprobs = [None if p is None else _candidates(p) for p in chunk.prompt.logprobs]
+        if chunk.finish is not None:
+            output.finish_reason, output.stop_reason = chunk.finish, chunk.stop_reason
+            if chunk.usage is not None:
+                self.num_cached_tokens = max(self.num_cached_tokens, chunk.usage.num_cached)
+            self.finished = all(other.finish_reason for other in self.outputs)
+
 
 class LLM:
     """A model in this process."""
@@ -104,14 +130,7 @@ class LLM:
     def __init__(self, model: str = "", **options: object) -> None:
         """`model`: a folder or a Hub name; empty: the demo model. `options`: the fields of `Config`, such as
         `dtype="float32"`, `max_model_len=4096`, `kv_cache_memory="2G"`. Raises ConfigError or CheckpointError."""
-        sizes = {
-            k: parse_size(v) if isinstance(v, str) and k.endswith(("_memory", "_len", "_tokens")) else v
-            for k, v in options.items()
-        }
-        try:
-            config = msgspec.convert({**_DEFAULTS, "model": model, **sizes}, Config)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"LLM: {error}.") from error
+        config = from_options("LLM", {**_DEFAULTS, "model": model, **options})
         self._outputs: dict[int, CompletionOutput] = {}  # rid → where its news goes
         self._requests: dict[int, RequestOutput] = {}
         self._open: set[int] = set()
@@ -121,8 +140,22 @@ class LLM:
         self._engine = Inline(self._config, on_chunk=self._on_chunk, on_failed=self._on_failed)
 
     def close(self) -> None:
-        """Closes what the engine has open: needed with `kv_connector` and `record_trace`."""
+        """Closes what the engine has open: needed with `kv_connector` and `record_trace`. Leaving a `with` does it."""
         self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def get_tokenizer(self) -> "Tokenizer":
+        """The model's own, with `encode` and `decode`."""
+        from .engine.text.tokenizer import load_tokenizer
+
+        return load_tokenizer(Path(self._config.model_path))
 
     def generate(
         self,
@@ -151,25 +184,16 @@ class LLM:
         """Answers one conversation or many through the model's chat template."""
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         many = cast("Sequence[Conversation]", [messages] if one else messages)
-        encode = msgspec.json.encode
         wire = [
-            ChatPrompt(
-                encode(conversation),
-                encode(tools) if tools else b"",
-                encode(chat_template_kwargs) if chat_template_kwargs else b"",
-                add_generation_prompt,
-                continue_final_message,
-            )
+            chat_prompt(conversation, tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
             for conversation in many
         ]
         return self._run(wire, [None] * len(wire), sampling_params, use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The `beam_width` best outputs of each prompt. Raises RequestError if one is refused, ValueError."""
-        from .engine.text.tokenizer import load_tokenizer
-
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        tokenizer = load_tokenizer(Path(self._config.model_path))
+        tokenizer = self.get_tokenizer()
 
         def expand(beams: list[list[int]], num: int) -> list[dict[int, Logprob]]:
             draw = SamplingParams(temperature=0, max_tokens=1, logprobs=num, ignore_eos=True, detokenize=False)
@@ -198,12 +222,12 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
         results, submits = [], []
         for i, (prompt, text, params) in enumerate(zip(prompts, texts, sampling_params, strict=True)):
-            submits.append(_submit(self._next_rid, prompt, params))
+            submits.append(submit(self._next_rid, prompt, params))
             self._next_rid += params.n
             results.append(RequestOutput(str(i), text, [], [CompletionOutput(k) for k in range(params.n)]))
-        for submit, result in zip(submits, results, strict=True):  # only now, when none of them is refused
+        for order, result in zip(submits, results, strict=True):  # only now, when none of them is refused
             for output in result.outputs:
-                rid = submit.rid + output.index
+                rid = order.rid + output.index
                 self._outputs[rid], self._requests[rid] = output, result
         self._open = set(self._outputs)
         self._failures.clear()
@@ -213,8 +237,8 @@ class LLM:
             total=len(self._open), desc="generating", unit="output", disable=not use_tqdm, file=sys.stderr
         ) as bar:
             self._bar = bar
-            for submit in submits:
-                self._engine.post("tokenizer", submit)
+            for order in submits:
+                self._engine.post("tokenizer", order)
             self._engine.run(until=lambda: bool(self._failures))
         if self._failures:
             self._engine.post("tokenizer", Cancel(tuple(self._open)))
@@ -231,31 +255,32 @@ class LLM:
         self._failures.append(RequestError(failed.kind, failed.detail))
 
     def _on_chunk(self, chunk: Chunk) -> None:
-        output, result = self._outputs[chunk.rid], self._requests[chunk.rid]
-        output.text += chunk.text
-        output.token_ids.extend(bytes_to_ids(chunk.ids))
-        if chunk.logprobs is not None:
-            output.logprobs = (output.logprobs or []) + [_candidates(position) for position in chunk.logprobs]
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(
-                p.chosen.logprob for p in chunk.logprobs
-            )
-        if chunk.prompt is not None:
-            result.prompt_token_ids = list(bytes_to_ids(chunk.prompt.ids))
-            if result.prompt is None:
-                result.prompt = chunk.prompt.text
-            if chunk.prompt.logprobs is not None:
-                result.prompt_logprobs = [None if p is None else _candidates(p) for p in chunk.prompt.logprobs]
+        self._requests[chunk.rid].add(self._outputs[chunk.rid].index, chunk)
         if chunk.finish is not None:
-            output.finish_reason, output.stop_reason = chunk.finish, chunk.stop_reason
-            if chunk.usage is not None:
-                result.num_cached_tokens = max(result.num_cached_tokens, chunk.usage.num_cached)
             self._open.discard(chunk.rid)
-            result.finished = all(other.finish_reason for other in result.outputs)
             self._bar.update(1)
 
 
-def _submit(rid: int, prompt: TextPrompt | ChatPrompt | IdsPrompt, params: SamplingParams) -> Submit:
-    """Raises ValueError naming the parameter that is out of bounds."""
+def chat_prompt(
+    messages: Conversation,
+    tools: Sequence[Mapping[str, object]] | None,
+    chat_template_kwargs: Mapping[str, object] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> ChatPrompt:
+    """A conversation for the model's chat template."""
+    encode = msgspec.json.encode
+    return ChatPrompt(
+        encode(messages),
+        encode(tools) if tools else b"",
+        encode(chat_template_kwargs) if chat_template_kwargs else b"",
+        add_generation_prompt,
+        continue_final_message,
+    )
+
+
+def submit(rid: int, prompt: TextPrompt | ChatPrompt | IdsPrompt, params: SamplingParams) -> Submit:
+    """A request as the pipeline takes it. Raises ValueError naming the parameter that is out of bounds."""
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
     wire = Submit(
         rid,

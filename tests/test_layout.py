@@ -89,6 +89,15 @@ ALLOWED: dict[str, set[str]] = {
     "beam": set(),
     "llm": {"beam", "engine.text.tokenizer", "procs", "ipc.messages", "prepare"},
     "engine_client": {"ipc"},
+    "async_llm": {
+        "engine.text.tokenizer",
+        "engine_client",
+        "ipc.messages",
+        "llm",
+        "prepare",
+        "procs.detokenizer",
+        "procs.tokenizer",
+    },
     "commands": {
         "api.batches.format",
         "commands",
@@ -99,7 +108,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels.cpu.build",
     },
     "cli": {"commands", "flags", "prepare", "procs", "engine.core.trace", "engine.runner.forecast", "__init__"},
-    "__init__": {"beam", "llm", "engine_client"},
+    "__init__": {"async_llm", "beam", "llm", "engine_client"},
     "__main__": {"cli"},
 }
 

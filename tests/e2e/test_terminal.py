@@ -288,8 +288,9 @@ def test_explain_says_what_the_start_then_takes(
     told = pagewire(tmp_path, "serve", "--explain", *more)
     assert told.returncode == 0, told.stderr
     (plan,) = [line.strip() for line in told.stdout.splitlines() if line.strip().startswith("weights ")]
-    log = start(*more).wait_ready().log.read_text()
-    (taken,) = [line.strip() for line in log.splitlines() if line.strip().startswith("weights ")]
+    log = start(*more).wait_ready().log
+    wait_until(lambda: "weights " in log.read_text(), "the start is told of")
+    (taken,) = [line.strip() for line in log.read_text().splitlines() if line.strip().startswith("weights ")]
     assert plan == taken
     (line,) = [line for line in told.stdout.splitlines() if line.startswith("max-num-seqs")]
     assert line.split() == ["max-num-seqs", "7", "--max-num-seqs"]

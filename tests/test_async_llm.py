@@ -1,0 +1,103 @@
+"""AsyncLLM on a tiny random model: the outputs of `LLM`, many at once, and nothing left behind."""
+
+import asyncio
+from pathlib import Path
+
+import checkpoints
+import psutil
+import pytest
+import vocabulary
+
+from pagewire import LLM, AsyncLLM, RequestOutput, SamplingParams
+from pagewire.errors import PagewireError, RequestError
+
+OPTIONS = {"dtype": "float32", "threads": 1, "kv_cache_memory": "32M"}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+CASES = [
+    GREEDY,
+    SamplingParams(n=3, seed=5, temperature=1.3, max_tokens=12),
+    SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=5, detokenize=False, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("async_llm")
+    checkpoints.make_checkpoint(folder, "llama")
+    vocabulary.add_tokenizer(folder)
+    return str(folder)
+
+
+async def whole(llm: AsyncLLM, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
+    async for output in llm.generate(prompt, params):
+        last = output
+    assert last.finished
+    return last
+
+
+def children() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def test_it_gives_what_llm_gives(model: str) -> None:
+    before = children()
+    with LLM(model, **OPTIONS) as llm:
+        expected = [llm.generate("hello", params, use_tqdm=False)[0] for params in CASES]
+        stop = expected[0].outputs[0].text[3:5]
+        stopping = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=stop)
+        (stopped,) = llm.generate("hello", stopping, use_tqdm=False)
+        (said,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+
+    async def work() -> None:
+        async with AsyncLLM(model, **OPTIONS) as llm:
+            outputs = await asyncio.gather(*(whole(llm, "hello", params) for params in CASES))
+            assert [o.outputs for o in outputs] == [o.outputs for o in expected]
+            assert outputs[2].prompt_logprobs == expected[2].prompt_logprobs
+            ids = expected[0].prompt_token_ids
+            assert (await whole(llm, ids, GREEDY)).outputs == expected[0].outputs
+            assert llm.get_tokenizer().decode(ids, skip_special_tokens=False) == expected[0].prompt
+            assert (await whole(llm, "hello", stopping)).outputs == stopped.outputs
+            *_, output = [output async for output in llm.chat([{"role": "user", "content": "hi"}], GREEDY)]
+            assert output.outputs == said.outputs and output.prompt == said.prompt
+
+            # Many at once, and each grows.
+            lengths: list[int] = []
+            async for output in llm.generate("hello", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)):
+                lengths.append(len(output.outputs[0].token_ids))
+            assert lengths == sorted(lengths) and lengths[-1] == 40 and len(lengths) > 1
+            many = await asyncio.gather(*(whole(llm, f"prompt {i}", GREEDY) for i in range(40)))
+            alone = await whole(llm, "prompt 7", GREEDY)
+            assert many[7].outputs == alone.outputs
+
+            # A reader who leaves ends the request; a refusal is told at once.
+            endless = llm.generate("hello", SamplingParams(max_tokens=None, ignore_eos=True))
+            async for _ in endless:
+                break
+            await endless.aclose()
+            async with asyncio.timeout(5):
+                while (await llm.snapshot()).num_running:
+                    pass
+            with pytest.raises(RequestError, match="maximum context length"):
+                await whole(llm, [5] * 10_000, GREEDY)
+            with pytest.raises(ValueError, match="SamplingParams"):
+                await whole(llm, "hello", SamplingParams(temperature=-1.0))
+            assert (await whole(llm, "hello", GREEDY)).outputs == expected[0].outputs
+
+    asyncio.run(work())
+    assert children() <= before
+
+
+def test_without_a_model_nothing_is_started(tmp_path: Path) -> None:
+    before = children()
+
+    async def work() -> None:
+        idle = AsyncLLM(str(tmp_path))
+        with pytest.raises(RequestError, match="async with"):
+            await whole(idle, "hello", GREEDY)
+        with pytest.raises(PagewireError):
+            await idle.start()
+        await idle.close()
+
+    asyncio.run(work())
+    assert children() <= before
