@@ -128,7 +128,7 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         rid = self._next_rid
         self._next_rid += params.n
-        self._tokenizer.handle([replace(submit(rid, prompt, params), priority=priority)])
+        self._tokenizer.handle([submit(rid, prompt, params, priority)])
         enqueue = self._taken()[0]
         if isinstance(enqueue, Failed):
             raise RequestError(enqueue.kind, enqueue.detail)

@@ -162,13 +162,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes one prompt or many (text or token ids), in their order. Raises RequestError if one is refused."""
+        """Completes one prompt or many (text or token ids), in their order. `priority`: each prompt's, lower goes first
+        (with `scheduling_policy="priority"`). Raises RequestError if one is refused."""
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many = cast("Sequence[Prompt]", [prompts] if one else prompts)
         wire = [TextPrompt(p) if isinstance(p, str) else IdsPrompt(ids_to_bytes(list(p))) for p in many]
-        return self._run(wire, [p if isinstance(p, str) else None for p in many], sampling_params, use_tqdm)
+        return self._run(wire, [p if isinstance(p, str) else None for p in many], sampling_params, priority, use_tqdm)
 
     def chat(
         self,
@@ -179,16 +181,17 @@ class LLM:
         chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers one conversation or many through the model's chat template."""
+        """Answers one conversation or many through the model's chat template. See `generate`."""
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         many = cast("Sequence[Conversation]", [messages] if one else messages)
         wire = [
             chat_prompt(conversation, tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
             for conversation in many
         ]
-        return self._run(wire, [None] * len(wire), sampling_params, use_tqdm)
+        return self._run(wire, [None] * len(wire), sampling_params, priority, use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The `beam_width` best outputs of each prompt. Raises RequestError if one is refused, ValueError."""
@@ -214,15 +217,19 @@ class LLM:
         prompts: Sequence[TextPrompt | ChatPrompt | IdsPrompt],
         texts: Sequence[str | None],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
+        ranks = [0] * len(prompts) if priority is None else priority
+        if len(ranks) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(ranks)} priorities")
         results, submits = [], []
-        for i, (prompt, text, params) in enumerate(zip(prompts, texts, sampling_params, strict=True)):
-            submits.append(submit(self._next_rid, prompt, params))
+        for i, (prompt, text, params, rank) in enumerate(zip(prompts, texts, sampling_params, ranks, strict=True)):
+            submits.append(submit(self._next_rid, prompt, params, rank))
             self._next_rid += params.n
             results.append(RequestOutput(str(i), text, [], [CompletionOutput(k) for k in range(params.n)]))
         for order, result in zip(submits, results, strict=True):  # only now, when none of them is refused
@@ -279,7 +286,7 @@ def chat_prompt(
     )
 
 
-def submit(rid: int, prompt: TextPrompt | ChatPrompt | IdsPrompt, params: SamplingParams) -> Submit:
+def submit(rid: int, prompt: TextPrompt | ChatPrompt | IdsPrompt, params: SamplingParams, priority: int) -> Submit:
     """A request as the pipeline takes it. Raises ValueError naming the parameter that is out of bounds."""
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
     wire = Submit(
@@ -307,6 +314,7 @@ def submit(rid: int, prompt: TextPrompt | ChatPrompt | IdsPrompt, params: Sampli
             detokenize=params.detokenize,
             prompt=True,
         ),
+        priority,
     )
     try:
         return msgspec.convert(msgspec.to_builtins(wire), Submit)

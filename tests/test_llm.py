@@ -1,11 +1,14 @@
 """The offline API on a tiny random model: what it returns, and that it stays usable after a refusal."""
 
+from pathlib import Path
+
 import checkpoints
 import pytest
 import vocabulary
 
-from pagewire import LLM, SamplingParams
+from pagewire import LLM, RequestOutput, SamplingParams
 from pagewire.errors import ConfigError, RequestError
+from pagewire.ipc.messages import Chunk
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -39,6 +42,26 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 5]
     with pytest.raises(ValueError, match="2 prompts but 1"):
         llm.generate(["a", "b"], params[:1])
+
+
+def test_lower_priorities_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.make_checkpoint(tmp_path, "llama")
+    vocabulary.add_tokenizer(tmp_path)
+    ends: list[str] = []
+    add = RequestOutput.add
+
+    def spy(output: RequestOutput, index: int, chunk: Chunk) -> None:
+        add(output, index, chunk)
+        if output.finished:
+            ends.append(output.request_id)
+
+    monkeypatch.setattr(RequestOutput, "add", spy)
+    options = {"scheduling_policy": "priority", "max_num_seqs": 1, "dtype": "float32", "kv_cache_memory": "32M"}
+    with LLM(str(tmp_path), threads=1, **options) as llm:
+        llm.generate(["a", "b", "c"], GREEDY, priority=[0, 5, -5], use_tqdm=False)
+        assert ends == ["2", "0", "1"]
+        with pytest.raises(ValueError, match="2 prompts but 1 priorities"):
+            llm.generate(["a", "b"], GREEDY, priority=[1])
 
 
 def test_a_seed_is_repeatable_and_choices_differ(llm: LLM) -> None:
