@@ -1,12 +1,14 @@
-"""Beam search over an `LLM`: `LLM.beam_search`.
+"""Beam search, whoever draws: `LLM.beam_search` and `use_beam_search` over HTTP.
 
 Each step is one batch of requests that draw one token, a beam each. A beam's prompt is its parent's prompt and one
 token more, so it finds all KV of its parent in the prefix cache: full blocks are shared, the last one is copied.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from operator import attrgetter
+
+MOST_BEAMS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +19,7 @@ class BeamSearchParams:
     max_tokens: int
     ignore_eos: bool = False
     length_penalty: float = 1.0  # a beam's score is its log-probability / length ** length_penalty
+    early_stopping: bool = False  # end as soon as `beam_width` beams have ended, though others might become better
 
 
 @dataclass
@@ -27,6 +30,7 @@ class BeamSearchSequence:
     cum_logprob: float = 0.0  # of the output
     text: str = ""  # of the output
     finish_reason: str | None = None  # stop or length
+    score: float = 0.0
 
 
 @dataclass
@@ -36,42 +40,50 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-class Candidate(Protocol):
-    """What is read of a candidate token."""
+class BeamSearch:
+    """One prompt. Its owner asks a model for what may follow `prompts`, until there are none."""
+
+    def __init__(self, prompt: Sequence[int], params: BeamSearchParams, ends: frozenset[int]) -> None:
+        """`ends`: tokens that end a beam. Raises ValueError if `params` make no sense."""
+        if not 1 <= params.beam_width <= MOST_BEAMS or params.max_tokens < 1 or not prompt:
+            raise ValueError("beam_width must be 1 to 10, max_tokens at least 1, and the prompt not empty.")
+        self._params = params
+        self._ends = ends
+        self._num_prompt = len(prompt)
+        self._num_left = params.max_tokens  # steps
+        self._beams = [BeamSearchSequence(list(prompt))]
+        self._ended: list[BeamSearchSequence] = []
 
     @property
-    def logprob(self) -> float:
-        """Natural log."""
+    def num_candidates(self) -> int:
+        """How many of the best next tokens to tell of each prompt. Half of them may be ends."""
+        return 2 * self._params.beam_width
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The beams that go on; none: the search is over."""
+        is_over = self._num_left == 0 or (self._params.early_stopping and len(self._ended) >= self._params.beam_width)
+        return [] if is_over else [beam.tokens for beam in self._beams]
 
-Expand = Callable[[list[list[int]], int], Sequence[Mapping[int, Candidate]]]
-"""`expand(prompts, num)`: of each prompt the candidates for its next token, the `num` best among them."""
-
-
-def search(prompt: Sequence[int], params: BeamSearchParams, eos: frozenset[int], expand: Expand) -> BeamSearchOutput:
-    """One prompt. Raises ValueError if `params` make no sense."""
-    if not 1 <= params.beam_width <= 10 or params.max_tokens < 1 or not prompt:
-        raise ValueError("beam_width must be 1 to 10, max_tokens at least 1, and the prompt not empty.")
-    ends = frozenset() if params.ignore_eos else eos
-
-    def score(beam: BeamSearchSequence) -> float:
-        length = len(beam.tokens) - len(prompt) - (beam.finish_reason == "stop")
-        return beam.cum_logprob / float(max(1, length) ** params.length_penalty)
-
-    beams, ended = [BeamSearchSequence(list(prompt))], []
-    for _ in range(params.max_tokens):
+    def take(self, candidates: Sequence[Mapping[int, float]]) -> None:
+        """Of each of the `prompts` the candidates for its next token, with their log-probabilities."""
         grown = []
-        for beam, candidates in zip(beams, expand([b.tokens for b in beams], 2 * params.beam_width), strict=True):
-            for token, candidate in candidates.items():
-                new = BeamSearchSequence([*beam.tokens, token], beam.cum_logprob + candidate.logprob)
-                if token in ends:
+        for beam, following in zip(self._beams, candidates, strict=True):
+            for token, logprob in following.items():
+                new = BeamSearchSequence([*beam.tokens, token], beam.cum_logprob + logprob)
+                if token in self._ends:
                     new.finish_reason = "stop"
-                    ended.append(new)
+                    self._ended.append(new)
                 else:
                     grown.append(new)
-        beams = sorted(grown, key=score, reverse=True)[: params.beam_width]
-        if not beams:
-            break
-    for beam in beams:
-        beam.finish_reason = "length"
-    return BeamSearchOutput(sorted(ended + beams, key=score, reverse=True)[: params.beam_width])
+                length = len(new.tokens) - self._num_prompt - (new.finish_reason == "stop")
+                new.score = new.cum_logprob / float(max(1, length) ** self._params.length_penalty)
+        self._beams = sorted(grown, key=attrgetter("score"), reverse=True)[: self._params.beam_width]
+        self._num_left -= 1
+
+    def output(self) -> BeamSearchOutput:
+        """The best of those that have ended and those that were cut."""
+        for beam in self._beams:
+            beam.finish_reason = "length"
+        best = sorted(self._ended + self._beams, key=attrgetter("score"), reverse=True)
+        return BeamSearchOutput(best[: self._params.beam_width])

@@ -65,6 +65,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chat_template: Annotated[str | None, _doc("model", "a jinja file to use instead of the model's chat template")] = (
         None
     )
+    trust_request_chat_template: Annotated[
+        bool, _doc("model", "let requests bring a chat_template of their own, which may keep the tokenizer busy")
+    ] = False
     tool_call_parser: Annotated[
         Literal["auto", ToolCallParser],
         _doc("model", "how the model writes tool calls; auto: what its chat template shows"),
@@ -263,6 +266,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
     chat_template: str | None
+    trust_request_chat_template: bool = False
     tool_call_parser: ToolCallParser = "hermes"
     reasoning_parser: ReasoningParser = "none"
     host: str
@@ -387,6 +391,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         eos_token_ids=model.eos_token_ids,
         sampling=model.sampling,
         chat_template=config.chat_template,
+        trust_request_chat_template=config.trust_request_chat_template,
         tool_call_parser=model.tool_call_parser if config.tool_call_parser == "auto" else config.tool_call_parser,
         reasoning_parser=model.reasoning_parser if config.reasoning_parser == "auto" else config.reasoning_parser,
         host=config.host,

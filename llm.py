@@ -3,6 +3,7 @@
 The whole pipeline runs inside the calling process; nothing is started and nothing listens.
 """
 
+import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 
-from .beam import BeamSearchOutput, BeamSearchParams, search
+from .beam import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .config import from_options
 from .errors import RequestError
 from .ipc.messages import (
@@ -57,9 +58,12 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None  # None: another one each time
     max_tokens: int | None = 16  # None: to the end of the context
+    min_tokens: int = 0  # no eos, stop token or stop string ends an output before
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    allowed_token_ids: Sequence[int] | None = None  # nothing else is drawn
+    truncate_prompt_tokens: int | None = None  # keep so many of the prompt's last; -1: all that fit
     logprobs: int | None = None  # how many candidates to return beside each token
     prompt_logprobs: int | None = None
     detokenize: bool = True
@@ -198,15 +202,20 @@ class LLM:
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         tokenizer = self.get_tokenizer()
 
-        def expand(beams: list[list[int]], num: int) -> list[dict[int, Logprob]]:
-            draw = SamplingParams(temperature=0, max_tokens=1, logprobs=num, ignore_eos=True, detokenize=False)
-            outputs = [request.outputs[0].logprobs for request in self.generate(beams, draw, use_tqdm=False)]
-            return [logprobs[0] if logprobs else {} for logprobs in outputs]
-
         results = []
         for prompt in cast("Sequence[Prompt]", [prompts] if one else prompts):
             ids = tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
-            result = search(ids, params, frozenset(self._config.eos_token_ids), expand)
+            ends = frozenset() if params.ignore_eos else frozenset(self._config.eos_token_ids)
+            search = BeamSearch(ids, params, ends)
+            draw = SamplingParams(
+                temperature=0, max_tokens=1, logprobs=search.num_candidates, ignore_eos=True, detokenize=False
+            )
+            while beams := search.prompts:
+                outputs = [
+                    request.outputs[0].logprobs or [{}] for request in self.generate(beams, draw, use_tqdm=False)
+                ]
+                search.take([{id: c.logprob for id, c in logprobs[0].items()} for logprobs in outputs])
+            result = search.output()
             for sequence in result.sequences:
                 sequence.text = tokenizer.decode(sequence.tokens[len(ids) :], skip_special_tokens=True)
             results.append(result)
@@ -305,21 +314,37 @@ def submit(rid: int, prompt: TextPrompt | ChatPrompt | IdsPrompt, params: Sampli
             seed=secrets.randbits(62) if params.seed is None else params.seed,
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
+            allowed_token_ids=tuple(params.allowed_token_ids or ()),
         ),
-        Limits(params.max_tokens, tuple(params.stop_token_ids or ()), params.ignore_eos),
+        Limits(params.max_tokens, tuple(params.stop_token_ids or ()), params.ignore_eos, min_tokens=params.min_tokens),
         TextSpec(
             stop=stop,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             detokenize=params.detokenize,
             prompt=True,
+            min_tokens=params.min_tokens,
         ),
         priority,
+        truncate=params.truncate_prompt_tokens,
     )
     try:
         return msgspec.convert(msgspec.to_builtins(wire), Submit)
     except msgspec.ValidationError as error:
-        raise ValueError(f"SamplingParams: {error}") from error
+        raise ValueError(f"SamplingParams: {_complaint(str(error))}") from error
+
+
+def _complaint(text: str) -> str:
+    """msgspec's words with the parameter's name, for which they have its place in the message: `$[3][0]`."""
+    what, _, place = text.partition(" - at `$")
+    names: tuple[str, ...] = ("its tag", *Submit.__struct_fields__)
+    for index in re.findall(r"\[(\d+)\]", place)[:2]:
+        name = names[int(index)]
+        parts: dict[str, tuple[str, ...]] = {"sampling": Sampling.__struct_fields__, "limits": Limits.__struct_fields__}
+        if name not in parts:
+            return f"{name}: {what}"
+        names = parts[name]
+    return what
 
 
 def _candidates(position: TokenLogprob) -> dict[int, Logprob]:

@@ -16,6 +16,8 @@ from ..ipc.messages import (
     Cancel,
     ChatPrompt,
     Chunk,
+    Describe,
+    Described,
     Detokenize,
     Detokenized,
     Failed,
@@ -29,7 +31,9 @@ from ..ipc.messages import (
 from .http_error import ShuttingDown
 from .stats import Stats
 
-FromEngine = Accepted | TextBatch | Failed | Snapshot | Tokenized | Detokenized
+Question = Tokenize | Detokenize | Describe
+Answer = Tokenized | Detokenized | Described
+FromEngine = Accepted | TextBatch | Failed | Snapshot | Answer
 """The messages of `ToApi` that are the gateway's; the others are the api actor's own."""
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
@@ -44,7 +48,7 @@ class Gateway:
 
     def __init__(
         self,
-        post: Callable[[Submit | Cancel | Tokenize | Detokenize], None],
+        post: Callable[[Submit | Cancel | Question], None],
         *,
         api_index: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -54,7 +58,7 @@ class Gateway:
         self._clock = clock
         self._next_rid = api_index << RID_BITS
         self._streams: dict[int, Stream] = {}  # every rid that has not ended
-        self._questions: dict[int, asyncio.Future[Tokenized | Detokenized]] = {}  # to the tokenizer, not answered yet
+        self._questions: dict[int, asyncio.Future[Answer]] = {}  # to the tokenizer, not answered yet
         self._refusal: str | None = None  # why nothing new is taken
         self._idle = asyncio.Event()
         self._idle.set()
@@ -98,11 +102,17 @@ class Gateway:
         assert isinstance(answer, Tokenized), answer
         return answer
 
-    async def detokenize(self, ids: bytes) -> str:
+    async def detokenize(self, ids: bytes, *, skip_special_tokens: bool = False) -> str:
         """The text of ids that the vocabulary has. Raises RequestError."""
-        answer = await self._ask(Detokenize(self._next_rid, ids))
+        answer = await self._ask(Detokenize(self._next_rid, ids, skip_special_tokens))
         assert isinstance(answer, Detokenized), answer
         return answer.text
+
+    async def describe_tokenizer(self) -> Described:
+        """Its special tokens and its chat template. Raises RequestError."""
+        answer = await self._ask(Describe(self._next_rid))
+        assert isinstance(answer, Described), answer
+        return answer
 
     def handle(self, messages: Iterable[FromEngine]) -> None:
         """Takes everything that came in since the last time. News of requests that have ended here is dropped."""
@@ -115,9 +125,9 @@ class Gateway:
                             self._take(stream, chunk, now)
                 case Accepted(rid=rid, num_prompt=num_prompt):
                     if (stream := self._streams.get(rid)) is not None:
-                        stream.num_prompt = num_prompt
+                        stream.nums_prompt[rid - stream.first_rid] = num_prompt
                         stream.accept(rid)
-                case Tokenized(rid=rid) | Detokenized(rid=rid):
+                case Tokenized(rid=rid) | Detokenized(rid=rid) | Described(rid=rid):
                     if (question := self._questions.get(rid)) is not None and not question.done():
                         question.set_result(message)
                 case Failed(rid=rid, kind=kind, detail=detail):
@@ -184,11 +194,11 @@ class Gateway:
         del self._streams[rid]
         self._note_idle()
 
-    async def _ask(self, question: Tokenize | Detokenize) -> Tokenized | Detokenized:
+    async def _ask(self, question: Question) -> Answer:
         if self._refusal is not None:
             raise ShuttingDown(self._refusal)
         self._next_rid += 1
-        answer: asyncio.Future[Tokenized | Detokenized] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._questions[question.rid] = answer
         self._idle.clear()
         self._post(question)
@@ -211,7 +221,7 @@ class Stream:
         self.first_rid = first_rid
         self.arrived = arrived
         self.open_rids = set(range(first_rid, first_rid + num_choices))  # the gateway's: those that have not ended
-        self.num_prompt = 0  # tokens of the prompt that was accepted last
+        self.nums_prompt = [0] * num_choices  # tokens of each choice's prompt, once it was accepted
         self.last_news: list[float | None] = [None] * num_choices  # the gateway's: when a choice last got ids
         self._unanswered = set(self.open_rids)  # of which the engine has said nothing yet
         self._news: list[tuple[int, Chunk]] = []

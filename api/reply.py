@@ -1,13 +1,22 @@
 """What the answers to requests have in common: their protocol, usage, ids and log-probabilities."""
 
 import secrets
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
-from ..ipc.messages import Chunk, TopLogprob, Usage, bytes_to_ids
+from ..ipc.messages import Chunk, PromptEcho, TopLogprob, Usage, bytes_to_ids
 from .http_error import HttpError, error_body
-from .openai.types import CompletionTokensDetails, PromptTokensDetails, TokenLogprobBody, TopLogprobBody, UsageBody
+from .openai.types import (
+    CompletionTokensDetails,
+    PromptLogprobBody,
+    PromptLogprobs,
+    PromptTokensDetails,
+    TokenLogprobBody,
+    TopLogprobBody,
+    UsageBody,
+)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -17,8 +26,8 @@ class Reply(Protocol):
 
     How a stream begins and ends is OpenAI's unless an API says otherwise."""
 
-    def admitted(self, num_prompt: int) -> None:
-        """The engine has taken the request, whose prompt has this many tokens. Comes first."""
+    def admitted(self, nums_prompt: Sequence[int]) -> None:
+        """The engine has taken the request: tokens of each choice's prompt. Comes first."""
         return
 
     def opening(self) -> list[bytes]:
@@ -54,6 +63,21 @@ class UsageCount:
         self._num_cached = 0
         self._num_output = 0
         self._num_reasoning: int | None = None  # nobody looks for reasoning, unless someone counts
+        self._nums_prompt: Sequence[int] = ()  # of each choice, for `so_far`
+        self._nums_drawn: dict[int, int] = {}  # the same
+
+    def begin(self, nums_prompt: Sequence[int]) -> None:
+        """Tokens of each choice's prompt."""
+        self._nums_prompt = nums_prompt
+
+    def draw(self, index: int, chunk: Chunk) -> None:
+        """What a choice got."""
+        self._nums_drawn[index] = self._nums_drawn.get(index, 0) + len(chunk.ids) // 4
+
+    def so_far(self, index: int) -> UsageBody:
+        """Of one choice, before its end is known."""
+        num_prompt, num_output = self._nums_prompt[index], self._nums_drawn.get(index, 0)
+        return UsageBody(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(0))
 
     def add_reasoning(self, num_tokens: int) -> None:
         """Tokens of a choice's reasoning, which are among its output's."""
@@ -95,15 +119,34 @@ def id_list(ids: bytes) -> list[int]:
     return bytes_to_ids(ids).tolist()
 
 
-def chat_logprobs(chunk: Chunk) -> list[TokenLogprobBody]:
-    """The chunk's log-probabilities in chat's shape."""
+def token_name(candidate: TopLogprob, as_id: bool) -> str:
+    """What log-probabilities call a token: its text, or its id, since several tokens may have the same text."""
+    return f"token_id:{candidate.id}" if as_id else candidate.token
+
+
+def prompt_logprobs(prompt: PromptEcho) -> PromptLogprobs:
+    """The prompt's log-probabilities in vLLM's shape."""
+    told: PromptLogprobs = []
+    for position in prompt.logprobs or (None,):
+        if position is None:
+            told.append(None)
+            continue
+        ranked = [(rank, candidate) for rank, candidate in enumerate(position.top, start=1)]
+        found = {c.id: PromptLogprobBody(c.logprob, rank, c.token) for rank, c in ranked}
+        chosen = position.chosen
+        told.append({chosen.id: PromptLogprobBody(chosen.logprob, None, chosen.token)} | found)
+    return told
+
+
+def chat_logprobs(chunk: Chunk, *, as_ids: bool = False) -> list[TokenLogprobBody]:
+    """The chunk's log-probabilities in chat's shape. `as_ids`: see `token_name`."""
 
     def top(candidate: TopLogprob) -> TopLogprobBody:
-        return TopLogprobBody(candidate.token, candidate.logprob, list(candidate.bytes))
+        return TopLogprobBody(token_name(candidate, as_ids), candidate.logprob, list(candidate.bytes))
 
     return [
         TokenLogprobBody(
-            token=position.chosen.token,
+            token=token_name(position.chosen, as_ids),
             logprob=position.chosen.logprob,
             bytes=list(position.chosen.bytes),
             top_logprobs=[top(candidate) for candidate in position.top],

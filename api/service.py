@@ -5,7 +5,8 @@ around all of them is `app`'s.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -25,6 +26,7 @@ MAX_BODY_BYTES = 16 << 20
 BODY_TIMEOUT_S = 30.0
 
 Headers = Sequence[tuple[bytes, bytes]]
+T = TypeVar("T")
 
 
 class Endpoint:
@@ -53,13 +55,12 @@ class Service:
         self, orders: Sequence[Submit], reply: Reply, streamed: bool, receive: Receive, send: Send
     ) -> None:
         """The first byte waits for the engine to take the request, so that a refusal still has its status."""
-        if (trouble := self.healthy()) is not None:
-            raise RequestError("unavailable", trouble)
+        self.check_health()
         stream = self.gateway.submit(orders)
         watcher = asyncio.create_task(_cancel_when_gone(receive, stream))
         try:
             await stream.admitted()
-            reply.admitted(stream.num_prompt)
+            reply.admitted(stream.nums_prompt)
             if streamed:
                 await send_stream(send, stream, reply)
             else:
@@ -70,6 +71,11 @@ class Service:
         finally:
             watcher.cancel()
             stream.cancel()
+
+    def check_health(self) -> None:
+        """Raises RequestError if something is wrong with the engine."""
+        if (trouble := self.healthy()) is not None:
+            raise RequestError("unavailable", trouble)
 
     def turn(self, request: ChatRequest) -> Turn:
         """Reads the one output of a chat request."""
@@ -99,11 +105,30 @@ async def send_json(send: Send, value: object) -> None:
     await send_body(send, 200, msgspec.json.encode(value))
 
 
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. It is cancelled when the client leaves, which raises ClientGone."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
+        await asyncio.wait((task,))
+
+
 async def _cancel_when_gone(receive: Receive, stream: Stream) -> None:
+    await _gone(receive)
+    stream.cancel()
+
+
+async def _gone(receive: Receive) -> None:
     """The one reader of `receive` once the body is in."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    stream.cancel()
 
 
 async def read_json(scope: Scope, receive: Receive) -> bytes:

@@ -26,10 +26,8 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    chat_template: str | None = None  # if the operator trusts it
     return_token_strs: bool | None = None
-
-    # Understood and refused.
-    chat_template: object = None
 
 
 class TokenizeAnswer(Struct, frozen=True):
@@ -44,6 +42,16 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
 
     tokens: Annotated[list[TokenId], Meta(max_length=2**22)]
     model: str | None = None
+
+
+class TokenizerInfo(Struct, frozen=True):
+    """GET /tokenizer_info: what a client needs to know to count tokens without the tokenizer."""
+
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
 
 
 class DetokenizeAnswer(Struct, frozen=True):
@@ -63,31 +71,27 @@ class TokenizeEndpoints:
         return [
             Route("/tokenize", Endpoint(self.tokenize), methods=["POST"]),
             Route("/detokenize", Endpoint(self.detokenize), methods=["POST"]),
+            Route("/tokenizer_info", Endpoint(self.info), methods=["GET"]),
         ]
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /tokenize"""
         request = decode_body(self._tokenize_decoder, await read_json(scope, receive))
         self._service.model_name(request.model)
-        if request.chat_template is not None:
-            raise HttpError(400, "chat_template is not supported.", code="unsupported_value", param="chat_template")
+        if request.chat_template is not None and not bytes(request.messages):
+            raise HttpError(400, "chat_template is only allowed with messages.", param="chat_template")
         prompt: TextPrompt | ChatPrompt
         if request.prompt is not None and not bytes(request.messages):
             prompt = TextPrompt(request.prompt, request.add_special_tokens is not False)
         elif request.prompt is None and bytes(request.messages):
-            if request.add_special_tokens:
-                raise HttpError(
-                    400,
-                    "add_special_tokens must be false with messages: the chat template writes them itself.",
-                    code="unsupported_value",
-                    param="add_special_tokens",
-                )
             chat = ChatRequest(
                 messages=request.messages,
                 tools=request.tools,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 chat_template_kwargs=request.chat_template_kwargs,
+                chat_template=request.chat_template,
+                add_special_tokens=request.add_special_tokens,
             )
             prompt = chat_prompt(chat, self._service.config)
         else:
@@ -96,6 +100,13 @@ class TokenizeEndpoints:
         ids = id_list(tokenized.ids)
         pieces = list(tokenized.pieces) if request.return_token_strs else None
         await send_json(send, TokenizeAnswer(len(ids), self._service.config.max_model_len, ids, pieces))
+
+    async def info(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /tokenizer_info"""
+        described = await self._service.gateway.describe_tokenizer()
+        names = (name for name in TokenizerInfo.__struct_fields__ if name != "chat_template")
+        tokens = {name: described.special_tokens.get(name) for name in names}
+        await send_json(send, TokenizerInfo(chat_template=described.chat_template, **tokens))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /detokenize"""

@@ -7,7 +7,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     api ─Submit, Cancel─▶ tokenizer ─Enqueue, Cancel─▶ core ═StepPlan▶ worker ═StepResult, Transferred▶ core
     core ─Opened, TokenBatch─▶ detokenizer ─TextBatch─▶ api          detokenizer ─StopHit─▶ core
     tokenizer, core ─Accepted, Failed, Snapshot─▶ api                anyone ─Ready, Fault, Pong─▶ supervisor
-    api ─Tokenize, Detokenize─▶ tokenizer ─Tokenized, Detokenized─▶ api
+    api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
@@ -21,8 +21,16 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..errors import ErrorKind
+from .lifecycle import Facts as Facts
+from .lifecycle import Fault as Fault
+from .lifecycle import Ping as Ping
+from .lifecycle import Pong as Pong
+from .lifecycle import Ready as Ready
+from .lifecycle import Serve as Serve
+from .lifecycle import Serving as Serving
+from .lifecycle import Stop as Stop
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a request ended: an eos/stop token or stop string; a length limit; cancelled by its client."""
@@ -60,6 +68,7 @@ class Sampling(Struct, frozen=True, array_like=True):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # noise is keyed by (seed, output position)
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # None: none; n: the sampled token's and the n best
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same for every prompt position but the first
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; (): anything
 
     def __post_init__(self) -> None:
         numbers = (
@@ -85,6 +94,7 @@ class Limits(Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own eos ids
     ignore_eos: bool = False
     queue_timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # fail rather than wait longer for a row
+    min_tokens: Annotated[int, Meta(ge=0)] = 0  # no eos or stop token is drawn before so many tokens were
 
 
 class TextSpec(Struct, frozen=True, array_like=True):
@@ -97,6 +107,7 @@ class TextSpec(Struct, frozen=True, array_like=True):
     prompt: bool = False  # send the prompt's ids and text back in the first `Chunk` (echo, return_token_ids)
     marks: tuple[str, ...] = ()  # special tokens to show although others are skipped
     prompt_end: bool = False  # send the text of the prompt's last ids back in the first `Chunk`, nothing skipped
+    min_tokens: int = 0  # a stop string that is complete before so many tokens is only text
 
 
 class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
@@ -114,6 +125,7 @@ class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat"):
     template_kwargs: bytes = b""  # a JSON object of extra template variables, or nothing
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    template: str = ""  # a jinja template instead of the model's, if the operator lets requests bring theirs
 
 
 class IdsPrompt(Struct, frozen=True, array_like=True, tag="ids"):
@@ -137,6 +149,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     priority: int = 0  # lower is served first
     salt: bytes = b""  # keeps prefix-cache entries of different owners apart
     tenant: str = ""  # who shares the engine fairly: the API key's digest or the `user` of the request
+    truncate: Annotated[int, Meta(ge=-1)] | None = None  # keep so many of the prompt's last tokens; -1: all that fit
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -171,6 +184,13 @@ class Detokenize(Struct, frozen=True, array_like=True, tag=True):
 
     rid: int
     ids: bytes  # int32, all of the vocabulary
+    skip_special_tokens: bool = False
+
+
+class Describe(Struct, frozen=True, array_like=True, tag=True):
+    """api → tokenizer: what kind of tokenizer it is. `Described` answers."""
+
+    rid: int
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=True):
@@ -205,6 +225,8 @@ class RowOpen(Struct, frozen=True, array_like=True):
     num_computed: int  # leading positions whose KV is in the blocks already (prefix hit)
     block_ids: bytes  # the row's block table so far, hits first
     sampling: Sampling
+    min_len: int = 0  # while the row has fewer ids, none of `ends` is drawn
+    ends: bytes = b""  # int32, at most MOST_BIASES together with those of `logit_bias`
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=True):
@@ -401,6 +423,14 @@ class Detokenized(Struct, frozen=True, array_like=True, tag=True):
     text: str
 
 
+class Described(Struct, frozen=True, array_like=True, tag=True):
+    """tokenizer → api: the answer to `Describe`."""
+
+    rid: int
+    special_tokens: dict[str, str]  # bos_token, eos_token …, as far as there are any
+    chat_template: str | None  # the one for conversations without tools
+
+
 class TierSnapshot(Struct, frozen=True, array_like=True):
     """One KV tier behind the device: gauges and running totals."""
 
@@ -432,66 +462,12 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     num_accepted_tokens: int = 0  # of them, those that came true
 
 
-# ── anyone ⇄ supervisor ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Facts(Struct, frozen=True, array_like=True):
-    """What an actor found out while it started."""
-
-    timings: dict[str, float] = {}  # part of the start → seconds, in order
-    notes: tuple[str, ...] = ()  # lines for the operator, such as the KV accounting
-
-
-class Ready(Struct, frozen=True, array_like=True, tag=True):
-    """An actor is up and its mailbox is served."""
-
-    name: str
-    schema: int
-    facts: Facts
-
-
-class Serving(Struct, frozen=True, array_like=True, tag=True):
-    """api → supervisor: the port is open."""
-
-    url: str
-
-
-class Fault(Struct, frozen=True, array_like=True, tag=True):
-    """An actor cannot go on. `summary` is one sentence for the operator; `trace` is for us, empty for user errors."""
-
-    name: str
-    summary: str
-    trace: str
-    exit_code: int
-
-
-class Serve(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → api: everyone is ready, open the port."""
-
-
-class Ping(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → anyone, twice a second: answered by the loop that does the work, so that a hang is seen."""
-
-
-class Pong(Struct, frozen=True, array_like=True, tag=True):
-    """The answer to `Ping`."""
-
-    name: str
-
-
-class Stop(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → anyone: end in order within `grace_s` seconds."""
-
-    grace_s: float
-    reason: str
-
-
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
 
-ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Ping | Stop
+ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Stop
 ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Ping | Stop
 ToWorker = OpenCache | StepPlan | Ping | Stop
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Stop
-ToApi = Accepted | TextBatch | Failed | Snapshot | Tokenized | Detokenized | Serve | Ping | Stop
+ToApi = Accepted | TextBatch | Failed | Snapshot | Tokenized | Detokenized | Described | Serve | Ping | Stop
 ToSupervisor = Ready | Serving | Fault | Pong
 Message = ToTokenizer | ToCore | ToWorker | ToDetokenizer | ToApi | ToSupervisor

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Collection
 
 from ..errors import RequestError
-from ..ipc.messages import Limits, Sampling
+from ..ipc.messages import MOST_BIASES, Limits, Sampling
 
 
 def check_ids(vocab_size: int, field: str, ids: "Collection[int] | array[int]") -> None:
@@ -17,3 +17,14 @@ def check_parameters(vocab_size: int, sampling: Sampling, limits: Limits) -> Non
     """Raises RequestError if a parameter names tokens that there are not."""
     check_ids(vocab_size, "stop_token_ids", limits.stop_token_ids)
     check_ids(vocab_size, "logit_bias", tuple(sampling.logit_bias or ()))
+    check_ids(vocab_size, "allowed_token_ids", sampling.allowed_token_ids)
+
+
+def check_min_tokens(eos_token_ids: Collection[int], sampling: Sampling, limits: Limits) -> None:
+    """Raises RequestError if `min_tokens` cannot be kept to."""
+    if limits.min_tokens and limits.max_tokens is not None and limits.min_tokens > limits.max_tokens:
+        raise RequestError("invalid_request", "min_tokens must not be more than max_tokens.")
+    ends = {*limits.stop_token_ids, *eos_token_ids}  # they take places of the row's bias until then
+    if limits.min_tokens and len(ends | set(sampling.logit_bias or ())) > MOST_BIASES:
+        detail = f"With min_tokens, at most {MOST_BIASES} tokens may be named in stop_token_ids, logit_bias and as eos."
+        raise RequestError("invalid_request", detail)

@@ -60,6 +60,7 @@ class _Output:
             skip_special_tokens=spec.skip_special_tokens,
             detokenize=spec.detokenize,
             marks=spec.marks,
+            min_ids=spec.min_tokens,
         )
 
 

@@ -14,11 +14,13 @@ from msgspec.structs import asdict, replace
 from ..config import EngineConfig
 from ..engine.text.chat_template import ChatTemplate, load_chat_template
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
-from ..errors import RequestError
+from ..errors import ConfigError, RequestError
 from ..ipc.actor import Post
 from ..ipc.messages import (
     Cancel,
     ChatPrompt,
+    Describe,
+    Described,
     Detokenize,
     Detokenized,
     Enqueue,
@@ -34,10 +36,10 @@ from ..ipc.messages import (
     ToTokenizer,
     bytes_to_ids,
 )
-from .checks import check_ids, check_parameters
+from .checks import check_ids, check_min_tokens, check_parameters
 
 log = logging.getLogger("pagewire.tokenizer")
-Q = TypeVar("Q", Tokenize, Detokenize)
+Q = TypeVar("Q", Tokenize, Detokenize, Describe)
 
 
 class TokenizerActor:
@@ -66,6 +68,8 @@ class TokenizerActor:
                     self._answer(message, self._tokenized)
                 case Detokenize():
                     self._answer(message, self._detokenized)
+                case Describe():
+                    self._answer(message, self._described)
                 case Ping() | Stop():
                     pass
                 case _:
@@ -103,7 +107,7 @@ class TokenizerActor:
         for i in range(submit.n):
             self._post("api", replace(failed, rid=submit.rid + i))
 
-    def _answer(self, question: Q, answer: Callable[[Q], Tokenized | Detokenized]) -> None:
+    def _answer(self, question: Q, answer: Callable[[Q], Tokenized | Detokenized | Described]) -> None:
         try:
             self._post("api", answer(question))
         except RequestError as error:
@@ -120,14 +124,20 @@ class TokenizerActor:
     def _detokenized(self, question: Detokenize) -> Detokenized:
         ids = bytes_to_ids(question.ids)
         check_ids(self._config.vocab_size, "tokens", ids)
-        return Detokenized(question.rid, self._tokenizer.decode(ids, skip_special_tokens=False))
+        text = self._tokenizer.decode(ids, skip_special_tokens=question.skip_special_tokens)
+        return Detokenized(question.rid, text)
+
+    def _described(self, question: Describe) -> Described:
+        return Described(question.rid, self._tokenizer.special_tokens, self._template.source)
 
     def _encode(self, prompt: TextPrompt | ChatPrompt | IdsPrompt) -> "array[int]":
         match prompt:
             case TextPrompt(text, add_special_tokens):
                 return array("i", self._tokenizer.encode(text, add_special_tokens))
             case ChatPrompt():
-                return array("i", self._template.encode(self._tokenizer, **asdict(prompt)))
+                fields = asdict(prompt)
+                template = self._template_of(fields.pop("template"))
+                return array("i", template.encode(self._tokenizer, **fields))
             case IdsPrompt(data):
                 ids = bytes_to_ids(data)
                 check_ids(self._config.vocab_size, "prompt", ids)
@@ -135,13 +145,24 @@ class TokenizerActor:
             case _:
                 assert_never(prompt)
 
+    def _template_of(self, source: str) -> ChatTemplate:
+        if not source:
+            return self._template
+        try:
+            return ChatTemplate({"default": source}, self._tokenizer.special_tokens)
+        except ConfigError as error:
+            raise RequestError("invalid_request", f"chat_template: {error}") from None
+
     def _prompt_ids(self, submit: Submit) -> "array[int]":
         """The prompt's ids. Raises RequestError if the request cannot be served."""
         ids = self._encode(submit.prompt)
         if not ids:
             raise RequestError("invalid_request", "The prompt is empty.")
         check_parameters(self._config.vocab_size, submit.sampling, submit.limits)
+        check_min_tokens(self._config.eos_token_ids, submit.sampling, submit.limits)
         longest = self._config.max_model_len
+        if submit.truncate is not None:
+            ids = ids[-self._num_kept(submit.truncate, submit.limits.max_tokens) :]
         if len(ids) > longest - (submit.limits.max_tokens != 0):
             raise RequestError(
                 "context_length_exceeded",
@@ -149,6 +170,12 @@ class TokenizerActor:
                 "and at least one is to be generated. Shorten the prompt.",
             )
         return ids
+
+    def _num_kept(self, truncate: int, max_tokens: int | None) -> int:
+        if truncate == 0:
+            raise RequestError("invalid_request", "truncate_prompt_tokens must be -1 or at least 1.")
+        room = self._config.max_model_len - (1 if max_tokens is None else max_tokens)
+        return truncate if truncate > 0 else max(room, 1)
 
 
 def load_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:

@@ -17,9 +17,9 @@ ACTORS: dict[str, object] = {
 """Name → what its mailbox accepts, in the order of starting; stopping is the other way round."""
 
 EDGES: dict[tuple[str, str], tuple[type, ...]] = {
-    ("api", "tokenizer"): (m.Submit, m.Cancel, m.Tokenize, m.Detokenize),
+    ("api", "tokenizer"): (m.Submit, m.Cancel, m.Tokenize, m.Detokenize, m.Describe),
     ("tokenizer", "core"): (m.Enqueue, m.Cancel),
-    ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized),
+    ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described),
     ("core", "worker"): (m.OpenCache, m.StepPlan),
     ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred),
     ("core", "detokenizer"): (m.Opened, m.TokenBatch, m.Failed),

@@ -6,7 +6,7 @@ every token after it.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from zlib import crc32
 
@@ -45,20 +45,31 @@ def kv_of(ids: Sequence[int]) -> bytes:
     return array("I", list(accumulate(ids, next_kv, initial=0))[1:]).tobytes()
 
 
-def next_token(kv: bytes | bytearray, seed: int) -> int:
-    """The token after the positions with this KV. About one in 50 is EOS."""
-    return crc32(kv, seed) % VOCAB
+def next_token(kv: bytes | bytearray, seed: int, withheld: Collection[int] = ()) -> int:
+    """The token after the positions with this KV, or the first after it that is not withheld. About one in 50 is
+    EOS."""
+    token = crc32(kv, seed) % VOCAB
+    while token in withheld:
+        token = (token + 1) % VOCAB
+    return token
 
 
 def expected_output(
-    prompt: list[int], max_tokens: int, max_len: int, seed: int, ignore_eos: bool, stops: Sequence[int] = ()
+    prompt: list[int],
+    max_tokens: int,
+    max_len: int,
+    seed: int,
+    ignore_eos: bool,
+    stops: Sequence[int] = (),
+    min_tokens: int = 0,
 ) -> list[int]:
     """What a request must give, whatever else happens."""
     ids, kv = list(prompt), bytearray(kv_of(prompt))
     last = int.from_bytes(kv[-KV_BYTES:], "little")
     while len(ids) - len(prompt) < max_tokens and len(ids) < max_len:
-        ids.append(next_token(kv, seed))
-        if ids[-1] in stops or (ids[-1] == EOS and not ignore_eos):
+        ends = {*stops, *(() if ignore_eos else (EOS,))}
+        ids.append(next_token(kv, seed, ends if len(ids) - len(prompt) < min_tokens else ()))
+        if ids[-1] in ends:
             break
         last = next_kv(last, ids[-1])
         kv += last.to_bytes(KV_BYTES, "little")
@@ -81,6 +92,7 @@ def enqueue(
     prompt_logprobs: int | None = None,
     n: int = 1,
     resume_ids: Sequence[int] = (),
+    min_tokens: int = 0,
 ) -> Enqueue:
     """A request as the tokenizer would send it."""
     return Enqueue(
@@ -92,6 +104,7 @@ def enqueue(
             ignore_eos=ignore_eos,
             stop_token_ids=stop_token_ids,
             queue_timeout_s=queue_timeout_s,
+            min_tokens=min_tokens,
         ),
         TextSpec(),
         priority,
@@ -105,7 +118,7 @@ def enqueue(
 class FakeRow:
     """What the worker knows of a row."""
 
-    __slots__ = ("blocks", "ids", "num_computed", "num_prompt", "sampling")
+    __slots__ = ("blocks", "ends", "ids", "min_len", "num_computed", "num_prompt", "sampling")
 
     def __init__(self, message: RowOpen) -> None:
         self.ids = bytes_to_ids(message.ids)
@@ -113,6 +126,8 @@ class FakeRow:
         self.num_computed = message.num_computed
         self.blocks = list(bytes_to_ids(message.block_ids))
         self.sampling = message.sampling
+        self.min_len = message.min_len
+        self.ends = frozenset(bytes_to_ids(message.ends))
 
 
 class FakeWorker:
@@ -183,6 +198,7 @@ class FakeWorker:
             sampling = state.sampling
             if i < plan.num_speculative:
                 assert count == plan.sample[i] == 1 and sampling.logprobs is None, "no row to guess for"
+                assert len(ids) >= state.min_len, "what may not be drawn yet is known of one position"
                 guesses = [] if self._guess is None else list(self._guess(state, plan.speculate))
                 assert len(guesses) <= plan.speculate
                 places = len(state.blocks) * self.block_size
@@ -200,7 +216,7 @@ class FakeWorker:
                     prompt_logprobs[i] = _certain(scored)
             if plan.sample[i]:
                 assert end == len(ids), "a token may only be drawn after the last id"
-                token = next_token(kv, sampling.seed)
+                token = next_token(kv, sampling.seed, state.ends if len(ids) < state.min_len else ())
                 ids.append(token)
                 if sampling.seed in self.fail_seeds:
                     token = -1

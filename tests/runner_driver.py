@@ -21,6 +21,8 @@ class Request:
     prompt: list[int]
     sampling: Sampling = GREEDY
     max_new: int = 8
+    min_new: int = 0  # before, none of `ends` is drawn
+    ends: tuple[int, ...] = ()
     output: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs] = field(default_factory=list)
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
@@ -61,6 +63,8 @@ class Driver:
                         num_computed=0,
                         block_ids=b"",
                         sampling=request.sampling,
+                        min_len=len(request.prompt) + request.min_new if request.min_new else 0,
+                        ends=ids_to_bytes(list(request.ends)),
                     )
                 )
             for request in running:

@@ -9,6 +9,7 @@ import vocabulary
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, BeamSearchParams
+from pagewire.beam import BeamSearch
 
 PROMPTS = [[5, 9, 3, 77, 41, 8], list(range(3, 40))]
 LENGTH = 20
@@ -53,6 +54,19 @@ def test_beams_share_the_kv_of_their_parents(llm: LLM) -> None:
     computed = counters.num_prompt_tokens - counters.num_cached_tokens - before
     assert computed == len(prompt) + 9 * 3, "after the prompt, each beam computes one position a step"
     assert llm._engine.scheduler.pool.num_held == 0
+
+
+def test_early_stopping_ends_with_the_first_beams_that_ended() -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=9, early_stopping=True)
+    search = BeamSearch([1], params, frozenset({0}))
+    search.take([{0: -1.0, 5: -0.1, 6: -0.2}])
+    assert search.prompts == [[1, 5], [1, 6]], "one of two has ended"
+    search.take([{0: -0.5, 7: -0.1}, {7: -3.0}])
+    assert search.prompts == []
+    assert [(beam.tokens, beam.finish_reason) for beam in search.output().sequences] == [
+        ([1, 5, 7], "length"),
+        ([1, 5, 0], "stop"),
+    ]
 
 
 def test_an_eos_ends_a_beam(folder: Path, llm: LLM) -> None:

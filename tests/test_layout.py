@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "ipc": {"ipc"},
     "kernels": {"kernels"},
-    "api": {"api", "ipc.messages"},
+    "api": {"api", "beam", "ipc.messages"},
     "engine.core": {"engine.core", "engine.extension", "ipc.messages", "plugins"},
     "engine.text": {"engine.text"},
     "engine.cache": {"engine.cache", "engine.attention.base"},

@@ -1,9 +1,11 @@
 """The offline API on a tiny random model: what it returns, and that it stays usable after a refusal."""
 
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
+import torch
 import vocabulary
 
 from pagewire import LLM, RequestOutput, SamplingParams
@@ -72,6 +74,79 @@ def test_a_seed_is_repeatable_and_choices_differ(llm: LLM) -> None:
     assert len({tuple(o.token_ids) for o in first.outputs}) > 1
 
 
+def test_min_tokens_is_min_new_tokens_of_transformers(llm: LLM) -> None:
+    model = checkpoints.load_reference(Path(llm._config.model_path))
+    prompt = [5, 9, 3, 77, 41, 8]
+    (free,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    for eos in set(free.outputs[0].token_ids[:4]):
+        model.generation_config.eos_token_id = eos
+        for at_least in (0, 1, 3, 6):
+            ids = torch.tensor([prompt])
+            expected = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, min_new_tokens=at_least
+            )[0, len(prompt) :].tolist()
+            params = SamplingParams(
+                temperature=0, max_tokens=12, min_tokens=at_least, stop_token_ids=[eos], ignore_eos=True
+            )
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
+            assert output.outputs[0].token_ids == expected and len(expected) >= at_least
+
+
+def test_stop_strings_are_not_looked_for_before_min_tokens(llm: LLM) -> None:
+    (free,) = llm.generate("hello", GREEDY, use_tqdm=False)
+    ids = free.outputs[0].token_ids
+    stops = {chr(id + 30) for id in ids if 3 <= id < 97}  # of this vocabulary
+    assert len(stops) > 1, "the test needs printable tokens"
+    for stop in stops:
+        places = [i for i, id in enumerate(ids, start=1) if id + 30 == ord(stop)]
+        for at_least in range(len(ids)):
+            params = SamplingParams(temperature=0, max_tokens=8, min_tokens=at_least, stop=stop, ignore_eos=True)
+            (output,) = llm.generate("hello", params, use_tqdm=False)
+            ends = [place for place in places if place > at_least]
+            assert len(output.outputs[0].token_ids) == (ends[0] if ends else len(ids)), (stop, at_least)
+            assert output.outputs[0].stop_reason == (stop if ends else None)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(3, 3), (100, 20), (1, 1)])
+def test_the_end_of_a_prompt_is_kept(llm: LLM, keep: int, left: int) -> None:
+    prompt = list(range(3, 23))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, truncate_prompt_tokens=keep)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    (expected,) = llm.generate(prompt[-left:], GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == prompt[-left:]
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids[:4]
+
+
+def test_a_prompt_is_cut_to_what_fits(llm: LLM) -> None:
+    prompt = [5] * (llm._config.max_model_len + 50)
+    with pytest.raises(RequestError, match="maximum context length"):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, truncate_prompt_tokens=-1)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    assert len(output.prompt_token_ids) == llm._config.max_model_len - 8 and len(output.outputs[0].token_ids) == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens: Expected `int` >= 0"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias must map"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"allowed_token_ids": [checkpoints.VOCAB_SIZE]}, "allowed_token_ids"),
+        ({"min_tokens": 1, "stop_token_ids": list(range(320)) * 4, "logit_bias": {}}, None),
+    ],
+)
+def test_bounds_of_the_rarer_parameters(llm: LLM, fields: dict[str, Any], words: str | None) -> None:
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 2, **fields})
+    if words is None:
+        (output,) = llm.generate([5, 6], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 1, "where all tokens are ends, the likeliest ends it"
+        return
+    with pytest.raises((RequestError, ValueError), match=words):
+        llm.generate([5, 6], params, use_tqdm=False)
+
+
 def test_logprobs_of_output_and_prompt(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     (output,) = llm.generate("hello", params, use_tqdm=False)
@@ -113,7 +188,8 @@ def test_a_refused_prompt_raises_and_leaves_nothing_behind(llm: LLM) -> None:
     "wrong", [{"temperature": -1}, {"top_p": 0}, {"n": 0}, {"logprobs": 50}, {"max_tokens": -1}, {"min_p": 2}]
 )
 def test_parameters_out_of_bounds_are_named(llm: LLM, wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="SamplingParams"):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"SamplingParams: {name}: "):
         llm.generate("x", SamplingParams(**wrong), use_tqdm=False)  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 Both come from the same blocks, which grow by the same steps; a plain answer only leaves the events away.
 """
 
+from collections.abc import Sequence
 from typing import assert_never
 
 import msgspec
@@ -34,9 +35,9 @@ class MessagesReply(Reply):
         self._open: ContentBlock | None = None
         self._pieces: list[str] = []  # of the open block: text, or the JSON of its input
 
-    def admitted(self, num_prompt: int) -> None:
+    def admitted(self, nums_prompt: Sequence[int]) -> None:
         """How much of the prompt is cached is not known before the end."""
-        self._message = msgspec.structs.replace(self._message, usage=MessageUsage(num_prompt, 0))
+        self._message = msgspec.structs.replace(self._message, usage=MessageUsage(nums_prompt[0], 0))
 
     # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -125,6 +126,9 @@ class MessagesReply(Reply):
     def _end_block(self, news: list[_Event]) -> None:
         if self._open is None:
             return
+        if isinstance(self._open, ThinkingBlock):  # comes last, where Anthropic's own would
+            delta = {"type": "signature_delta", "signature": self._open.signature}
+            news.append({"type": "content_block_delta", "index": len(self._blocks), "delta": delta})
         news.append({"type": "content_block_stop", "index": len(self._blocks)})
         whole = "".join(self._pieces)
         match self._open:

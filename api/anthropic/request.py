@@ -11,7 +11,10 @@ from ..http_error import HttpError
 from ..openai.types import ChatRequest, GenerationRequest, ResponseFormat
 from .types import Block, CountTokensRequest, MessagesRequest
 
-_REFUSED = ("container", "context_management", "mcp_servers", "return_token_ids")
+_REFUSED = (
+    *("container", "context_management", "mcp_servers", "return_token_ids"),
+    *("use_beam_search", "return_tokens_as_token_ids"),
+)
 _OWN = ("max_tokens", "stop", "user")  # of those that chat has, too
 _SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name not in _OWN)
 
@@ -21,6 +24,8 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
     for name in _REFUSED:
         if getattr(request, name):
             raise _unsupported(name)
+    if request.prompt_logprobs is not None:
+        raise _unsupported("prompt_logprobs")
     if request.n not in (None, 1):
         raise _unsupported("n")
     conversation = _conversation(request)

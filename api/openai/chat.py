@@ -10,7 +10,7 @@ import msgspec
 from ...ipc.messages import Chunk
 from ..parsers.events import CallArguments, CallStart, Event, Reasoning, Text
 from ..parsers.lexer import Grammar
-from ..reply import Reply, UsageCount, chat_logprobs, id_list, json_text, new_id
+from ..reply import Reply, UsageCount, chat_logprobs, id_list, json_text, new_id, prompt_logprobs
 from ..sse import as_event
 from ..turn import Turn
 from .types import (
@@ -23,6 +23,7 @@ from .types import (
     ChatMessage,
     FinishReason,
     FunctionBody,
+    PromptLogprobs,
     TokenLogprobBody,
     ToolCallBody,
     UsageBody,
@@ -41,19 +42,29 @@ class ChatReply(Reply):
         created: int,
         n: int,
         include_usage: bool = False,
+        continuous_usage: bool = False,
         has_logprobs: bool = False,
+        has_prompt_logprobs: bool = False,
+        names_ids: bool = False,
         has_token_ids: bool = False,
+        prefix: str = "",
         grammar: Grammar | None = None,
         parallel_tool_calls: bool = True,
         include_reasoning: bool = True,
     ) -> None:
-        """`grammar`: what to read the output with; None if it is words only."""
+        """`grammar`: what to read the output with; None if it is words only. `prefix`: what the answer begins with.
+        `names_ids`: log-probabilities name tokens by their ids."""
         self._id = new_id("chatcmpl-")
         self._model = model
         self._created = created
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
         self._has_logprobs = has_logprobs
+        self._has_prompt_logprobs = has_prompt_logprobs
+        self._prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+        self._names_ids = names_ids
         self._has_token_ids = has_token_ids
+        self._prefix = prefix
         self._usage = UsageCount(n)
         self._prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # for the next event, or the body
         self._prompt_was_sent = False
@@ -62,18 +73,22 @@ class ChatReply(Reply):
             for _ in range(n)
         ]
         # Most events carry a piece of text and nothing else: two constants around an encoded string.
-        self._is_simple = not (has_logprobs or has_token_ids)
+        self._is_simple = not (has_logprobs or has_token_ids or continuous_usage)
         head = f'"id":{json_text(self._id)},"object":"chat.completion.chunk"'
         head += f',"created":{created},"model":{json_text(model)}'
         usage = ',"usage":null' if include_usage else ""
         self._heads = [f'data: {{{head},"choices":[{{"index":{i},"delta":{{"content":'.encode() for i in range(n)]
         self._tail = f'}},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
 
+    def admitted(self, nums_prompt: Sequence[int]) -> None:
+        """For the usage."""
+        self._usage.begin(nums_prompt)
+
     # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opening(self) -> list[bytes]:
         """The role, once for each choice."""
-        delta = ChatDelta(role="assistant", content="")
+        delta = ChatDelta(role="assistant", content=self._prefix)
         return [self._event([ChatChunkChoice(i, delta)]) for i in range(len(self._choices))]
 
     def events(self, index: int, chunk: Chunk) -> list[bytes]:
@@ -104,8 +119,11 @@ class ChatReply(Reply):
 
     def _full_events(self, index: int, chunk: Chunk) -> list[bytes]:
         choice = self._choices[index]
+        self._usage.draw(index, chunk)
         deltas = [choice.delta(event) for event in choice.read(chunk)]
-        logprobs = ChatLogprobs(chat_logprobs(chunk)) if self._has_logprobs and chunk.logprobs else None
+        logprobs = None
+        if self._has_logprobs and chunk.logprobs:
+            logprobs = ChatLogprobs(chat_logprobs(chunk, as_ids=self._names_ids))
         ids: list[int] | msgspec.UnsetType = msgspec.UNSET
         if self._has_token_ids:
             if chunk.ids:
@@ -127,6 +145,8 @@ class ChatReply(Reply):
 
     def _event(self, choices: list[ChatChunkChoice], usage: UsageBody | None = None) -> bytes:
         prompt_ids, self._prompt_token_ids = self._prompt_token_ids, msgspec.UNSET
+        if self._continuous_usage and choices:
+            usage = self._usage.so_far(choices[0].index)
         chunk = ChatChunk(
             id=self._id,
             created=self._created,
@@ -145,7 +165,9 @@ class ChatReply(Reply):
         for event in choice.read(chunk):
             choice.collect(event)
         if self._has_logprobs:
-            choice.logprobs.extend(chat_logprobs(chunk))
+            choice.logprobs.extend(chat_logprobs(chunk, as_ids=self._names_ids))
+        if self._has_prompt_logprobs and chunk.prompt is not None:
+            self._prompt_logprobs = prompt_logprobs(chunk.prompt)
         if self._has_token_ids:
             choice.token_ids.extend(id_list(chunk.ids))
             if chunk.prompt is not None:
@@ -164,13 +186,14 @@ class ChatReply(Reply):
                 choices=[self._plain_choice(i, choice) for i, choice in enumerate(self._choices)],
                 usage=self._usage.body(),
                 prompt_token_ids=self._prompt_token_ids,
+                prompt_logprobs=self._prompt_logprobs,
             )
         )
 
     def _plain_choice(self, index: int, choice: "_Choice") -> ChatChoice:
         assert choice.last is not None, f"choice {index} has not ended"
         calls = choice.calls()
-        content = "".join(choice.texts)
+        content = self._prefix + "".join(choice.texts)
         reasoning = "".join(choice.reasoning) or msgspec.UNSET
         return ChatChoice(
             index=index,

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import msgspec
 
 from ...ipc.messages import Chunk, IdsPrompt, PromptEcho, Submit, TextPrompt, TokenLogprob
-from ..reply import Reply, UsageCount, id_list, json_text, new_id
+from ..reply import Reply, UsageCount, id_list, json_text, new_id, prompt_logprobs, token_name
 from ..sse import as_event
-from .types import Completion, CompletionChoice, CompletionLogprobs, FinishReason, UsageBody
+from .types import Completion, CompletionChoice, CompletionLogprobs, FinishReason, PromptLogprobs, UsageBody
 
 _encode = msgspec.json.Encoder().encode
 
@@ -21,25 +21,40 @@ class CompletionReply(Reply):
         model: str,
         created: int,
         orders: Sequence[Submit],
+        n: int | None = None,
         include_usage: bool = False,
+        continuous_usage: bool = False,
         echo: bool = False,
         has_logprobs: bool = False,
+        has_prompt_logprobs: bool = False,
+        names_ids: bool = False,
         has_token_ids: bool = False,
     ) -> None:
-        n = orders[0].n
+        """`n`: how many of each prompt's outputs are the answer, if not all. `names_ids`: log-probabilities name tokens
+        by their ids."""
+        self._num_candidates = orders[0].n
+        self._n = n or self._num_candidates
         self._id = new_id("cmpl-")
         self._model = model
         self._created = created
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._has_prompt_logprobs = has_prompt_logprobs
         self._has_token_ids = has_token_ids
-        self._usage = UsageCount(n)
-        self._choices = [_Choice(order.prompt, echo, has_logprobs) for order in orders for _ in range(n)]
+        self._usage = UsageCount(self._num_candidates)
+        self._choices = [
+            _Choice(order, echo, has_logprobs, names_ids) for order in orders for _ in range(self._num_candidates)
+        ]
         # Most events carry a piece of text and nothing else: two constants around an encoded string.
-        self._is_simple = not (echo or has_logprobs or has_token_ids)
+        self._is_simple = not (echo or has_logprobs or has_token_ids or continuous_usage)
         head = f'"id":{json_text(self._id)},"object":"text_completion","created":{created},"model":{json_text(model)}'
         usage = ',"usage":null' if include_usage else ""
         self._heads = [f'data: {{{head},"choices":[{{"index":{i},"text":'.encode() for i in range(len(self._choices))]
         self._tail = f',"logprobs":null,"finish_reason":null,"stop_reason":null}}]{usage}}}\n\n'.encode()
+
+    def admitted(self, nums_prompt: Sequence[int]) -> None:
+        """For the usage."""
+        self._usage.begin(nums_prompt)
 
     # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -52,6 +67,7 @@ class CompletionReply(Reply):
         if self._is_simple and chunk.finish is None:
             return [self._heads[index] + _encode(chunk.text) + self._tail] if chunk.text else []
         self._usage.add(index, chunk.usage)
+        self._usage.draw(index, chunk)
         choice = self._choices[index]
         text = choice.text_of(chunk)
         logprobs = choice.logprobs_of(chunk)
@@ -81,6 +97,8 @@ class CompletionReply(Reply):
         return [self._event([], self._usage.body())] if self._include_usage else []
 
     def _event(self, choices: list[CompletionChoice], usage: UsageBody | None = None) -> bytes:
+        if self._continuous_usage and choices:
+            usage = self._usage.so_far(choices[0].index)
         chunk = Completion(
             id=self._id,
             created=self._created,
@@ -97,12 +115,16 @@ class CompletionReply(Reply):
         self._usage.add(index, chunk.usage)
         choice = self._choices[index]
         choice.texts.append(choice.text_of(chunk))
+        choice.total_logprob += sum(position.chosen.logprob for position in chunk.logprobs or ())
+        choice.num_drawn += len(chunk.logprobs or ())
         if (logprobs := choice.logprobs_of(chunk)) is not None:
             choice.logprobs.append(logprobs)
         if self._has_token_ids:
             choice.token_ids += id_list(chunk.ids)
             if chunk.prompt is not None:
                 choice.prompt_token_ids = id_list(chunk.prompt.ids)
+        if self._has_prompt_logprobs and chunk.prompt is not None:
+            choice.prompt_logprobs = prompt_logprobs(chunk.prompt)
         if chunk.finish is not None:
             choice.last = chunk
 
@@ -113,10 +135,19 @@ class CompletionReply(Reply):
                 id=self._id,
                 created=self._created,
                 model=self._model,
-                choices=[self._plain_choice(i, choice) for i, choice in enumerate(self._choices)],
+                choices=[self._plain_choice(i, choice) for i, choice in enumerate(self._chosen())],
                 usage=self._usage.body(),
             )
         )
+
+    def _chosen(self) -> list["_Choice"]:
+        """The best of each prompt's by mean log-probability, best first; or all, as they are."""
+        if self._n == self._num_candidates:
+            return self._choices
+        groups = [
+            self._choices[i : i + self._num_candidates] for i in range(0, len(self._choices), self._num_candidates)
+        ]
+        return [choice for group in groups for choice in sorted(group, key=_Choice.mean, reverse=True)[: self._n]]
 
     def _plain_choice(self, index: int, choice: "_Choice") -> CompletionChoice:
         assert choice.last is not None, f"choice {index} has not ended"
@@ -128,31 +159,40 @@ class CompletionReply(Reply):
             stop_reason=choice.last.stop_reason,
             token_ids=choice.token_ids if self._has_token_ids else msgspec.UNSET,
             prompt_token_ids=choice.prompt_token_ids if self._has_token_ids else msgspec.UNSET,
+            prompt_logprobs=choice.prompt_logprobs,
         )
 
 
 class _Choice:
     """One choice on its way."""
 
-    def __init__(self, prompt: object, echo: bool, has_logprobs: bool) -> None:
+    def __init__(self, order: Submit, echo: bool, has_logprobs: bool, names_ids: bool) -> None:
+        prompt = order.prompt
         assert isinstance(prompt, TextPrompt | IdsPrompt), f"{type(prompt).__name__} is no completion prompt"
-        self._prompt = prompt
+        # The text that the client sent, not what a BOS and a round through the vocabulary make of it.
+        self._prompt = prompt.text if isinstance(prompt, TextPrompt) and order.truncate is None else None
         self._echo = echo
+        self._names_ids = names_ids
         self.has_logprobs = has_logprobs
         self._offset = 0  # characters of the tokens so far
         self.texts: list[str] = []
         self.logprobs: list[CompletionLogprobs] = []
         self.token_ids: list[int] = []
         self.prompt_token_ids: list[int] = []
+        self.prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+        self.total_logprob = 0.0  # of the `num_drawn` tokens
+        self.num_drawn = 0
         self.last: Chunk | None = None
+
+    def mean(self) -> float:
+        """Log-probability for each token."""
+        return self.total_logprob / max(1, self.num_drawn)
 
     def text_of(self, chunk: Chunk) -> str:
         """The chunk's text, after the prompt's if this is the first and echo was asked for."""
         if not self._echo or chunk.prompt is None:
             return chunk.text
-        # The text that the client sent, not what a BOS and a round through the vocabulary make of it.
-        prompt = self._prompt.text if isinstance(self._prompt, TextPrompt) else chunk.prompt.text
-        return prompt + chunk.text
+        return (chunk.prompt.text if self._prompt is None else self._prompt) + chunk.text
 
     def logprobs_of(self, chunk: Chunk) -> CompletionLogprobs | None:
         """The chunk's log-probabilities, after the prompt's, if there are any."""
@@ -171,24 +211,27 @@ class _Choice:
     def _append(self, rows: CompletionLogprobs, position: TokenLogprob) -> None:
         chosen = position.chosen
         # Clients compare the chosen token's value with the best one's, so it has the last word on its own text.
-        top = {candidate.token: candidate.logprob for candidate in position.top}
-        top[chosen.token] = chosen.logprob
-        self._append_row(rows, chosen.token, chosen.logprob, top)
+        name = token_name(chosen, self._names_ids)
+        top = {token_name(candidate, self._names_ids): candidate.logprob for candidate in position.top}
+        top[name] = chosen.logprob
+        self._append_row(rows, name, len(chosen.token), chosen.logprob, top)
 
     def _append_first(self, rows: CompletionLogprobs, prompt: PromptEcho) -> None:
         """The prompt's first token has no entry: its text is what the others leave of the prompt's."""
         others = sum(len(position.chosen.bytes) for position in (prompt.logprobs or ())[1:] if position is not None)
         data = prompt.text.encode()
-        self._append_row(rows, data[: max(len(data) - others, 0)].decode(errors="replace"), None, None)
+        text = data[: max(len(data) - others, 0)].decode(errors="replace")
+        name = f"token_id:{id_list(prompt.ids)[0]}" if self._names_ids else text
+        self._append_row(rows, name, len(text), None, None)
 
     def _append_row(
-        self, rows: CompletionLogprobs, token: str, logprob: float | None, top: dict[str, float] | None
+        self, rows: CompletionLogprobs, token: str, length: int, logprob: float | None, top: dict[str, float] | None
     ) -> None:
         rows.tokens.append(token)
         rows.token_logprobs.append(logprob)
         rows.top_logprobs.append(top)
         rows.text_offset.append(self._offset)
-        self._offset += len(token)
+        self._offset += length
 
 
 def _join(pieces: Sequence[CompletionLogprobs]) -> CompletionLogprobs:

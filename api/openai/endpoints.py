@@ -6,10 +6,13 @@ import msgspec
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ..service import Endpoint, Service, read_json
+from ...ipc.messages import Submit
+from ..reply import Reply
+from ..service import Endpoint, Service, read_json, send_body, while_connected
+from .beams import answer_with_beams
 from .chat import ChatReply
 from .completions import CompletionReply
-from .translate import chat_orders, completion_orders, decode_body, output_grammar
+from .translate import chat_orders, completion_orders, decode_body, final_words, output_grammar
 from .types import ChatRequest, CompletionRequest, GenerationRequest
 
 
@@ -38,13 +41,17 @@ class OpenAIEndpoints:
             created=int(time.time()),
             n=request.n or 1,
             include_usage=_includes_usage(request),
+            continuous_usage=_tells_usage_continuously(request),
             has_logprobs=bool(request.logprobs),
+            has_prompt_logprobs=request.prompt_logprobs is not None,
+            names_ids=bool(request.return_tokens_as_token_ids),
             has_token_ids=bool(request.return_token_ids),
+            prefix=final_words(request),
             grammar=output_grammar(request, self._service.config),
             parallel_tool_calls=request.parallel_tool_calls is not False,
             include_reasoning=request.include_reasoning is not False,
         )
-        await self._service.answer(orders, reply, bool(request.stream), receive, send)
+        await self._answer(request, orders, reply, receive, send)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/completions"""
@@ -55,13 +62,31 @@ class OpenAIEndpoints:
             model=model,
             created=int(time.time()),
             orders=orders,
+            n=request.n or 1,
             include_usage=_includes_usage(request),
+            continuous_usage=_tells_usage_continuously(request),
             echo=bool(request.echo),
             has_logprobs=request.logprobs is not None,
+            has_prompt_logprobs=request.prompt_logprobs is not None,
+            names_ids=bool(request.return_tokens_as_token_ids),
             has_token_ids=bool(request.return_token_ids),
         )
-        await self._service.answer(orders, reply, bool(request.stream), receive, send)
+        await self._answer(request, orders, reply, receive, send)
+
+    async def _answer(
+        self, request: GenerationRequest, orders: list[Submit], reply: Reply, receive: Receive, send: Send
+    ) -> None:
+        if request.use_beam_search:
+            self._service.check_health()
+            work = answer_with_beams(self._service.gateway, self._service.config, request, orders, reply)
+            await send_body(send, 200, await while_connected(receive, work))
+        else:
+            await self._service.answer(orders, reply, bool(request.stream), receive, send)
 
 
 def _includes_usage(request: GenerationRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
+
+
+def _tells_usage_continuously(request: GenerationRequest) -> bool:
+    return _includes_usage(request) and bool(request.stream_options and request.stream_options.continuous_usage_stats)

@@ -28,9 +28,9 @@ _MAX_COMPLAINT = 200  # characters; msgspec repeats a value that is not one of t
 _SEEDS = 2**63 - 2**16  # leaves room for the seeds `seed + i` of n sequences
 
 _REFUSED = (
-    *("min_tokens", "bad_words", "allowed_token_ids", "truncate_prompt_tokens", "logits_processors"),
-    *("kv_transfer_params", "prompt_embeds", "use_beam_search", "structured_outputs", "guided_json", "guided_regex"),
-    *("guided_choice", "guided_grammar", "guided_decoding_backend", "chat_template", "audio", "functions"),
+    *("bad_words", "logits_processors"),
+    *("kv_transfer_params", "prompt_embeds", "structured_outputs", "guided_json", "guided_regex"),
+    *("guided_choice", "guided_grammar", "guided_decoding_backend", "audio", "functions"),
     *("function_call", "web_search_options", "suffix"),
 )
 
@@ -63,6 +63,13 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
                     param="messages",
                 )
     _check_chat(request)
+    if request.chat_template is not None and not config.trust_request_chat_template:
+        raise HttpError(
+            400,
+            "chat_template in a request needs a server that was started with --trust-request-chat-template.",
+            code="unsupported_value",
+            param="chat_template",
+        )
     goes_on = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt if request.add_generation_prompt is not None else not goes_on
     if goes_on and add_generation_prompt:
@@ -74,14 +81,16 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
     variables = dict(request.chat_template_kwargs or {})
     if request.documents is not None:
         variables["documents"] = request.documents
-    if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    for name in ("reasoning_effort", "verbosity"):
+        if (value := getattr(request, name)) is not None:
+            variables.setdefault(name, value)
     prompt = ChatPrompt(
         messages=bytes(request.messages),
         tools=bytes(request.tools) if shows_tools(request) else b"",
         template_kwargs=msgspec.json.encode(variables) if variables else b"",
         add_generation_prompt=add_generation_prompt,
         continue_final_message=goes_on,
+        template=request.chat_template or "",
     )
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if max_tokens == 0:
@@ -90,6 +99,7 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
     return _orders(
         request,
         [prompt],
+        n=request.n or 1,
         max_tokens=max_tokens,
         logprobs=logprobs,
         salt=salt,
@@ -110,6 +120,17 @@ def output_grammar(request: ChatRequest, config: EngineConfig) -> Grammar | None
     return find_grammar(config.tool_call_parser, config.reasoning_parser, shows_tools(request))
 
 
+def final_words(request: ChatRequest) -> str:
+    """With `echo`, the text of the final message if the answer goes on with it. Raises HttpError."""
+    if not request.echo:
+        return ""
+    final = _decode(lambda: _messages_decoder.decode(request.messages), "messages")[-1]
+    if final.role != "assistant" or final.content is None:
+        return ""
+    parts = [final.content] if isinstance(final.content, str) else final.content
+    return "".join(part if isinstance(part, str) else part.text or part.refusal or "" for part in parts)
+
+
 def shows_tools(request: ChatRequest) -> bool:
     """Whether the model is told of the tools, and its calls are looked for."""
     return _sends_tools(request) and request.tool_choice != "none"
@@ -122,23 +143,37 @@ def _sends_tools(request: ChatRequest) -> bool:
 def completion_orders(request: CompletionRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
     """The prompts of a completion request, in order."""
     _check_common(request, config.vocab_size)
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise HttpError(400, "best_of is not supported.", code="unsupported_value", param="best_of")
+    best_of = num_candidates(request)
+    if best_of < (request.n or 1):
+        raise HttpError(400, "best_of must not be less than n.", param="best_of")
+    if best_of > (request.n or 1) and request.stream:
+        raise HttpError(400, "best_of cannot be streamed unless it is n.", param="best_of")
     prompts = _prompts(request)
-    if len(prompts) * (request.n or 1) > MAX_SEQUENCES:
-        raise HttpError(400, f"prompts times n must be at most {MAX_SEQUENCES}.", param="n")
+    if len(prompts) * best_of > MAX_SEQUENCES:
+        field = "n" if request.best_of is None else "best_of"
+        raise HttpError(400, f"prompts times {field} must be at most {MAX_SEQUENCES}.", param=field)
     max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if max_tokens == 0 and not request.echo:
         raise HttpError(400, "max_tokens must be at least 1 unless echo is true.", param="max_tokens")
+    chooses = best_of > (request.n or 1)  # by log-probability
     return _orders(
         request,
         prompts,
+        n=best_of,
         max_tokens=max_tokens,
-        logprobs=request.logprobs,
-        echo=bool(request.echo),
+        logprobs=0 if chooses and request.logprobs is None else request.logprobs,
+        prompt_logprobs=max(request.logprobs, request.prompt_logprobs or 0)
+        if request.echo and request.logprobs is not None
+        else None,
+        shows_prompt=bool(request.echo),
         salt=salt,
         defaults=config.sampling,
     )
+
+
+def num_candidates(request: CompletionRequest) -> int:
+    """Outputs of each prompt, of which the best `n` are the answer."""
+    return request.best_of or request.n or 1
 
 
 def _prompts(request: CompletionRequest) -> list[TextPrompt | IdsPrompt]:
@@ -172,13 +207,17 @@ def _orders(
     request: GenerationRequest,
     prompts: Sequence[TextPrompt | ChatPrompt | IdsPrompt],
     *,
+    n: int,
     max_tokens: int | None,
     logprobs: int | None,
     salt: bytes,
     defaults: SamplingDefaults,
-    echo: bool = False,
+    prompt_logprobs: int | None = None,
+    shows_prompt: bool = False,
     grammar: Grammar | None = None,
 ) -> list[Submit]:
+    if request.min_tokens and max_tokens is not None and request.min_tokens > max_tokens:
+        raise HttpError(400, f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens")
     temperature = _or(request.temperature, defaults.temperature)
     sampling = Sampling(
         temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
@@ -190,22 +229,26 @@ def _orders(
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=request.logit_bias or None,
         logprobs=logprobs,
-        prompt_logprobs=logprobs if echo else None,
+        prompt_logprobs=request.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
     )
     limits = Limits(
         max_tokens=max_tokens,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         queue_timeout_s=request.timeout,
+        min_tokens=request.min_tokens or 0,
     )
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     text = TextSpec(
         stop=stop,
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
-        prompt=echo or bool(request.return_token_ids),
+        detokenize=request.detokenize is not False,
+        prompt=shows_prompt or bool(request.return_token_ids) or request.prompt_logprobs is not None,
         marks=() if grammar is None else grammar.all_marks,
         prompt_end=grammar is not None,
+        min_tokens=limits.min_tokens,
     )
     tenant = request.user or salt.hex()
     if request.cache_salt is not None:
@@ -213,7 +256,7 @@ def _orders(
     return [
         Submit(
             rid=0,
-            n=request.n or 1,
+            n=n,
             prompt=prompt,
             # Prompts of one batch may be alike; only a seed that was asked for is the same for all.
             sampling=replace(sampling, seed=secrets.randbits(62) if request.seed is None else request.seed % _SEEDS),
@@ -222,6 +265,7 @@ def _orders(
             priority=request.priority or 0,
             tenant=tenant,
             salt=salt,
+            truncate=request.truncate_prompt_tokens,
         )
         for prompt in prompts
     ]
@@ -233,7 +277,17 @@ def _check_common(request: GenerationRequest, vocab_size: int) -> None:
             raise HttpError(400, f"{name} is not supported.", code="unsupported_value", param=name)
     if request.stream_options is not None and not request.stream:
         raise HttpError(400, "stream_options is only allowed when stream is true.", param="stream_options")
-    for name, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+    if request.prompt_logprobs is not None and request.stream:
+        raise HttpError(400, "prompt_logprobs cannot be streamed.", param="prompt_logprobs")
+    if request.detokenize is False and request.stop:
+        raise HttpError(400, "stop needs text: detokenize must not be false.", param="stop")
+    if request.truncate_prompt_tokens == 0:
+        raise HttpError(400, "truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
+    for name in ("length_penalty", "early_stopping"):
+        if getattr(request, name) is not None and not request.use_beam_search:
+            raise HttpError(400, f"{name} is only allowed when use_beam_search is true.", param=name)
+    token_lists = {name: getattr(request, name) for name in ("logit_bias", "stop_token_ids", "allowed_token_ids")}
+    for name, ids in token_lists.items():
         if ids and max(ids) >= vocab_size:
             raise HttpError(
                 400, f"{name} has token id {max(ids)}, and the vocabulary ends at {vocab_size - 1}.", param=name
@@ -243,6 +297,13 @@ def _check_common(request: GenerationRequest, vocab_size: int) -> None:
 def _check_chat(request: ChatRequest) -> None:
     if request.top_logprobs is not None and not request.logprobs:
         raise HttpError(400, "top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
+    if request.add_special_tokens:
+        raise HttpError(
+            400,
+            "add_special_tokens must be false with messages: the chat template writes them itself.",
+            code="unsupported_value",
+            param="add_special_tokens",
+        )
     if _sends_tools(request):
         _decode(lambda: _tools_decoder.decode(request.tools), "tools")
     if request.tool_choice not in (None, "none", "auto"):

@@ -25,6 +25,8 @@ class StreamOptions(Struct, frozen=True):
     """What a stream carries besides the text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # in every event that of its choice so far; needs include_usage
+    include_obfuscation: object = None  # ignored
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):
@@ -49,24 +51,41 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None  # of a beam search, like the next
+    early_stopping: bool | None = None
+    detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:5" for what may be no text
     add_special_tokens: bool | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None  # under --scheduling-policy fair: whose turn it is
     timeout: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # seconds to wait for a start before failing
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
 
+    # Accepted and ignored: they change nothing about the answer.
+    metadata: object = None
+    moderation: object = None
+    prediction: object = None
+    prompt_cache_key: object = None
+    prompt_cache_options: object = None
+    prompt_cache_retention: object = None
+    request_id: object = None
+    safety_identifier: object = None
+    service_tier: object = None
+    store: object = None
+
     # Understood and refused: to ignore these would give an answer that was not asked for.
-    min_tokens: int | None = None
     bad_words: object = None
-    allowed_token_ids: object = None
-    truncate_prompt_tokens: object = None
     logits_processors: object = None
     kv_transfer_params: object = None
     prompt_embeds: object = None
-    use_beam_search: bool | None = None
     structured_outputs: object = None
     guided_json: object = None
     guided_regex: object = None
@@ -141,9 +160,11 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
     documents: list[dict[str, object]] | None = None
+    echo: bool | None = None  # an answer that goes on with the final message begins with that message's text
+    chat_template: Annotated[str, Meta(min_length=1, max_length=1 << 20)] | None = None  # if the operator trusts it
+    verbosity: str | None = None
 
     # Understood and refused.
-    chat_template: object = None
     audio: object = None
     functions: object = None
     function_call: object = None
@@ -156,9 +177,9 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
 
     # Understood and refused.
-    best_of: int | None = None
     suffix: str | None = None
 
 
@@ -192,6 +213,18 @@ class TokenLogprobBody(Struct, frozen=True):
     logprob: float
     bytes: list[int]
     top_logprobs: list[TopLogprobBody]
+
+
+class PromptLogprobBody(Struct, frozen=True):
+    """One candidate of a position of the prompt, in vLLM's shape."""
+
+    logprob: float
+    rank: int | None  # 1: the best; null: not among those asked for
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprobBody] | None]
+"""By position: id → candidate; of the first there is none."""
 
 
 class ChatLogprobs(Struct, frozen=True):
@@ -239,6 +272,7 @@ class ChatCompletion(Struct, frozen=True):
     usage: UsageBody
     object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(Struct, frozen=True):
@@ -287,6 +321,7 @@ class CompletionChoice(Struct, frozen=True):
     stop_reason: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct, frozen=True):

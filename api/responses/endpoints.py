@@ -1,5 +1,7 @@
 """POST /v1/responses, and what is kept of the answers."""
 
+from urllib.parse import parse_qsl
+
 import msgspec
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -7,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 from ..http_error import HttpError
 from ..openai.translate import chat_orders, decode_body
 from ..service import Endpoint, Service, read_json, send_body, send_json
+from .input_items import input_items, page
 from .reply import ResponsesReply, go_on, new_response
 from .request import chat_request, check_response, conversation_of, in_terms_of_responses, wants_logprobs
 from .store import ResponseStore, StoredResponse
@@ -26,6 +29,7 @@ class ResponsesEndpoints:
         return [
             Route("/v1/responses", Endpoint(self.responses), methods=["POST"]),
             Route("/v1/responses/{id}", Endpoint(self.response), methods=["GET", "DELETE"]),
+            Route("/v1/responses/{id}/input_items", Endpoint(self.input_items), methods=["GET"]),
         ]
 
     async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,7 +49,8 @@ class ResponsesEndpoints:
 
         def keep(ended: ResponseBody) -> None:
             if ended.store:
-                stored = StoredResponse(msgspec.json.encode(ended), go_on(conversation, ended))
+                items = input_items(conversation.json())
+                stored = StoredResponse(msgspec.json.encode(ended), go_on(conversation, ended), items)
                 self._store.put(owner, ended.id, stored)
 
         turn = self._service.turn(chat)
@@ -55,9 +60,7 @@ class ResponsesEndpoints:
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET and DELETE /v1/responses/{id}"""
         owner, id = scope["state"]["salt"], scope["path_params"]["id"]
-        stored = self._store.get(owner, id)
-        if stored is None:
-            raise HttpError(404, f"There is no response {id[:100]!r}, or no longer.", code="not_found")
+        stored = self._stored(owner, id)
         if b"stream=true" in scope["query_string"]:
             raise HttpError(400, "A stored response is not streamed.", code="unsupported_value", param="stream")
         if scope["method"] == "DELETE":
@@ -65,6 +68,18 @@ class ResponsesEndpoints:
             await send_json(send, {"id": id, "object": "response.deleted", "deleted": True})
         else:
             await send_body(send, 200, stored.body)
+
+    async def input_items(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /v1/responses/{id}/input_items"""
+        stored = self._stored(scope["state"]["salt"], scope["path_params"]["id"])
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        await send_json(send, page(stored.input_items, query))
+
+    def _stored(self, owner: bytes, id: str) -> StoredResponse:
+        stored = self._store.get(owner, id)
+        if stored is None:
+            raise HttpError(404, f"There is no response {id[:100]!r}, or no longer.", code="not_found")
+        return stored
 
     def _earlier_messages(self, owner: bytes, id: str | None) -> bytes:
         """The conversation up to the response with this id, in chat's shape. Raises HttpError 400."""

@@ -12,7 +12,10 @@ from ..http_error import HttpError
 from ..openai.types import ChatRequest, GenerationRequest, ResponseFormat
 from .types import InputItem, InputPart, ResponsesRequest, ResponseTool
 
-_REFUSED = ("background", "conversation", "prompt", "context_management", "max_tokens", "return_token_ids")
+_REFUSED = (
+    *("background", "conversation", "prompt", "context_management", "max_tokens", "return_token_ids"),
+    *("use_beam_search", "return_tokens_as_token_ids"),
+)
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name != "max_tokens")
 _LOGPROBS = "message.output_text.logprobs"
@@ -23,6 +26,8 @@ def check_response(request: ResponsesRequest) -> None:
     for name in _REFUSED:
         if getattr(request, name):
             raise _unsupported(name)
+    if request.prompt_logprobs is not None:
+        raise _unsupported("prompt_logprobs")
     if request.n not in (None, 1):
         raise _unsupported("n")
     if request.truncation not in (None, "disabled"):

@@ -15,6 +15,7 @@ class StoredResponse(NamedTuple):
 
     body: bytes  # the response object, as it was sent
     messages: bytes  # the conversation in chat's shape, answer included and instructions not
+    input_items: bytes = b"[]"  # the conversation before the answer, as a JSON array of items
 
 
 class ResponseStore:
@@ -53,4 +54,4 @@ class ResponseStore:
 
 
 def _size(response: StoredResponse) -> int:
-    return len(response.body) + len(response.messages) + _ENTRY_BYTES
+    return len(response.body) + len(response.messages) + len(response.input_items) + _ENTRY_BYTES

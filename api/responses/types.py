@@ -73,9 +73,9 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
-    include: list[str] | None = None
+    store: bool | None = None  # like the next two and the identifiers below, what the answer repeats
     metadata: dict[str, str] | None = None
+    include: list[str] | None = None
     truncation: str | None = None
     max_tool_calls: int | None = None  # of tools that the server runs, and it runs none
     prompt_cache_key: str | None = None

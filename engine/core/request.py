@@ -47,6 +47,7 @@ class Request:
         "max_len",
         "max_tokens",
         "may_speculate",
+        "min_len",
         "num_cached",
         "num_committed",
         "num_computed",
@@ -101,7 +102,9 @@ class Request:
         stops = frozenset(message.limits.stop_token_ids)
         self.stops = stops if message.limits.ignore_eos else stops | eos_token_ids  # drawing one of them ends it
         self.end = self.num_prompt + max(0, self.max_tokens - 1)  # the last token drawn needs no KV
-        self.may_speculate = message.sampling.logprobs is None  # those of one token a step are told
+        self.min_len = self.num_prompt + min(message.limits.min_tokens, self.max_tokens) if self.stops else 0
+        # Log-probabilities are told of one token a step, and what may not be drawn yet is known of one.
+        self.may_speculate = message.sampling.logprobs is None and not message.limits.min_tokens
         self.state = State.WAITING
         self.row = -1  # on the worker, while it holds one
         self.blocks: list[int] = []  # its block table
@@ -191,6 +194,8 @@ class Request:
             num_computed=self.num_computed,
             block_ids=ids_to_bytes(self.blocks),
             sampling=self.sampling,
+            min_len=self.min_len if self.min_len > len(self.ids) else 0,
+            ends=ids_to_bytes(sorted(self.stops)) if self.min_len > len(self.ids) else b"",
         )
 
     def terminal(

@@ -4,6 +4,7 @@ The host writes a row when a request takes it and never reads one. A bias and th
 written for those requests alone that have them.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
@@ -76,8 +77,13 @@ class RowState:
         for row in opens:
             if has_penalties(row.sampling):
                 self._write_history(row)
-            if row.sampling.logit_bias:
-                self._write_bias(row.row, row.sampling.logit_bias)
+            if bias := _bias(row):
+                self._write_bias(row.row, bias)
+
+    def change_bias(self, row: int, bias: dict[int, float]) -> None:
+        """For what the row draws from now on."""
+        self._write_bias(row, bias)
+        self._edits.bias_len[row] = len(bias)
 
     def sample(self, logits: Tensor, packet: Packet, first: int, shape: DrawShape) -> None:
         """Draws for a part of the step's draws, which begins at `first`, and remembers what was drawn. logits: [draws,
@@ -134,7 +140,13 @@ def write_opens(opens: tuple[RowOpen, ...], target: NDArray[np.int32]) -> None:
         floats[i, 8] = sampling.presence_penalty
         floats[i, 9] = sampling.frequency_penalty
         target[i, 10] = row.row if has_penalties(sampling) else -1
-        target[i, 11] = len(sampling.logit_bias or ())
+        target[i, 11] = len(_bias(row))
+
+
+def _bias(row: RowOpen) -> dict[int, float]:
+    """What a row begins with: its own, and against what would end it too early."""
+    ends = np.frombuffer(row.ends, "<i4") if row.min_len else ()
+    return {**(row.sampling.logit_bias or {}), **dict.fromkeys(map(int, ends), -math.inf)}
 
 
 def _tensors(values: object) -> Iterator[Tensor]:

@@ -192,9 +192,12 @@ class DeviceSteps:
         assert (ends <= rows.num_blocks[picked] * self._config.block_size).all(), f"step {plan.step}: no block"
         draws = draws_of(picked, ends, np.cumsum(counts), order, nums)
 
+        lifted = rows.lift_minimum(draws.rows, draws.ends)
         shape, parts = self._send(packet, picked, counts, starts, draws)
         if plan.open:
             self._state.open(plan.open, self._packet)
+        for row in lifted:
+            self._state.change_bias(row, rows.bias(row))
         copy_blocks(plan, self._cache)
         told: dict[int, RowLogprobs] = {}
         if len(picked):

@@ -91,6 +91,7 @@ class HostSteps:
         draws = step.drawn
         if not len(draws.rows):
             return Drawn(told)
+        rows.lift_minimum(draws.rows, draws.ends)
         if len(draws.tokens) < hidden.shape[0]:
             hidden = hidden.index_select(0, torch.from_numpy(draws.tokens).to(device))
         parts: list[NDArray[np.int64]] = []

@@ -4,6 +4,8 @@ A row is a place for one running request. The core says which request has which 
 said and what was sampled since. All columns are NumPy arrays, so that a step over many rows costs no Python per row.
 """
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,6 +36,8 @@ class Rows:
         self.edits_logits: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # has a bias or a penalty
         self.uses_logits: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # wants more of them than the greatest
         self.sampling: list[Sampling] = [Sampling()] * num_rows  # whole, for the rows that edit logits
+        self.min_len: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # no end is drawn before; 0: it is over
+        self.ends: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * num_rows  # for the rows with a `min_len`
 
         self.guess_step = 0  # how often guesses were asked for; for this and the next four see `ngram.py`
         self.guess_level: NDArray[np.float64] = np.zeros(num_rows)
@@ -59,14 +63,10 @@ class Rows:
         self.seed[i] = sampling.seed
         self.num_logprobs[i] = -1 if sampling.logprobs is None else sampling.logprobs
         self.num_prompt_logprobs[i] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
-        self.edits_logits[i] = bool(
-            sampling.logit_bias
-            or sampling.repetition_penalty != 1
-            or sampling.presence_penalty
-            or sampling.frequency_penalty
-        )
-        self.uses_logits[i] = self.edits_logits[i] or sampling.temperature > 0 or sampling.logprobs is not None
         self.sampling[i] = sampling
+        self.min_len[i] = row.min_len
+        self.ends[i] = np.frombuffer(row.ends, "<i4")
+        self._note_edits(i)
         self.guess_level[i] = _FIRST_LEVEL
         self.guess_wait[i] = 0
         self.silent_guess[i] = -1
@@ -76,6 +76,32 @@ class Rows:
         for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
             self.blocks[row, self.num_blocks[row]] = block
             self.num_blocks[row] += 1
+
+    def lift_minimum(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> list[int]:
+        """The rows that may end with what they are about to draw for the positions `ends`, and could not before."""
+        lifted = [int(row) for row in rows[(self.min_len[rows] > 0) & (ends >= self.min_len[rows])]]
+        for row in lifted:
+            self.min_len[row] = 0
+            self._note_edits(row)
+        return lifted
+
+    def bias(self, row: int) -> dict[int, float]:
+        """What is added to which logits of the row, for what it draws next."""
+        bias = dict(self.sampling[row].logit_bias or {})
+        if self.min_len[row]:
+            bias |= dict.fromkeys(self.ends[row].tolist(), -math.inf)
+        return bias
+
+    def _note_edits(self, row: int) -> None:
+        sampling = self.sampling[row]
+        self.edits_logits[row] = bool(
+            sampling.logit_bias
+            or self.min_len[row]
+            or sampling.repetition_penalty != 1
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+        )
+        self.uses_logits[row] = self.edits_logits[row] or sampling.temperature > 0 or sampling.logprobs is not None
 
     def append(self, rows: NDArray[np.int64], ends: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Stores the ids drawn for the positions `ends`, which become the rows' last. Where a row stands several times,

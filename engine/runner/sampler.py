@@ -56,7 +56,7 @@ class Sampler:
             edited = logits[torch.from_numpy(special).to(logits.device)]
             for i in np.flatnonzero(rows.edits_logits[picked[special]]).tolist():
                 row, end = int(picked[special[i]]), int(ends[special[i]])
-                _edit(edited[i], rows.sampling[row], rows.ids[row, :end], int(rows.num_prompt[row]))
+                _edit(edited[i], rows.sampling[row], rows.bias(row), rows.ids[row, :end], int(rows.num_prompt[row]))
             ids[special] = edited.argmax(dim=-1).cpu().numpy()
             if drawn.any():
                 among = np.flatnonzero(drawn[special])
@@ -86,14 +86,14 @@ class Sampler:
         return scores.argmax(dim=-1)
 
 
-def _edit(logits: Tensor, sampling: Sampling, ids: NDArray[np.int32], num_prompt: int) -> None:
+def _edit(logits: Tensor, sampling: Sampling, bias: dict[int, float], ids: NDArray[np.int32], num_prompt: int) -> None:
     """Adds the bias, then applies the penalties. logits: [vocab], changed in place; ids: prompt and output."""
 
     def tensor(values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(logits.device)
 
-    if sampling.logit_bias:
-        known = {token: bias for token, bias in sampling.logit_bias.items() if token < logits.shape[0]}
+    if bias:
+        known = {token: value for token, value in bias.items() if token < logits.shape[0]}
         tokens = torch.tensor(list(known), dtype=torch.int64, device=logits.device)
         logits.index_add_(0, tokens, torch.tensor(list(known.values()), dtype=logits.dtype, device=logits.device))
     if sampling.repetition_penalty != 1:

@@ -1,8 +1,8 @@
 """A model's chat template: a conversation as JSON to the model's prompt.
 
 Owns the sandboxed jinja environment with the meaning that transformers' `apply_chat_template` gives it, and the
-clean-up of OpenAI's message shapes on the way in. Templates come from the model's folder or the operator, never from a
-request.
+clean-up of OpenAI's message shapes on the way in. Templates come from the model's folder or the operator, and
+from a request only if the operator trusts those.
 Runs in the tokenizer process: a template is foreign code, and only that process suffers from a bad one.
 """
 
@@ -85,6 +85,7 @@ class ChatTemplate:
         request is refused. `special_tokens`: `bos_token` and so on, as the template sees them. Raises ConfigError if a
         template is no jinja."""
         environment = _Environment()
+        self.source = sources.get("default")
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
         self._reserved = _RESERVED | environment.globals.keys() | special_tokens.keys()

@@ -36,12 +36,15 @@ class OutputText:
         skip_special_tokens: bool = True,
         detokenize: bool = True,
         marks: Collection[str] = (),
+        min_ids: int = 0,
     ) -> None:
-        """`detokenize` False: ids are only counted and the text stays empty."""
+        """`detokenize` False: ids are only counted and the text stays empty. `min_ids`: so many do not end with a stop
+        string."""
         self._detokenize = detokenize
         self._has_stop = bool(stop)
         self._detokenizer = IncrementalDetokenizer(tokenizer, context_ids, skip_special_tokens, marks)
         self._stop_strings = StopStrings(stop, include_stop)
+        self._min_ids = min_ids
         self.num_ids = 0
 
     def push(self, ids: Sequence[int], last: bool = False) -> Piece:
@@ -55,7 +58,8 @@ class OutputText:
         shown: list[str] = []
         groups = [ids[i : i + 1] for i in range(len(ids))] if self._has_stop else [ids]
         for i, group in enumerate(groups, start=1):
-            text, hit = self._stop_strings.push(self._detokenizer.push(group))
+            may_stop = self.num_ids + i > self._min_ids
+            text, hit = self._stop_strings.push(self._detokenizer.push(group), may_stop=may_stop)
             shown.append(text)
             if hit is not None:
                 self.num_ids += i
@@ -63,7 +67,8 @@ class OutputText:
         self.num_ids += len(ids)
         hit = None
         if last:
-            text, hit = self._stop_strings.push(self._detokenizer.flush())
+            may_stop = self.num_ids > self._min_ids
+            text, hit = self._stop_strings.push(self._detokenizer.flush(), may_stop=may_stop)
             shown.append(text)
             if hit is None:
                 shown.append(self._stop_strings.flush())

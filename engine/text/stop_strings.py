@@ -18,22 +18,23 @@ class StopStrings:
         self._include_stop = include_stop
         self._held = ""  # as long as the longest match so far; empty: none has begun
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """What may be shown now, and the stop string that was found, if one was."""
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """What may be shown now, and the stop string that was found, if one was. `may_stop` False: one that is complete
+        here is no end, but it may begin here."""
         needles = self._needles
         if not self._held and not any(char in text for char in self._first_chars):
             return text, None
         for end, char in enumerate(text, start=1):
             hit: _Needle | None = None
             for needle in needles:
-                if needle.step(char) and (hit is None or len(needle.text) > len(hit.text)):
+                if needle.step(char) and may_stop and (hit is None or len(needle.text) > len(hit.text)):
                     hit = needle
             if hit is not None:
                 whole = self._held + text[:end]
                 self._held = ""
                 return whole if self._include_stop else whole[: len(whole) - len(hit.text)], hit.text
         whole = self._held + text
-        num_shown = len(whole) - max(needle.num_matched for needle in needles)
+        num_shown = len(whole) - max(needle.num_open for needle in needles)
         self._held = whole[num_shown:]
         return whole[:num_shown], None
 
@@ -57,6 +58,11 @@ class _Needle:
             if text[i] == text[length]:
                 length += 1
             self._borders[i + 1] = length
+
+    @property
+    def num_open(self) -> int:
+        """How many of the last characters a match may begin with that is still to come."""
+        return self._borders[-1] if self.num_matched == len(self.text) else self.num_matched
 
     def step(self, char: str) -> bool:
         """Takes the next character; whether the text now ends with the whole string."""

@@ -21,6 +21,8 @@ from pagewire.ipc.messages import (
     Cancel,
     ChatPrompt,
     Chunk,
+    Describe,
+    Described,
     Detokenize,
     Detokenized,
     Failed,
@@ -95,12 +97,12 @@ class FakeEngine:
         self.hold = False  # accept and say nothing more until `go`
         self.submits: list[Submit] = []
         self.cancels: list[int] = []
-        self.questions: list[Tokenize | Detokenize] = []
+        self.questions: list[Tokenize | Detokenize | Describe] = []
         self.open: dict[int, tuple[Submit, int]] = {}  # rid → its order and the next piece
         self.loop: asyncio.AbstractEventLoop | None = None  # once it has heard of a request
         self.gateway = Gateway(self.post, clock=lambda: 0.0)
 
-    def post(self, message: Submit | Cancel | Tokenize | Detokenize) -> None:
+    def post(self, message: Submit | Cancel | Tokenize | Detokenize | Describe) -> None:
         self.loop = asyncio.get_running_loop()
         match message:
             case Submit():
@@ -112,13 +114,15 @@ class FakeEngine:
                 self.cancels.extend(gone)
                 for rid in gone:
                     self.open.pop(rid, None)
-            case Tokenize() | Detokenize():
+            case Tokenize() | Detokenize() | Describe():
                 self.loop.call_soon(self._answer, message)
 
-    def _answer(self, question: Tokenize | Detokenize) -> None:
+    def _answer(self, question: Tokenize | Detokenize | Describe) -> None:
         self.questions.append(question)
         if self.refuse is not None:
             self.gateway.handle([Failed(question.rid, *self.refuse)])
+        elif isinstance(question, Describe):
+            self.gateway.handle([Described(question.rid, {"eos_token": "</s>"}, "{{ messages }}")])
         elif isinstance(question, Detokenize):
             text = "".join(map(chr, bytes_to_ids(question.ids)))
             self.gateway.handle([Detokenized(question.rid, text)])
@@ -251,6 +255,7 @@ class Client:
         whole: bool = True,
         query: str = "",
     ) -> Answer:
+        path, _, query = path.partition("?")
         sent = {"content-type": "application/json", "host": "localhost"} | (headers or {})
         scope = {
             "type": "http",

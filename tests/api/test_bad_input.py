@@ -76,6 +76,13 @@ COMMON: list[tuple[str, list[Any]]] = [
     ("priority", [1.5, "x", 2**40]),
     ("cache_salt", ["", "a b", "x" * 65, "é", 5]),
     ("model", [5, []]),
+    ("min_tokens", [-1, 1.5, "x", 2**40]),
+    ("allowed_token_ids", [[], [-1], ["x"], [1000], 5]),
+    ("truncate_prompt_tokens", [0, -2, 1.5, "x"]),
+    ("prompt_logprobs", [-1, 21, True, "x"]),
+    ("use_beam_search", ["x"]),
+    ("length_penalty", [1.0, 11, "x"]),
+    ("early_stopping", [True, "x"]),
 ]
 CHAT_ONLY: list[tuple[str, list[Any]]] = [
     (
@@ -108,6 +115,7 @@ CHAT_ONLY: list[tuple[str, list[Any]]] = [
     ("tool_choice", ["required", "maybe", 5, {"type": "function", "function": {"name": "f"}}]),
     ("response_format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text", {}]),
     ("modalities", [["audio"], "text"]),
+    ("add_special_tokens", [True, 5]),
     ("chat_template", ["{{ 1 }}"]),
     ("functions", [[{"name": "f"}]]),
     ("audio", [{"voice": "x"}]),
@@ -118,10 +126,17 @@ COMPLETION_ONLY: list[tuple[str, list[Any]]] = [
     ("prompt", [None, 5, [], [[]], [1, "a"], [[1], 2], [1.5], [-1], [2**31], [True], [["a"]], {}, ["x"] * 257]),
     ("logprobs", [-1, 21, True]),
     ("echo", ["x"]),
-    ("best_of", [2]),
+    ("best_of", [0, 129, 1.5]),
     ("suffix", ["x"]),
 ]
-UNSUPPORTED = ["min_tokens", "bad_words", "guided_json", "structured_outputs", "kv_transfer_params", "prompt_embeds"]
+UNSUPPORTED = [
+    "bad_words",
+    "logits_processors",
+    "guided_json",
+    "structured_outputs",
+    "kv_transfer_params",
+    "prompt_embeds",
+]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +166,7 @@ def test_fields_of_completions(name: str, values: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_not_supported_is_said(name: str) -> None:
-    answer = chat(FakeEngine(), **{name: 5 if name == "min_tokens" else {"a": 1}})
+    answer = chat(FakeEngine(), **{name: {"a": 1}})
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "unsupported_value", name)
 
 

@@ -86,6 +86,44 @@ def test_a_stream_gives_the_plain_answer(pieces: list[str], tools: list[Any], fi
     assert plain["stop_reason"] == ("max_tokens" if finish == "length" else "tool_use" if has_calls else "end_turn")
 
 
+THOUGHTS = ["<think>I", " see", "</think>", "Well. ", CALL]
+
+
+def think(stream: bool, pieces: list[str] = THOUGHTS) -> Answer:
+    body = {"messages": [QUESTION], "max_tokens": 50, "tools": TOOLS, "stream": stream}
+    return request(FakeEngine(pieces), "/v1/messages", body, reasoning_parser="qwen3")
+
+
+def test_reasoning_is_a_block_of_its_own() -> None:
+    thinking, text, call = think(False).json["content"]
+    assert thinking == {"type": "thinking", "thinking": "I see", "signature": ""}
+    assert text["text"] == "Well." and call["name"] == "weather"
+
+
+def test_events_of_reasoning() -> None:
+    events = think(True).typed_events
+    assert events[1]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert [event["delta"] for event in events[2:5]] == [
+        {"type": "thinking_delta", "thinking": "I"},
+        {"type": "thinking_delta", "thinking": " see"},
+        {"type": "signature_delta", "signature": ""},
+    ]
+    assert events[5]["type"] == "content_block_stop" and [event["index"] for event in events[1:6]] == [0] * 5
+    assert events[6]["content_block"]["type"] == "text" and events[6]["index"] == 1
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("pieces", [["<think>only"], list("<think>a</think>b"), ["a", "<think>b</think>"]])
+def test_a_stream_of_reasoning_gives_the_plain_answer(pieces: list[str]) -> None:
+    plain = [block.get("thinking", block.get("text")) for block in think(False, list(pieces)).json["content"]]
+    grown: dict[int, str] = {}
+    for event in think(True, list(pieces)).typed_events:
+        if event["type"] == "content_block_delta":
+            piece = event["delta"].get("thinking", event["delta"].get("text", ""))
+            grown[event["index"]] = grown.get(event["index"], "") + piece
+    assert [grown[i] for i in range(len(grown))] == plain
+
+
 def test_a_stop_sequence_is_named() -> None:
     body = ask(FakeEngine(stop_reason="END"), stop_sequences=["END"]).json
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
@@ -157,6 +195,9 @@ def test_a_last_word_of_the_assistant_goes_on() -> None:
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
         ({"n": 2}, "n is"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_named(fields: dict[str, Any], words: str) -> None:

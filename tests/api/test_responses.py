@@ -120,6 +120,70 @@ def test_calls_are_items() -> None:
     assert none["output"][0]["content"][0]["text"] == CALL
 
 
+THOUGHTS = ["<think>I", " see", "</think>", "Well. ", CALL]
+REASONS = {"reasoning_parser": "qwen3"}
+
+
+def think(stream: bool, pieces: list[str] = THOUGHTS, **fields: Any) -> Answer:
+    finish = fields.pop("finish", "stop")
+    body = {"input": "hi", "stream": stream, **fields}
+    return request(FakeEngine(pieces, finish=finish), "/v1/responses", body, **REASONS)
+
+
+def test_reasoning_is_an_item_of_its_own() -> None:
+    body = think(False, tools=TOOLS).json
+    reasoning, message, call = body["output"]
+    assert reasoning.pop("id").startswith("rs_")
+    assert reasoning == {
+        "type": "reasoning",
+        "status": "completed",
+        "content": [{"type": "reasoning_text", "text": "I see"}],
+        "summary": [],
+    }
+    assert message["content"][0]["text"] == "Well." and call["name"] == "weather"
+    # A piece is one step of as many tokens as it has characters, and tags count.
+    assert body["usage"]["output_tokens_details"]["reasoning_tokens"] == len("<think>I see</think>")
+
+
+def test_events_of_reasoning() -> None:
+    events = think(True, tools=TOOLS).typed_events
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[2:9] == [
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+    ]
+    assert kinds[9:11] == ["output_item.added", "content_part.added"] and kinds[-1] == "completed"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    added, part, *deltas, done, part_done, item_done = events[2:9]
+    assert added["item"] | {"id": ""} == {
+        "type": "reasoning", "id": "", "status": "in_progress", "content": [], "summary": []
+    }  # fmt: skip
+    assert part["part"] == {"type": "reasoning_text", "text": ""}
+    assert [delta["delta"] for delta in deltas] == ["I", " see"] and done["text"] == part_done["part"][
+        "text"
+    ] == "I see"
+    assert {event["item_id"] for event in (part, *deltas, done, part_done)} == {added["item"]["id"]}
+    assert item_done["item"] == events[-1]["response"]["output"][0]
+    assert [e["output_index"] for e in events if e["type"].endswith("output_item.added")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("pieces", [THOUGHTS, ["<think>only"], list("<think>a</think>b"), ["a", "<think>b</think>"]])
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_a_stream_of_reasoning_ends_with_the_plain_answer(pieces: list[str], finish: str) -> None:
+    plain = think(False, list(pieces), tools=TOOLS, finish=finish).json
+    events = think(True, list(pieces), tools=TOOLS, finish=finish).typed_events
+    assert without_ids(events[-1]["response"]["output"]) == without_ids(plain["output"])
+    assert events[-1]["response"]["usage"] == plain["usage"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+
+
+def test_log_probabilities_are_those_of_the_words_only() -> None:
+    output = think(False, ["<think>ab</think>", "cd"], top_logprobs=0).json["output"]
+    entries = output[1]["content"][0]["logprobs"]
+    assert "".join(entry["token"] for entry in entries) == "cd"
+
+
 def test_logprobs() -> None:
     for fields in ({"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}):
         events = respond(FakeEngine(), stream=True, **fields).typed_events
@@ -169,6 +233,10 @@ def test_items_become_messages() -> None:
         ({"max_tokens": 5}, "max_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"n": 2}, "n"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ({"min_tokens": 9, "max_output_tokens": 5}, "min_tokens"),
         ({"guided_json": {}, "guided_regex": "x"}, "guided_regex"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
@@ -258,6 +326,50 @@ def test_a_response_goes_on_after_another() -> None:
     messages = shown(unkept.engine)  # type: ignore[attr-defined]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
     assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"]
+
+
+def items_at(query: str = "") -> Any:
+    return lambda answers: f"{at(answers)}/input_items{query}"
+
+
+def test_the_items_that_a_response_was_made_from() -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": "I look."},
+        call,
+        {"type": "function_call_output", "call_id": "1", "output": "sun"},
+    ]
+    made, whole, page, rest, foreign = conversation(
+        ("POST", "/v1/responses", {"input": items, "instructions": "not of it"}, "first"),
+        ("GET", items_at("?order=asc"), None, "first"),
+        ("GET", items_at("?limit=2"), None, "first"),
+        ("GET", lambda a: items_at(f"?limit=9&after={a[2].json['last_id']}")(a), None, "first"),
+        ("GET", items_at(), None, "second"),
+    )
+    assert made.status == 200 and foreign.status == 404
+    body = whole.json
+    assert body["object"] == "list" and not body["has_more"]
+    assert (body["first_id"], body["last_id"]) == (body["data"][0]["id"], body["data"][-1]["id"])
+    status = {"status": "completed"}
+    assert without_ids(body["data"]) == [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}], **status},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}], **status},
+        {"type": "message", "role": "assistant", **status,
+         "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "name": "weather", "arguments": "{}", **status},
+        {"type": "function_call_output", "output": "sun", **status},
+    ]  # fmt: skip
+    assert page.json["has_more"] and page.json["data"] + rest.json["data"] == body["data"][::-1]
+
+
+@pytest.mark.parametrize("query", ["?limit=0", "?limit=101", "?limit=x", "?order=up", "?after=msg_x", "?limit=-1"])
+def test_pages_that_there_are_not(query: str) -> None:
+    _, answer = conversation(
+        ("POST", "/v1/responses", {"input": "x"}, "first"), ("GET", items_at(query), None, "first")
+    )
+    assert answer.status == 400 and answer.error["param"] == query[1:].split("=")[0]
 
 
 def test_the_store_has_a_bound() -> None:

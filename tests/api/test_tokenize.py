@@ -105,3 +105,13 @@ def test_load() -> None:
     assert request(engine, "/load").json == empty
     engine.gateway.handle([IDLE])
     assert request(engine, "/load").json == {**empty, "num_running": 3, "num_waiting": 2, "kv_cache_usage": 0.25}
+
+
+def test_what_the_tokenizer_is() -> None:
+    assert request(FakeEngine(), "/tokenizer_info").json == {
+        "chat_template": "{{ messages }}",
+        "bos_token": None,
+        "eos_token": "</s>",
+        "pad_token": None,
+        "unk_token": None,
+    }

@@ -17,9 +17,14 @@ TEMPLATE = (
 )
 
 
-def test_what_the_template_makes_a_model_think(start: Callable[..., Server], tmp_path: Path) -> None:
+@pytest.fixture
+def server(start: Callable[..., Server], tmp_path: Path) -> Server:
+    """Its model thinks by itself."""
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    server = start("--chat-template", str(tmp_path / "chat.jinja")).wait_ready()
+    return start("--chat-template", str(tmp_path / "chat.jinja")).wait_ready()
+
+
+def test_what_the_template_makes_a_model_think(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
     def ask(**more: object) -> Any:
@@ -39,3 +44,38 @@ def test_what_the_template_makes_a_model_think(start: Callable[..., Server], tmp
     assert answer.choices[0].message.content == "1, 2, 3, 4, 5"
     assert answer.usage is not None and answer.usage.completion_tokens_details is not None
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_reasoning_items_of_responses(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    fields: Any = {"model": "pagewire-demo", "input": QUESTION, "temperature": 0, "max_output_tokens": 40}
+    plain = client.responses.create(**fields)
+    (item,) = plain.output
+    assert item.type == "reasoning" and item.content and item.content[0].text and not plain.output_text
+    assert plain.usage is not None and plain.usage.output_tokens_details.reasoning_tokens == plain.usage.output_tokens
+    with client.responses.stream(**fields) as stream:  # raises when events are out of order
+        kinds = [event.type for event in stream]
+        (last,) = stream.get_final_response().output
+    assert "response.reasoning_text.delta" in kinds and "response.output_text.delta" not in kinds
+    assert last.type == "reasoning" and last.content is not None and last.content[0].text == item.content[0].text
+    going_on = client.responses.create(**{**fields, "input": "And on?", "previous_response_id": plain.id})
+    listed = client.responses.input_items.list(going_on.id, order="asc")
+    assert [item.type for item in listed] == ["message", "message"], "reasoning without words is not repeated"
+
+
+@pytest.mark.clients
+def test_thinking_blocks_of_messages(server: Server) -> None:
+    anthropic: Any = pytest.importorskip("anthropic", reason="make test-clients installs it")
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        fields: Any = {"model": "pagewire-demo", "max_tokens": 40, "messages": QUESTION}
+        fields["extra_body"] = {"temperature": 0}
+        (block,) = client.messages.create(**fields).content
+        assert block.type == "thinking" and block.thinking and block.signature == ""
+        with client.messages.stream(**fields) as stream:
+            kinds = [event.type for event in stream]
+            (streamed,) = stream.get_final_message().content
+        assert "thinking" in kinds and "signature" in kinds and streamed.thinking == block.thinking
+        (words,) = client.messages.create(**fields, thinking={"type": "disabled"}).content
+        assert (words.type, words.text) == ("text", "1, 2, 3, 4, 5")
+        again = [*QUESTION, {"role": "assistant", "content": [block.to_dict()]}, *QUESTION]
+        assert client.messages.create(**{**fields, "messages": again}).content

@@ -216,6 +216,9 @@ def test_a_value_out_of_bounds_fails_its_request_alone(address: str) -> None:
                 await client.say(generate(4, [1], resume_ids=ids_to_bytes([1, 2]), **fields))  # type: ignore[arg-type]
                 news = await client.hear()
                 assert isinstance(news, News) and "resume_ids" in news.failed[0].detail
+            await client.say(generate(4, [1], Limits(max_tokens=2, min_tokens=3)))
+            news = await client.hear()
+            assert isinstance(news, News) and "min_tokens" in news.failed[0].detail
             await client.say(Cancel((9,)), generate(1, [1], Limits(max_tokens=1)))
             news = await client.hear()
             assert isinstance(news, News) and news.accepted[0].rid == 1

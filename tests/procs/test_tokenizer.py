@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import vocabulary
+from msgspec.structs import replace
 
 from pagewire.config import Config, MachineFacts, ModelFacts, resolve
 from pagewire.ipc import messages as m
@@ -53,6 +54,10 @@ def test_a_chat_is_rendered(actor: TokenizerActor, posts: Posts) -> None:
         (submit(m.IdsPrompt(m.ids_to_bytes([-1]))), "invalid_request", "prompt"),
         (submit(m.TextPrompt("x"), limits=m.Limits(4, (400,))), "invalid_request", "stop_token_ids"),
         (submit(m.TextPrompt("x"), sampling=m.Sampling(logit_bias={400: 1.0})), "invalid_request", "logit_bias"),
+        (submit(m.TextPrompt("x"), sampling=m.Sampling(allowed_token_ids=(400,))), "invalid_request", "allowed_token"),
+        (submit(m.TextPrompt("x"), limits=m.Limits(4, min_tokens=5)), "invalid_request", "min_tokens"),
+        (submit(m.TextPrompt("x"), truncate=0), "invalid_request", "truncate_prompt_tokens"),
+        (submit(m.ChatPrompt(b'[{"role": "user"}]', template="{% if %}")), "invalid_request", "chat_template"),
         (submit(m.ChatPrompt(b"{}")), "invalid_request", "messages"),
         (submit(m.ChatPrompt(b"[", b"")), "invalid_request", "messages"),
     ],
@@ -71,6 +76,53 @@ def test_a_full_prompt_may_be_scored(actor: TokenizerActor, posts: Posts) -> Non
     assert posts[0][0] == "core"
 
 
+@pytest.mark.parametrize(
+    ("truncate", "limits", "left"),
+    [
+        (3, m.Limits(4), "789"),
+        (200, m.Limits(4), "0123456789"),
+        (-1, m.Limits(56), "23456789"),
+        (-1, m.Limits(None), "0123456789"),
+        (-1, m.Limits(1000), "9"),
+    ],
+)
+def test_a_prompt_is_cut_at_its_beginning(
+    actor: TokenizerActor, posts: Posts, truncate: int, limits: m.Limits, left: str
+) -> None:
+    actor.handle(
+        [submit(m.TextPrompt("0123456789"), limits=limits, truncate=truncate), m.Tokenize(1, m.TextPrompt(left))]
+    )
+    (_, enqueue), (_, expected) = posts
+    assert isinstance(enqueue, m.Enqueue) and isinstance(expected, m.Tokenized) and enqueue.prompt_ids == expected.ids
+
+
+def test_a_template_of_the_request(actor: TokenizerActor, posts: Posts) -> None:
+    chat = m.ChatPrompt(b'[{"role": "user", "content": "hi"}]', template="{{ bos_token }}{{ messages[0].content }}!")
+    actor.handle([m.Tokenize(1, chat, True), m.Tokenize(2, replace(chat, template=""), True)])
+    (_, own), (_, models) = posts
+    assert isinstance(own, m.Tokenized) and isinstance(models, m.Tokenized)
+    assert "".join(own.pieces) == "<s>hi!" and "assistant" in "".join(models.pieces)
+
+
+def test_more_tokens_than_a_row_has_places_for(tmp_path: Path, posts: Posts) -> None:
+    """Until `min_tokens` are there, the ends stand among the row's biases."""
+    facts = ModelFacts(path=str(vocabulary.add_tokenizer(tmp_path)), name="m", max_position=64, vocab_size=5000,
+                       eos_token_ids=(2,), dtype="float32")  # fmt: skip
+    actor = TokenizerActor(resolve(Config(), facts, MachineFacts(num_cores=1)))
+    actor.start(lambda receiver, message: posts.append((receiver, message)))
+    sampling = m.Sampling(logit_bias=dict.fromkeys(range(1000, 2000), 1.0))
+    for num_ends, receiver in ((23, "core"), (24, "api")):
+        limits = m.Limits(4, tuple(range(3, 3 + num_ends)), min_tokens=2)
+        actor.handle([submit(m.TextPrompt("x"), sampling=sampling, limits=limits)])
+        assert posts.pop()[0] == receiver
+
+
+def test_what_the_tokenizer_is(actor: TokenizerActor, posts: Posts) -> None:
+    actor.handle([m.Describe(1)])
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    assert posts == [("api", m.Described(1, tokens, vocabulary.CHAT_TEMPLATE))]
+
+
 def test_questions_are_answered_without_the_core(actor: TokenizerActor, posts: Posts) -> None:
     chat = m.ChatPrompt(b'[{"role": "user", "content": "hi"}]')
     actor.handle([m.Tokenize(1, m.TextPrompt("hi <s>", False), True), m.Tokenize(2, chat), submit(chat)])
@@ -81,6 +133,8 @@ def test_questions_are_answered_without_the_core(actor: TokenizerActor, posts: P
     posts.clear()
     actor.handle([m.Detokenize(3, text.ids), m.Detokenize(4, b"")])
     assert posts == [("api", m.Detokenized(3, "hi <s>")), ("api", m.Detokenized(4, ""))]
+    actor.handle([m.Detokenize(5, text.ids, skip_special_tokens=True)])
+    assert posts[-1] == ("api", m.Detokenized(5, "hi "))
 
 
 def test_questions_are_refused_too(actor: TokenizerActor, posts: Posts) -> None:

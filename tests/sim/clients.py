@@ -28,6 +28,7 @@ class Ask:
         logprobs: int | None,
         prompt_logprobs: int | None,
         queue_timeout_s: float | None,
+        min_tokens: int,
     ) -> None:
         self.prompt = prompt
         self.max_tokens = max_tokens
@@ -39,6 +40,7 @@ class Ask:
         self.logprobs = logprobs
         self.prompt_logprobs = prompt_logprobs
         self.queue_timeout_s = queue_timeout_s
+        self.min_tokens = min_tokens
 
     def message(self, rid: int, n: int = 1, resume_ids: Sequence[int] = ()) -> Enqueue:
         """As the tokenizer sends it. The seed of a sequence is its rid."""
@@ -57,6 +59,7 @@ class Ask:
             queue_timeout_s=self.queue_timeout_s,
             n=n,
             resume_ids=resume_ids,
+            min_tokens=self.min_tokens,
         )
 
 
@@ -71,7 +74,9 @@ class Client:
         self.stop_after = stop_after
         room = max_len - len(ask.prompt)
         self.max_tokens = room if ask.max_tokens is None else min(room, ask.max_tokens)
-        self.expected = expected_output(ask.prompt, self.max_tokens, max_len, rid, ask.ignore_eos, ask.stop_token_ids)
+        self.expected = expected_output(
+            ask.prompt, self.max_tokens, max_len, rid, ask.ignore_eos, ask.stop_token_ids, ask.min_tokens
+        )
         self.output: list[int] = []
         self.prompt_scored: list[int] = []  # the prompt positions whose log-probabilities came, by their ids
         self.opened = False

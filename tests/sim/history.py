@@ -162,6 +162,7 @@ class History:
             logprobs=0 if rng.random() < 0.1 else None,
             prompt_logprobs=0 if rng.random() < 0.1 else None,
             queue_timeout_s=rng.choice([None, None, None, 0.01]),
+            min_tokens=6 if rid % 5 == 0 else 0,
         )
         n = rng.choice([1, 1, 1, 2, 3])
         for choice in range(n):

@@ -425,3 +425,30 @@ def test_kv_that_gave_no_numbers_is_not_found_whoever_is_left(cancelled: bool) -
     scheduler.add(enqueue(2, list(range(17)), seed=2))
     news = drain(scheduler, worker)[2]
     assert news[-1].usage is not None and news[-1].usage.num_cached == 0
+
+
+def test_the_worker_is_told_what_may_not_end_a_request_yet() -> None:
+    scheduler = make(num_blocks=8, depth=1)
+    message = enqueue(1, list(range(3, 11)), max_tokens=9, stop_token_ids=(40, 30))
+    limits = msgspec.structs.replace(message.limits, min_tokens=3)
+    scheduler.add(msgspec.structs.replace(message, limits=limits))
+    worker = worker_for(scheduler)
+    (opened,) = (plan := scheduler.plan()).open  # type: ignore[union-attr]
+    assert opened.min_len == 11 and sorted(bytes_to_ids(opened.ends)) == sorted((EOS, 30, 40))
+    request = scheduler.roster.requests[1]
+    assert not request.may_speculate
+    assert plan is not None
+    scheduler.apply(worker.run(plan))
+    for min_len in (11, 11, 0):  # as it would be told of again after a preemption
+        row = request.as_row()
+        assert row.min_len == min_len and bool(row.ends) == bool(min_len), len(request.ids)
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.apply(worker.run(plan))
+
+
+def test_nothing_is_withheld_from_a_request_that_nothing_ends() -> None:
+    scheduler = make()
+    message = enqueue(1, [5, 6], max_tokens=4, ignore_eos=True)
+    scheduler.add(msgspec.structs.replace(message, limits=msgspec.structs.replace(message.limits, min_tokens=3)))
+    assert scheduler.plan().open[0].min_len == 0  # type: ignore[union-attr]

@@ -50,6 +50,38 @@ def test_the_same_tokens_and_logprobs(checkpoint, driver):
                 assert np.abs(my_values - values).max() < 1e-3
 
 
+def test_what_may_not_end_yet(checkpoint, driver):
+    """The ends are those that would be drawn, so each row shows whether they are withheld, and until when."""
+    folder = checkpoint("llama", **LAYERS)
+    samplings = (
+        Sampling(temperature=0),
+        Sampling(temperature=0.9, seed=7),
+        Sampling(temperature=0, logit_bias={11: 30.0, 12: 29.0}),
+        Sampling(temperature=0.7, seed=3, repetition_penalty=1.5, presence_penalty=1.0),
+        Sampling(temperature=0, logprobs=2),
+    )
+    prompts = [list(range(3 + i, 9 + 2 * i)) for i in range(len(samplings))]
+    free = [Request(p, sampling=s, max_new=6) for p, s in zip(prompts, samplings, strict=True)]
+    _on_the_host(folder).run(free, rows=4)
+    cases = [
+        (f.prompt, f.sampling, tuple(dict.fromkeys([*f.output[:2], 11])), min_new)
+        for f, min_new in zip(free, (1, 3, 4, 3, 2), strict=True)
+    ]
+
+    def requests():
+        return [Request(p, sampling=s, max_new=6, min_new=n, ends=e) for p, s, e, n in cases]
+
+    ours, theirs = requests(), requests()
+    driver(folder, **SMALL).run(ours, chunk=16, budget=32, rows=4)
+    _on_the_host(folder).run(theirs, chunk=16, budget=32, rows=4)
+    assert [request.output for request in ours] == [request.output for request in theirs]
+    for request in ours:
+        assert not set(request.output[: request.min_new]) & set(request.ends)
+    assert ours[0].output[1:] != free[0].output[1:]
+    assert set(ours[2].output[4:]) <= {11, 12}, "its bias is what it was once the ends are allowed"
+    assert 11 in ours[2].output[4:] and set(ours[2].output[:4]) == {12}
+
+
 def test_guesses_change_no_token(checkpoint, driver):
     """The model is random and says nothing twice by itself; it does once few tokens are left to it."""
     folder = checkpoint("llama", **LAYERS)

@@ -76,6 +76,33 @@ def _random_sampling(rng, seed):
     )
 
 
+def test_what_would_end_a_row_too_early_is_not_drawn():
+    """As if those logits were -inf, for exactly the positions before `min_len`."""
+    rng = random.Random(4)
+    sampler = Sampler(vocab_size=VOCAB, device=torch.device("cpu"), ops=reference_ops())
+    num_hit = 0
+    for seed in range(200):
+        sampling = rng.choice((_random_sampling(rng, seed), Sampling(temperature=0)))
+        ends, num_output, least = rng.sample(range(VOCAB), 5), rng.randrange(4), rng.randrange(4)
+        rows = Rows(num_rows=1, max_len=64, block_size=16)
+        ids = ids_to_bytes([1, 2, 3] + [4] * num_output)
+        rows.open(RowOpen(0, ids, 3, 3 + num_output, ids_to_bytes([0]), sampling, 3 + least, ids_to_bytes(ends)))
+        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
+        logits[0, ends] += 2
+        picked, at = np.array([0]), rows.num_ids[:1]
+        assert rows.lift_minimum(picked, at) == ([0] if 0 < least + 3 <= 3 + num_output else [])
+        free = logits[0].tolist()
+        if num_output < least:
+            free = [-math.inf if i in ends else value for i, value in enumerate(free)]
+        drawn = int(sampler.sample(logits, rows, picked, at)[0])
+        if sampling.temperature:
+            assert drawn == _reference(free, sampling, num_output), seed
+        else:
+            assert drawn == max(range(VOCAB), key=lambda i: free[i]), seed
+        num_hit += drawn in ends
+    assert 20 < num_hit < 180, "both kinds should come up"
+
+
 def test_draws_are_those_of_the_plain_definition():
     rng = random.Random(1)
     torch.manual_seed(1)

@@ -1,0 +1,146 @@
+"""`use_beam_search`: the best beams of each prompt, by batches of requests that draw one token.
+
+A beam is a request like any other, so searches share steps with everyone else, and the engine knows nothing of them.
+"""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ...beam import MOST_BEAMS, BeamSearch, BeamSearchParams, BeamSearchSequence
+from ...config import EngineConfig
+from ...errors import RequestError
+from ...ipc.messages import (
+    Chunk,
+    IdsPrompt,
+    Limits,
+    PromptEcho,
+    Sampling,
+    Submit,
+    TextSpec,
+    TokenLogprob,
+    Usage,
+    bytes_to_ids,
+    ids_to_bytes,
+)
+from ..gateway import Gateway
+from ..http_error import HttpError
+from ..reply import Reply
+from .types import GenerationRequest
+
+# Beams are ranked by the model's own log-probabilities and looked at when they have ended, so what changes logits, and
+# what has to see text or tokens on their way, would be ignored.
+_REFUSED = (
+    *("stream", "echo", "stop", "logit_bias", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "structured_outputs", "guided_json"),
+    *("guided_regex", "guided_choice", "guided_grammar", "best_of"),
+)
+_NUM_END_IDS = 16  # of a prompt, whose text the reading of the output begins with
+
+
+async def answer_with_beams(
+    gateway: Gateway, config: EngineConfig, request: GenerationRequest, orders: Sequence[Submit], reply: Reply
+) -> bytes:
+    """The plain answer. Raises HttpError and RequestError."""
+    for name in _REFUSED:
+        if getattr(request, name, None):
+            raise _not_beside(name)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(orders[0].sampling, name) is not None:
+            raise _not_beside(name)
+    if request.repetition_penalty not in (None, 1):
+        raise _not_beside("repetition_penalty")
+    if getattr(request, "tool_choice", None) not in (None, "none", "auto"):
+        raise _not_beside("tool_choice")
+    form = getattr(request, "response_format", None)
+    if form is not None and form.type != "text":
+        raise _not_beside("response_format")
+    n = request.n or 1
+    if n > MOST_BEAMS:
+        raise HttpError(400, f"n must be at most {MOST_BEAMS} beside use_beam_search.", param="n")
+    for i, order in enumerate(orders):
+        if not (ids := await _prompt_ids(gateway, order)):
+            raise RequestError("invalid_request", "The prompt is empty.")
+        room = max(1, config.max_model_len - len(ids))
+        asked = order.limits.max_tokens
+        params = BeamSearchParams(
+            beam_width=n,
+            max_tokens=room if asked is None else max(1, min(room, asked)),
+            length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+            early_stopping=bool(request.early_stopping),
+        )
+        eos = () if order.limits.ignore_eos else config.eos_token_ids
+        search = BeamSearch(ids, params, frozenset((*eos, *order.limits.stop_token_ids)))
+        num_cached: int | None = None
+        while beams := search.prompts:
+            candidates, found = await _expand(gateway, order, beams, search.num_candidates)
+            num_cached = found if num_cached is None else num_cached
+            search.take(candidates)
+        ended = search.output().sequences
+        assert len(ended) == n, f"{len(ended)} beams of {n}"
+        for k, beam in enumerate(ended):
+            reply.add(i * n + k, await _chunk(gateway, order, beam, ids, num_cached or 0))
+    return reply.body()
+
+
+def _not_beside(name: str) -> HttpError:
+    return HttpError(400, f"{name} is not supported beside use_beam_search.", code="unsupported_value", param=name)
+
+
+async def _prompt_ids(gateway: Gateway, order: Submit) -> list[int]:
+    if isinstance(order.prompt, IdsPrompt):
+        return bytes_to_ids(order.prompt.ids).tolist()
+    return bytes_to_ids((await gateway.tokenize(order.prompt)).ids).tolist()
+
+
+async def _expand(
+    gateway: Gateway, order: Submit, beams: list[list[int]], num: int
+) -> tuple[list[dict[int, float]], int]:
+    """The `num` best next tokens of each beam, and how much of the first one's prompt was cached."""
+    draw = replace(
+        order,
+        n=1,
+        sampling=Sampling(temperature=0, logprobs=num),
+        limits=Limits(max_tokens=1, ignore_eos=True, queue_timeout_s=order.limits.queue_timeout_s),
+        text=TextSpec(detokenize=False),
+    )
+    stream = gateway.submit([replace(draw, prompt=IdsPrompt(ids_to_bytes(beam))) for beam in beams])
+    candidates: list[dict[int, float]] = [{} for _ in beams]
+    num_cached = 0
+    try:
+        while not stream.finished:
+            for index, chunk in await stream.news():
+                for position in chunk.logprobs or ():
+                    candidates[index] = _best(position)
+                if index == 0 and chunk.usage is not None:
+                    num_cached = chunk.usage.num_cached
+    finally:
+        stream.cancel()
+    return candidates, num_cached
+
+
+def _best(position: TokenLogprob) -> dict[int, float]:
+    return {candidate.id: candidate.logprob for candidate in position.top}
+
+
+async def _chunk(
+    gateway: Gateway, order: Submit, beam: BeamSearchSequence, prompt: list[int], num_cached: int
+) -> Chunk:
+    """The whole output of a beam."""
+    text, output = order.text, beam.tokens[len(prompt) :]
+    is_stop = beam.finish_reason == "stop"
+    shown = output[:-1] if is_stop and not text.include_stop else output
+    words = ""
+    if text.detokenize:
+        words = await gateway.detokenize(ids_to_bytes(shown), skip_special_tokens=text.skip_special_tokens)
+    prompt_end = await gateway.detokenize(ids_to_bytes(prompt[-_NUM_END_IDS:])) if text.prompt_end else None
+    return Chunk(
+        rid=0,
+        text=words,
+        ids=ids_to_bytes(output),
+        prompt=PromptEcho(ids_to_bytes(prompt), "") if text.prompt else None,
+        finish="stop" if is_stop else "length",
+        stop_reason=output[-1] if is_stop and output[-1] in order.limits.stop_token_ids else None,
+        usage=Usage(len(prompt), len(output), num_cached),
+        prompt_end=prompt_end,
+    )

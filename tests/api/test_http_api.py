@@ -1,0 +1,95 @@
+"""docs/http-api.md says of every field what becomes of it, and it is true."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import Struct
+from msgspec.structs import replace
+
+from pagewire.api.anthropic.types import MessagesRequest
+from pagewire.api.openai.types import ChatRequest, CompletionRequest, GenerationRequest
+from pagewire.api.responses.types import ResponsesRequest
+from pagewire.api.tokenizing import DetokenizeRequest, TokenizeRequest
+
+from .harness import Answer, FakeEngine, request
+
+TEXT = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
+SHAPES: dict[str, type[Struct]] = {
+    "Shared": GenerationRequest,
+    "POST /v1/chat/completions": ChatRequest,
+    "POST /v1/completions": CompletionRequest,
+    "POST /v1/responses": ResponsesRequest,
+    "POST /v1/messages": MessagesRequest,
+    "POST /tokenize": TokenizeRequest,
+    "POST /detokenize": DetokenizeRequest,
+}
+BODIES: dict[str, dict[str, Any]] = {
+    "POST /v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "POST /v1/completions": {"prompt": "hi"},
+    "POST /v1/responses": {"input": "hi"},
+    "POST /v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+}
+VALUES: list[Any] = [{"a": 1}, True, "x", [{"name": "x"}], 1]  # one of them is of the field's type
+
+
+def table(section: str) -> dict[str, str]:
+    """Field → yes, ignored or refused."""
+    (body,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S)
+    found: dict[str, str] = {}
+    for names, word in re.findall(r"^\| ([a-z_, ]+) \| (yes|ignored|refused) \|", body, re.M):
+        for name in names.split(", "):
+            assert name not in found, f"{section} lists {name} twice"
+            found[name] = word
+    return found
+
+
+def fields(endpoint: str) -> dict[str, str]:
+    """Everything that a request to it may have."""
+    return table("Shared") | table(endpoint)
+
+
+@pytest.mark.parametrize("section", SHAPES)
+def test_every_field_is_listed(section: str) -> None:
+    listed, shape = set(table(section)), SHAPES[section]
+    known = set(shape.__struct_fields__)
+    assert listed <= known, "these are no fields"
+    if issubclass(shape, GenerationRequest) and shape is not GenerationRequest:
+        known -= set(GenerationRequest.__struct_fields__)
+    assert known <= listed
+
+
+def ask(endpoint: str, engine: FakeEngine, **more: Any) -> Answer:
+    return request(engine, endpoint.removeprefix("POST "), {**BODIES[endpoint], "seed": 1, **more})
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_what_is_refused_is_named(endpoint: str) -> None:
+    for name in (name for name, word in fields(endpoint).items() if word == "refused"):
+        messages = []
+        for value in VALUES:
+            engine = FakeEngine()
+            answer = ask(endpoint, engine, **{name: value})
+            assert answer.status == 400 and not engine.submits, f"{name}={value}"
+            messages.append(answer.json["error"]["message"])
+        assert any(message.startswith(f"{name} is not supported") for message in messages), (name, messages)
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_what_is_ignored_changes_nothing(endpoint: str) -> None:
+    def order(**more: Any) -> Any:
+        engine = FakeEngine()
+        assert ask(endpoint, engine, **more).status == 200, more
+        return replace(engine.submits[0], rid=0)
+
+    plain = order()
+    for name in (name for name, word in fields(endpoint).items() if word == "ignored"):
+        assert all(order(**{name: value}) == plain for value in VALUES), name
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_null_is_the_same_as_absent(endpoint: str) -> None:
+    required = BODIES[endpoint].keys()
+    for name in fields(endpoint).keys() - required:
+        assert ask(endpoint, FakeEngine(), **{name: None}).status == 200, name
