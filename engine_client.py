@@ -41,7 +41,7 @@ from .ipc.client_messages import (
     join_tokens,
 )
 from .ipc.codec import DecodeError, Decoder, encode
-from .ipc.messages import Cancel, Failed, Limits, Sampling, Snapshot, Tokens, bytes_to_ids, ids_to_bytes
+from .ipc.messages import Cancel, Constraint, Failed, Limits, Sampling, Snapshot, Tokens, bytes_to_ids, ids_to_bytes
 from .ipc.zmq_channel import ZmqContext, ZmqDealer, read_keys
 
 WINDOW = 64  # `News` on the way
@@ -248,6 +248,7 @@ class EngineClient:
         priority: int = 0,
         salt: bytes = b"",
         tenant: str = "",
+        constraint: Constraint | None = None,
     ) -> Generation:
         """Asks for `n` sequences of one prompt. Without `sampling`, at temperature 1 with a seed of their own.
 
@@ -266,7 +267,9 @@ class EngineClient:
             raise RequestError("context_length_exceeded", f"{detail}{len(prompt_ids)}.")
         try:
             data = ids_to_bytes(list(prompt_ids))
-            request = Generate(self._next_rid, n, data, sampling, limits or Limits(), priority, salt, tenant)
+            request = Generate(
+                self._next_rid, n, data, sampling, limits or Limits(), priority, salt, tenant, constraint=constraint
+            )
             request = _generate.decode(encode(request))  # in bounds, as the engine will see it
         except (*DecodeError, OverflowError, TypeError) as error:
             raise RequestError("invalid_request", f"{error}.") from error

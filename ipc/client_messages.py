@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .messages import Accepted, Cancel, Failed, Limits, RowLogprobs, Sampling, Snapshot, Tokens
+from .messages import Accepted, Cancel, Constraint, Failed, Limits, RowLogprobs, Sampling, Snapshot, Tokens
 
 PROTOCOL = 1
 
@@ -48,6 +48,7 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
     salt: bytes = b""  # keeps prefix-cache entries of different owners apart
     tenant: str = ""
     resume_ids: bytes = b""  # int32
+    constraint: Constraint | None = None
 
 
 class Ack(Struct, frozen=True, array_like=True, tag=True):

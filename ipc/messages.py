@@ -8,6 +8,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     core ─Opened, TokenBatch─▶ detokenizer ─TextBatch─▶ api          detokenizer ─StopHit─▶ core
     tokenizer, core ─Accepted, Failed, Snapshot─▶ api                anyone ─Ready, Fault, Pong─▶ supervisor
     api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
+    core ─Constrain, Drawn─▶ grammar ─Constrained, Masks─▶ core
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
@@ -21,14 +22,20 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..errors import ErrorKind
-from .lifecycle import Facts as Facts
-from .lifecycle import Fault as Fault
-from .lifecycle import Ping as Ping
-from .lifecycle import Pong as Pong
-from .lifecycle import Ready as Ready
-from .lifecycle import Serve as Serve
-from .lifecycle import Serving as Serving
-from .lifecycle import Stop as Stop
+from .constraints import MOST_GRAMMAR_BYTES as MOST_GRAMMAR_BYTES
+from .constraints import Constrain as Constrain
+from .constraints import Constrained as Constrained
+from .constraints import Constraint as Constraint
+from .constraints import Drawn as Drawn
+from .constraints import Masks as Masks
+from .supervision import Facts as Facts
+from .supervision import Fault as Fault
+from .supervision import Ping as Ping
+from .supervision import Pong as Pong
+from .supervision import Ready as Ready
+from .supervision import Serve as Serve
+from .supervision import Serving as Serving
+from .supervision import Stop as Stop
 
 SCHEMA_VERSION = 6
 
@@ -150,6 +157,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     salt: bytes = b""  # keeps prefix-cache entries of different owners apart
     tenant: str = ""  # who shares the engine fairly: the API key's digest or the `user` of the request
     truncate: Annotated[int, Meta(ge=-1)] | None = None  # keep so many of the prompt's last tokens; -1: all that fit
+    constraint: Constraint | None = None
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -169,6 +177,7 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     tenant: str = ""
     n: Annotated[int, Meta(ge=1)] = 1
     resume_ids: bytes = b""
+    constraint: Constraint | None = None
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):
@@ -257,6 +266,8 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     num_speculative: int = 0
     speculate: int = 0
     break_even: float = 0.5  # the share of guesses, between 0 and 1, that must come true for guessing to pay
+    masked_rows: bytes = b""  # int32, of the rows that draw, those that may not draw everything
+    masks: bytes = b""  # int32 [masked_rows × ⌈vocab / 32⌉], see `Masks.bits`
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):
@@ -315,7 +326,9 @@ class Tokens(Struct, frozen=True, array_like=True):
     """One step's news of one request."""
 
     rid: int
-    ids: bytes  # int32, usually one; with finish = "stop" the last is the eos or stop token that ended it
+    # int32, usually one; with finish = "stop" the last is the eos or stop token that ended it, or there are none: its
+    # text was stopped, or nothing could be added to what its grammar has
+    ids: bytes
     logprobs: RowLogprobs | None = None  # of `ids`, position by position
     prompt_logprobs: RowLogprobs | None = None  # of the prompt positions computed since the last news
     finish: FinishReason | None = None
@@ -465,9 +478,10 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
 
 ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Stop
-ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Ping | Stop
+ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Ping | Stop
+ToGrammar = Constrain | Drawn | Ping | Stop
 ToWorker = OpenCache | StepPlan | Ping | Stop
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Stop
 ToApi = Accepted | TextBatch | Failed | Snapshot | Tokenized | Detokenized | Described | Serve | Ping | Stop
 ToSupervisor = Ready | Serving | Fault | Pong
-Message = ToTokenizer | ToCore | ToWorker | ToDetokenizer | ToApi | ToSupervisor
+Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Collection
 
 from ..errors import RequestError
-from ..ipc.messages import MOST_BIASES, Limits, Sampling
+from ..ipc.messages import MOST_BIASES, Constraint, Limits, Sampling, bytes_to_ids
 
 
 def check_ids(vocab_size: int, field: str, ids: "Collection[int] | array[int]") -> None:
@@ -13,11 +13,15 @@ def check_ids(vocab_size: int, field: str, ids: "Collection[int] | array[int]") 
         raise RequestError("invalid_request", f"{field} must hold token ids between 0 and {vocab_size - 1}.")
 
 
-def check_parameters(vocab_size: int, sampling: Sampling, limits: Limits) -> None:
+def check_parameters(vocab_size: int, sampling: Sampling, limits: Limits, constraint: Constraint | None = None) -> None:
     """Raises RequestError if a parameter names tokens that there are not."""
     check_ids(vocab_size, "stop_token_ids", limits.stop_token_ids)
     check_ids(vocab_size, "logit_bias", tuple(sampling.logit_bias or ()))
     check_ids(vocab_size, "allowed_token_ids", sampling.allowed_token_ids)
+    for word in constraint.bad_words if constraint is not None else ():
+        if len(word) % 4 or not word:
+            raise RequestError("invalid_request", "bad_words must hold sequences of token ids.")
+        check_ids(vocab_size, "bad_words", bytes_to_ids(word))
 
 
 def check_min_tokens(eos_token_ids: Collection[int], sampling: Sampling, limits: Limits) -> None:

@@ -69,15 +69,20 @@ def process_age_s() -> float:
         return 0.0
 
 
+def end_with_parent() -> None:
+    """Has the kernel kill this process when its parent is gone, where the kernel can."""
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def tie_life_to(supervisor_pid: int, lifeline_fd: int) -> None:
     """Ends this process when the supervisor is gone, whatever either of them is doing.
 
     The kernel's signal also ends a process that is stuck in a long call; the pipe also covers kernels without it.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    end_with_parent()
     if os.getppid() != supervisor_pid:
         os._exit(1)  # it died before prctl
 
@@ -177,6 +182,10 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
             from .core import CoreActor
 
             actor = CoreActor(config, keys=launch.keys)
+        case "grammar":
+            from .grammar import GrammarActor
+
+            actor = GrammarActor(config)
         case "tokenizer":
             from .tokenizer import TokenizerActor
 

@@ -261,6 +261,7 @@ class ClientPort:
                 message.tenant or session.hello.name,
                 message.n,
                 message.resume_ids,
+                message.constraint,
             )
         )
         self._next_rid += message.n
@@ -273,7 +274,7 @@ class ClientPort:
                 check_ids(vocab_size, field, bytes_to_ids(data))
             except ValueError as error:
                 raise RequestError("invalid_request", f"{field} must be int32: {error}.") from error
-        check_parameters(vocab_size, message.sampling, message.limits)
+        check_parameters(vocab_size, message.sampling, message.limits, message.constraint)
         check_min_tokens(self._config.eos_token_ids, message.sampling, message.limits)
         if message.resume_ids:
             room = self._room(message)

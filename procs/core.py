@@ -17,10 +17,16 @@ from ..engine.kv_connector.base import ConnectorFacts
 from ..engine.kv_connector.registry import core_connector
 from ..ipc.actor import Post
 from ..ipc.messages import (
+    Accepted,
     CacheOffer,
     Cancel,
+    Constrain,
+    Constrained,
+    Constraint,
     Enqueue,
     Facts,
+    Failed,
+    Masks,
     OpenCache,
     Ping,
     Snapshot,
@@ -37,6 +43,7 @@ from .kv_events import KvEventPublisher
 from .topology import workers
 
 _ASK_AGAIN_S = 0.001  # until a KV connector that has not made up its mind is asked again
+_NUM_TAIL_IDS = 64  # of a prompt: whether it ends within reasoning
 
 
 class CoreActor:
@@ -51,6 +58,8 @@ class CoreActor:
         self._trace: BinaryIO | None = None
         self._kv_events: KvEventPublisher | None = None
         self._early: list[Enqueue | Cancel] = []  # what came before the worker's offer
+        self._unsure: dict[int, Enqueue] = {}  # rid → what is not taken in before its grammar is known to be one
+        self._given_up: set[int] = set()  # of them, those that were cancelled since
         self._workers = workers(config.tensor_parallel_size)
         self._offers: dict[int, CacheOffer] = {}  # of each rank
         self._asks_again = False  # a call of `_advance` is due
@@ -81,13 +90,15 @@ class CoreActor:
                 case Enqueue() | Cancel() if self._scheduler is None:
                     self._early.append(message)
                 case Enqueue():
-                    now = time.monotonic()
-                    self._record(trace.Arrived(message, now))
-                    for reply in self.scheduler.add(message, now):
-                        if self._clients is not None and reply.rid >= CLIENT_RIDS:
-                            self._clients.reply(reply)
-                        else:
-                            self._post("api", reply)
+                    if message.constraint is None:
+                        self._add(message)
+                    else:
+                        self._constrain(message, message.constraint)
+                case Constrained():
+                    self._begin(message)
+                case Masks():
+                    self._record(message)
+                    self.scheduler.allow(message)
                 case Cancel():
                     self._cancel(message)
                 case StopHit():
@@ -117,7 +128,57 @@ class CoreActor:
         if self._scheduler is not None and self._scheduler.connector is not None:
             self._scheduler.connector.close()
 
+    def _add(self, message: Enqueue) -> bool:
+        """Whether it was accepted."""
+        now = time.monotonic()
+        self._record(trace.Arrived(message, now))
+        replies = self.scheduler.add(message, now)
+        for reply in replies:
+            self._reply(reply)
+        return isinstance(replies[0], Accepted)
+
+    def _reply(self, reply: Accepted | Failed) -> None:
+        if self._clients is not None and reply.rid >= CLIENT_RIDS:
+            self._clients.reply(reply)
+        else:
+            self._post("api", reply)
+
+    def _constrain(self, message: Enqueue, constraint: Constraint) -> None:
+        """Takes a request in once its grammar is compiled, so that a bad one is refused before anything is computed."""
+        rids = range(message.rid, message.rid + message.n)
+        if any(rid in self._unsure for rid in rids):
+            refusal: Failed | None = Failed(message.rid, "internal", "Two requests have the same number.")
+        elif len(self._unsure) + message.n > self._config.max_queued_requests:
+            refusal = Failed(message.rid, "queue_full", "Too many grammars wait to be compiled; try again later.")
+        else:
+            refusal = self.scheduler.refusal(message)
+        if refusal is not None:
+            for rid in rids:
+                self._reply(structs.replace(refusal, rid=rid))
+            return
+        self._unsure.update(dict.fromkeys(rids, message))
+        tail_ids = message.prompt_ids[-4 * _NUM_TAIL_IDS :]
+        self._post("grammar", Constrain(message.rid, message.n, constraint, tail_ids, message.resume_ids))
+
+    def _begin(self, answer: Constrained) -> None:
+        """A grammar is one, or it is none."""
+        message = self._unsure[answer.rid]
+        rids = range(message.rid, message.rid + message.n)
+        given_up = self._given_up.intersection(rids)
+        self._given_up -= given_up
+        for rid in rids:
+            del self._unsure[rid]
+        if answer.kind is not None:
+            for rid in rids:
+                self._reply(Failed(rid, answer.kind, answer.detail))
+        elif not self._add(message):
+            for rid in rids:
+                self.scheduler.constraints.end(rid)
+        elif given_up:
+            self._cancel(Cancel(tuple(sorted(given_up))))
+
     def _cancel(self, message: Cancel) -> None:
+        self._given_up.update(rid for rid in message.rids if rid in self._unsure)
         self._record(message)
         for rid in message.rids:
             self.scheduler.cancel(rid)
@@ -170,6 +231,8 @@ class CoreActor:
             now = time.monotonic()
             self._record(trace.Expired(now))
             scheduler.expire(now)
+        if (drawn := scheduler.constraints.take()) is not None:
+            self._post("grammar", drawn)
         while True:
             plan = scheduler.plan()
             self._record(trace.Planned(plan))

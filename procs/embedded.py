@@ -1,4 +1,4 @@
-"""An engine for the program that started it: core and workers without HTTP, `python -m pagewire.procs.embedded`.
+"""An engine for the program that started it, without HTTP: `python -m pagewire.procs.embedded`.
 
 Reads a `Config` as one line of JSON from standard input. When that is closed, whether the program asks for it or has
 been killed, the engine ends.
@@ -25,7 +25,8 @@ def main() -> int:
 
     try:
         config = prepare(msgspec.json.decode(sys.stdin.buffer.readline(), type=Config))
-        return uvloop.run(_run(Supervisor(config, actors=[*workers(config.tensor_parallel_size), "core"], quiet=True)))
+        actors = [*workers(config.tensor_parallel_size), "core", "grammar"]
+        return uvloop.run(_run(Supervisor(config, actors=actors, quiet=True)))
     except PagewireError as error:
         print(f"pagewire: {error}", file=sys.stderr)
         return exit_code(error)

@@ -1,7 +1,7 @@
 """The same actors in one process, for the offline API and for tests: no sockets, no loop, one thread.
 
-Messages go from actor to actor as they are. `run` lets everyone who has mail handle it until nobody has and no KV is
-on its way; the worker takes one plan at a time.
+Messages go from actor to actor as they are. `run` lets everyone who has mail handle it until nobody has and neither KV
+nor a grammar is on its way; the worker takes one plan at a time.
 """
 
 import contextlib
@@ -17,14 +17,16 @@ from ..ipc.actor import Actor
 from ..ipc.messages import Accepted, Chunk, Failed, Message, OpenCache, Snapshot, StepPlan, TextBatch
 from .core import CoreActor
 from .detokenizer import DetokenizerActor
+from .grammar import GrammarActor, load_grammars
 from .tokenizer import TokenizerActor
+from .trial import Load
 from .worker import Worker
 
-_TRANSFER_WAIT_S = 0.0005  # between looks at KV transfers under way, when there is nothing else to do
+_LOOK_S = 0.0005  # between looks at KV transfers or grammars under way, when there is nothing else to do
 
 
 class Inline:
-    """tokenizer → core ⇄ worker → detokenizer; the caller is the api."""
+    """tokenizer → core ⇄ worker and grammar → detokenizer; the caller is the api."""
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class Inline:
         on_chunk: Callable[[Chunk], None],
         on_failed: Callable[[Failed], None],
         progress: Callable[[int, int], None] | None = None,
+        grammars: Load = load_grammars,
     ) -> None:
         """Loads everything. Raises a PagewireError if it cannot."""
         if config.tensor_parallel_size > 1:
@@ -42,12 +45,14 @@ class Inline:
         self._on_chunk = on_chunk
         self._on_failed = on_failed
         self._mail: dict[str, deque[Message]] = {
-            name: deque() for name in ("tokenizer", "core", "worker", "detokenizer", "api")
+            name: deque() for name in ("tokenizer", "core", "grammar", "worker", "detokenizer", "api")
         }
         self._core = CoreActor(config)
+        self._grammar = GrammarActor(config, grammars)
         self._actors: dict[str, Actor[Any]] = {  # the topology says who is sent what
             "tokenizer": TokenizerActor(config),
             "core": self._core,
+            "grammar": self._grammar,
             "detokenizer": DetokenizerActor(config),
         }
         self._worker = Worker(config, progress=progress)
@@ -70,7 +75,7 @@ class Inline:
         self._mail[receiver].append(message)
 
     def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
-        """Works until nobody has mail and no transfer is under way, or `until()`, which is asked after each step."""
+        """Works until nobody has mail and nothing else is under way, or `until()`, which is asked after each step."""
         while not until():
             busy = False
             for name, actor in self._actors.items():
@@ -94,13 +99,15 @@ class Inline:
                 busy = True
             elif self._worker.num_transfers:
                 self._worker.poll()
+            if self._grammar.num_pending:
+                self._grammar.poll()
             if busy or any(self._mail.values()):
                 continue
             if self._core.scheduler.asks_again:
-                time.sleep(_TRANSFER_WAIT_S)
+                time.sleep(_LOOK_S)
                 self._core.handle([])
-            elif self._worker.num_transfers:
-                time.sleep(_TRANSFER_WAIT_S)
+            elif self._worker.num_transfers or self._grammar.num_pending:
+                time.sleep(_LOOK_S)
             else:
                 return
 

@@ -20,7 +20,7 @@ _EXAMPLE = """\
 example: the model on one machine, everything else on another (copy the key file to both)
   python -m pagewire.procs.launch MODEL --actors worker --key-file engine.key \\
       --address worker=tcp://10.0.0.2:7001 core=tcp://10.0.0.1:7000
-  python -m pagewire.procs.launch MODEL --actors core,tokenizer,detokenizer,api --key-file engine.key \\
+  python -m pagewire.procs.launch MODEL --actors core,grammar,tokenizer,detokenizer,api --key-file engine.key \\
       --address worker=tcp://10.0.0.2:7001 core=tcp://10.0.0.1:7000
 """
 

@@ -100,6 +100,7 @@ class TokenizerActor:
                 submit.salt,
                 submit.tenant,
                 submit.n,
+                constraint=submit.constraint,
             ),
         )
 
@@ -158,7 +159,7 @@ class TokenizerActor:
         ids = self._encode(submit.prompt)
         if not ids:
             raise RequestError("invalid_request", "The prompt is empty.")
-        check_parameters(self._config.vocab_size, submit.sampling, submit.limits)
+        check_parameters(self._config.vocab_size, submit.sampling, submit.limits, submit.constraint)
         check_min_tokens(self._config.eos_token_ids, submit.sampling, submit.limits)
         longest = self._config.max_model_len
         if submit.truncate is not None:

@@ -10,6 +10,7 @@ from ..ipc import messages as m
 ACTORS: dict[str, object] = {
     "worker": m.ToWorker,
     "core": m.ToCore,
+    "grammar": m.ToGrammar,
     "tokenizer": m.ToTokenizer,
     "detokenizer": m.ToDetokenizer,
     "api": m.ToApi,
@@ -22,6 +23,8 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described),
     ("core", "worker"): (m.OpenCache, m.StepPlan),
     ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred),
+    ("core", "grammar"): (m.Constrain, m.Drawn),
+    ("grammar", "core"): (m.Constrained, m.Masks),
     ("core", "detokenizer"): (m.Opened, m.TokenBatch, m.Failed),
     ("core", "api"): (m.Accepted, m.Failed, m.Snapshot),
     ("detokenizer", "api"): (m.TextBatch, m.Failed),
@@ -77,7 +80,7 @@ def picture() -> str:
     lines += [f"    {a} -- {', '.join(kind.__name__ for kind in kinds)} --> {b}" for (a, b), kinds in EDGES.items()]
     told, telling = (", ".join(kind.__name__ for kind in kinds) for kinds in (FROM_CLIENT, TO_CLIENT))
     lines += [f"    embedder([EngineClient]) -- {told} --> core", f"    core -- {telling} --> embedder"]
-    lines += ["    supervisor -. starts, watches, stops .-> api & tokenizer & core & worker & detokenizer"]
+    lines += ["    supervisor -. starts, watches, stops .-> api & tokenizer & core & grammar & worker & detokenizer"]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from itertools import accumulate
 from zlib import crc32
 
 from pagewire.ipc.messages import (
+    Constraint,
     Enqueue,
     Limits,
     RowLogprobs,
@@ -45,13 +46,30 @@ def kv_of(ids: Sequence[int]) -> bytes:
     return array("I", list(accumulate(ids, next_kv, initial=0))[1:]).tobytes()
 
 
-def next_token(kv: bytes | bytearray, seed: int, withheld: Collection[int] = ()) -> int:
-    """The token after the positions with this KV, or the first after it that is not withheld. About one in 50 is
-    EOS."""
+def next_token(
+    kv: bytes | bytearray, seed: int, allowed: Sequence[int] | None = None, withheld: Collection[int] = ()
+) -> int:
+    """The token after the positions with this KV, of those that are `allowed`, or the first after it that is not
+    `withheld`. About one in 50 is EOS."""
+    if allowed is not None:
+        return allowed[crc32(kv, seed) % len(allowed)]
     token = crc32(kv, seed) % VOCAB
     while token in withheld:
         token = (token + 1) % VOCAB
     return token
+
+
+def allowed_after(rid: int, output: Sequence[int]) -> Sequence[int] | None:
+    """What a grammar, another one for each sequence, allows after this output; None: everything, (): it is complete."""
+    state = crc32(array("i", output).tobytes(), rid)
+    if len(output) > 2 and state % 23 == 0:
+        return ()
+    return None if state % 5 == 0 else sorted({(state >> shift) % VOCAB for shift in range(1 + state % 9)})
+
+
+def bits_of(tokens: Sequence[int]) -> bytes:
+    """The mask that allows these tokens."""
+    return sum(1 << token for token in tokens).to_bytes(4 * -(-VOCAB // 32), "little")
 
 
 def expected_output(
@@ -62,13 +80,17 @@ def expected_output(
     ignore_eos: bool,
     stops: Sequence[int] = (),
     min_tokens: int = 0,
+    grammar: int | None = None,
 ) -> list[int]:
-    """What a request must give, whatever else happens."""
+    """What a request must give, whatever else happens. grammar: the rid of a sequence that follows its grammar."""
     ids, kv = list(prompt), bytearray(kv_of(prompt))
     last = int.from_bytes(kv[-KV_BYTES:], "little")
     while len(ids) - len(prompt) < max_tokens and len(ids) < max_len:
+        allowed = None if grammar is None else allowed_after(grammar, ids[len(prompt) :])
+        if allowed == ():
+            break
         ends = {*stops, *(() if ignore_eos else (EOS,))}
-        ids.append(next_token(kv, seed, ends if len(ids) - len(prompt) < min_tokens else ()))
+        ids.append(next_token(kv, seed, allowed, ends if len(ids) - len(prompt) < min_tokens else ()))
         if ids[-1] in ends:
             break
         last = next_kv(last, ids[-1])
@@ -93,6 +115,7 @@ def enqueue(
     n: int = 1,
     resume_ids: Sequence[int] = (),
     min_tokens: int = 0,
+    constraint: Constraint | None = None,
 ) -> Enqueue:
     """A request as the tokenizer would send it."""
     return Enqueue(
@@ -112,6 +135,7 @@ def enqueue(
         tenant,
         n,
         ids_to_bytes(list(resume_ids)),
+        constraint,
     )
 
 
@@ -186,6 +210,9 @@ class FakeWorker:
         most = sum(counts) + plan.num_speculative * plan.speculate
         assert most <= self.max_num_batched_tokens, "over the token budget"
         assert plan.num_speculative <= len(rows) and (plan.num_speculative > 0) == (plan.speculate > 0)
+        masked = bytes_to_ids(plan.masked_rows)
+        assert set(masked) <= {row for row, draws in zip(rows, plan.sample, strict=True) if draws}, "masks for nobody"
+        masks = _allowed(masked, plan.masks)
         drawn: list[int] = []
         num_drawn: list[int] = []
         num_drafts = num_guesses = 0
@@ -216,7 +243,8 @@ class FakeWorker:
                     prompt_logprobs[i] = _certain(scored)
             if plan.sample[i]:
                 assert end == len(ids), "a token may only be drawn after the last id"
-                token = next_token(kv, sampling.seed, state.ends if len(ids) < state.min_len else ())
+                withheld = state.ends if len(ids) < state.min_len else ()
+                token = next_token(kv, sampling.seed, masks.get(row), withheld)
                 ids.append(token)
                 if sampling.seed in self.fail_seeds:
                     token = -1
@@ -275,6 +303,16 @@ class FakeWorker:
     def _slot(self, state: FakeRow, position: int) -> int:
         block, place = divmod(position, self.block_size)
         return state.blocks[block] * self.block_bytes + place * KV_BYTES
+
+
+def _allowed(rows: "array[int]", masks: bytes) -> dict[int, list[int]]:
+    """What each of the rows may draw."""
+    allowed = {}
+    for i, row in enumerate(rows):
+        bits = int.from_bytes(masks[i * len(masks) // len(rows) : (i + 1) * len(masks) // len(rows)], "little")
+        allowed[row] = [token for token in range(VOCAB) if bits >> token & 1]
+    assert len(allowed) == len(rows) and all(allowed.values()), "a row with two masks, or none"
+    return allowed
 
 
 def _certain(ids: "array[int]") -> RowLogprobs:

@@ -106,8 +106,10 @@ def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
         assert len(r.blocks) * scheduler.block_size >= r.num_planned, "positions without blocks"
         assert r.num_planned <= r.end, "a position is planned that nobody needs"
         assert r.num_total <= r.max_len, "too many tokens drawn"
+        assert r.num_total <= r.num_allowed, "a token was drawn before its grammar allowed one"
         if r.state is State.RUNNING and r.is_open and r.max_tokens:
-            assert r.room == min(r.end, len(r.blocks) * scheduler.block_size), "its room is out of date"
+            due = -1 if r.is_constrained else min(r.end, len(r.blocks) * scheduler.block_size)
+            assert r.room == due, "its room is out of date"
 
 
 def tokens_in_flight_have_a_place(touched: Touched) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoints import VOCAB_SIZE
 
 from pagewire.config import Config, MachineFacts, resolve
 from pagewire.engine.models.spec import model_facts, read_spec
@@ -23,6 +24,7 @@ class Request:
     max_new: int = 8
     min_new: int = 0  # before, none of `ends` is drawn
     ends: tuple[int, ...] = ()
+    allowed: list[list[int]] = field(default_factory=list)  # ids, in turn, of which each token is one
     output: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs] = field(default_factory=list)
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
@@ -50,7 +52,7 @@ class Driver:
         rng.shuffle(free_rows)
         launched: list[list[tuple[Request, bool]]] = []
         while waiting or running or launched:
-            opened, grown, planned, left = [], [], [], budget
+            opened, grown, planned, masks, left = [], [], [], [], budget
             while waiting and free_rows:
                 request = waiting.pop(0)
                 request.row = free_rows.pop()
@@ -78,6 +80,8 @@ class Driver:
                 left -= count
                 request.planned += count
                 sample = request.planned == known
+                if sample and request.allowed:
+                    masks.append((request.row, _bits(request.allowed[request.drawn % len(request.allowed)])))
                 request.drawn += sample
                 planned.append((request, count, sample))
             if planned:
@@ -91,6 +95,8 @@ class Driver:
                         rows=ids_to_bytes([request.row for request, _, _ in planned]),
                         counts=ids_to_bytes([count for _, count, _ in planned]),
                         sample=bytes(sample for _, _, sample in planned),
+                        masked_rows=ids_to_bytes([row for row, _ in masks]),
+                        masks=b"".join(bits for _, bits in masks),
                     )
                 )
                 launched.append([(request, sample) for request, _, sample in planned])
@@ -113,6 +119,11 @@ class Driver:
             if index in result.logprobs:
                 request.logprobs.append(result.logprobs[index])
         assert next(ids, None) is None
+
+
+def _bits(tokens: list[int]) -> bytes:
+    """The mask that allows these, of the tests' vocabulary."""
+    return sum(1 << token for token in set(tokens)).to_bytes(4 * -(-VOCAB_SIZE // 32), "little")
 
 
 def arrays(parts: list[RowLogprobs]) -> tuple[np.ndarray, np.ndarray]:

@@ -188,13 +188,20 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         "pagewire, pagewire.cli, pagewire.prepare, pagewire.procs.supervisor, pagewire.procs.launch, "
         "pagewire.commands.doctor, pagewire.commands.explain, pagewire.commands.top",
         "pagewire.procs.child, pagewire.procs.core, pagewire.engine.core.scheduler",
-        "pagewire.procs.tokenizer, pagewire.procs.detokenizer",
+        "pagewire.procs.tokenizer, pagewire.procs.detokenizer, pagewire.procs.grammar, pagewire.procs.trial",
         "pagewire.procs.api, pagewire.api.app",
         "pagewire.procs.worker",
     ],
 )
 def test_only_a_started_worker_needs_torch(modules: str) -> None:
     code = f"import sys, {modules}; print(sorted({{'torch', 'transformers', 'triton'}} & set(sys.modules)))"
+    result = run_python(code)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_grammars_cost_nothing_before_the_first() -> None:
+    late = "{'numpy', 'llguidance', 'pagewire.engine.text.grammar'}"
+    code = f"import sys, pagewire.procs.grammar; print(sorted({late} & set(sys.modules)))"
     result = run_python(code)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
@@ -240,8 +247,9 @@ def test_mailboxes_accept_exactly_what_the_topology_sends() -> None:
 
 
 def test_every_rank_is_sent_the_plans_and_answers_nobody_but_the_core() -> None:
-    assert topology.names(3) == ("worker", "worker-1", "worker-2", "core", "tokenizer", "detokenizer", "api")
-    assert topology.receivers("core", 3) == ("worker", "detokenizer", "api", "worker-1", "worker-2", "supervisor")
+    assert topology.names(3) == ("worker", "worker-1", "worker-2", "core", "grammar", "tokenizer", "detokenizer", "api")
+    told = ("worker", "grammar", "detokenizer", "api", "worker-1", "worker-2", "supervisor")
+    assert topology.receivers("core", 3) == told
     assert topology.receivers("worker-2", 3) == ("core", "supervisor")
     assert [topology.rank(name) for name in topology.workers(3)] == [0, 1, 2]
 

@@ -43,6 +43,7 @@ class Draft:
         self.others: list[Request] = []
         self.counts: list[int] = []  # of others
         self.sample: list[int] = []  # of others
+        self.masks: list[tuple[int, bytes]] = []  # (row, what it may draw)
         self.copies: list[int] = []  # pairs of blocks
         self.pinned: list[int] = []  # blocks that are copied from: not to be given to others by this plan
         self.preempted = False
@@ -87,4 +88,6 @@ class Draft:
             num_speculative=self.num_speculative,
             speculate=self.speculate,
             break_even=self.break_even,
+            masked_rows=ids_to_bytes([row for row, _ in self.masks]),
+            masks=b"".join([mask for _, mask in self.masks]),
         )

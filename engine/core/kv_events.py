@@ -7,6 +7,8 @@ the model included, so equal keys mean equal KV.
 
 from msgspec import Struct
 
+from .kv_connector import KvEvent
+
 DEVICE = "device"
 """The tier of blocks that are in the device's own pool."""
 
@@ -33,3 +35,10 @@ class Cleared(Struct, frozen=True):
 
 
 KvCacheEvent = Stored | Removed | Cleared
+
+
+def event_of_tier(block_size: int, event: KvEvent) -> KvCacheEvent:
+    """What a connector tells of a tier behind the device."""
+    if event.stored:
+        return Stored(event.keys, None, b"", block_size, event.tier)
+    return Removed(event.keys, event.tier)

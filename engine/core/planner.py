@@ -258,6 +258,8 @@ class Planner:
         draws = request.num_planned == request.num_total and request.max_tokens > 0
         if draws:
             request.num_total += 1
+            if request.mask:
+                draft.masks.append((request.row, request.mask))
         draft.budget -= num
         draft.others.append(request)
         draft.counts.append(num)
@@ -327,7 +329,7 @@ class Planner:
                 copied = found.num_copied
                 num = self._chunk(draft, num_cached + copied, request.num_computable - num_cached - copied)
                 if num == 0:
-                    return
+                    return  # or its mask is on its way
             self._pool.hold(hits)
             if not external and pinned:
                 self._pool.hold(pinned)

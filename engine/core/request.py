@@ -1,5 +1,6 @@
 """One sequence as the scheduler sees it: a few integers, its ids, and what it holds."""
 
+import sys
 from array import array
 from collections.abc import Hashable
 from enum import Enum
@@ -38,16 +39,19 @@ class Request:
         "blocks",
         "end",
         "ids",
+        "is_constrained",
         "is_open",
         "is_poisoned",
         "keys",
         "limits",
         "line",
         "mark",
+        "mask",
         "max_len",
         "max_tokens",
         "may_speculate",
         "min_len",
+        "num_allowed",
         "num_cached",
         "num_committed",
         "num_computed",
@@ -102,9 +106,14 @@ class Request:
         stops = frozenset(message.limits.stop_token_ids)
         self.stops = stops if message.limits.ignore_eos else stops | eos_token_ids  # drawing one of them ends it
         self.end = self.num_prompt + max(0, self.max_tokens - 1)  # the last token drawn needs no KV
+        self.is_constrained = message.constraint is not None
         self.min_len = self.num_prompt + min(message.limits.min_tokens, self.max_tokens) if self.stops else 0
-        # Log-probabilities are told of one token a step, and what may not be drawn yet is known of one.
-        self.may_speculate = message.sampling.logprobs is None and not message.limits.min_tokens
+        # Log-probabilities are told of one token a step, what may not be drawn yet is known of one, and a grammar must
+        # have read a token before the next is drawn.
+        one_by_one = message.sampling.logprobs is not None or message.limits.min_tokens or self.is_constrained
+        self.may_speculate = not one_by_one
+        self.num_allowed = len(self.ids) if self.is_constrained else sys.maxsize  # ids it may have before the next mask
+        self.mask = b""  # of the last of them: which tokens it may be, see `StepPlan.masks`; empty: any
         self.state = State.WAITING
         self.row = -1  # on the worker, while it holds one
         self.blocks: list[int] = []  # its block table
@@ -114,7 +123,8 @@ class Request:
         self.num_in_flight = 0  # plans in flight, and loads, that touch it; row and blocks stay while there is one
         self.num_loading = 0  # blocks that the KV connector fills, after those that the prefix index had
         self.is_open = False  # the worker knows its row
-        self.room = -1  # a position below it needs no block, is to be computed, and draws; -1 unless RUNNING
+        # A position below it needs no block, is to be computed, and draws. -1 unless RUNNING, and if constrained.
+        self.room = -1
         self.mark = 0  # once so many positions are computed, applying a token is more than storing it
         self.is_poisoned = False  # its KV gave numbers that are not finite
         self.root = root  # parent key of its first block
@@ -152,13 +162,20 @@ class Request:
 
     @property
     def num_computable(self) -> int:
-        """Positions whose ids are known, here or on the device, and whose KV somebody will need."""
-        return min(self.num_total, self.end)
+        """Positions that may be computed: whose ids are known, here or on the device, and whose KV somebody will need.
+        Not the last one, from which a token is drawn, as long as nobody has said which tokens it may be."""
+        num = self.num_total if self.num_total < self.num_allowed else self.num_total - 1
+        return min(num, self.end)
 
     @property
     def has_work(self) -> bool:
         """There is something that a plan could compute of it."""
         return self.state is State.RUNNING and self.num_planned < self.num_computable
+
+    def allow(self, mask: bytes) -> None:
+        """The grammar has read all its ids: this is what may follow them."""
+        self.num_allowed = len(self.ids) + 1
+        self.mask = mask
 
     def finish_of(self, token: int) -> FinishReason | None:
         """Why it ends with `token`, its last; None: it goes on."""
@@ -181,7 +198,8 @@ class Request:
         if self.state is not State.RUNNING:
             self.room, self.mark = -1, 0
             return
-        self.room = min(self.end, len(self.blocks) * block_size) if self.max_tokens and self.is_open else -1
+        is_free = self.max_tokens and self.is_open and not self.is_constrained
+        self.room = min(self.end, len(self.blocks) * block_size) if is_free else -1
         stretch = COMMIT_BLOCKS * block_size
         self.mark = min((self.num_computed // stretch + 1) * stretch, self.end)
 

@@ -8,8 +8,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from operator import attrgetter
 
-from ...ipc.messages import Failed, Tokens
+from ...ipc.messages import Failed, Masks, Tokens
 from .block_pool import BlockPool
+from .constraints import Constraints, allow
 from .kv_connector import CoreConnector
 from .news import News
 from .policy import Policy
@@ -41,6 +42,7 @@ class Roster:
         self._news = news
         self._counters = counters
         self._connector = connector
+        self.constraints = Constraints()
         self.requests: dict[int, Request] = {}  # every request that has not ended
         self.waiting = Waiting(policy)
         self.running: list[Request] = []  # by arrival: all that hold a row, and ended ones not yet swept
@@ -80,12 +82,20 @@ class Roster:
         request.state = State.ENDED
         request.settle()
         del self.requests[request.rid]
+        if request.is_constrained:
+            self.constraints.end(request.rid)
         if isinstance(terminal, Tokens):
             self._news.add(terminal)
         else:
             self._news.add_item(terminal)
         if request.num_in_flight == 0:
             self.release(request)
+
+    def allow(self, message: Masks) -> None:
+        """The masks of constrained requests; those to which nothing can be added end."""
+        self._news.close_batch()  # it may have news of them
+        for request, end in allow(message, self.requests):
+            self.end(request, end)
 
     def preempt(self, request: Request) -> None:
         """Its blocks go to others; it waits again in its old place with its output as part of the prompt."""

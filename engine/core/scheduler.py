@@ -10,6 +10,7 @@ Who comes and goes is the roster's, who is in a step the planner's; here plans a
 
 from array import array
 from collections import deque
+from functools import partial
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
@@ -18,6 +19,7 @@ from ...ipc.messages import (
     Enqueue,
     Failed,
     FinishReason,
+    Masks,
     RowLogprobs,
     StepPlan,
     StepResult,
@@ -31,7 +33,7 @@ from .block_pool import BlockPool
 from .cost import CostModel, with_guesses
 from .draft import Draft, InFlight
 from .kv_connector import CoreConnector
-from .kv_events import KvCacheEvent, Removed, Stored
+from .kv_events import KvCacheEvent, event_of_tier
 from .loads import Loads
 from .news import Item, News
 from .planner import Planner
@@ -105,6 +107,7 @@ class Scheduler:
             connector=connector if prefix_caching else None,
             num_rows=max_num_seqs,
         )
+        self.constraints = self.roster.constraints
         self._planner = Planner(
             roster=self.roster,
             pool=pool,
@@ -149,7 +152,7 @@ class Scheduler:
         `now`: seconds on the clock that `expire` is asked with.
         """
         rids, num_prompt = range(message.rid, message.rid + message.n), len(message.prompt_ids) // 4
-        if (refusal := self._refusal(message, num_prompt)) is not None:
+        if (refusal := self.refusal(message)) is not None:
             return [Failed(rid, refusal.kind, refusal.detail) for rid in rids]
         root = root_key(self.model_key, message.salt)
         keys: list[bytes] = []
@@ -178,9 +181,9 @@ class Scheduler:
                 self.roster.end(request, request.terminal(finish))  # only the word that it has ended was lost
         return [Accepted(rid, num_prompt) for rid in rids]
 
-    def _refusal(self, message: Enqueue, num_prompt: int) -> Failed | None:
+    def refusal(self, message: Enqueue) -> Failed | None:
         """Why a request is not taken in. Decided before anything of it is copied."""
-        rid, waiting = message.rid, self.roster.waiting
+        rid, num_prompt, waiting = message.rid, len(message.prompt_ids) // 4, self.roster.waiting
         if any(rid + i in self.roster.requests for i in range(message.n)):
             return Failed(rid, "internal", "Two requests have the same number.")
         if num_prompt == 0:
@@ -218,6 +221,10 @@ class Scheduler:
             self._news.close_batch()  # the last step may have news of it
             self.roster.end(request, request.terminal(finish))
 
+    def allow(self, message: Masks) -> None:
+        """Takes in what constrained requests may draw next. Ends those to which nothing can be added."""
+        self.roster.allow(message)
+
     def expire(self, now: float) -> None:
         """Fails the requests that have waited for their first step longer than they were willing to."""
         while self.deadlines and self.deadlines[0][0] <= now:
@@ -234,11 +241,8 @@ class Scheduler:
     def take_kv_events(self) -> list[KvCacheEvent]:
         """What became findable, on the device and behind it, and what no longer is, since the last call."""
         events = self.prefix.take_events()
-        for event in self.connector.take_events() if self.connector is not None else ():
-            if event.stored:
-                events.append(Stored(event.keys, None, b"", self.block_size, event.tier))
-            else:
-                events.append(Removed(event.keys, event.tier))
+        if self.connector is not None:
+            events += map(partial(event_of_tier, self.block_size), self.connector.take_events())
         return events
 
     # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -454,6 +458,8 @@ class Scheduler:
         request.ids += tokens
         token = tokens[-1]
         finish = request.finish_of(token)
+        if finish is None and request.is_constrained:
+            self.constraints.draw(request.rid, token)
         if finish is None and logprobs is None and prompt_logprobs is None:
             return True
         self.counters.num_output_tokens += len(tokens)

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from ...config import EngineConfig
-from ...ipc.messages import Cancel, Enqueue, StepPlan, StepResult, StopHit, TierSnapshot, Transferred
+from ...ipc.messages import Cancel, Enqueue, Masks, StepPlan, StepResult, StopHit, TierSnapshot, Transferred
 from ..extension.core import PlanExtension
 from .block_pool import BlockPool
 from .kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
@@ -60,7 +60,7 @@ class Kept(Struct, frozen=True, array_like=True, tag=True):
     kept: bool
 
 
-Event = Matched | Kept | Opened | Arrived | Cancel | StopHit | Expired | Planned | StepResult | Transferred
+Event = Matched | Kept | Opened | Arrived | Cancel | StopHit | Expired | Planned | StepResult | Transferred | Masks
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Event).decode
@@ -213,6 +213,8 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
                 scheduler.apply(event)
             case Transferred():
                 scheduler.transferred(event)
+            case Masks():
+                scheduler.allow(event)
             case Matched():
                 connector.matches.append(event)
             case Kept():

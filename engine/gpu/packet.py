@@ -29,13 +29,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Packet:
-    """The sections of one array, on the host or on the device. `draw_…` and the next two are [draws]."""
+    """The sections of one array, on the host or on the device. `draw_…` and the next three are [draws]."""
 
     whole: Tensor
     draw_tokens: Tensor  # the step's token whose logits are drawn from
     draw_rows: Tensor  # rows of the state; what is left over draws for the row beyond the last
     draw_positions: Tensor  # of the output, from 0
     places: Tensor  # among the edited logits of its part of the draws; -1: as they are
+    masks: Tensor  # which of the state's masks says what may be drawn; -1: anything
     asking: Tensor  # draws of the part whose log-probabilities are wanted; -1: none
     decode_lens: Tensor  # [rows] keys of the rows with one token, which are the first; 0 for all others
     tiles: Tensor  # [tiles, 4], see `extend_attention.extend_work`
@@ -45,16 +46,14 @@ class Packet:
     @classmethod
     def over(cls, whole: Tensor, limits: Limits) -> "Packet":
         """The sections of `whole`, [size_of(limits)]."""
-        tokens, rows, positions, places, asking, lens, tiles, opens, step = torch.split(whole, _sizes(limits))
-        lens = lens[: limits.rows]
-        return cls(
-            whole, tokens, rows, positions, places, asking, lens, tiles.view(-1, 4), opens.view(-1, OPEN_FIELDS), step
-        )
+        tokens, rows, positions, places, masks, asking, lens, tiles, opens, step = torch.split(whole, _sizes(limits))
+        lens, tiles, opens = lens[: limits.rows], tiles.view(-1, 4), opens.view(-1, OPEN_FIELDS)
+        return cls(whole, tokens, rows, positions, places, masks, asking, lens, tiles, opens, step)
 
 
 def _sizes(limits: Limits) -> list[int]:
     step = packet_size(rows=limits.rows, tokens=limits.tokens, new_blocks=limits.rows * limits.blocks)
-    sizes = [limits.draws] * 5 + [limits.rows, 4 * limits.tiles, OPEN_FIELDS * limits.rows]
+    sizes = [limits.draws] * 6 + [limits.rows, 4 * limits.tiles, OPEN_FIELDS * limits.rows]
     # A kernel's pointers are multiples of 16 bytes.
     return [-(-size // 4) * 4 for size in sizes] + [step]
 
@@ -74,6 +73,7 @@ class HostPacket:
         self.draw_rows = _array(packet.draw_rows)
         self.draw_positions = _array(packet.draw_positions)
         self.places = _array(packet.places)
+        self.masks = _array(packet.masks)
         self.asking = _array(packet.asking)
         self.decode_lens = _array(packet.decode_lens)
         self.tiles: NDArray[np.int32] = packet.tiles.numpy()

@@ -27,7 +27,7 @@ class DrawShape:
 
     draws: int
     kind: int  # of `sampling.Kind`: 0 greedy, 1 drawn, 2 filtered
-    edits: bool  # some rows have a bias or penalties
+    edits: bool  # some rows have a bias, penalties or a mask
     logprobs: bool
 
 

@@ -59,9 +59,7 @@ class RowState:
         self._workspace = workspace_sampling(most_picked=part, vocab_size=vocab_size, device=device)
         self._logprobs = workspace_logprobs(most_asking=part, vocab_size=vocab_size, device=device)
         self._edited = torch.empty((part, vocab_size), device=device)
-        # No grammars yet.
-        self._grammars = torch.full((part,), -1, dtype=torch.int32, device=device)
-        self._grammar_bits = torch.zeros((1, -(-vocab_size // 32)), dtype=torch.int32, device=device)
+        self.masks = torch.zeros((limits.rows, -(-vocab_size // 32)), dtype=torch.int32, device=device)  # of a step
         self.drawn = torch.zeros(limits.draws, dtype=torch.int32, device=device)
         self.best_ids = torch.zeros((limits.draws, 1 + MOST_BEST), dtype=torch.int32, device=device)
         self.best_values = torch.zeros((limits.draws, 1 + MOST_BEST), device=device)
@@ -91,8 +89,7 @@ class RowState:
         part = slice(first, first + shape.draws)
         picked, places, drawn = packet.draw_rows[part], packet.places[part], self.drawn[part]
         if shape.edits:
-            grammars = self._grammars[: shape.draws]
-            edit_logits(self._edited, logits, places, picked, self._edits, grammars, self._grammar_bits)
+            edit_logits(self._edited, logits, places, picked, self._edits, packet.masks[part], self.masks)
         positions = packet.draw_positions[part]
         kind = KINDS[shape.kind]
         sample(drawn, logits, self._edited, places, picked, positions, self._sampling, self._workspace, kind=kind)

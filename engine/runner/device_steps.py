@@ -63,6 +63,7 @@ class _Slot:
     ids: Tensor  # [draws] int32
     best_ids: Tensor  # [draws, 1 + MOST_BEST] int32
     best_values: Tensor  # the same, float32
+    masks: Tensor | None = None  # [rows, ⌈vocab / 32⌉] int32, once a step has some
 
 
 @dataclass(kw_only=True)
@@ -127,7 +128,12 @@ class DeviceSteps:
         limits, queue = model.limits, model.queue
         self._cache = cache
         self._decoder.open(cache)
-        self._rows = Rows(num_rows=limits.rows, max_len=config.max_model_len, block_size=config.block_size)
+        self._rows = Rows(
+            num_rows=limits.rows,
+            max_len=config.max_model_len,
+            block_size=config.block_size,
+            vocab_size=config.vocab_size,
+        )
         self._num_sent: NDArray[np.int64] = np.zeros(limits.rows, np.int64)  # blocks that the device knows of
         self._num_opens: NDArray[np.int64] = np.zeros(limits.rows, np.int64)
         self._has_penalties: NDArray[np.bool_] = np.zeros(limits.rows, np.bool_)
@@ -173,6 +179,7 @@ class DeviceSteps:
             self._num_sent[opened.row] = 0
             self._num_opens[opened.row] += 1
             self._has_penalties[opened.row] = has_penalties(opened.sampling)
+        rows.mask(plan)
         rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
         slot = self._free.popleft()
         packet = slot.packet
@@ -194,6 +201,8 @@ class DeviceSteps:
 
         lifted = rows.lift_minimum(draws.rows, draws.ends)
         shape, parts = self._send(packet, picked, counts, starts, draws)
+        if rows.masks:
+            self._send_masks(slot)
         if plan.open:
             self._state.open(plan.open, self._packet)
         for row in lifted:
@@ -328,13 +337,17 @@ class DeviceSteps:
         packet.draw_tokens[:num], packet.draw_tokens[num:] = draws.tokens, 0
         packet.draw_rows[:num], packet.draw_rows[num:] = draws.rows, self._limits.rows
         packet.draw_positions[:num], packet.draw_positions[num:] = draws.ends - rows.num_prompt[draws.rows], 0
-        packet.places[:] = -1
+        packet.places[:] = packet.masks[:] = -1
         packet.asking[:] = -1
+        if rows.masks:
+            places = np.full(self._limits.rows, -1, np.int32)
+            places[list(rows.masks)] = np.arange(len(rows.masks))
+            packet.masks[:num] = places[draws.rows]
         parts = []
         for first in range(0, num, self._part):
             part = slice(first, min(first + self._part, num))
             picked = draws.rows[part]
-            edits = np.flatnonzero(rows.edits_logits[picked])
+            edits = np.flatnonzero(rows.edits_logits[picked] | rows.is_masked[picked])
             asking = np.flatnonzero(rows.num_logprobs[picked] >= 0)
             packet.places[first + edits] = np.arange(len(edits))
             packet.asking[first : first + len(asking)] = asking
@@ -344,6 +357,14 @@ class DeviceSteps:
             size = at_least(self._draw_sizes, len(picked))
             parts.append((first, DrawShape(size, kind, len(edits) > 0, len(asking) > 0)))
         return parts
+
+    def _send_masks(self, slot: _Slot) -> None:
+        """In the order of `Rows.masks`. What ran before has read those of its own: the queue is in order."""
+        device_masks, masks = self._state.masks, self._rows.masks
+        if slot.masks is None:
+            slot.masks = self._queue.host_memory(device_masks.numel(), torch.int32).view_as(device_masks)
+        np.stack(list(masks.values()), out=slot.masks.numpy()[: len(masks)])
+        self._queue.send(slot.masks[: len(masks)], device_masks[: len(masks)])
 
     def _results(self, slot: _Slot, num: int, parts: list[tuple[int, DrawShape]]) -> tuple[tuple[Tensor, Tensor], ...]:
         """What to fetch: (from, to)."""

@@ -43,7 +43,12 @@ class HostSteps:
         self._attention = attention
         self._device = cache.pages[0][0].device
         self._synchronize = synchronize
-        self._rows = Rows(num_rows=config.max_num_seqs, max_len=config.max_model_len, block_size=config.block_size)
+        self._rows = Rows(
+            num_rows=config.max_num_seqs,
+            max_len=config.max_model_len,
+            block_size=config.block_size,
+            vocab_size=config.vocab_size,
+        )
         self._sampler = Sampler(vocab_size=config.vocab_size, device=self._device, ops=ops)
         self._results: deque[StepResult] = deque()
 
@@ -63,6 +68,7 @@ class HostSteps:
     def launch(self, plan: StepPlan) -> None:
         for row in plan.open:
             self._rows.open(row)
+        self._rows.mask(plan)
         self._rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
         started = time.perf_counter()
         copy_blocks(plan, self._cache)
@@ -99,7 +105,7 @@ class HostSteps:
         size = self._config.max_num_seqs  # there is memory for so many logits; only guesses need more
         for part in (slice(at, at + size) for at in range(0, len(draws.rows), size)):
             picked = draws.rows[part]
-            if not rows.uses_logits[picked].any():
+            if not (rows.uses_logits | rows.is_masked)[picked].any():
                 parts.append(self._sampler.greedy(*self._model.greedy(hidden[part])))
                 continue
             logits = self._model.logits(hidden[part])

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ...ipc.messages import RowOpen, Sampling
+from ...ipc.messages import RowOpen, Sampling, StepPlan
 
 _FIRST_LEVEL = 1  # of `guess_level`: a row has to show first that it can guess
 
@@ -17,7 +17,8 @@ _FIRST_LEVEL = 1  # of `guess_level`: a row has to show first that it can guess
 class Rows:
     """`num_rows` rows of at most `max_len` positions, and the id that may be drawn after the last of them."""
 
-    def __init__(self, *, num_rows: int, max_len: int, block_size: int) -> None:
+    def __init__(self, *, num_rows: int, max_len: int, block_size: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         # The two large columns are zeroed lazily by the system: memory is taken only where rows write.
         self.ids: NDArray[np.int32] = np.zeros((num_rows, max_len + 1), np.int32)
         self.blocks: NDArray[np.int32] = np.zeros((num_rows, -(-(max_len + 1) // block_size)), np.int32)
@@ -38,6 +39,11 @@ class Rows:
         self.sampling: list[Sampling] = [Sampling()] * num_rows  # whole, for the rows that edit logits
         self.min_len: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # no end is drawn before; 0: it is over
         self.ends: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * num_rows  # for the rows with a `min_len`
+
+        # What rows may draw, [⌈vocab / 32⌉] int32: always, because of their parameters; and in this step.
+        self._allowed: dict[int, NDArray[np.int32]] = {}
+        self.masks: dict[int, NDArray[np.int32]] = {}
+        self.is_masked: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # is in `masks`
 
         self.guess_step = 0  # how often guesses were asked for; for this and the next four see `ngram.py`
         self.guess_level: NDArray[np.float64] = np.zeros(num_rows)
@@ -63,6 +69,9 @@ class Rows:
         self.seed[i] = sampling.seed
         self.num_logprobs[i] = -1 if sampling.logprobs is None else sampling.logprobs
         self.num_prompt_logprobs[i] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+        self._allowed.pop(i, None)
+        if sampling.allowed_token_ids:
+            self._allowed[i] = _bits(sampling.allowed_token_ids, self._vocab_size)
         self.sampling[i] = sampling
         self.min_len[i] = row.min_len
         self.ends[i] = np.frombuffer(row.ends, "<i4")
@@ -77,6 +86,18 @@ class Rows:
             self.blocks[row, self.num_blocks[row]] = block
             self.num_blocks[row] += 1
 
+    def mask(self, plan: StepPlan) -> None:
+        """Takes in which tokens rows may draw in this step."""
+        if not self.masks and not self._allowed and not plan.masked_rows:
+            return
+        self.is_masked[list(self.masks)] = False
+        allowed = self._allowed
+        self.masks = {row: allowed[row] for row in np.frombuffer(plan.rows, "<i4").tolist() if row in allowed}
+        if plan.masked_rows:
+            rows = np.frombuffer(plan.masked_rows, "<i4").tolist()
+            for row, mask in zip(rows, np.frombuffer(plan.masks, "<i4").reshape(len(rows), -1), strict=True):
+                self.masks[row] = mask & allowed[row] if row in allowed else mask
+        self.is_masked[list(self.masks)] = True
     def lift_minimum(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> list[int]:
         """The rows that may end with what they are about to draw for the positions `ends`, and could not before."""
         lifted = [int(row) for row in rows[(self.min_len[rows] > 0) & (ends >= self.min_len[rows])]]
@@ -122,3 +143,10 @@ class Rows:
         self.num_computed[rows] = ends  # of a row that stands several times, the last assignment counts
         self.num_ids[rows] = ends + 1
         return kept
+
+
+def _bits(tokens: tuple[int, ...], vocab_size: int) -> NDArray[np.int32]:
+    """A mask of these tokens."""
+    allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    allowed[list(tokens)] = True
+    return np.packbits(allowed, bitorder="little").view("<i4")

@@ -1,9 +1,10 @@
 """Draws the next token of each row.
 
-The order is vLLM's: bias and penalties change the raw logits, temperature divides them, min_p, top_k and top_p cut the
-tail, and one token is drawn from what is left. Drawing is the Gumbel-max trick: the token with the greatest
-logit + Gumbel noise is a sample of the softmax. The noise of a token is a hash of (request seed, output position, token
-id), so a request draws the same tokens alone, in any batch, in any row, and again after it was moved or resumed.
+The order is vLLM's: bias and penalties change the raw logits, what a mask forbids becomes -inf, temperature divides
+them, min_p, top_k and top_p cut the tail, and one token is drawn from what is left. Drawing is the Gumbel-max trick:
+the token with the greatest logit + Gumbel noise is a sample of the softmax. The noise of a token is a hash of (request
+seed, output position, token id), so a request draws the same tokens alone, in any batch, in any row, and again after it
+was moved or resumed.
 
 The hash is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the
 constants are those of Vigna's splitmix64.c): its generator steps by a constant and mixes the state, so the n-th number
@@ -44,20 +45,23 @@ class Sampler:
         self, logits: Tensor, rows: Rows, picked: NDArray[np.int64], ends: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """One id for each of the rows `picked`, for its position `ends`, before which its ids are those in `rows.ids`;
-        -1 where logits are not finite. A row may be picked for several positions.
+        -1 where logits are not finite, or a mask allows no token. A row may be picked for several positions.
 
         logits: [picked, vocab] float32 and left as they are.
         """
         ids = self.greedy(*self._greedy(logits))
         finite = ids >= 0
         drawn = finite & (rows.temperature[picked] > 0)
-        special = np.flatnonzero(drawn | (finite & rows.edits_logits[picked]))
+        special = np.flatnonzero(drawn | (finite & (rows.edits_logits | rows.is_masked)[picked]))
         if len(special):
             edited = logits[torch.from_numpy(special).to(logits.device)]
             for i in np.flatnonzero(rows.edits_logits[picked[special]]).tolist():
                 row, end = int(picked[special[i]]), int(ends[special[i]])
                 _edit(edited[i], rows.sampling[row], rows.bias(row), rows.ids[row, :end], int(rows.num_prompt[row]))
-            ids[special] = edited.argmax(dim=-1).cpu().numpy()
+            for i in np.flatnonzero(rows.is_masked[picked[special]]).tolist():
+                _forbid(edited[i], rows.masks[int(picked[special[i]])])
+            ids[special] = self.greedy(*self._greedy(edited))
+            drawn &= ids >= 0
             if drawn.any():
                 among = np.flatnonzero(drawn[special])
                 if len(among) < len(special):
@@ -106,6 +110,12 @@ def _edit(logits: Tensor, sampling: Sampling, bias: dict[int, float], ids: NDArr
         logits[tensor(written)] -= sampling.frequency_penalty * tensor(counts) + sampling.presence_penalty
     # A bias of 1e300 is a finite number, too. The request gets what it asked for, and everyone else their tokens.
     logits.nan_to_num_(nan=-_GREATEST, posinf=_GREATEST, neginf=-_GREATEST)
+
+
+def _forbid(logits: Tensor, mask: NDArray[np.int32]) -> None:
+    """logits: [vocab], changed in place; mask: [⌈vocab / 32⌉], a set bit allows its token."""
+    allowed = np.unpackbits(mask.view(np.uint8), count=logits.shape[0], bitorder="little")
+    logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -math.inf)
 
 
 def _floors(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ import pytest
 from servers import ROOT, Server, wait_until
 
 from pagewire import LLM, EngineClient, SamplingParams
+from pagewire.engine.text.tokenizer import load_tokenizer
 from pagewire.errors import RequestError, StartError
-from pagewire.ipc.messages import Limits, Sampling
+from pagewire.ipc.messages import Constraint, Limits, Sampling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -55,11 +56,31 @@ def test_beside_http(address: str, expected: list[list[int]]) -> None:
     asyncio.run(scenario())
 
 
+def test_a_grammar_binds_its_own_request(address: str, expected: list[list[int]]) -> None:
+    async def scenario() -> None:
+        async with await EngineClient.connect(address) as client:
+            free = [client.generate(prompt, GREEDY, Limits(max_tokens=24)) for prompt in PROMPTS]
+            hot = Sampling(temperature=1.0, seed=5)
+            bound = client.generate(
+                PROMPTS[0], hot, Limits(max_tokens=24), n=3, constraint=Constraint("regex", "[a-z]{9}")
+            )
+            impossible = client.generate(PROMPTS[0], constraint=Constraint("regex", "("))
+            assert [(await g.ids())[0] for g in free] == expected
+            texts = {tokenizer.decode(ids, skip_special_tokens=True) for ids in await bound.ids()}
+            assert len(texts) > 1 and all(len(text) == 9 and text.isalpha() for text in texts), texts
+            with pytest.raises(RequestError) as refused:
+                await impossible.ids()
+            assert refused.value.kind == "invalid_request"
+
+    tokenizer = load_tokenizer(ROOT / "demo_model")
+    asyncio.run(scenario())
+
+
 def test_an_engine_of_ones_own(expected: list[list[int]]) -> None:
     async def scenario() -> None:
         async with await EngineClient.start(threads=1, kv_cache_memory="64M") as client:
             names = {" ".join(p.cmdline()).strip() for p in psutil.Process(client._process.pid).children()}  # type: ignore[union-attr]
-            assert names == {"pagewire: core", "pagewire: worker"}
+            assert names == {"pagewire: core", "pagewire: grammar", "pagewire: worker"}
             generations = [client.generate(prompt, GREEDY, Limits(max_tokens=24)) for prompt in PROMPTS]
             assert [(await g.ids())[0] for g in generations] == expected
             last = client.generate([1], limits=Limits(ignore_eos=True))
@@ -92,7 +113,7 @@ def test_launched_by_hand(tmp_path: Path, expected: list[list[int]]) -> None:
 
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         address = f"ipc://{folder}/engine"
-        command = ("-m", "pagewire.procs.launch", "--actors", "core,worker", "--client-address", address)
+        command = ("-m", "pagewire.procs.launch", "--actors", "core,grammar,worker", "--client-address", address)
         server = Server(tmp_path, "--kv-cache-memory", "64M", command=command)
         try:
             asyncio.run(scenario(address))

@@ -19,7 +19,7 @@ from servers import ROOT, Server, free_port, wait_until
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Server]
-ACTORS = {"api", "tokenizer", "core", "worker", "detokenizer"}
+ACTORS = {"api", "tokenizer", "core", "grammar", "worker", "detokenizer"}
 
 
 def open_stream(server: Server, events: list[bytes]) -> threading.Thread:
@@ -144,7 +144,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process(start: Start) -> None:
     wait_until(lambda: not any(c.is_running() and c.status() != "zombie" for c in children), "all are gone", 2.0)
 
 
-@pytest.mark.parametrize("name", ["worker", "detokenizer"])
+@pytest.mark.parametrize("name", ["worker", "detokenizer", "grammar"])
 def test_a_death_in_service_ends_everything_with_the_cause(start: Start, name: str) -> None:
     server = start().wait_ready()
     events: list[bytes] = []
@@ -256,10 +256,11 @@ def test_the_parts_run_on_two_launches_over_tcp(start: Start, tmp_path: Path) ->
     addresses = [f"{name}=tcp://127.0.0.1:{port}" for name, port in ports.items()]
     launch = ("-m", "pagewire.procs.launch")
     common = ["--key-file", str(tmp_path / "key"), "--address", *addresses]
-    engine = start("--actors", "worker,core", *common, command=launch)
+    engine = start("--actors", "worker,core,grammar", *common, command=launch)
     wait_until(lambda: (tmp_path / "key").exists(), "the key is made")
     door = start("--actors", "tokenizer,detokenizer,api", *common, command=launch).wait_ready()
-    assert set(engine.children()) == {"worker", "core"} and set(door.children()) == {"tokenizer", "detokenizer", "api"}
+    assert set(engine.children()) == {"worker", "core", "grammar"}
+    assert set(door.children()) == {"tokenizer", "detokenizer", "api"}
     body = {"messages": [{"role": "user", "content": "Count from 1 to 5"}], "temperature": 0}
     request = urllib.request.Request(
         f"{door.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

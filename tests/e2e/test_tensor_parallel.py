@@ -100,11 +100,11 @@ def test_what_only_the_fallback_runs_is_refused_once_for_all_ranks(tmp_path, sta
 
 
 def test_the_ranks_may_be_of_two_launches(start, tmp_path):
-    names = ("worker", "worker-1", "core", "tokenizer", "detokenizer", "api", "ranks")
+    names = ("worker", "worker-1", "core", "grammar", "tokenizer", "detokenizer", "api", "ranks")
     addresses = [f"{name}=tcp://127.0.0.1:{free_port()}" for name in names]
     launch = ("-m", "pagewire.procs.launch")
     common = ["--tensor-parallel-size", "2", "--key-file", str(tmp_path / "key"), "--address", *addresses]
-    first = start("--actors", "worker,core,tokenizer,detokenizer,api", *common, command=launch)
+    first = start("--actors", "worker,core,grammar,tokenizer,detokenizer,api", *common, command=launch)
     wait_until(lambda: (tmp_path / "key").exists(), "the key is made")
     second = start("--actors", "worker-1", *common, command=launch)
     first.wait_ready()

@@ -5,9 +5,9 @@ A client knows what it must get, compares every piece of news with it, and wants
 
 from collections.abc import Sequence
 
-from fakes import EOS, enqueue, expected_output
+from fakes import EOS, allowed_after, enqueue, expected_output
 
-from pagewire.ipc.messages import Accepted, Enqueue, Failed, Opened, TokenBatch, Tokens, bytes_to_ids
+from pagewire.ipc.messages import Accepted, Constraint, Enqueue, Failed, Opened, TokenBatch, Tokens, bytes_to_ids
 
 from .oracle import Oracle
 
@@ -29,6 +29,7 @@ class Ask:
         prompt_logprobs: int | None,
         queue_timeout_s: float | None,
         min_tokens: int,
+        constraint: Constraint | None,
     ) -> None:
         self.prompt = prompt
         self.max_tokens = max_tokens
@@ -41,6 +42,7 @@ class Ask:
         self.prompt_logprobs = prompt_logprobs
         self.queue_timeout_s = queue_timeout_s
         self.min_tokens = min_tokens
+        self.constraint = constraint
 
     def message(self, rid: int, n: int = 1, resume_ids: Sequence[int] = ()) -> Enqueue:
         """As the tokenizer sends it. The seed of a sequence is its rid."""
@@ -60,22 +62,35 @@ class Ask:
             n=n,
             resume_ids=resume_ids,
             min_tokens=self.min_tokens,
+            constraint=self.constraint,
         )
 
 
 class Client:
     """One sequence: what it asked for, what it has been told."""
 
-    def __init__(self, rid: int, ask: Ask, *, max_len: int, fails: bool, stop_after: int | None) -> None:
-        """`fails`: its logits are not finite. `stop_after`: output after which its text holds a stop string."""
+    def __init__(
+        self, rid: int, ask: Ask, *, max_len: int, fails: bool, stop_after: int | None, stumbles: bool
+    ) -> None:
+        """`fails`: its logits are not finite. `stop_after`: output after which its text holds a stop string.
+        `stumbles`: its grammar may fail."""
         self.rid = rid
         self.ask = ask
         self.fails = fails
+        self.stumbles = stumbles
         self.stop_after = stop_after
         room = max_len - len(ask.prompt)
         self.max_tokens = room if ask.max_tokens is None else min(room, ask.max_tokens)
+        grammar = None if ask.constraint is None else rid
         self.expected = expected_output(
-            ask.prompt, self.max_tokens, max_len, rid, ask.ignore_eos, ask.stop_token_ids, ask.min_tokens
+            ask.prompt,
+            self.max_tokens,
+            max_len,
+            rid,
+            ask.ignore_eos,
+            ask.stop_token_ids,
+            ask.min_tokens,
+            grammar,
         )
         self.output: list[int] = []
         self.prompt_scored: list[int] = []  # the prompt positions whose log-probabilities came, by their ids
@@ -89,6 +104,11 @@ class Client:
     def is_open(self) -> bool:
         """It waits for news."""
         return self.end is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Its grammar allows nothing more."""
+        return self.ask.constraint is not None and allowed_after(self.rid, self.output) == ()
 
     @property
     def size(self) -> int:
@@ -112,7 +132,9 @@ class Client:
             assert tokens.finish != "abort", f"{self.rid}: aborted although nobody asked"
             assert self.output == self.expected, f"{self.rid}: ended with {self.output}, not {self.expected}"
             is_stop = bool(self.output) and (
-                self.output[-1] in self.ask.stop_token_ids or (self.output[-1] == EOS and not self.ask.ignore_eos)
+                self.output[-1] in self.ask.stop_token_ids
+                or (self.output[-1] == EOS and not self.ask.ignore_eos)
+                or (self.is_complete and len(self.output) < self.max_tokens)
             )
             assert (tokens.finish == "stop") == is_stop, f"{self.rid}: {tokens.finish} is not why it ended"
             if self.ask.prompt_logprobs is not None:
@@ -128,8 +150,8 @@ class Client:
     def hear_failed(self, failed: Failed) -> None:
         """It has failed. Reasons that a client may be given are few."""
         assert self.is_open, f"{self.rid}: failed after the terminal message"
-        kinds = {"queue_full": True, "internal": self.fails, "unavailable": self.ask.queue_timeout_s is not None}
-        kinds["invalid_request"] = not self.accepted
+        kinds = {"queue_full": True, "unavailable": self.ask.queue_timeout_s is not None}
+        kinds |= {"internal": self.fails or self.stumbles, "invalid_request": not self.accepted}
         assert failed.kind != "unavailable" or not self.opened, f"{self.rid}: expired although it was started"
         assert kinds.get(failed.kind, False), f"{self.rid}: failed without a reason: {failed}"
         self.end = failed.kind

@@ -17,68 +17,32 @@ from invariants import check, writes_are_exclusive
 
 from pagewire.engine.core import policy
 from pagewire.engine.core.block_pool import BlockPool
-from pagewire.engine.core.eviction import EvictionName
 from pagewire.engine.core.kv_events import Cleared, Stored
 from pagewire.engine.core.request import State
 from pagewire.engine.core.scheduler import Scheduler
-from pagewire.ipc.messages import Cancel, Enqueue, StepPlan, StepResult, StopHit, Transferred, bytes_to_ids
+from pagewire.ipc.messages import (
+    Cancel,
+    Constraint,
+    Enqueue,
+    Masks,
+    StepPlan,
+    StepResult,
+    StopHit,
+    Transferred,
+    bytes_to_ids,
+)
 
 from .clients import Ask, Client, Journal
+from .grammar import FakeGrammar
 from .oracle import Oracle
 from .patience import Fairness, Firsts, Patience
-from .stores import Address, TierOptions, WorkerHalf, core_half, keys_of
+from .setting import BLOCK_SIZE, Setting
+from .stores import Address, WorkerHalf, core_half, keys_of
 
-BLOCK_SIZE = 4
 MOST_EVENTS = 20_000
 _PARTIAL = -1
-_TIERS = [("free",), ("free",), ("host",), ("disk",), ("host", "disk"), ("free", "disk"), ("host", "free")]
 
-Mail = Enqueue | Cancel | StopHit | StepResult | Transferred
-
-
-class Setting:
-    """What an engine and its clients are like."""
-
-    def __init__(self, rng: Random) -> None:
-        self.num_blocks = rng.randint(4, 24)
-        self.depth = rng.randint(1, 3)
-        self.max_num_seqs = rng.randint(1, 8)
-        self.budget = rng.choice([1, 3, 8, 16, 64, 64])
-        self.max_len = min(self.num_blocks * BLOCK_SIZE, rng.randint(8, 80))
-        self.policy: policy.PolicyName = rng.choice(["fcfs", "priority", "fair"])
-        self.quantum = rng.choice([4, 16, 64])  # of fair
-        self.prefix_caching = rng.random() < 0.85
-        self.eviction: EvictionName = rng.choice(["lru", "lru", "lfu", "cost"])
-        self.itl_target_ms = rng.choice([None, None, 1.1, 5.0])
-        self.kv_events = rng.random() < 0.5
-        self.max_queued_requests, self.max_queued_tokens = rng.choice([(1000, 10**6)] * 3 + [(3, 10**6), (1000, 150)])
-        self.num_asks = rng.randint(1, 12)
-        self.span_s = rng.choice([0.0, 0.02, 0.1, 0.3])  # in which clients arrive
-        self.cancel_rate = rng.choice([0.0, 0.1, 0.4])
-        self.ambush_rate = rng.choice([0.0, 0.3])  # how likely something befalls a request that is being loaded
-        self.laziness = rng.choice([0.0, 0.0, 0.2])  # how likely the core plans no further although it could
-        self.stop_rate = rng.choice([0.0, 0.2])
-        self.stem_share = rng.choice([0.0, 0.7, 1.0])
-        self.turn_share = rng.choice([0.0, 0.3, 0.7])
-        self.worker_losses = rng.choice([0, 0, 0, 1, 2])
-        self.core_losses = rng.choice([0, 0, 0, 1])
-        self.speculate = rng.choice([0, 1, 2, BLOCK_SIZE - 1])  # guesses of a row in a step
-        self.luck = rng.choice([0.0, 0.5, 0.9, 1.0])  # how likely a guess is right
-        self.tier: TierOptions | None = None
-        if rng.random() < 0.7:
-            kinds = rng.choice(_TIERS)
-            self.tier = TierOptions(
-                kinds=kinds,
-                capacities=tuple(rng.choice([1, 2, 10, 100]) for _ in kinds),
-                keeps_evicted=rng.random() < 0.8,
-                saves_ended=rng.random() < 0.7,
-                delays_sends=rng.random() < 0.5,
-                hesitation=rng.choice([0.0, 0.0, 0.3]),
-                eviction=rng.choice(["lru", "lfu", "cost"]),
-                fault_rate=rng.choice([0.0, 0.1, 0.5]),
-                latency_s=rng.choice([0.0001, 0.003, 0.03]),
-                block_ms=rng.choice([0.0, 0.01, 3.0]),
-            )
+Mail = Enqueue | Cancel | StopHit | StepResult | Transferred | Masks
 
 
 class History:
@@ -102,6 +66,7 @@ class History:
         self._is_awake = False  # the core has a wake-up coming
         self._routed: set[tuple[str, bytes]] = set()  # what a router believes to be cached where
         self._fail_seeds: set[int] = set()
+        self._stumbles: dict[int, int] = {}  # rid → output after which its grammar fails
         setting = self._setting
         stem = [self.rng.randrange(VOCAB) for _ in range(30)]
         self._stems = [stem, stem[:BLOCK_SIZE] + stem[2 * BLOCK_SIZE :]]  # equal blocks after unequal prefixes
@@ -151,6 +116,7 @@ class History:
             earlier = rng.choice(list(self._journal.clients.values()))
             salt = earlier.ask.salt
             prompt = (earlier.ask.prompt + earlier.expected + prompt)[: setting.max_len - rng.randint(1, 8)] or prompt
+        is_constrained = rng.random() < setting.constrained_share
         ask = Ask(
             prompt[: setting.max_len - 1],
             max_tokens=rng.choice([None, 0, 1, 2, 5, 20, 20]),
@@ -162,19 +128,26 @@ class History:
             logprobs=0 if rng.random() < 0.1 else None,
             prompt_logprobs=0 if rng.random() < 0.1 else None,
             queue_timeout_s=rng.choice([None, None, None, 0.01]),
-            min_tokens=6 if rid % 5 == 0 else 0,
+            min_tokens=0 if is_constrained or rid % 5 else 6,
+            constraint=Constraint() if is_constrained else None,
         )
         n = rng.choice([1, 1, 1, 2, 3])
         for choice in range(n):
             fails = rng.random() < 0.03
             stop_after = rng.randint(1, 6) if rng.random() < setting.stop_rate else None
-            client = Client(rid + choice, ask, max_len=setting.max_len, fails=fails, stop_after=stop_after)
+            stumbles = ask.constraint is not None and rng.random() < 0.1
+            client = Client(
+                rid + choice, ask, max_len=setting.max_len, fails=fails, stop_after=stop_after, stumbles=stumbles
+            )
+            if stumbles:
+                self._stumbles[client.rid] = rng.randint(0, 10)
             if fails:
                 self._fail_seeds.add(client.rid)
             self._journal.add(client)
             if rng.random() < setting.cancel_rate:
                 self._later(rng.random() * 0.05, lambda client=client: self._cancel(client))
         self.seen["several choices"] += n > 1
+        self.seen["constrained"] += n * (ask.constraint is not None)
         self._post(ask.message(rid, n))
 
     def _cancel(self, client: Client) -> None:
@@ -213,6 +186,8 @@ class History:
         self._patience = Patience(self._scheduler, setting.policy != "fair", setting.policy == "priority")
         self._fairness = Fairness(self._scheduler, setting.quantum) if setting.policy == "fair" else None
         self._routed.clear()
+        self._grammar = FakeGrammar(self._stumbles)
+        self._masked_until = self.now
         self._new_worker()
 
     def _post(self, message: Mail) -> None:
@@ -234,6 +209,8 @@ class History:
             self._handle(message)
         if scheduler.deadlines:
             scheduler.expire(self.now)
+        if (drawn := scheduler.constraints.take()) is not None:
+            self._ask_grammar(lambda: self._grammar.hear(drawn))
         while self._plan():
             if self.rng.random() < self._setting.laziness:
                 self._wake(0.001)
@@ -262,6 +239,9 @@ class History:
                     self.seen["refused"] += not client.is_open
                     if client.is_open:
                         self._patience.arrive(client)
+                if message.constraint is not None and scheduler.num_waiting > before:
+                    rids, resumed = range(message.rid, message.rid + message.n), bytes_to_ids(message.resume_ids)
+                    self._ask_grammar(lambda: self._grammar.open(rids, resumed))
             case Cancel():
                 self._say(f"{message.rids} cancelled")
                 for rid in message.rids:
@@ -275,11 +255,30 @@ class History:
                     f"step {message.step} is over: {list(bytes_to_ids(message.ids))} {list(message.num_drawn[::4])}"
                 )
                 scheduler.apply(message)
+            case Masks():
+                nums = [len(part) // 8 for part in (message.rids, message.free, message.complete)]
+                self._say(f"{nums} may draw some, any and no token, {message.failed} failed")
+                self.seen["masks"] += len(message.rids) // 8
+                self.seen["grammars that are complete"] += len(message.complete) // 8
+                scheduler.allow(message)
             case Transferred():
                 self._say(
                     f"loaded {message.loaded}, failed {list(bytes_to_ids(message.failed_blocks))}, {message.sent} sent"
                 )
                 scheduler.transferred(message)
+
+    def _ask_grammar(self, ask: Callable[[], Masks]) -> None:
+        """The process answers later, one question after another, and not to a core that is gone."""
+        scheduler = self._scheduler
+        self._masked_until = max(self._masked_until, self.now) + self.rng.random() * self._setting.mask_s
+
+        def answer() -> None:
+            if scheduler is self._scheduler:
+                masks = ask()
+                if masks != Masks(b"", b""):
+                    self._post(masks)
+
+        self._later(self._masked_until - self.now, answer)
 
     def _plan(self) -> bool:
         """Makes the next plan and has the worker carry it out; the result is on its way. False: there is none."""
@@ -468,6 +467,7 @@ class History:
         assert not still, f"nothing is left to happen and {still} were not answered"
         assert scheduler.num_in_flight == scheduler.num_running == scheduler.num_waiting == 0
         assert not scheduler.roster.held, "blocks are held for nobody"
+        assert not self._grammar.outputs, "grammars are followed for nobody"
         assert scheduler.pool.num_free == setting.num_blocks, "blocks leaked"
         assert len(scheduler.roster.free_rows) == setting.max_num_seqs, "rows leaked"
         if self._fairness is not None:

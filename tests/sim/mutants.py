@@ -7,10 +7,11 @@ from unittest.mock import patch
 from fakes import FakeRow, FakeWorker, kv_of, next_token
 from msgspec.structs import replace
 
-from pagewire.engine.core import planner, preemption, scheduler
+from pagewire.engine.core import kv_events, planner, preemption, scheduler
 from pagewire.engine.core import request as request_module
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.constraints import Constraints
 from pagewire.engine.core.draft import Draft, InFlight
 from pagewire.engine.core.loads import Loads
 from pagewire.engine.core.planner import Planner
@@ -34,7 +35,7 @@ _prefix_find = PrefixCache.find
 _prefix_events = PrefixCache.take_events
 _loads_start = Loads.start
 _loads_finish = Loads.finish
-_refusal = Scheduler._refusal
+_refusal = Scheduler.refusal
 _apply_speculative = Scheduler._apply_speculative
 _plan_speculative = Planner._plan_speculative
 _speculate = FakeWorker._speculate
@@ -169,8 +170,8 @@ def _by_arrival(self: Waiting) -> Request | None:
     return min(self, key=lambda r: r.arrival, default=None)
 
 
-def _take_everybody(self: Scheduler, message, num_prompt: int):
-    refusal = _refusal(self, message, num_prompt)
+def _take_everybody(self: Scheduler, message):
+    refusal = _refusal(self, message)
     return None if refusal is not None and refusal.kind == "queue_full" else refusal
 
 
@@ -179,7 +180,7 @@ def _no_limit_in_flight(self: Scheduler) -> StepPlan | None:
 
 
 def _never_removed(self: PrefixCache):
-    return [event for event in _prefix_events(self) if not isinstance(event, scheduler.Removed)]
+    return [event for event in _prefix_events(self) if not isinstance(event, kv_events.Removed)]
 
 
 def _accept_one_too_many(self: FakeWorker, state: FakeRow, guesses: list[int]) -> list[int]:
@@ -223,6 +224,16 @@ def _speculate_for_all(self: Request, message, **more) -> None:
     self.may_speculate = True
 
 
+def _draw_without_a_mask(self: Request, message, **more) -> None:
+    _request_init(self, message, **more)
+    self.num_allowed = 10**9
+
+
+def _any_mask_for_any_token(self: Request, mask: bytes) -> None:
+    self.num_allowed = 10**9  # what came once holds for ever
+    self.mask = mask
+
+
 def _nothing(*_: object) -> None:
     """Done by nobody."""
 
@@ -259,7 +270,7 @@ MUTANTS: dict[str, Patch] = {
     "the first in line is preempted": (planner, "choose_victim", _preempt_the_first),
     "the last in line is admitted first": (Waiting, "first", _last_comes_first),
     "tenants are served as they come": (Waiting, "first", _by_arrival),
-    "the queue has no bound": (Scheduler, "_refusal", _take_everybody),
+    "the queue has no bound": (Scheduler, "refusal", _take_everybody),
     "a router is told too little": (PrefixCache, "take_events", _never_removed),
     "a wrong guess is accepted": (FakeWorker, "_speculate", _accept_one_too_many),
     "the bound of wrong guesses stays": (Scheduler, "_apply_speculative", _keep_the_bound),
@@ -267,6 +278,10 @@ MUTANTS: dict[str, Patch] = {
     "the KV of a wrong guess is offered": (Roster, "release", _offer_a_guess),
     "guesses cost no budget": (Planner, "_plan_speculative", _speculate_for_free),
     "guesses have no blocks": (Planner, "_plan_speculative", _speculate_without_blocks),
+    "a constrained request draws while it is in flight": (Request, "__init__", _draw_without_a_mask),
+    "a mask holds for more than one token": (Request, "allow", _any_mask_for_any_token),
+    "a grammar is not told what was drawn": (Constraints, "draw", _nothing),
+    "a grammar is followed after the end": (Constraints, "end", _nothing),
     "who wants log-probabilities gets guesses": (Request, "__init__", _speculate_for_all),
 }
 

@@ -2,8 +2,8 @@
 
 Under `fcfs` and `priority` the first in line has a position in every plan, or is blocked only by what is in flight. A
 request that is first therefore ends within `depth + 1` plans for each of its positions and tokens, and one that is not
-waits for those before it to do the same. Plans that are made while a load or a question to a connector is under way
-are not counted, and whoever loses its KV with a worker starts again.
+waits for those before it to do the same. Plans that are made while a load, a question to a connector or a mask is under
+way are not counted, and whoever loses its KV with a worker starts again.
 """
 
 from invariants import Touched
@@ -67,6 +67,8 @@ class Patience:
         loads = scheduler._loads
         if scheduler.asks_again or (loads is not None and len(loads)):
             return
+        if any(r.num_total >= r.num_allowed for r in scheduler.roster.requests.values()):
+            return  # somebody's mask is on its way, or will be
         self._num_plans += 1
 
     def start_again(self) -> None:

@@ -82,6 +82,38 @@ def test_what_may_not_end_yet(checkpoint, driver):
     assert 11 in ours[2].output[4:] and set(ours[2].output[:4]) == {12}
 
 
+def _masked_requests():
+    some, few = [[5, 6, 7, 40], list(range(3, 300, 7)), [9]], tuple(range(30, 60))
+    samplings = (
+        (Sampling(temperature=0), some),
+        (Sampling(temperature=1.1, seed=3, top_k=20, top_p=0.9, logprobs=2), some),
+        (Sampling(temperature=0, repetition_penalty=1.8, logit_bias={5: 30.0, 8: 90.0}), some),
+        (Sampling(temperature=0.9, seed=4, allowed_token_ids=few), []),
+        (Sampling(temperature=0, allowed_token_ids=few), [list(range(50, 100)), [31, 100]]),
+        (Sampling(temperature=0), []),
+        (Sampling(temperature=0, allowed_token_ids=(3,)), [[3], [4]]),  # none of them
+    )
+    return [
+        Request([7, 8, 9 + i] * (1 + 3 * i), sampling=sampling, max_new=6, allowed=allowed)
+        for i, (sampling, allowed) in enumerate(samplings)
+    ]
+
+
+def test_what_rows_may_draw(checkpoint, driver):
+    folder = checkpoint("llama", **LAYERS)
+    ours, theirs = _masked_requests(), _masked_requests()
+    driver(folder, **SMALL).run(ours, chunk=16, budget=32, rows=4)
+    _on_the_host(folder).run(theirs, chunk=16, budget=32, rows=4)
+    assert [request.output for request in ours] == [request.output for request in theirs]
+    for request in ours[:-1]:
+        for i, token in enumerate(request.output):
+            assert not request.allowed or token in request.allowed[i % len(request.allowed)]
+            assert token in (request.sampling.allowed_token_ids or [token])
+    assert ours[-1].output[:2] == [3, -1]
+    (_, my_values), (_, values) = arrays(ours[1].logprobs), arrays(theirs[1].logprobs)
+    assert np.abs(my_values - values).max() < 1e-3
+
+
 def test_guesses_change_no_token(checkpoint, driver):
     """The model is random and says nothing twice by itself; it does once few tokens are left to it."""
     folder = checkpoint("llama", **LAYERS)

@@ -20,7 +20,7 @@ def _find(ids):
 
 
 def _rows(prompts, level=0):
-    rows = Rows(num_rows=len(prompts), max_len=400, block_size=16)
+    rows = Rows(num_rows=len(prompts), max_len=400, block_size=16, vocab_size=320)
     rows.ids[:] = 3  # what somebody left
     for i, prompt in enumerate(prompts):
         rows.open(RowOpen(i, ids_to_bytes(prompt), len(prompt), len(prompt) - 1, b"", Sampling()))

@@ -10,7 +10,7 @@ import transformers
 
 from pagewire.engine.runner.rows import Rows
 from pagewire.engine.runner.sampler import Sampler
-from pagewire.ipc.messages import RowOpen, Sampling, ids_to_bytes
+from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
 from pagewire.kernels.ops import reference_ops
 
 VOCAB = 50
@@ -18,7 +18,7 @@ VOCAB = 50
 
 def _rows(samplings, *, prompts=None, outputs=None):
     """Rows whose next token is drawn after these prompts and outputs."""
-    rows = Rows(num_rows=len(samplings), max_len=64, block_size=16)
+    rows = Rows(num_rows=len(samplings), max_len=64, block_size=16, vocab_size=VOCAB)
     for i, sampling in enumerate(samplings):
         prompt = prompts[i] if prompts else [1, 2, 3]
         output = outputs[i] if outputs else []
@@ -34,6 +34,46 @@ def _sample(logits, samplings, **state):
     ids = sampler.sample(logits, rows, np.arange(len(samplings)), rows.num_ids[: len(samplings)])
     assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "the raw logits are still needed for logprobs"
     return ids.tolist()
+
+
+def _masked(logits, samplings, masks):
+    """One draw for each row; masks: row → the tokens it may draw."""
+    rows = _rows(samplings)
+    everyone, nothing = np.arange(len(samplings)), b""
+    bits = b"".join(sum(1 << t for t in tokens).to_bytes(8, "little") for tokens in masks.values())
+    planned, masked = ids_to_bytes(everyone.tolist()), ids_to_bytes(list(masks))
+    rows.mask(StepPlan(0, (), nothing, nothing, planned, nothing, nothing, masked_rows=masked, masks=bits))
+    sampler = Sampler(vocab_size=VOCAB, device=torch.device("cpu"), ops=reference_ops())
+    return rows, sampler.sample(logits, rows, everyone, rows.num_ids[everyone]).tolist()
+
+
+def test_only_what_the_masks_allow_is_drawn():
+    torch.manual_seed(0)
+    greedy, hot = Sampling(temperature=0), Sampling(temperature=2.0, top_k=30, top_p=0.9, min_p=0.001, seed=1)
+    liked = Sampling(temperature=0, logit_bias={3: 90.0, 9: 50.0}, repetition_penalty=1.5)
+    few = Sampling(temperature=1.5, allowed_token_ids=(1, 7, 49))
+    for _ in range(20):
+        logits = torch.randn(6, VOCAB) * 5
+        masks = {0: [4, 33], 1: [0, 49, 12], 2: [9, 10], 3: [7, 8], 5: [2]}
+        _, ids = _masked(logits, [greedy, hot, liked, few, few, few], masks)
+        assert ids[0] == max([4, 33], key=lambda token: logits[0, token]) and ids[1] in masks[1]
+        assert ids[2:4] == [9, 7] and ids[4] in (1, 7, 49)
+        assert ids[5] == -1  # no token is left
+
+
+def test_a_mask_is_of_one_step_and_its_row():
+    greedy, logits = Sampling(temperature=0), torch.randn(2, VOCAB)
+    rows, ids = _masked(logits, [greedy, greedy], {1: [5]})
+    assert ids == [int(logits[0].argmax()), 5]
+    nothing = b""
+    rows.mask(StepPlan(1, (), nothing, nothing, ids_to_bytes([0, 1]), nothing, nothing))
+    assert not rows.is_masked.any() and not rows.masks
+    rows.open(RowOpen(1, ids_to_bytes([1]), 1, 0, nothing, Sampling(allowed_token_ids=(6,))))
+    rows.mask(StepPlan(2, (), nothing, nothing, ids_to_bytes([1]), nothing, nothing))
+    assert rows.is_masked.tolist() == [False, True]
+    rows.open(RowOpen(1, ids_to_bytes([1]), 1, 0, nothing, greedy))
+    rows.mask(StepPlan(3, (), nothing, nothing, ids_to_bytes([1]), nothing, nothing))
+    assert not rows.is_masked.any()
 
 
 def _splitmix64(state):

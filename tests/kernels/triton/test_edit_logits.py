@@ -18,7 +18,7 @@ VOCAB = 128256 if BIG else 5003
 
 
 def _rows(samplings, prompts, outputs):
-    rows = Rows(num_rows=len(samplings), max_len=600, block_size=16)
+    rows = Rows(num_rows=len(samplings), max_len=600, block_size=16, vocab_size=VOCAB)
     for i, (sampling, prompt, output) in enumerate(zip(samplings, prompts, outputs, strict=True)):
         ids = prompt + output
         rows.open(RowOpen(i, ids_to_bytes(ids), len(prompt), len(ids), ids_to_bytes([i]), sampling))

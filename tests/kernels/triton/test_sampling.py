@@ -21,7 +21,7 @@ GROUPS = triton.cdiv(VOCAB, 2048) * 8
 
 
 def _rows(samplings, outputs):
-    rows = Rows(num_rows=len(samplings) + 1, max_len=64, block_size=16)
+    rows = Rows(num_rows=len(samplings) + 1, max_len=64, block_size=16, vocab_size=VOCAB)
     for i, (sampling, output) in enumerate(zip(samplings, outputs, strict=True)):
         ids = [1, 2, 3, *output]
         rows.open(RowOpen(i, ids_to_bytes(ids), 3, len(ids), ids_to_bytes([i]), sampling))

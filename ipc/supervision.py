@@ -1,7 +1,4 @@
-"""The messages between the supervisor and everyone else: an actor's start, its life signs, its end.
-
-A part of `messages`, from which they are imported; the rules there hold here.
-"""
+"""What the supervisor and everyone else tell each other. `messages` has all names of this file."""
 
 from msgspec import Struct
 

@@ -1,0 +1,62 @@
+"""What an output must keep to, and what the core and the grammar process tell each other of it.
+
+`messages` has all names of this file.
+
+    core ─Constrain, Drawn─▶ grammar ─Constrained, Masks─▶ core
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from ..errors import ErrorKind
+
+MOST_GRAMMAR_BYTES = 1 << 18  # of `Constraint.text`
+
+
+class Constraint(Struct, frozen=True, array_like=True):
+    """What the output must keep to besides the model's own taste. Compiled and followed by the grammar process."""
+
+    kind: Literal["none", "json_schema", "json_object", "regex", "choice", "lark"] = "none"  # none: only what follows
+    text: str = ""  # the schema as JSON, the pattern, the choices as a JSON list, the grammar
+    reasoning_ends: tuple[str, ...] = ()  # the grammar starts after the first of these; (): at once
+    reasoning_starts: tuple[str, ...] = ()  # what opens reasoning in an output (a prompt may have opened it already)
+    thinking_budget: int | None = None  # tokens of reasoning after which its end is forced
+    bad_words: tuple[bytes, ...] = ()  # int32 ids of each sequence that must not appear
+    lark_marks: tuple[str, ...] = ()  # in a lark text, what its rules mark0, mark1 … stand for; else, what comes first
+
+
+class Constrain(Struct, frozen=True, array_like=True, tag=True):
+    """core → grammar: the sequences `rid` … `rid + n - 1` are to keep to this. `Constrained` answers, then `Masks`."""
+
+    rid: int
+    n: int
+    constraint: Constraint
+    tail_ids: bytes  # int32, the last ids of the prompt: a template may have begun the reasoning already
+    resume_ids: bytes = b""  # int32, output that is there already
+
+
+class Drawn(Struct, frozen=True, array_like=True, tag=True):
+    """core → grammar: what constrained sequences drew, one token each, and which of them are over."""
+
+    rids: bytes  # int64
+    ids: bytes  # int32, parallel to rids
+    ended: bytes  # int64
+
+
+class Constrained(Struct, frozen=True, array_like=True, tag=True):
+    """grammar → core: the sequences of a `Constrain` may begin, or `kind` and `detail` say why not."""
+
+    rid: int
+    kind: ErrorKind | None = None
+    detail: str = ""
+
+
+class Masks(Struct, frozen=True, array_like=True, tag=True):
+    """grammar → core: what constrained sequences may draw next, each in one of the four."""
+
+    rids: bytes  # int64, of those that may draw what their bits say
+    bits: bytes  # int32 [rids × ⌈vocab / 32⌉]; bit t % 32 of word t / 32: token t is allowed
+    free: bytes = b""  # int64, of those that may draw anything
+    complete: bytes = b""  # int64, of those to which nothing can be added: they end here
+    failed: tuple[tuple[int, ErrorKind, str], ...] = ()  # (rid, kind, one sentence for the client)

@@ -1,0 +1,182 @@
+"""The grammar process: says which tokens may come next in the sequences that follow a grammar.
+
+The core tells what was drawn and hears masks, a message a step each. A grammar is compiled here only after it got
+through a trial (`trial.py`). Nothing of it is loaded before the first one comes. What fails here fails its own request.
+"""
+
+import asyncio
+import contextlib
+import logging
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING, assert_never
+
+from ..config import EngineConfig
+from ..engine.text.tokenizer import Tokenizer, load_tokenizer
+from ..errors import ErrorKind, PagewireError, RequestError
+from ..ipc.actor import Post
+from ..ipc.messages import Constrain, Constrained, Drawn, Facts, Masks, Ping, Stop, ToGrammar, bytes_to_ids
+from .trial import Compiler, Load, Matcher, Outcome, Trial, Trials, num_words
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_LOOK_S = 0.001  # between looks at trials under way
+
+log = logging.getLogger("pagewire.grammar")
+
+
+def load_grammars(config: EngineConfig) -> Compiler:
+    """Those of the model's vocabulary. Raises ConfigError."""
+    from ..engine.text.grammar import load_grammars as load
+
+    return load(Path(config.model_path), config.vocab_size, config.eos_token_ids)
+
+
+class _Answer:
+    """What the core is to be told next: `Masks` in columns."""
+
+    def __init__(self) -> None:
+        self.rids = array("q")
+        self.bits: list[bytes] = []
+        self.free = array("q")
+        self.complete = array("q")
+        self.failed: list[tuple[int, ErrorKind, str]] = []
+
+    def message(self) -> Masks | None:
+        if not (self.rids or self.free or self.complete or self.failed):
+            return None
+        return Masks(
+            self.rids.tobytes(),
+            b"".join(self.bits),
+            self.free.tobytes(),
+            self.complete.tobytes(),
+            tuple(self.failed),
+        )
+
+
+class GrammarActor:
+    """core → core."""
+
+    def __init__(self, config: EngineConfig, load: Load = load_grammars) -> None:
+        self._config = config
+        self._load = load
+        self._trials = Trials(config, load)
+        self._tried: dict[int, Constrain] = {}  # by their first rid
+        self._matchers: dict[int, Matcher] = {}
+        self._compiler: Compiler | None = None  # once it is needed; and the next two
+        self._mask: NDArray[np.int32]
+        self._tokenizer: Tokenizer | None = None
+        self._is_watching = False
+
+    def start(self, post: Post) -> Facts:
+        """See `Actor`."""
+        self._post = post
+        return Facts()
+
+    def handle(self, messages: list[ToGrammar]) -> None:
+        """See `Actor`."""
+        answer = _Answer()
+        for message in messages:
+            match message:
+                case Constrain():
+                    self._tried[message.rid] = message
+                    self._trials.begin(message.rid, Trial(message.constraint, message.n))
+                case Drawn():
+                    for rid in memoryview(message.ended).cast("q"):
+                        self._matchers.pop(rid, None)
+                    for rid, token in zip(memoryview(message.rids).cast("q"), bytes_to_ids(message.ids), strict=True):
+                        self._go_on(rid, [token], answer)
+                case Ping() | Stop():
+                    pass
+                case _:
+                    assert_never(message)
+        self._tell(answer)
+        self.poll()
+
+    async def stop(self, grace_s: float) -> None:
+        """See `Actor`."""
+        self._trials.close()
+
+    @property
+    def num_pending(self) -> int:
+        """Grammars that are tried out: as long as there are any, `poll` is to be called."""
+        return self._trials.num_pending
+
+    def poll(self) -> None:
+        """Goes on with the grammars that are through."""
+        if self.num_pending:
+            answer = _Answer()
+            for rid, outcome in self._trials.collect():
+                self._begin(self._tried.pop(rid), outcome, answer)
+            self._tell(answer)
+        if self.num_pending and not self._is_watching:
+            with contextlib.suppress(RuntimeError):  # without a loop, whoever runs the actors calls
+                asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+                self._is_watching = True
+
+    def _look(self) -> None:
+        self._is_watching = False
+        self.poll()
+
+    def _tell(self, answer: _Answer) -> None:
+        if (message := answer.message()) is not None:
+            self._post("core", message)
+
+    def _begin(self, message: Constrain, outcome: Outcome, answer: _Answer) -> None:
+        rids = range(message.rid, message.rid + message.n)
+        if outcome.kind is None:
+            try:
+                compiler, tail = self._loaded(), self._tail(message)
+                self._matchers.update((rid, compiler.compile(message.constraint, tail)) for rid in rids)
+            except PagewireError as error:
+                outcome = Outcome(error.kind if isinstance(error, RequestError) else "invalid_request", str(error))
+            except Exception:
+                log.exception("the grammar of request %d could not be compiled", message.rid)
+                outcome = Outcome("internal", "The grammar could not be compiled.")
+        self._post("core", Constrained(message.rid, outcome.kind, outcome.detail))
+        if outcome.kind is None:
+            resumed = bytes_to_ids(message.resume_ids).tolist()
+            for rid in rids:
+                self._go_on(rid, resumed, answer)
+
+    def _go_on(self, rid: int, ids: list[int], answer: _Answer) -> None:
+        """The sequence went on with these tokens: what may come next."""
+        matcher = self._matchers.get(rid)
+        if matcher is None:  # it has ended
+            return
+        try:
+            if ids:
+                matcher.accept(ids)
+            if matcher.is_ended:
+                answer.complete.append(rid)
+            elif not matcher.fill(self._mask):
+                answer.free.append(rid)
+            elif self._mask.any():
+                answer.rids.append(rid)
+                answer.bits.append(self._mask.tobytes())
+            else:
+                answer.failed.append((rid, "internal", "No token of the model fits the grammar here."))
+        except RequestError as error:
+            answer.failed.append((rid, error.kind, str(error)))
+        except Exception:
+            log.exception("the grammar of request %d cannot go on", rid)
+            answer.failed.append((rid, "internal", "The grammar of this request could not be followed any further."))
+
+    def _loaded(self) -> Compiler:
+        """What all grammars need, when the first of them does."""
+        if self._compiler is None:
+            import numpy as np
+
+            self._mask = np.zeros(num_words(self._config), np.int32)
+            self._compiler = self._load(self._config)
+        return self._compiler
+
+    def _tail(self, message: Constrain) -> str:
+        """The text of the prompt's last tokens, if it is of any account."""
+        if not message.constraint.reasoning_ends:
+            return ""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(Path(self._config.model_path))
+        return self._tokenizer.decode(bytes_to_ids(message.tail_ids), skip_special_tokens=False)

@@ -1,0 +1,89 @@
+"""A small grammar for tests of the machinery: the output goes through sets of token ids, again and again.
+
+`Constraint.text` is `sets`, `free` (so many tokens may be anything first), `length` (it is over after so many) and
+`fault` (something that goes wrong), as JSON.
+"""
+
+import json
+import os
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagewire.config import EngineConfig
+from pagewire.errors import ConfigError, RequestError
+from pagewire.ipc.messages import Constraint
+
+
+def cycle(*sets: list[int], free: int = 0, length: int | None = None, fault: str = "", fault_at: int = 0) -> Constraint:
+    text = json.dumps({"sets": sets, "free": free, "length": length, "fault": fault, "fault_at": fault_at})
+    return Constraint(kind="lark", text=text)
+
+
+def obeys(constraint: Constraint, ids: list[int]) -> bool:
+    """Whether the output is one of this grammar, or the beginning of one."""
+    rules = json.loads(constraint.text)
+    sets, free = rules["sets"], rules["free"]
+    in_time = rules["length"] is None or len(ids) <= rules["length"]
+    return in_time and all(token in sets[i % len(sets)] for i, token in enumerate(ids) if i >= free)
+
+
+class Follower:
+    def __init__(self, rules: dict[str, Any]) -> None:
+        self._rules = rules
+        self._ids: list[int] = []
+
+    def accept(self, ids: list[int]) -> None:
+        self._ids += ids
+        if self._rules["fault"] == "stumble" and len(self._ids) >= self._rules["fault_at"]:
+            raise RuntimeError("it stumbled")
+
+    def fill(self, mask: NDArray[np.int32]) -> bool:
+        place = len(self._ids)
+        if place < self._rules["free"]:
+            return False
+        bits = np.zeros(len(mask) * 32, np.bool_)
+        if not (self._rules["fault"] == "dead end" and place >= self._rules["fault_at"]):
+            bits[self._rules["sets"][place % len(self._rules["sets"])]] = True
+        mask[:] = np.packbits(bits, bitorder="little").view("<i4")
+        return True
+
+    @property
+    def is_ended(self) -> bool:
+        return len(self._ids) == self._rules["length"]
+
+
+class Cycles:
+    """See `Compiler`."""
+
+    def compile(self, constraint: Constraint, prompt_tail: str) -> Follower:
+        rules = json.loads(constraint.text)
+        match rules["fault"]:
+            case "refused":
+                raise RequestError("invalid_request", "This grammar is none.")
+            case "hangs":
+                time.sleep(600)
+            case "swells":
+                bytearray(8 * 2**30)
+            case "kills":
+                os.abort()
+            case "bug":
+                raise KeyError("oh")
+        return Follower(rules)
+
+
+def load(config: EngineConfig) -> Cycles:
+    """See `Load`."""
+    return Cycles()
+
+
+def load_nothing(config: EngineConfig) -> Cycles:
+    """A model without a vocabulary."""
+    raise ConfigError("There is no vocabulary.")
+
+
+def load_to_die(config: EngineConfig) -> Cycles:
+    """A library that cannot even be loaded."""
+    os._exit(3)

@@ -1,0 +1,175 @@
+"""The core and the grammar process, each alone: what they say to each other, and what is held until an answer comes."""
+
+import asyncio
+import time
+from array import array
+from pathlib import Path
+
+import grammars
+import numpy as np
+from engine_clients import Engine, address_in, until
+from fakes import EOS, VOCAB, bits_of, enqueue
+from grammars import cycle
+from msgspec.structs import replace
+
+from pagewire.config import Config, MachineFacts, ModelFacts, resolve
+from pagewire.ipc.messages import (
+    Accepted,
+    Cancel,
+    Constrain,
+    Constrained,
+    Constraint,
+    Drawn,
+    Failed,
+    Masks,
+    Message,
+    TokenBatch,
+    bytes_to_ids,
+    ids_to_bytes,
+)
+from pagewire.procs import grammar, trial
+
+SOME = Constraint("regex", "a")
+
+
+def rids(*numbers: int) -> bytes:
+    return array("q", numbers).tobytes()
+
+
+def told(engine: Engine, receiver: str) -> list[Message]:
+    """What this one was told since the last call."""
+    found = [message for name, message in engine.told if name == receiver]
+    engine.told = [(name, message) for name, message in engine.told if name != receiver]
+    return found
+
+
+def test_a_request_is_held_until_its_grammar_is_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Engine(address_in(tmp_path)) as engine:
+            engine.handle(enqueue(1, [1, 2, 3], max_tokens=3, n=2, constraint=SOME))
+            assert told(engine, "grammar") == [Constrain(1, 2, SOME, ids_to_bytes([1, 2, 3]))]
+            engine.handle(enqueue(5, [1] * 400, max_tokens=3, constraint=SOME))
+            (asked,) = told(engine, "grammar")
+            assert isinstance(asked, Constrain) and len(asked.tail_ids) == 4 * 64
+            assert told(engine, "api") == [] and engine.num_open == 0
+            engine.handle(Constrained(5, "invalid_request", "It is none."))
+            assert told(engine, "api") == [Failed(5, "invalid_request", "It is none.")]
+            engine.handle(Constrained(1), Masks(rids(1, 2), bits_of([4]) + bits_of([6])))
+            assert told(engine, "api") == [Accepted(1, 3), Accepted(2, 3)]
+            await until(lambda: len(drawn(engine)) == 2, "both drew")
+            assert drawn(engine) == {1: 4, 2: 6}
+            engine.handle(Masks(b"", b"", complete=rids(1), failed=((2, "internal", "It broke."),)))
+            assert engine.num_open == 0
+            news = told(engine, "detokenizer")
+            assert Failed(2, "internal", "It broke.") in news
+            ends = [t for batch in news if isinstance(batch, TokenBatch) for t in batch.tokens]
+            assert [(t.rid, t.finish, t.ids, t.usage and t.usage.num_output) for t in ends] == [(1, "stop", b"", 1)]
+            assert bytes(b"".join(m.ended for m in told(engine, "grammar") if isinstance(m, Drawn))) == rids(1, 2)
+
+    def drawn(engine: Engine) -> dict[int, int]:
+        found = {}
+        for name, message in engine.told:
+            if name == "grammar" and isinstance(message, Drawn):
+                found |= dict(zip(memoryview(message.rids).cast("q"), bytes_to_ids(message.ids), strict=True))
+        return found
+
+    asyncio.run(scenario())
+
+
+def test_what_is_held_can_be_cancelled_and_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Engine(address_in(tmp_path), max_queued_requests=4) as engine:
+            engine.handle(enqueue(1, [1, 2], n=3, constraint=SOME))
+            engine.handle(enqueue(2, [1, 2], constraint=SOME))  # a number that is taken
+            engine.handle(enqueue(10, [1, 2], n=2, constraint=SOME))  # too many
+            engine.handle(enqueue(20, [], constraint=SOME))
+            kinds = [(m.rid, m.kind) for m in told(engine, "api") if isinstance(m, Failed)]
+            assert kinds == [(2, "internal"), (10, "queue_full"), (11, "queue_full"), (20, "invalid_request")]
+            engine.handle(Cancel((2,)))
+            engine.handle(Constrained(1))
+            assert told(engine, "api") == [Accepted(rid, 2) for rid in (1, 2, 3)]
+            assert set(engine.core.scheduler.roster.requests) == {1, 3}
+            engine.handle(Cancel((1, 3)))
+            assert engine.num_open == 0
+            told(engine, "grammar")
+            engine.handle(enqueue(30, [1, 2], constraint=SOME))
+            engine.handle(*(enqueue(rid, [1, 2], max_tokens=200) for rid in range(40, 44)))
+            engine.held = True
+            engine.handle(*(enqueue(rid, [1, 2], max_tokens=200) for rid in range(50, 66)))
+            told(engine, "api")
+            engine.handle(Constrained(30))  # meanwhile there is no place left
+            (answer,) = told(engine, "api")
+            assert isinstance(answer, Failed) and answer.kind == "queue_full"
+            assert told(engine, "grammar")[-1] == Drawn(b"", b"", rids(30))
+
+    asyncio.run(scenario())
+
+
+def test_the_process_answers_on_its_loop(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        model = ModelFacts(
+            path=str(tmp_path), name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), dtype="float32"
+        )
+        config = resolve(Config(), model, MachineFacts(num_cores=1))
+        actor = grammar.GrammarActor(config, grammars.load)
+        said: list[tuple[str, Message]] = []
+        actor.start(lambda receiver, message: said.append((receiver, message)))
+        try:
+            some = cycle([1, 2], [3], free=2, length=4)
+            actor.handle([Constrain(7, 2, some, b"")])
+            await until(lambda: len(said) == 2, "the grammar is compiled", 60)
+            assert said == [("core", Constrained(7)), ("core", Masks(b"", b"", rids(7, 8)))]
+            said.clear()
+            started = asyncio.get_running_loop().time()
+            actor.handle([Constrain(9, 1, some, b"", ids_to_bytes([5, 5]))])  # it is known by now
+            assert said == [("core", Constrained(9)), ("core", Masks(rids(9), bits_of([1, 2])))]
+            assert asyncio.get_running_loop().time() - started < 1
+            said.clear()
+            actor.handle([Drawn(rids(9, 8), ids_to_bytes([1, 40]), rids(7))])
+            assert said == [("core", Masks(rids(9), bits_of([3]), rids(8)))]
+            said.clear()
+            actor.handle([Drawn(rids(9), ids_to_bytes([3]), rids(8))])
+            assert said == [("core", Masks(b"", b"", complete=rids(9)))]
+        finally:
+            await actor.stop(0)
+
+    asyncio.run(scenario())
+
+
+def test_a_trial_is_remembered_for_as_many_choices_as_it_had() -> None:
+    model = ModelFacts(path="", name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), dtype="float32")
+    config = replace(resolve(Config(), model, MachineFacts(num_cores=1)), api_keys=("secret",))
+    trials = trial.Trials(config, grammars.load)
+    two, three = trial.Trial(SOME, 2), trial.Trial(SOME, 3)
+    trials._pass(two)
+    trials.begin(1, two)
+    assert trials.collect() == [(1, trial.Outcome())] and trials.num_pending == 0
+    trials.begin(2, three)
+    assert trials.num_pending == 1 and not trials._done
+    for i in range(300):
+        trials._pass(trial.Trial(Constraint("regex", str(i)), 1))
+    assert len(trials._passed) == 256
+
+
+def test_an_idle_process_that_was_killed_is_replaced() -> None:
+    model = ModelFacts(path="", name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), dtype="float32")
+    trials = trial.Trials(resolve(Config(), model, MachineFacts(num_cores=1)), grammars.load)
+    try:
+        for i in range(2):
+            trials.begin(i, trial.Trial(cycle([i]), 1))
+            deadline = time.monotonic() + 60
+            while not (done := trials.collect()):
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            assert done == [(i, trial.Outcome())]
+            (process,) = trials._processes
+            process._process.kill()
+            process._process.wait()
+    finally:
+        trials.close()
+
+
+def test_a_mask_has_a_bit_for_each_token() -> None:
+    mask = np.zeros(2, np.int32)
+    follower = grammars.Cycles().compile(cycle([0, 31, 33]), "")
+    assert follower.fill(mask) and mask.tobytes() == bits_of([0, 31, 33])

@@ -1,0 +1,58 @@
+"""What a simulated engine and its clients are like, drawn at random."""
+
+from random import Random
+
+from pagewire.engine.core import policy
+from pagewire.engine.core.eviction import EvictionName
+
+from .stores import TierOptions
+
+BLOCK_SIZE = 4
+_TIERS = [("free",), ("free",), ("host",), ("disk",), ("host", "disk"), ("free", "disk"), ("host", "free")]
+
+
+class Setting:
+    """What an engine and its clients are like."""
+
+    def __init__(self, rng: Random) -> None:
+        self.num_blocks = rng.randint(4, 24)
+        self.depth = rng.randint(1, 3)
+        self.max_num_seqs = rng.randint(1, 8)
+        self.budget = rng.choice([1, 3, 8, 16, 64, 64])
+        self.max_len = min(self.num_blocks * BLOCK_SIZE, rng.randint(8, 80))
+        self.policy: policy.PolicyName = rng.choice(["fcfs", "priority", "fair"])
+        self.quantum = rng.choice([4, 16, 64])  # of fair
+        self.prefix_caching = rng.random() < 0.85
+        self.eviction: EvictionName = rng.choice(["lru", "lru", "lfu", "cost"])
+        self.itl_target_ms = rng.choice([None, None, 1.1, 5.0])
+        self.kv_events = rng.random() < 0.5
+        self.max_queued_requests, self.max_queued_tokens = rng.choice([(1000, 10**6)] * 3 + [(3, 10**6), (1000, 150)])
+        self.num_asks = rng.randint(1, 12)
+        self.span_s = rng.choice([0.0, 0.02, 0.1, 0.3])  # in which clients arrive
+        self.cancel_rate = rng.choice([0.0, 0.1, 0.4])
+        self.ambush_rate = rng.choice([0.0, 0.3])  # how likely something befalls a request that is being loaded
+        self.laziness = rng.choice([0.0, 0.0, 0.2])  # how likely the core plans no further although it could
+        self.stop_rate = rng.choice([0.0, 0.2])
+        self.stem_share = rng.choice([0.0, 0.7, 1.0])
+        self.turn_share = rng.choice([0.0, 0.3, 0.7])
+        self.worker_losses = rng.choice([0, 0, 0, 1, 2])
+        self.core_losses = rng.choice([0, 0, 0, 1])
+        self.speculate = rng.choice([0, 1, 2, BLOCK_SIZE - 1])  # guesses of a row in a step
+        self.luck = rng.choice([0.0, 0.5, 0.9, 1.0])  # how likely a guess is right
+        self.constrained_share = rng.choice([0.0, 0.0, 0.4, 1.0])
+        self.mask_s = rng.choice([0.0, 0.0002, 0.01])  # what a mask takes at most
+        self.tier: TierOptions | None = None
+        if rng.random() < 0.7:
+            kinds = rng.choice(_TIERS)
+            self.tier = TierOptions(
+                kinds=kinds,
+                capacities=tuple(rng.choice([1, 2, 10, 100]) for _ in kinds),
+                keeps_evicted=rng.random() < 0.8,
+                saves_ended=rng.random() < 0.7,
+                delays_sends=rng.random() < 0.5,
+                hesitation=rng.choice([0.0, 0.0, 0.3]),
+                eviction=rng.choice(["lru", "lfu", "cost"]),
+                fault_rate=rng.choice([0.0, 0.1, 0.5]),
+                latency_s=rng.choice([0.0001, 0.003, 0.03]),
+                block_ms=rng.choice([0.0, 0.01, 3.0]),
+            )
