@@ -12,6 +12,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct, ValidationError, convert
 
@@ -175,6 +176,17 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str | None,
         _doc("server", "keep files and batches here, and go on with them at the next start (default: gone at the end)"),
     ] = None
+    metrics_prefix: Annotated[
+        Literal["pagewire", "vllm"],
+        _doc("server", "what names in /metrics begin with; vllm: dashboards made for vLLM find what they look for"),
+    ] = "pagewire"
+    enable_log_requests: Annotated[
+        bool, _doc("server", "a line in the log for each request that has ended: tokens and times, never texts")
+    ] = False
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _doc("server", "send a span for each request to this OpenTelemetry collector, such as http://host:4318"),
+    ] = None
     start_timeout_s: Annotated[float, _doc("server", "longest start of a process, in seconds", ge=1)] = 600.0
     shutdown_timeout_s: Annotated[
         float, _doc("server", "how long open requests may go on after SIGTERM, in seconds", ge=0)
@@ -273,6 +285,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     port: int
     api_keys: tuple[str, ...]
     batch_folder: str | None = None
+    metrics_prefix: Literal["pagewire", "vllm"] = "pagewire"
+    enable_log_requests: bool = False
+    otlp_traces_endpoint: str | None = None
     start_timeout_s: float
     shutdown_timeout_s: float
 
@@ -345,6 +360,9 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError("--kv-events-replay repeats what --kv-events tells; give that address as well.")
     if config.kv_events is not None and not config.enable_prefix_caching:
         raise ConfigError("--kv-events has nothing to tell with --no-enable-prefix-caching; leave one of them out.")
+    endpoint = urlsplit("http://none" if config.otlp_traces_endpoint is None else config.otlp_traces_endpoint)
+    if endpoint.scheme not in ("http", "https") or not endpoint.hostname:
+        raise ConfigError("--otlp-traces-endpoint must be an address such as http://127.0.0.1:4318.")
     if config.speculative is not None and config.extension is not None:
         raise ConfigError("--speculative computes more than --extension is told of a plan; leave one of them out.")
     if config.tensor_parallel_size > 1 and (config.kv_connector or config.extension is not None):
@@ -398,6 +416,9 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         port=config.port,
         api_keys=config.api_key,
         batch_folder=config.batch_folder,
+        metrics_prefix=config.metrics_prefix,
+        enable_log_requests=config.enable_log_requests,
+        otlp_traces_endpoint=config.otlp_traces_endpoint,
         start_timeout_s=config.start_timeout_s,
         shutdown_timeout_s=config.shutdown_timeout_s,
     )

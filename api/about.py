@@ -18,7 +18,7 @@ class AboutEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started = int(time.time())
-        self._metrics = Metrics(service.gateway, service.config.served_model_names[0])
+        self._metrics = Metrics(service.gateway, service.config)
 
     def routes(self) -> list[Route]:
         """Paths, and who answers there."""

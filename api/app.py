@@ -9,7 +9,7 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
@@ -24,6 +24,7 @@ from .gateway import ClientGone, Gateway
 from .http_error import HttpError, anthropic_error_body, as_http_error, error_body
 from .openai.endpoints import OpenAIEndpoints
 from .page import PAGE_FILES, PageFile
+from .request_end import Observer
 from .responses.endpoints import ResponsesEndpoints
 from .service import MAX_BODY_BYTES, Service, send_body, too_large
 from .tokenizing import TokenizeEndpoints
@@ -37,9 +38,16 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 log = logging.getLogger(__name__)
 
 
-def create_app(gateway: Gateway, config: EngineConfig, *, healthy: Callable[[], str | None], version: str) -> "Edge":
-    """The whole application. `healthy` returns None, or one sentence that says what is wrong with the engine."""
-    service = Service(gateway, config, healthy=healthy, version=version)
+def create_app(
+    gateway: Gateway,
+    config: EngineConfig,
+    *,
+    healthy: Callable[[], str | None],
+    version: str,
+    observers: Sequence[Observer] = (),
+) -> "Edge":
+    """The whole application. See `Service`."""
+    service = Service(gateway, config, healthy=healthy, version=version, observers=observers)
     routes = [
         *OpenAIEndpoints(service).routes(),
         *ResponsesEndpoints(service).routes(),
@@ -91,7 +99,11 @@ class Edge:
 
         try:
             self._check_origin(scope, headers)
-            scope["state"] = {**scope.get("state", {}), "salt": self._check_key(scope, headers)}
+            scope["state"] = {
+                **scope.get("state", {}),
+                "salt": self._check_key(scope, headers),
+                "request_id": request_id.decode(),
+            }
             self._check_body(headers, MAX_FILE_BYTES if scope["path"] == _FILES_PATH else MAX_BODY_BYTES)
             await self._app(scope, receive, send_with_id)
         except ClientGone:

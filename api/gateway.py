@@ -21,19 +21,23 @@ from ..ipc.messages import (
     Detokenize,
     Detokenized,
     Failed,
+    Pulse,
     Snapshot,
     Submit,
     TextBatch,
     TextPrompt,
+    Times,
     Tokenize,
     Tokenized,
+    Usage,
 )
 from .http_error import ShuttingDown
 from .stats import Stats
+from .timeline import EndedSequence, Timeline, timeline, together
 
 Question = Tokenize | Detokenize | Describe
 Answer = Tokenized | Detokenized | Described
-FromEngine = Accepted | TextBatch | Failed | Snapshot | Answer
+FromEngine = Accepted | TextBatch | Failed | Snapshot | Pulse | Answer
 """The messages of `ToApi` that are the gateway's; the others are the api actor's own."""
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
@@ -63,6 +67,7 @@ class Gateway:
         self._idle = asyncio.Event()
         self._idle.set()
         self.snapshot: Snapshot | None = None  # the core's last word
+        self.pulses: dict[str, Pulse] = {}  # the last one of each process
         self.stats = Stats()
 
     @property
@@ -74,6 +79,11 @@ class Gateway:
     def num_requests(self) -> int:
         """Requests for sequences that have not ended."""
         return len(set(self._streams.values()))
+
+    @property
+    def num_unanswered(self) -> int:
+        """Sequences of which the engine has said nothing yet: they are with the tokenizer."""
+        return sum(stream.num_unanswered for stream in set(self._streams.values()))
 
     @property
     def refusal(self) -> str | None:
@@ -94,6 +104,7 @@ class Gateway:
         for order in orders:
             self._post(msgspec.structs.replace(order, rid=self._next_rid))
             self._next_rid += order.n
+            self.stats.asked(order.n, order.limits.max_tokens)
         return stream
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, *, pieces: bool = False) -> Tokenized:
@@ -135,10 +146,13 @@ class Gateway:
                         question.set_exception(RequestError(kind, detail))
                     if (stream := self._streams.get(rid)) is not None:
                         self.stats.finished["error"] += 1
-                        self._close_rid(stream, rid)
+                        self.stats.errors[kind] += 1
+                        self._close_rid(stream, rid, f"error:{kind}", now)
                         self.end(stream, RequestError(kind, detail))
                 case Snapshot():
                     self.snapshot = message
+                case Pulse(name=name):
+                    self.pulses[name] = message
 
     def refuse(self, reason: str) -> None:
         """From now on, new requests get 503 with this sentence; open ones go on."""
@@ -160,36 +174,49 @@ class Gateway:
     def end(self, stream: "Stream", error: Exception) -> None:
         """Ends what is open of `stream`: the engine is told once, the reader gets `error`."""
         rids = tuple(sorted(stream.open_rids))
-        for rid in rids:
-            self._close_rid(stream, rid)
         if rids:
+            reason = _abort_reason(error)
+            now = self._clock()
+            for rid in rids:
+                self._close_rid(stream, rid, f"abort:{reason}", now)
             self.stats.finished["abort"] += len(rids)
+            self.stats.aborts[reason] += len(rids)
             self._post(Cancel(rids))
         stream.fail(error)
 
     def _take(self, stream: "Stream", chunk: Chunk, now: float) -> None:
         stats = self.stats
         index = chunk.rid - stream.first_rid
+        if chunk.times is not None:
+            stream.times[index] = chunk.times
         if chunk.ids:
             before = stream.last_news[index]
             if before is None:
                 stats.time_to_first_token_s.observe(now - stream.arrived)
+                stream.first_news[index] = now
             else:
                 stats.inter_token_latency_s.observe(now - before)
             stream.last_news[index] = now
         if chunk.finish is None:
             stream.give(index, chunk)
             return
-        self._close_rid(stream, chunk.rid)
+        self._close_rid(stream, chunk.rid, chunk.finish, now, chunk.usage)
         stats.finished[chunk.finish] += 1
-        stats.request_latency_s.observe(now - stream.arrived)
         if chunk.finish == "abort":  # not by us, or the rid would be closed: an answer that was cut is no success
+            stats.aborts["unavailable"] += 1
             self.end(stream, RequestError("unavailable", "The request was cancelled by the server."))
         else:
             stream.give(index, chunk)
 
-    def _close_rid(self, stream: "Stream", rid: int) -> None:
+    def _close_rid(self, stream: "Stream", rid: int, outcome: str, now: float, usage: Usage | None = None) -> None:
+        index = rid - stream.first_rid
+        passed = timeline(stream.arrived, stream.times[index], stream.first_news[index], now)
+        stream.ended.append(EndedSequence(index, outcome, passed, usage))
+        if usage is not None and outcome != "abort":
+            self.stats.completed(passed, usage)
         stream.open_rids.discard(rid)
+        if not stream.open_rids and (longest := stream.longest_output):
+            self.stats.max_generation_tokens.observe(longest)
         stream.accept(rid)
         del self._streams[rid]
         self._note_idle()
@@ -213,6 +240,19 @@ class Gateway:
             self._idle.set()
 
 
+def _abort_reason(error: Exception) -> str:
+    """What /metrics says why a sequence was cut short."""
+    match error:
+        case ClientGone():
+            return "client_gone"
+        case ShuttingDown():
+            return "shutting_down"
+        case RequestError():
+            return error.kind
+        case _:
+            return "internal"
+
+
 class Stream:
     """The news of one HTTP request's sequences. One reader."""
 
@@ -222,7 +262,10 @@ class Stream:
         self.arrived = arrived
         self.open_rids = set(range(first_rid, first_rid + num_choices))  # the gateway's: those that have not ended
         self.nums_prompt = [0] * num_choices  # tokens of each choice's prompt, once it was accepted
+        self.times: list[Times | None] = [None] * num_choices  # the gateway's: what it knows of each choice's way here
+        self.first_news: list[float | None] = [None] * num_choices  # the gateway's: when a choice first got ids
         self.last_news: list[float | None] = [None] * num_choices  # the gateway's: when a choice last got ids
+        self.ended: list[EndedSequence] = []  # choices, in the order of their ends
         self._unanswered = set(self.open_rids)  # of which the engine has said nothing yet
         self._news: list[tuple[int, Chunk]] = []
         self._error: Exception | None = None
@@ -232,6 +275,20 @@ class Stream:
     def finished(self) -> bool:
         """Everything has been read and nothing more will come."""
         return not self.open_rids and not self._news and self._error is None
+
+    @property
+    def num_unanswered(self) -> int:
+        """Open choices of which the engine has said nothing yet."""
+        return len(self._unanswered)
+
+    @property
+    def longest_output(self) -> int:
+        """Tokens of the longest choice that has ended."""
+        return max((ended.usage.num_output for ended in self.ended if ended.usage is not None), default=0)
+
+    def timeline(self) -> Timeline:
+        """How the time of the whole request passed, once every choice has ended."""
+        return together([ended.timeline for ended in self.ended])
 
     async def admitted(self) -> None:
         """Returns once the engine has taken every sequence. Raises RequestError if it refused one, ClientGone."""

@@ -13,10 +13,12 @@ from .openai.types import (
     PromptLogprobBody,
     PromptLogprobs,
     PromptTokensDetails,
+    TimingsBody,
     TokenLogprobBody,
     TopLogprobBody,
     UsageBody,
 )
+from .timeline import Timeline
 
 DONE = b"data: [DONE]\n\n"
 
@@ -28,6 +30,10 @@ class Reply(Protocol):
 
     def admitted(self, nums_prompt: Sequence[int]) -> None:
         """The engine has taken the request: tokens of each choice's prompt. Comes first."""
+        return
+
+    def ended(self, timeline: Timeline) -> None:
+        """Every sequence has ended. Comes before `closing` or `body`."""
         return
 
     def opening(self) -> list[bytes]:
@@ -102,6 +108,12 @@ class UsageCount:
             if self._num_reasoning is None
             else CompletionTokensDetails(self._num_reasoning),
         )
+
+
+def timings_body(timeline: Timeline) -> TimingsBody:
+    """Milliseconds, for who asked with `return_timings`."""
+    parts = {f"{part}_ms": round(1000 * seconds, 3) for part, seconds in timeline.parts().items()}
+    return TimingsBody(**parts, total_ms=round(1000 * timeline.total, 3))
 
 
 def new_id(prefix: str) -> str:

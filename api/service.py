@@ -19,6 +19,7 @@ from .http_error import HttpError
 from .openai.translate import output_grammar
 from .openai.types import ChatRequest
 from .reply import Reply
+from .request_end import Observer, request_end
 from .sse import send_stream
 from .turn import Turn
 
@@ -43,16 +44,24 @@ class Service:
     """What the endpoints of one api process share."""
 
     def __init__(
-        self, gateway: Gateway, config: EngineConfig, *, healthy: Callable[[], str | None], version: str
+        self,
+        gateway: Gateway,
+        config: EngineConfig,
+        *,
+        healthy: Callable[[], str | None],
+        version: str,
+        observers: Sequence[Observer] = (),
     ) -> None:
-        """`healthy` returns None, or one sentence that says what is wrong with the engine."""
+        """`healthy` returns None, or one sentence that says what is wrong with the engine. `observers` are told of
+        every request that has ended."""
         self.gateway = gateway
         self.config = config
         self.healthy = healthy
         self.version = version
+        self._observers = observers
 
     async def answer(
-        self, orders: Sequence[Submit], reply: Reply, streamed: bool, receive: Receive, send: Send
+        self, orders: Sequence[Submit], reply: Reply, streamed: bool, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """The first byte waits for the engine to take the request, so that a refusal still has its status."""
         self.check_health()
@@ -67,10 +76,18 @@ class Service:
                 while not stream.finished:
                     for index, chunk in await stream.news():
                         reply.add(index, chunk)
+                reply.ended(stream.timeline())
                 await send_body(send, 200, reply.body())
+        except ClientGone:
+            stream.cancel()
+            raise
         finally:
             watcher.cancel()
-            stream.cancel()
+            self.gateway.end(stream, RequestError("internal", "The answer could not be made."))
+            if self._observers:
+                end = request_end(scope, orders, stream)
+                for observe in self._observers:
+                    observe(end)
 
     def check_health(self) -> None:
         """Raises RequestError if something is wrong with the engine."""

@@ -49,6 +49,7 @@ async def send_stream(send: Send, stream: Stream, reply: Reply) -> None:
                 ticker.is_fresh = True
                 for event in reply.events(index, chunk):
                     await _send_part(send, event)
+        reply.ended(stream.timeline())
         for event in reply.closing():
             await _send_part(send, event)
         last = reply.ending()

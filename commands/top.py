@@ -28,6 +28,7 @@ _LATENCIES = (
     ("between tokens", "inter_token_latency_seconds"),
     ("whole request", "e2e_request_latency_seconds"),
     ("step", "step_time_seconds"),
+    ("step, on the host", "step_host_time_seconds"),
 )
 
 

@@ -6,7 +6,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
 
     api ─Submit, Cancel─▶ tokenizer ─Enqueue, Cancel─▶ core ═StepPlan▶ worker ═StepResult, Transferred▶ core
     core ─Opened, TokenBatch─▶ detokenizer ─TextBatch─▶ api          detokenizer ─StopHit─▶ core
-    tokenizer, core ─Accepted, Failed, Snapshot─▶ api                anyone ─Ready, Fault, Pong─▶ supervisor
+    tokenizer, core ─Accepted, Failed, Snapshot, Pulse─▶ api         anyone ─Ready, Fault, Pong─▶ supervisor
     api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
     core ─Constrain, Drawn─▶ grammar ─Constrained, Masks─▶ core
 
@@ -28,6 +28,10 @@ from .constraints import Constrained as Constrained
 from .constraints import Constraint as Constraint
 from .constraints import Drawn as Drawn
 from .constraints import Masks as Masks
+from .reports import Pulse as Pulse
+from .reports import Snapshot as Snapshot
+from .reports import TierSnapshot as TierSnapshot
+from .reports import Times as Times
 from .supervision import Facts as Facts
 from .supervision import Fault as Fault
 from .supervision import Ping as Ping
@@ -178,6 +182,7 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     n: Annotated[int, Meta(ge=1)] = 1
     resume_ids: bytes = b""
     constraint: Constraint | None = None
+    times: Times = Times()  # so far
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):
@@ -320,6 +325,7 @@ class Opened(Struct, frozen=True, array_like=True, tag=True):
     num_cached: int
     prompt_ids: bytes  # the whole prompt if `text.prompt`, else its last few ids (context for the first output token)
     text: TextSpec
+    times: Times = Times()
 
 
 class Tokens(Struct, frozen=True, array_like=True):
@@ -395,6 +401,7 @@ class Chunk(Struct, frozen=True, array_like=True):
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     usage: Usage | None = None  # with `finish`
     prompt_end: str | None = None  # in the first chunk, if `TextSpec.prompt_end`
+    times: Times | None = None  # in the first chunk
 
 
 class TextBatch(Struct, frozen=True, array_like=True, tag=True):
@@ -444,37 +451,6 @@ class Described(Struct, frozen=True, array_like=True, tag=True):
     chat_template: str | None  # the one for conversations without tools
 
 
-class TierSnapshot(Struct, frozen=True, array_like=True):
-    """One KV tier behind the device: gauges and running totals."""
-
-    name: str
-    num_blocks: int  # it holds
-    capacity: int  # blocks; 0: no bound of its own
-    num_hit_tokens: int  # prompt tokens that were loaded from it
-    num_stored: int  # blocks written to it
-    num_evicted: int  # blocks it dropped for others
-    num_failed: int  # loads of blocks that gave nothing
-
-
-class Snapshot(Struct, frozen=True, array_like=True, tag=True):
-    """core → api, a few times a second while it works: gauges and running totals for /metrics and /health."""
-
-    step: int
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_blocks_used: int
-    num_preemptions: int
-    num_prompt_tokens: int  # prompt tokens of requests that were scheduled
-    num_cached_tokens: int  # of those, from the prefix cache
-    num_output_tokens: int
-    step_age_s: float  # how long the oldest plan in flight has been out; 0 with none
-    tiers: tuple[TierSnapshot, ...] = ()  # the KV tiers behind the device
-    num_drafts: int = 0  # how often a sequence's next tokens were guessed
-    num_draft_tokens: int = 0  # guesses
-    num_accepted_tokens: int = 0  # of them, those that came true
-
-
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
 
 ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Stop
@@ -482,6 +458,6 @@ ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Co
 ToGrammar = Constrain | Drawn | Ping | Stop
 ToWorker = OpenCache | StepPlan | Ping | Stop
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Stop
-ToApi = Accepted | TextBatch | Failed | Snapshot | Tokenized | Detokenized | Described | Serve | Ping | Stop
+ToApi = Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Serve | Ping | Stop
 ToSupervisor = Ready | Serving | Fault | Pong
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

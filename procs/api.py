@@ -9,16 +9,22 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from .. import __version__
 from ..api.app import create_app
 from ..api.gateway import Gateway
+from ..api.request_end import Observer, log_request
 from ..api.server import HttpServer, server_config
 from ..config import EngineConfig
+from ..errors import ConfigError
 from ..ipc.actor import Post
 from ..ipc.messages import Facts, Ping, Serve, Serving, Snapshot, Stop, ToApi
+
+if TYPE_CHECKING:
+    from ..api.tracing import Tracing
 
 SILENT_LIMIT_S = 10.0  # the core reports twice a second, busy or not
 STEP_LIMIT_S = 120.0  # one step of a large model on a slow CPU takes many seconds
@@ -47,6 +53,7 @@ class ApiActor:
         self._http_fd = http_fd
         self._serving: asyncio.Task[None] | None = None
         self._heard_at = time.monotonic()  # the core's last report
+        self._tracing: Tracing | None = None
 
     def start(self, post: Post) -> Facts:
         """See `Actor`."""
@@ -57,7 +64,9 @@ class ApiActor:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the supervisor tells when the port opens and closes
         self._gateway = Gateway(lambda message: post("tokenizer", message))
         self._socket = socket.socket(fileno=self._http_fd)
-        self._app = create_app(self._gateway, self._config, healthy=self._complaint, version=__version__)
+        self._app = create_app(
+            self._gateway, self._config, healthy=self._complaint, version=__version__, observers=self._observers()
+        )
         self._server = _Server(server_config(self._app), self._on_listening)
         return Facts()
 
@@ -91,6 +100,22 @@ class ApiActor:
             self._server.should_exit = True
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._serving, CLOSE_TIMEOUT_S)
+        if self._tracing is not None:
+            self._tracing.close()
+
+    def _observers(self) -> list[Observer]:
+        """Who is told of requests that have ended. Raises ConfigError."""
+        observers: list[Observer] = [log_request] if self._config.enable_log_requests else []
+        if (endpoint := self._config.otlp_traces_endpoint) is not None:
+            try:
+                from ..api.tracing import Tracing
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    "--otlp-traces-endpoint needs packages that are not installed: pip install 'pagewire[otel]'."
+                ) from error
+            self._tracing = Tracing(endpoint, model=self._config.served_model_names[0], version=__version__)
+            observers.append(self._tracing.observe)
+        return observers
 
     def _on_listening(self) -> None:
         host, port = self._socket.getsockname()[:2]

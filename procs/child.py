@@ -32,10 +32,12 @@ from ..ipc.messages import (
     Message,
     Ping,
     Pong,
+    Pulse,
     Ready,
     Stop,
 )
 from ..ipc.zmq_channel import Keys, ZmqContext, ZmqOutbox
+from .loop_lag import LoopLag
 from .topology import ACTORS, kind, rank, receivers
 
 log = logging.getLogger("pagewire")
@@ -152,6 +154,7 @@ async def run_actor(
     woken = asyncio.Event()
     on_ready(actor.start(post))
     inbox.subscribe(asyncio.get_running_loop(), woken.set)
+    lag = LoopLag(asyncio.get_running_loop())
     while True:
         await woken.wait()
         woken.clear()
@@ -161,7 +164,13 @@ async def run_actor(
         for message in messages:
             if isinstance(message, Ping):
                 post("supervisor", Pong(name))
+                pulse = Pulse(name, lag.seconds.report())
+                if name == "api":
+                    actor.handle([pulse])  # nobody has an outbox to themselves
+                else:
+                    post("api", pulse)
             elif isinstance(message, Stop):
+                lag.stop()
                 stopping = asyncio.ensure_future(actor.stop(message.grace_s))
                 while not stopping.done():  # its streams still need what others send
                     waiting = asyncio.ensure_future(woken.wait())

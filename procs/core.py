@@ -28,6 +28,7 @@ from ..ipc.messages import (
     Failed,
     Masks,
     OpenCache,
+    Opened,
     Ping,
     Snapshot,
     StepPlan,
@@ -40,6 +41,7 @@ from ..ipc.messages import (
 from ..ipc.zmq_channel import Keys
 from .client_port import CLIENT_RIDS, ClientPort
 from .kv_events import KvEventPublisher
+from .step_times import StepTimes
 from .topology import workers
 
 _ASK_AGAIN_S = 0.001  # until a KV connector that has not made up its mind is asked again
@@ -64,6 +66,7 @@ class CoreActor:
         self._offers: dict[int, CacheOffer] = {}  # of each rank
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
+        self._step_times = StepTimes()
 
     def start(self, post: Post) -> Facts:
         """See `Actor`."""
@@ -76,12 +79,16 @@ class CoreActor:
 
     def handle(self, messages: list[ToCore]) -> None:
         """See `Actor`."""
+        started = time.monotonic()
+        num_steps = 0
         for message in messages:
             match message:
                 case StepResult():
                     self._record(message)
+                    self._step_times.answered(message.device_ms / 1000, started - self._oldest_plan_at)
+                    self._oldest_plan_at = started
                     self.scheduler.apply(message)
-                    self._oldest_plan_at = time.monotonic()
+                    num_steps += 1
                 case Transferred():
                     self._record(message)
                     self.scheduler.transferred(message)
@@ -113,6 +120,8 @@ class CoreActor:
                     assert_never(message)
         if self._scheduler is not None:
             self._advance(self._scheduler)
+        if num_steps:
+            self._step_times.handled(num_steps, time.monotonic() - started)
 
     async def stop(self, grace_s: float) -> None:
         """See `Actor`. The api has ended every request before."""
@@ -243,6 +252,9 @@ class CoreActor:
             self._tell_workers(plan)
         news = scheduler.take_news()
         for item in news if self._clients is None else self._clients.sort(news):
+            if isinstance(item, Opened):
+                times = structs.replace(item.times, started=time.monotonic())
+                item = structs.replace(item, times=times)
             self._post("detokenizer", item)
         for gone in () if self._clients is None else self._clients.flush():
             self._cancel(gone)
@@ -281,6 +293,12 @@ class CoreActor:
             num_drafts=counters.num_drafts,
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_tokens=counters.num_accepted_tokens,
+            histograms={
+                "step_decode_rows": counters.step_decode_rows.report(),
+                "step_prompt_tokens": counters.step_prompt_tokens.report(),
+                "iteration_tokens_total": counters.step_tokens.report(),
+                **self._step_times.report(),
+            },
         )
         self._post("api", snapshot)
         for gone in () if self._clients is None else self._clients.beat(snapshot):

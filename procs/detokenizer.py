@@ -21,6 +21,7 @@ from ..ipc.messages import (
     Stop,
     StopHit,
     TextBatch,
+    Times,
     ToDetokenizer,
     TokenBatch,
     TokenLogprob,
@@ -37,12 +38,13 @@ _NUM_END_IDS = 16  # of a prompt, whose text is its end
 class _Output:
     """One request whose tokens are coming."""
 
-    __slots__ = ("ended", "opened", "prompt", "prompt_end", "prompt_logprobs", "text")
+    __slots__ = ("ended", "opened", "prompt", "prompt_end", "prompt_logprobs", "text", "times")
 
     def __init__(self, tokenizer: Tokenizer, opened: Opened) -> None:
         spec = opened.text
         prompt_ids = bytes_to_ids(opened.prompt_ids)
         self.opened = opened
+        self.times: Times | None = opened.times  # until they are sent
         self.ended = False  # its client knows the end; the core does not yet
         self.prompt: PromptEcho | None = None  # until it is sent
         self.prompt_end: str | None = None  # until it is sent
@@ -153,9 +155,10 @@ class DetokenizerActor:
                 stop_reason=text_stop,
                 usage=usage,
                 prompt_end=output.prompt_end,
+                times=output.times,
             )
         )
-        output.prompt_end = None
+        output.prompt_end = output.times = None
 
     @staticmethod
     def _take_prompt(output: _Output) -> PromptEcho | None:

@@ -4,6 +4,7 @@ A prompt or a template that fails here fails its own request; nothing of it reac
 """
 
 import logging
+import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from ..ipc.messages import (
     Stop,
     Submit,
     TextPrompt,
+    Times,
     Tokenize,
     Tokenized,
     ToTokenizer,
@@ -79,6 +81,7 @@ class TokenizerActor:
         """See `Actor`."""
 
     def _submit(self, submit: Submit) -> None:
+        taken = time.monotonic()
         try:
             prompt_ids = self._prompt_ids(submit).tobytes()
         except RequestError as error:
@@ -101,6 +104,7 @@ class TokenizerActor:
                 submit.tenant,
                 submit.n,
                 constraint=submit.constraint,
+                times=Times(taken, time.monotonic()),
             ),
         )
 

@@ -20,14 +20,14 @@ ACTORS: dict[str, object] = {
 EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("api", "tokenizer"): (m.Submit, m.Cancel, m.Tokenize, m.Detokenize, m.Describe),
     ("tokenizer", "core"): (m.Enqueue, m.Cancel),
-    ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described),
+    ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described, m.Pulse),
     ("core", "worker"): (m.OpenCache, m.StepPlan),
     ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred),
     ("core", "grammar"): (m.Constrain, m.Drawn),
     ("grammar", "core"): (m.Constrained, m.Masks),
     ("core", "detokenizer"): (m.Opened, m.TokenBatch, m.Failed),
-    ("core", "api"): (m.Accepted, m.Failed, m.Snapshot),
-    ("detokenizer", "api"): (m.TextBatch, m.Failed),
+    ("core", "api"): (m.Accepted, m.Failed, m.Snapshot, m.Pulse),
+    ("detokenizer", "api"): (m.TextBatch, m.Failed, m.Pulse),
     ("detokenizer", "core"): (m.StopHit,),
 }
 

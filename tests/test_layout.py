@@ -33,8 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "ipc": {"ipc"},
     "kernels": {"kernels"},
-    "api": {"api", "beam", "ipc.messages"},
-    "engine.core": {"engine.core", "engine.extension", "ipc.messages", "plugins"},
+    "api": {"api", "beam", "ipc.messages", "ipc.reports"},
+    "engine.core": {"engine.core", "engine.extension", "ipc.messages", "ipc.reports", "plugins"},
     "engine.text": {"engine.text"},
     "engine.cache": {"engine.cache", "engine.attention.base"},
     "engine.kv_connector": {

@@ -38,7 +38,9 @@ class AnthropicEndpoints:
         except HttpError as error:
             raise in_terms_of_messages(error) from None
         turn = self._service.turn(chat)
-        await self._service.answer(orders, MessagesReply(model=model, turn=turn), bool(request.stream), receive, send)
+        await self._service.answer(
+            orders, MessagesReply(model=model, turn=turn), bool(request.stream), scope, receive, send
+        )
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/messages/count_tokens"""

@@ -145,7 +145,9 @@ class BatchRunner:
         request_id = secrets.token_hex(12)
         async with self._slots:
             while True:
-                status, answer = await self._ask(request.url, body, bytes.fromhex(owner))
+                status, answer = await self._ask(
+                    request.url, body, {"salt": bytes.fromhex(owner), "request_id": request_id}
+                )
                 if status not in (429, 503):
                     break
                 await asyncio.sleep(_PAUSE_S)
@@ -155,7 +157,7 @@ class BatchRunner:
         counts = RequestCounts(counts.total, counts.completed + (status == 200), counts.failed + (status != 200))
         self._store.change(id, request_counts=counts)
 
-    async def _ask(self, path: str, body: bytes, salt: bytes) -> tuple[int, bytes]:
+    async def _ask(self, path: str, body: bytes, state: dict[str, object]) -> tuple[int, bytes]:
         """Status and body of one call of the endpoints."""
         headers = [(b"content-type", b"application/json")]
         scope = {
@@ -166,7 +168,7 @@ class BatchRunner:
             "root_path": "",
             "query_string": b"",
             "headers": headers,
-            "state": {"salt": salt},
+            "state": state,
             "app": self._app,  # so that the router raises
         }
         incoming = [body]

@@ -10,8 +10,9 @@ import msgspec
 from ...ipc.messages import Chunk
 from ..parsers.events import CallArguments, CallStart, Event, Reasoning, Text
 from ..parsers.lexer import Grammar
-from ..reply import Reply, UsageCount, chat_logprobs, id_list, json_text, new_id, prompt_logprobs
+from ..reply import Reply, UsageCount, chat_logprobs, id_list, json_text, new_id, prompt_logprobs, timings_body
 from ..sse import as_event
+from ..timeline import Timeline
 from ..turn import Turn
 from .types import (
     ChatChoice,
@@ -24,6 +25,7 @@ from .types import (
     FinishReason,
     FunctionBody,
     PromptLogprobs,
+    TimingsBody,
     TokenLogprobBody,
     ToolCallBody,
     UsageBody,
@@ -48,6 +50,7 @@ class ChatReply(Reply):
         names_ids: bool = False,
         has_token_ids: bool = False,
         prefix: str = "",
+        has_timings: bool = False,
         grammar: Grammar | None = None,
         parallel_tool_calls: bool = True,
         include_reasoning: bool = True,
@@ -65,6 +68,8 @@ class ChatReply(Reply):
         self._names_ids = names_ids
         self._has_token_ids = has_token_ids
         self._prefix = prefix
+        self._has_timings = has_timings
+        self._timings: TimingsBody | msgspec.UnsetType = msgspec.UNSET  # until the request has ended
         self._usage = UsageCount(n)
         self._prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # for the next event, or the body
         self._prompt_was_sent = False
@@ -83,6 +88,11 @@ class ChatReply(Reply):
     def admitted(self, nums_prompt: Sequence[int]) -> None:
         """For the usage."""
         self._usage.begin(nums_prompt)
+
+    def ended(self, timeline: Timeline) -> None:
+        """See `Reply`."""
+        if self._has_timings:
+            self._timings = timings_body(timeline)
 
     # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -114,8 +124,8 @@ class ChatReply(Reply):
         return events
 
     def closing(self) -> list[bytes]:
-        """The usage, if it was asked for."""
-        return [self._event([], self._usage.body())] if self._include_usage else []
+        """The usage and the timings, if they were asked for."""
+        return [self._event([], self._usage.body())] if self._include_usage or self._has_timings else []
 
     def _full_events(self, index: int, chunk: Chunk) -> list[bytes]:
         choice = self._choices[index]
@@ -154,6 +164,7 @@ class ChatReply(Reply):
             choices=choices,
             usage=usage if self._include_usage else msgspec.UNSET,
             prompt_token_ids=prompt_ids,
+            timings=self._timings,
         )
         return as_event(_encode(chunk))
 
@@ -187,6 +198,7 @@ class ChatReply(Reply):
                 usage=self._usage.body(),
                 prompt_token_ids=self._prompt_token_ids,
                 prompt_logprobs=self._prompt_logprobs,
+                timings=self._timings,
             )
         )
 

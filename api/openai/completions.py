@@ -5,9 +5,18 @@ from collections.abc import Sequence
 import msgspec
 
 from ...ipc.messages import Chunk, IdsPrompt, PromptEcho, Submit, TextPrompt, TokenLogprob
-from ..reply import Reply, UsageCount, id_list, json_text, new_id, prompt_logprobs, token_name
+from ..reply import Reply, UsageCount, id_list, json_text, new_id, prompt_logprobs, timings_body, token_name
 from ..sse import as_event
-from .types import Completion, CompletionChoice, CompletionLogprobs, FinishReason, PromptLogprobs, UsageBody
+from ..timeline import Timeline
+from .types import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    FinishReason,
+    PromptLogprobs,
+    TimingsBody,
+    UsageBody,
+)
 
 _encode = msgspec.json.Encoder().encode
 
@@ -29,6 +38,7 @@ class CompletionReply(Reply):
         has_prompt_logprobs: bool = False,
         names_ids: bool = False,
         has_token_ids: bool = False,
+        has_timings: bool = False,
     ) -> None:
         """`n`: how many of each prompt's outputs are the answer, if not all. `names_ids`: log-probabilities name tokens
         by their ids."""
@@ -41,6 +51,8 @@ class CompletionReply(Reply):
         self._continuous_usage = continuous_usage
         self._has_prompt_logprobs = has_prompt_logprobs
         self._has_token_ids = has_token_ids
+        self._has_timings = has_timings
+        self._timings: TimingsBody | msgspec.UnsetType = msgspec.UNSET  # until the request has ended
         self._usage = UsageCount(self._num_candidates)
         self._choices = [
             _Choice(order, echo, has_logprobs, names_ids) for order in orders for _ in range(self._num_candidates)
@@ -55,6 +67,11 @@ class CompletionReply(Reply):
     def admitted(self, nums_prompt: Sequence[int]) -> None:
         """For the usage."""
         self._usage.begin(nums_prompt)
+
+    def ended(self, timeline: Timeline) -> None:
+        """See `Reply`."""
+        if self._has_timings:
+            self._timings = timings_body(timeline)
 
     # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -93,8 +110,8 @@ class CompletionReply(Reply):
         ]
 
     def closing(self) -> list[bytes]:
-        """The usage, if it was asked for."""
-        return [self._event([], self._usage.body())] if self._include_usage else []
+        """The usage and the timings, if they were asked for."""
+        return [self._event([], self._usage.body())] if self._include_usage or self._has_timings else []
 
     def _event(self, choices: list[CompletionChoice], usage: UsageBody | None = None) -> bytes:
         if self._continuous_usage and choices:
@@ -105,6 +122,7 @@ class CompletionReply(Reply):
             model=self._model,
             choices=choices,
             usage=usage if self._include_usage else msgspec.UNSET,
+            timings=self._timings,
         )
         return as_event(_encode(chunk))
 
@@ -137,6 +155,7 @@ class CompletionReply(Reply):
                 model=self._model,
                 choices=[self._plain_choice(i, choice) for i, choice in enumerate(self._chosen())],
                 usage=self._usage.body(),
+                timings=self._timings,
             )
         )
 

@@ -50,8 +50,9 @@ class OpenAIEndpoints:
             grammar=output_grammar(request, self._service.config),
             parallel_tool_calls=request.parallel_tool_calls is not False,
             include_reasoning=request.include_reasoning is not False,
+            has_timings=bool(request.return_timings),
         )
-        await self._answer(request, orders, reply, receive, send)
+        await self._answer(request, orders, reply, scope, receive, send)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/completions"""
@@ -70,18 +71,25 @@ class OpenAIEndpoints:
             has_prompt_logprobs=request.prompt_logprobs is not None,
             names_ids=bool(request.return_tokens_as_token_ids),
             has_token_ids=bool(request.return_token_ids),
+            has_timings=bool(request.return_timings),
         )
-        await self._answer(request, orders, reply, receive, send)
+        await self._answer(request, orders, reply, scope, receive, send)
 
     async def _answer(
-        self, request: GenerationRequest, orders: list[Submit], reply: Reply, receive: Receive, send: Send
+        self,
+        request: GenerationRequest,
+        orders: list[Submit],
+        reply: Reply,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         if request.use_beam_search:
             self._service.check_health()
             work = answer_with_beams(self._service.gateway, self._service.config, request, orders, reply)
             await send_body(send, 200, await while_connected(receive, work))
         else:
-            await self._service.answer(orders, reply, bool(request.stream), receive, send)
+            await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
 
 
 def _includes_usage(request: GenerationRequest) -> bool:

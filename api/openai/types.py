@@ -63,6 +63,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:5" for what may be no text
+    return_timings: bool | None = None
     add_special_tokens: bool | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None  # under --scheduling-policy fair: whose turn it is
     timeout: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # seconds to wait for a start before failing
@@ -202,6 +203,17 @@ class UsageBody(Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
+class TimingsBody(Struct, frozen=True):
+    """Where the time of a request went, in ms. Parts that it did not come to are left out; the others add up."""
+
+    total_ms: float
+    tokenizer_queue_ms: float | UnsetType = UNSET
+    tokenize_ms: float | UnsetType = UNSET
+    queue_ms: float | UnsetType = UNSET
+    prefill_ms: float | UnsetType = UNSET
+    decode_ms: float | UnsetType = UNSET
+
+
 class TopLogprobBody(Struct, frozen=True):
     token: str
     logprob: float
@@ -273,6 +285,7 @@ class ChatCompletion(Struct, frozen=True):
     object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    timings: TimingsBody | UnsetType = UNSET  # with `return_timings`
 
 
 class ChatDelta(Struct, frozen=True):
@@ -300,6 +313,7 @@ class ChatChunk(Struct, frozen=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: UsageBody | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: TimingsBody | UnsetType = UNSET
 
 
 class CompletionLogprobs(Struct, frozen=True):
@@ -331,6 +345,7 @@ class Completion(Struct, frozen=True):
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
     usage: UsageBody | UnsetType | None = UNSET
+    timings: TimingsBody | UnsetType = UNSET
 
 
 class ModelCard(Struct, frozen=True):

@@ -55,7 +55,7 @@ class ResponsesEndpoints:
 
         turn = self._service.turn(chat)
         reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
-        await self._service.answer(orders, reply, bool(request.stream), receive, send)
+        await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
 
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET and DELETE /v1/responses/{id}"""

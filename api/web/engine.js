@@ -56,7 +56,7 @@ function draw(element, charts, samples) {
   show("waiting", whole(now.waiting));
   show("kv", share(now.kvShare));
   element("kv-meter").value = now.kvShare;
-  for (const [row, name] of [["first", "firstToken"], ["inter", "interToken"], ["whole", "whole"]]) {
+  for (const [row, name] of [["first", "firstToken"], ["inter", "interToken"], ["whole", "whole"], ["step", "step"]]) {
     for (const q of [50, 95, 99]) show(`${row}-p${q}`, duration(quantile(earliest[name], now[name], q / 100)));
   }
   const ended = Object.entries(now.finished).filter(([, count]) => count);

@@ -2,13 +2,13 @@
 
 const SERIES = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
-const PREFIX = "pagewire:";
+const PREFIX = /^(?:pagewire|vllm):/; // see --metrics-prefix
 
 /** Name without prefix → its series, as {labels, value}. */
 export function parse(text) {
   const families = new Map();
   for (const line of text.split("\n")) {
-    const found = line.startsWith(PREFIX) && SERIES.exec(line.slice(PREFIX.length));
+    const found = PREFIX.test(line) && SERIES.exec(line.replace(PREFIX, ""));
     if (!found) continue;
     const [, name, labels = "", value] = found;
     if (!families.has(name)) families.set(name, []);
@@ -51,6 +51,7 @@ export function sample(text, time) {
     firstToken: histogram("time_to_first_token_seconds"),
     interToken: histogram("inter_token_latency_seconds"),
     whole: histogram("e2e_request_latency_seconds"),
+    step: histogram("step_time_seconds"),
   };
 }
 

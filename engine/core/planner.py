@@ -362,7 +362,8 @@ class Planner:
         known = request.num_prompt + request.num_resumed
         first = 0 if request.text.prompt else max(0, known - _NUM_CONTEXT_IDS)
         prompt_ids = request.ids[first : request.num_prompt if request.text.prompt else known].tobytes()
-        self._news.add_item(Opened(request.rid, request.num_prompt, request.num_cached, prompt_ids, request.text))
+        opened = Opened(request.rid, request.num_prompt, request.num_cached, prompt_ids, request.text, request.times)
+        self._news.add_item(opened)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -72,6 +72,7 @@ class Request:
         "state",
         "stops",
         "text",
+        "times",
     )
 
     def __init__(
@@ -100,6 +101,7 @@ class Request:
             self.sampling = replace(message.sampling, seed=(message.sampling.seed + choice) % 2**63)
         self.limits = message.limits
         self.text = message.text
+        self.times = message.times  # for the detokenizer, like `text`
         room = max_model_len - self.num_prompt
         self.max_tokens = room if message.limits.max_tokens is None else min(room, message.limits.max_tokens)
         self.max_len = self.num_prompt + self.max_tokens  # ids when it ends at the latest

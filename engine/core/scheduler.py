@@ -275,6 +275,7 @@ class Scheduler:
             for request, count in zip(draft.others, draft.counts, strict=True):
                 self._policy.serve(request.line, count)
         self.step += 1
+        self.counters.planned(len(draft.decodes), sum(draft.counts))
         learns = draft.work.prefill > 0 or self.step % _LEARN_EVERY == 0
         self._in_flight.append(draft.sent(self.step, learns))
         extension = b""

@@ -1,5 +1,7 @@
 """What the scheduler counts."""
 
+from ...ipc.reports import POWERS, Histogram
+
 
 class Counters:
     """Running totals since the start."""
@@ -12,3 +14,12 @@ class Counters:
         self.num_drafts = 0  # how often a row's next tokens were guessed
         self.num_draft_tokens = 0  # guesses
         self.num_accepted_tokens = 0  # of them, those that were drawn
+        self.step_decode_rows = Histogram(POWERS)
+        self.step_prompt_tokens = Histogram(POWERS)
+        self.step_tokens = Histogram(POWERS)
+
+    def planned(self, num_decodes: int, num_others: int) -> None:
+        """A plan was sent: rows that compute one position, and the positions of the others."""
+        self.step_decode_rows.observe(num_decodes)
+        self.step_prompt_tokens.observe(num_others)
+        self.step_tokens.observe(num_decodes + num_others)

@@ -10,6 +10,9 @@ from pagewire.api.gateway import Gateway
 from pagewire.api.metrics import Metrics
 from pagewire.commands.metrics import quantile, rate, read
 from pagewire.commands.top import Screen, curve, duration
+from pagewire.config import Config, MachineFacts, ModelFacts, resolve
+
+FACTS = ModelFacts(path="m", name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), dtype="float32")
 
 
 def page(latencies: list[float]) -> str:
@@ -18,7 +21,7 @@ def page(latencies: list[float]) -> str:
     for value in latencies:
         gateway.stats.time_to_first_token_s.observe(value)
     gateway.stats.finished["stop"] = len(latencies)
-    return Metrics(gateway, "m").render().decode()
+    return Metrics(gateway, resolve(Config(), FACTS, MachineFacts(num_cores=1))).render().decode()
 
 
 def test_our_own_page_is_understood() -> None:

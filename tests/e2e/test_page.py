@@ -305,6 +305,7 @@ def test_the_live_view_follows_the_engine(open_page: Open, server: Server) -> No
     after = server.metric("pagewire:generation_tokens_total")
     expect(page.locator("#tokens-out")).to_have_text(f"{after:,.0f}")
     expect(page.locator("#first-p50")).to_have_text(re.compile(r"^[\d.]+ m?s$"))
+    expect(page.locator("#step-p50")).to_have_text(re.compile(r"^[\d.]+ m?s$"))
     expect(page.locator("#inter-p99")).to_have_text(re.compile(r"^[\d.]+ m?s$"))
     expect(page.locator("#speed-chart path.line.output")).to_have_attribute("d", re.compile(r"^M[\d.,L-]+$"))
 

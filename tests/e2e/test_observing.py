@@ -1,0 +1,151 @@
+"""What an operator sees of a real server: metrics that move, lines and spans of requests, times in the answer."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from collector import Collector, attributes
+from prometheus_client.parser import text_string_to_metric_families
+from servers import Server, wait_until
+
+pytestmark = pytest.mark.e2e
+
+PARTS = ("tokenizer_queue_ms", "tokenize_ms", "queue_ms", "prefill_ms", "decode_ms")
+CHAT = {"messages": [{"role": "user", "content": "Count from 1 to 9"}], "temperature": 0}
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+def samples(server: Server) -> dict[str, float]:
+    """Everything in /metrics, as name → the sum over its labels."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(server.get("/metrics")):
+        for sample in family.samples:
+            name = sample.name.partition(":")[2] + "".join(
+                f"[{sample.labels[label]}]"
+                for label in ("finished_reason", "reason", "process", "source", "le")
+                if label in sample.labels
+            )
+            found[name] = sample.value
+    return found
+
+
+def test_every_part_of_a_request_is_counted_and_told(server: Server) -> None:
+    before = samples(server)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "return_timings": True}, timeout=60).json()
+    usage, timings = answer["usage"], answer["timings"]
+    assert set(timings) == {*PARTS, "total_ms"}
+    assert sum(timings[part] for part in PARTS) == pytest.approx(timings["total_ms"], abs=0.01)
+    assert timings["prefill_ms"] > 0 and timings["decode_ms"] > 0
+    wait_until(
+        lambda: (
+            samples(server)["generation_tokens_total"] >= before["generation_tokens_total"] + usage["completion_tokens"]
+        ),
+        "the engine reports",
+    )
+    after = samples(server)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert grown("prompt_tokens_total") == usage["prompt_tokens"]
+    assert grown("request_success_total[stop]") == 1
+    assert grown("request_params_n_count") == 1 and grown("request_params_n_sum") == 1
+    assert grown("request_prompt_tokens_sum") == usage["prompt_tokens"]
+    assert grown("request_generation_tokens_sum") == usage["completion_tokens"]
+    assert grown("request_max_num_generation_tokens_sum") == usage["completion_tokens"]
+    for part in ("tokenizer_queue", "tokenize", "queue", "prefill", "decode"):
+        assert grown(f"request_{part}_time_seconds_count") == 1
+        assert grown(f"request_{part}_time_seconds_sum") * 1000 == pytest.approx(timings[f"{part}_ms"], abs=0.01)
+    assert grown("request_inference_time_seconds_count") == grown("request_time_per_output_token_seconds_count") == 1
+    assert grown("e2e_request_latency_seconds_sum") * 1000 == pytest.approx(timings["total_ms"], abs=0.01)
+    assert grown("time_to_first_token_seconds_count") == 1
+    assert grown("inter_token_latency_seconds_count") == usage["completion_tokens"] - 1
+    steps = grown("step_time_seconds_count")
+    assert steps >= usage["completion_tokens"]
+    assert grown("step_wait_time_seconds_count") == steps and grown("step_host_time_seconds_count") > 0
+    assert 0 < grown("step_time_seconds_sum") < timings["total_ms"]
+    assert grown("step_decode_rows_sum") + grown("step_prompt_tokens_sum") == grown("iteration_tokens_total_sum")
+    assert usage["prompt_tokens"] <= grown("step_prompt_tokens_sum") + grown("prefix_cache_hits_total")
+    assert grown("step_decode_rows_sum") >= usage["completion_tokens"] - 1
+    assert after["prompt_tokens_cached_by_source_total[device]"] == after["prefix_cache_hits_total"]
+    for process in ("api", "tokenizer", "core", "detokenizer"):
+        assert after[f"event_loop_lag_seconds_count[{process}]"] > 0
+
+
+def test_a_stream_tells_its_times_last(server: Server) -> None:
+    asked = {**CHAT, "stream": True, "n": 2, "return_timings": True}
+    text = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).text
+    *_, last, done = text.split("\n\n")[:-1]
+    assert done == "data: [DONE]" and '"choices":[],"object"' in last.replace(" ", "") and '"decode_ms"' in last
+    assert text.count("timings") == 1
+
+
+def test_who_leaves_and_who_is_refused_are_counted_by_cause(server: Server) -> None:
+    before = samples(server)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True, "ignore_eos": True,
+                      "max_tokens": 400}, timeout=60) as response:  # fmt: skip
+        next(response.iter_lines())
+    too_long = {"prompt": "word " * 50_000, "max_tokens": 1}
+    assert httpx.post(f"{server.url}/v1/completions", json=too_long, timeout=60).status_code == 400
+    wait_until(
+        lambda: samples(server)["request_aborts_total[client_gone]"] == before["request_aborts_total[client_gone]"] + 1,
+        "the client's leaving is counted",
+    )
+    kind = "request_errors_total[context_length_exceeded]"
+    assert samples(server)[kind] == before[kind] + 1
+
+
+def test_lines_spans_and_vllms_names(start: Callable[..., Server], collector: Collector) -> None:
+    flags = ("--enable-log-requests", "--otlp-traces-endpoint", collector.url, "--metrics-prefix", "vllm")
+    server = start(*flags).wait_ready()
+    headers = {"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-{CALLER}-01"}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "max_tokens": 5}, headers=headers).json()
+    usage = answer["usage"]
+    unsampled = {"traceparent": f"00-{TRACE}-{CALLER}-00"}
+    httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers=unsampled)
+    refused = httpx.post(
+        f"{server.url}/v1/completions", json={"prompt": "word " * 50_000}, headers={"x-request-id": "b"}
+    )
+    assert refused.status_code == 400
+    assert server.metric("vllm:request_success_total") == 3 and "pagewire:" not in server.get("/metrics")
+    command = [sys.executable, "-m", "pagewire", "top", "--once", "--interval", "0.1", "--url", server.url]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert re.search(r"ended: length +2", shown)
+    assert server.stop() == 0
+
+    lines = [line for line in server.log.read_text().splitlines() if "request_id=" in line]
+    assert len(lines) == 3
+    numbers = f"sequences=1 prompt={usage['prompt_tokens']} cached=0 output=5"
+    pattern = (
+        rf"request_id=mine-1 path=/v1/chat/completions ended=length {numbers} tokenizer_queue_ms=[\d.]+ .*total_ms="
+    )
+    assert re.search(pattern, lines[0]), lines[0]
+    assert "request_id=b path=/v1/completions ended=error:context_length_exceeded sequences=1 prompt=0" in lines[2]
+    assert not any("Count from" in line or "word" in line for line in lines)
+
+    assert collector.paths == {"/v1/traces"}
+    spans = {span.name: span for span in collector.spans if span.trace_id.hex() == TRACE}
+    assert set(spans) == {"chat pagewire-demo", "tokenizer_queue", "tokenize", "queue", "prefill", "decode"}
+    whole = spans.pop("chat pagewire-demo")
+    assert whole.parent_span_id.hex() == CALLER
+    assert all(span.parent_span_id == whole.span_id for span in spans.values())
+    ends = [whole.start_time_unix_nano, *(span.end_time_unix_nano for span in spans.values())]
+    assert ends == sorted(ends) and abs(ends[-1] - whole.end_time_unix_nano) < 1000
+    told = attributes(whole)
+    assert told["gen_ai.operation.name"] == "chat" and told["gen_ai.request.model"] == "pagewire-demo"
+    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] and told["gen_ai.usage.output_tokens"] == 5
+    assert told["gen_ai.response.finish_reasons"] == ["length"] and told["gen_ai.request.max_tokens"] == 5
+    assert told["http.request.header.x-request-id"] == ["mine-1"]
+    failed = next(span for span in collector.spans if span.name.startswith("text_completion"))
+    assert attributes(failed)["error.type"] == "error:context_length_exceeded" and failed.status.code == 2
+    assert failed.parent_span_id == b"" and len(collector.spans) == 7

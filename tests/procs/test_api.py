@@ -1,0 +1,37 @@
+"""The api actor: who is told of requests that have ended."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagewire.api.request_end import log_request
+from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts, resolve
+from pagewire.errors import ConfigError
+from pagewire.procs.api import ApiActor
+
+
+def config(tmp_path: Path, **settings: object) -> EngineConfig:
+    facts = ModelFacts(
+        path=str(tmp_path), name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), dtype="float32"
+    )
+    return resolve(Config(**settings), facts, MachineFacts(num_cores=1))  # type: ignore[arg-type]
+
+
+def test_nobody_is_told_unless_asked(tmp_path: Path) -> None:
+    assert ApiActor(config(tmp_path), http_fd=-1)._observers() == []
+    assert ApiActor(config(tmp_path, enable_log_requests=True), http_fd=-1)._observers() == [log_request]
+
+
+def test_tracing_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pagewire.api.tracing", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    actor = ApiActor(config(tmp_path, otlp_traces_endpoint="http://127.0.0.1:4318"), http_fd=-1)
+    with pytest.raises(ConfigError, match=r"pip install 'pagewire\[otel\]'"):
+        actor._observers()
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host", "http://", ""])
+def test_an_endpoint_must_be_an_address(tmp_path: Path, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint must be an address"):
+        config(tmp_path, otlp_traces_endpoint=endpoint)
