@@ -3,6 +3,7 @@
 Owns the table from what went wrong to status, type and code. Texts are ours, never `str` of a foreign exception.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -57,6 +58,13 @@ class HttpError(PagewireError):
         self.code: ErrorCode | None = code
         self.param = param
         self.headers = (*headers, *_retry_headers(status))
+
+    def with_names(self, names: Mapping[str, str]) -> "HttpError":
+        """The same in the words of another API, whose own names for fields `names` has."""
+        own = names.get(self.param or "")
+        if self.param is None or own is None:
+            return self
+        return HttpError(self.status, str(self).replace(self.param, own), code=self.code, param=own)
 
 
 class ShuttingDown(RequestError):

@@ -162,6 +162,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     tenant: str = ""  # who shares the engine fairly: the API key's digest or the `user` of the request
     truncate: Annotated[int, Meta(ge=-1)] | None = None  # keep so many of the prompt's last tokens; -1: all that fit
     constraint: Constraint | None = None
+    bad_words: tuple[str, ...] = ()  # texts; the tokenizer adds their ids to the constraint
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):

@@ -20,6 +20,7 @@ from ..ipc.actor import Post
 from ..ipc.messages import (
     Cancel,
     ChatPrompt,
+    Constraint,
     Describe,
     Described,
     Detokenize,
@@ -84,6 +85,7 @@ class TokenizerActor:
         taken = time.monotonic()
         try:
             prompt_ids = self._prompt_ids(submit).tobytes()
+            constraint = self._constraint(submit)
         except RequestError as error:
             self._fail(submit, Failed(0, error.kind, str(error)))
             return
@@ -103,7 +105,7 @@ class TokenizerActor:
                 submit.salt,
                 submit.tenant,
                 submit.n,
-                constraint=submit.constraint,
+                constraint=constraint,
                 times=Times(taken, time.monotonic()),
             ),
         )
@@ -157,6 +159,18 @@ class TokenizerActor:
             return ChatTemplate({"default": source}, self._tokenizer.special_tokens)
         except ConfigError as error:
             raise RequestError("invalid_request", f"chat_template: {error}") from None
+
+    def _constraint(self, submit: Submit) -> Constraint | None:
+        """The constraint with its bad words' ids: each at the start of a text and after a space, as vLLM does."""
+        if not submit.bad_words:
+            return submit.constraint
+        spelled = [
+            array("i", ids).tobytes()
+            for word in submit.bad_words
+            for before in ("", " ")
+            if (ids := self._tokenizer.encode(before + word.lstrip(" "), add_special_tokens=False))
+        ]
+        return replace(submit.constraint or Constraint(), bad_words=tuple(dict.fromkeys(spelled)))
 
     def _prompt_ids(self, submit: Submit) -> "array[int]":
         """The prompt's ids. Raises RequestError if the request cannot be served."""

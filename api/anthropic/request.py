@@ -15,7 +15,7 @@ _REFUSED = (
     *("container", "context_management", "mcp_servers", "return_token_ids"),
     *("use_beam_search", "return_tokens_as_token_ids"),
 )
-_OWN = ("max_tokens", "stop", "user")  # of those that chat has, too
+_OWN = ("max_tokens", "stop", "user", "thinking_token_budget")  # of those that chat has, too
 _SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name not in _OWN)
 
 
@@ -35,9 +35,9 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
         raise HttpError(400, f"{at} calls a tool, and no tool_result follows.", param=at)
     choice = request.tool_choice
     variables = dict(request.chat_template_kwargs or {})
+    budget = request.thinking_token_budget
     if request.thinking is not None:
-        if request.thinking.budget_tokens is not None and request.thinking.type == "enabled":
-            raise _unsupported("thinking.budget_tokens")
+        budget = request.thinking.budget_tokens if request.thinking.type == "enabled" else budget
         variables.setdefault("enable_thinking", request.thinking.type != "disabled")
     max_tokens, stop, user = None, request.stop, request.user
     if isinstance(request, MessagesRequest):
@@ -49,6 +49,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
         max_completion_tokens=max_tokens,
         stop=stop,
         user=user,
+        thinking_token_budget=budget,
         messages=msgspec.Raw(conversation.json()),
         tools=msgspec.Raw(msgspec.json.encode(_tools(request))),
         tool_choice=_tool_choice(request),
@@ -63,7 +64,9 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
 
 def in_terms_of_messages(error: HttpError) -> HttpError:
     """What chat says of its own fields, with the names that the client used."""
-    return error if error.param != "response_format" else _unsupported("output_config.format")
+    return error.with_names(
+        {"response_format": "output_config.format", "thinking_token_budget": "thinking.budget_tokens"}
+    )
 
 
 def _conversation(request: CountTokensRequest) -> Conversation:
@@ -159,9 +162,7 @@ def _tool_choice(request: CountTokensRequest) -> str | dict[str, object] | None:
 def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
     if request.output_config is None or request.output_config.format is None:
         return None
-    format = request.output_config.format
-    described = {"type": format.type, "json_schema": {"name": "answer", "schema": format.schema}}
-    return msgspec.convert(described, ResponseFormat)
+    return request.output_config.format.as_response_format()
 
 
 def _unsupported(param: str, value: str = "") -> HttpError:

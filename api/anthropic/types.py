@@ -47,7 +47,7 @@ class AnthropicToolChoice(Struct, frozen=True):
 
 class Thinking(Struct, frozen=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class Metadata(Struct, frozen=True):

@@ -12,7 +12,18 @@ import msgspec
 from msgspec.structs import replace
 
 from ...config import EngineConfig, SamplingDefaults
-from ...ipc.messages import ChatPrompt, IdsPrompt, Limits, Sampling, Submit, TextPrompt, TextSpec, ids_to_bytes
+from ...ipc.messages import (
+    ChatPrompt,
+    Constraint,
+    IdsPrompt,
+    Limits,
+    Sampling,
+    Submit,
+    TextPrompt,
+    TextSpec,
+    ids_to_bytes,
+)
+from ..constraints import chat_constraint, completion_constraint
 from ..http_error import HttpError
 from ..parsers.lexer import Grammar
 from ..parsers.registry import find_grammar
@@ -28,9 +39,7 @@ _MAX_COMPLAINT = 200  # characters; msgspec repeats a value that is not one of t
 _SEEDS = 2**63 - 2**16  # leaves room for the seeds `seed + i` of n sequences
 
 _REFUSED = (
-    *("bad_words", "logits_processors"),
-    *("kv_transfer_params", "prompt_embeds", "structured_outputs", "guided_json", "guided_regex"),
-    *("guided_choice", "guided_grammar", "guided_decoding_backend", "audio", "functions"),
+    *("logits_processors", "kv_transfer_params", "prompt_embeds", "guided_decoding_backend", "audio", "functions"),
     *("function_call", "web_search_options", "suffix"),
 )
 
@@ -62,7 +71,7 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
                     code="unsupported_value",
                     param="messages",
                 )
-    _check_chat(request)
+    tools = _check_chat(request)
     if request.chat_template is not None and not config.trust_request_chat_template:
         raise HttpError(
             400,
@@ -105,6 +114,7 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
         salt=salt,
         defaults=config.sampling,
         grammar=output_grammar(request, config),
+        constraint=chat_constraint(request, tools, config),
     )
 
 
@@ -168,6 +178,7 @@ def completion_orders(request: CompletionRequest, config: EngineConfig, salt: by
         shows_prompt=bool(request.echo),
         salt=salt,
         defaults=config.sampling,
+        constraint=completion_constraint(request),
     )
 
 
@@ -215,6 +226,7 @@ def _orders(
     prompt_logprobs: int | None = None,
     shows_prompt: bool = False,
     grammar: Grammar | None = None,
+    constraint: Constraint | None = None,
 ) -> list[Submit]:
     if request.min_tokens and max_tokens is not None and request.min_tokens > max_tokens:
         raise HttpError(400, f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens")
@@ -266,6 +278,8 @@ def _orders(
             tenant=tenant,
             salt=salt,
             truncate=request.truncate_prompt_tokens,
+            constraint=constraint,
+            bad_words=tuple(request.bad_words or ()),
         )
         for prompt in prompts
     ]
@@ -294,7 +308,8 @@ def _check_common(request: GenerationRequest, vocab_size: int) -> None:
             )
 
 
-def _check_chat(request: ChatRequest) -> None:
+def _check_chat(request: ChatRequest) -> list[Tool]:
+    """The tools."""
     if request.top_logprobs is not None and not request.logprobs:
         raise HttpError(400, "top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
     if request.add_special_tokens:
@@ -304,14 +319,9 @@ def _check_chat(request: ChatRequest) -> None:
             code="unsupported_value",
             param="add_special_tokens",
         )
-    if _sends_tools(request):
-        _decode(lambda: _tools_decoder.decode(request.tools), "tools")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise HttpError(400, 'tool_choice must be "none" or "auto".', code="unsupported_value", param="tool_choice")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise HttpError(400, "response_format must be of type text.", code="unsupported_value", param="response_format")
     if request.modalities not in (None, [], ["text"]):
         raise HttpError(400, 'modalities must be ["text"].', code="unsupported_value", param="modalities")
+    return _decode(lambda: _tools_decoder.decode(request.tools), "tools") if _sends_tools(request) else []
 
 
 def _decode(decode: Callable[[], T], within: str) -> T:

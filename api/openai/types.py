@@ -14,6 +14,7 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -27,6 +28,40 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # in every event that of its choice so far; needs include_usage
     include_obfuscation: object = None  # ignored
+
+
+JsonSchema = dict[str, object] | bool
+
+
+class JsonSchemaFormat(Struct, frozen=True):
+    """Enforced whether `strict` or not; the name and the description are the client's own."""
+
+    schema: JsonSchema | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, frozen=True):
+    """vLLM's: exactly one of the first five, and how spaces may stand in JSON."""
+
+    json: JsonSchema | str | None = None  # a text holds the schema's JSON
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # Lark, or llama.cpp's GBNF
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_fallback: bool | None = None  # there is nothing to fall back to
+
+    # Understood and refused.
+    structural_tag: object = None
+    disable_additional_properties: bool | None = None
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):
@@ -69,6 +104,15 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     timeout: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # seconds to wait for a start before failing
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None  # structured_outputs.json, as vLLM called it before, and so on
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no bound
+    thinking_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # the same, as others call it
+    bad_words: Annotated[list[BadWord], Meta(max_length=1024)] | None = None
 
     # Accepted and ignored: they change nothing about the answer.
     metadata: object = None
@@ -83,15 +127,9 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     store: object = None
 
     # Understood and refused: to ignore these would give an answer that was not asked for.
-    bad_words: object = None
     logits_processors: object = None
     kv_transfer_params: object = None
     prompt_embeds: object = None
-    structured_outputs: object = None
-    guided_json: object = None
-    guided_regex: object = None
-    guided_choice: object = None
-    guided_grammar: object = None
     guided_decoding_backend: object = None
 
 
@@ -131,16 +169,12 @@ class Message(Struct, frozen=True):
 class FunctionDefinition(Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
-    parameters: dict[str, object] | bool | None = None
+    parameters: JsonSchema | None = None
 
 
 class Tool(Struct, frozen=True):
     type: Literal["function"]
     function: FunctionDefinition
-
-
-class ResponseFormat(Struct, frozen=True):
-    type: str
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -178,6 +212,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
 
     # Understood and refused.

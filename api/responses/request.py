@@ -3,7 +3,6 @@ there is refused by name, and nothing is ignored that would change the answer.
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import msgspec
 
@@ -95,7 +94,7 @@ def chat_request(request: ResponsesRequest, messages: bytes) -> ChatRequest:
 
 def in_terms_of_responses(error: HttpError) -> HttpError:
     """What chat says of its own fields, with the names that the client used."""
-    return error if error.param != "response_format" else _unsupported("text.format")
+    return error.with_names({"response_format": "text.format"})
 
 
 def _unsupported(name: str) -> HttpError:
@@ -105,9 +104,7 @@ def _unsupported(name: str) -> HttpError:
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     if request.text is None or request.text.format is None:
         return None
-    described = cast(dict[str, object], msgspec.to_builtins(request.text.format))
-    kind = described.pop("type")
-    return msgspec.convert({"type": kind, "json_schema": described} if described else {"type": kind}, ResponseFormat)
+    return request.text.format.as_response_format()
 
 
 def _tool_choice(choice: str | dict[str, object] | None) -> str | dict[str, object] | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..openai.types import GenerationRequest, TokenLogprobBody
+from ..openai.types import GenerationRequest, JsonSchemaFormat, ResponseFormat, TokenLogprobBody
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -48,6 +48,10 @@ class TextFormat(Struct, frozen=True):
     schema: dict[str, object] | UnsetType = UNSET
     strict: bool | UnsetType | None = UNSET
     description: str | UnsetType | None = UNSET
+
+    def as_response_format(self) -> ResponseFormat:
+        """The same as chat has it."""
+        return ResponseFormat(self.type, JsonSchemaFormat(None if self.schema is UNSET else self.schema))
 
 
 class TextConfig(Struct, frozen=True):

@@ -98,6 +98,7 @@ class Rows:
             for row, mask in zip(rows, np.frombuffer(plan.masks, "<i4").reshape(len(rows), -1), strict=True):
                 self.masks[row] = mask & allowed[row] if row in allowed else mask
         self.is_masked[list(self.masks)] = True
+
     def lift_minimum(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> list[int]:
         """The rows that may end with what they are about to draw for the positions `ends`, and could not before."""
         lifted = [int(row) for row in rows[(self.min_len[rows] > 0) & (ends >= self.min_len[rows])]]

@@ -11,7 +11,7 @@ the ids of the special token's text. A text without such strings takes the ordin
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -74,6 +74,19 @@ class Tokenizer:
     def neutralize(self, text: str) -> str:
         """`text` with a sentinel in the place of each special token's string. For what a person wrote."""
         return self._specials.sub(lambda match: self._sentinel_of[match[0]], text)
+
+    def split_specials(self, text: str) -> Iterator[str | int]:
+        """`text` as ordinary texts and the ids of the special tokens in it."""
+        end = 0
+        for match in self._specials.finditer(text):
+            if match.start() > end:
+                yield text[end : match.start()]
+            id = self._backend.token_to_id(match[0])
+            assert id is not None, match[0]
+            yield id
+            end = match.end()
+        if end < len(text):
+            yield text[end:]
 
     def encode_rendered(self, text: str) -> list[int]:
         """A rendered chat template: its own special tokens are parsed, `neutralize`d ones become plain text."""

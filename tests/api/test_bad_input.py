@@ -83,6 +83,16 @@ COMMON: list[tuple[str, list[Any]]] = [
     ("use_beam_search", ["x"]),
     ("length_penalty", [1.0, 11, "x"]),
     ("early_stopping", [True, "x"]),
+    ("bad_words", [5, "x", [""], [5], ["x"] * 1025, ["x" * 257]]),
+    ("structured_outputs", [{}, {"a": 1}, 5, {"regex": 5}, {"regex": " "}, {"choice": []}, {"structural_tag": {}}]),
+    ("structured_outputs", [{"json": "{"}, {"json": "5"}, {"disable_additional_properties": True, "regex": "x"}]),
+    ("structured_outputs", [{"json": {}, "regex": "x"}, {"grammar": ""}, {"regex": "x" * 300_000}]),
+    ("guided_json", [5, "no schema", {"enum": ["x" * 300_000]}]),
+    ("guided_choice", [[], "x", [5]]),
+    ("guided_regex", ["", 5]),
+    ("guided_grammar", ["", 5]),
+    ("thinking_token_budget", [-2, 1.5, "x", 5]),
+    ("response_format", [{"type": "json_schema", "json_schema": {}}, {"type": "json_schema"}, {"type": "xml"}]),
 ]
 CHAT_ONLY: list[tuple[str, list[Any]]] = [
     (
@@ -113,7 +123,7 @@ CHAT_ONLY: list[tuple[str, list[Any]]] = [
         [5, {}, [5], [{"type": "other"}], [{"type": "function"}], [{"type": "function", "function": {"name": ""}}]],
     ),
     ("tool_choice", ["required", "maybe", 5, {"type": "function", "function": {"name": "f"}}]),
-    ("response_format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text", {}]),
+    ("response_format", ["text", {}, {"type": "structural_tag", "structures": []}]),
     ("modalities", [["audio"], "text"]),
     ("add_special_tokens", [True, 5]),
     ("chat_template", ["{{ 1 }}"]),
@@ -129,14 +139,7 @@ COMPLETION_ONLY: list[tuple[str, list[Any]]] = [
     ("best_of", [0, 129, 1.5]),
     ("suffix", ["x"]),
 ]
-UNSUPPORTED = [
-    "bad_words",
-    "logits_processors",
-    "guided_json",
-    "structured_outputs",
-    "kv_transfer_params",
-    "prompt_embeds",
-]
+UNSUPPORTED = ["guided_decoding_backend", "logits_processors", "kv_transfer_params", "prompt_embeds"]
 
 
 @pytest.mark.parametrize(

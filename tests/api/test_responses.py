@@ -238,9 +238,11 @@ def test_items_become_messages() -> None:
         ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
         ({"min_tokens": 9, "max_output_tokens": 5}, "min_tokens"),
         ({"guided_json": {}, "guided_regex": "x"}, "guided_regex"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "name": "weather"}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "time"}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
@@ -260,7 +262,10 @@ def test_what_is_not_supported_is_named(fields: dict[str, Any], param: str) -> N
     assert (answer.status, answer.error["param"]) == (400, param) and not engine.submits
 
 
-@pytest.mark.parametrize(("name", "values"), [pair for pair in COMMON if pair[0] not in ("max_tokens", "n")])
+_OTHERWISE = ("max_tokens", "n", "response_format")
+
+
+@pytest.mark.parametrize(("name", "values"), [pair for pair in COMMON if pair[0] not in _OTHERWISE])
 def test_fields_that_chat_has_are_checked_alike(name: str, values: list[Any]) -> None:
     for value in values:
         engine = FakeEngine()

@@ -146,3 +146,17 @@ def test_questions_are_refused_too(actor: TokenizerActor, posts: Posts) -> None:
 def test_cancel_follows_its_submit(actor: TokenizerActor, posts: Posts) -> None:
     actor.handle([submit(m.TextPrompt("x")), m.Cancel((10,))])
     assert [type(message) for _, message in posts] == [m.Enqueue, m.Cancel]
+
+
+def test_bad_words_are_spelled_with_and_without_a_space(actor: TokenizerActor, posts: Posts) -> None:
+    constraint = m.Constraint("regex", "a*")
+    actor.handle([submit(m.TextPrompt("hi"), bad_words=("ab", " ab"), constraint=constraint)])
+    actor.handle([submit(m.TextPrompt("hi"), bad_words=("x",)), submit(m.TextPrompt("hi"))])
+    enqueued = [enqueue.constraint for _, enqueue in posts if isinstance(enqueue, m.Enqueue)]
+    a, b, space, x = (encoded(actor, char) for char in "ab x")
+    assert enqueued[0] == m.Constraint("regex", "a*", bad_words=(a + b, space + a + b))
+    assert enqueued[1] == m.Constraint(bad_words=(x, space + x)) and enqueued[2] is None
+
+
+def encoded(actor: TokenizerActor, char: str) -> bytes:
+    return m.ids_to_bytes(actor._tokenizer.encode(char, add_special_tokens=False))

@@ -1,0 +1,262 @@
+"""What a request wants its output to keep to, as a `Constraint`: formats, forced calls, a bound on the reasoning.
+
+Owns the rules of which fields go together. What a grammar may hold is found out where it is compiled; the size of a
+text is checked here, so that nothing large travels.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from ..config import EngineConfig
+from ..ipc.messages import MOST_GRAMMAR_BYTES, Constraint
+from .http_error import HttpError
+from .openai.types import ChatRequest, CompletionRequest, GenerationRequest, JsonSchema, ResponseFormat, Tool
+from .parsers.registry import HARMONY_ANSWER, reasoning_tags, writes_harmony
+from .parsers.spelling import CallRules, CannotSpell, Schema, spell_calls
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+_BUDGETS = ("thinking_token_budget", "thinking_budget")
+
+
+class _Format(NamedTuple):
+    """One format that a request asks for."""
+
+    field: str
+    kind: Kind
+    text: str
+
+
+def completion_constraint(request: CompletionRequest) -> Constraint | None:
+    """Of a completion: the format starts at once. Raises HttpError."""
+    for name in _BUDGETS:
+        if getattr(request, name) is not None:
+            raise HttpError(400, f"{name} is for chat only.", code="unsupported_value", param=name)
+    format = _format(request, request.response_format)
+    return None if format is None else Constraint(format.kind, format.text)
+
+
+def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineConfig) -> Constraint | None:
+    """Of a chat: what is asked for starts after the reasoning. Raises HttpError."""
+    format = _format(request, request.response_format)
+    called = _called_tools(request, tools)
+    tags = reasoning_tags(config.tool_call_parser, config.reasoning_parser)
+    budget = _budget(request)
+    if budget is not None and tags is None:
+        raise HttpError(
+            400,
+            "thinking_token_budget needs to know how this model marks its reasoning: set --reasoning-parser.",
+            code="unsupported_value",
+            param="thinking_token_budget",
+        )
+    if format is None and called is None and budget is None:
+        return None
+    constraint = Constraint(
+        reasoning_starts=() if tags is None else tags[:1],
+        reasoning_ends=() if tags is None else tags[1:],
+        thinking_budget=budget,
+    )
+    answer = (HARMONY_ANSWER,) if _parser(config) == "openai" else ()
+    if called is not None:
+        if format is not None:
+            raise HttpError(
+                400, f"{format.field} cannot be combined with a tool_choice that forces a call.", param=format.field
+            )
+        return _lark(constraint, "calls", _call_rules(request, called, config))
+    if format is None:
+        return constraint
+    if format.kind == "json_schema" and tools and request.tool_choice in (None, "auto") and _can_call(config):
+        rules = _call_rules(request, list(enumerate(tools)), config)
+        before = f"mark{len(rules.marks)} " if answer else ""
+        either = CallRules([*rules.rules, f"answer: {before}%json {format.text}"], (*rules.marks, *answer))
+        return _lark(constraint, "calls | answer", either)
+    if answer and format.kind == "lark":
+        raise HttpError(
+            400,
+            f"{format.field} is not supported with this model, whose answers are messages of their own format.",
+            code="unsupported_value",
+            param=format.field,
+        )
+    return msgspec.structs.replace(constraint, kind=format.kind, text=format.text, lark_marks=answer)
+
+
+# ── formats ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _format(request: GenerationRequest, response_format: ResponseFormat | None) -> _Format | None:
+    """The one format that is asked for."""
+    outputs = request.structured_outputs
+    spaces: dict[str, object] = {}
+    found = [] if response_format is None else _response_format(response_format)
+    if outputs is not None:
+        for name in ("structural_tag", "disable_additional_properties"):
+            if getattr(outputs, name):
+                param = f"structured_outputs.{name}"
+                raise HttpError(400, f"{param} is not supported.", code="unsupported_value", param=param)
+        if outputs.disable_any_whitespace:
+            spaces["whitespace_flexible"] = False
+        if outputs.whitespace_pattern is not None:
+            spaces["whitespace_pattern"] = outputs.whitespace_pattern
+    elif request.guided_whitespace_pattern is not None:
+        spaces["whitespace_pattern"] = request.guided_whitespace_pattern
+    for prefix, source in (("structured_outputs.", outputs), ("guided_", request)):
+        for name, kind in (("json", "json_schema"), ("regex", "regex"), ("choice", "choice"), ("grammar", "lark")):
+            value = getattr(source, name if prefix.endswith(".") else prefix + name, None)
+            if value is not None:
+                found.append((prefix + name, kind, value))
+    if outputs is not None and outputs.json_object:
+        found.append(("structured_outputs.json_object", "json_object", None))
+    if outputs is not None and not found:
+        raise HttpError(
+            400,
+            "structured_outputs must have one of json, json_object, regex, choice and grammar.",
+            param="structured_outputs",
+        )
+    if len(found) > 1:
+        fields = [field for field, _, _ in found]
+        raise HttpError(400, f"{fields[0]} and {fields[1]} cannot both be given.", param=fields[1])
+    return _as_text(*found[0], spaces) if found else None
+
+
+def _response_format(format: ResponseFormat) -> list[tuple[str, str, object]]:
+    match format.type:
+        case "text":
+            return []
+        case "json_object":
+            return [("response_format", "json_object", None)]
+        case "json_schema":
+            if format.json_schema is None or format.json_schema.schema is None:
+                raise HttpError(400, "response_format has no json_schema.schema.", param="response_format")
+            return [("response_format", "json_schema", format.json_schema.schema)]
+        case _:
+            raise HttpError(
+                400,
+                'response_format must be of type "text", "json_object" or "json_schema".',
+                code="unsupported_value",
+                param="response_format",
+            )
+
+
+def _as_text(field: str, kind: str, value: object, spaces: dict[str, object]) -> _Format:
+    match kind:
+        case "json_object":
+            return _Format(field, "json_schema", _schema_text({"type": "object"}, spaces))
+        case "json_schema":
+            if isinstance(value, str):
+                value = _parse_schema(value, field)
+            assert isinstance(value, dict | bool)
+            return _Format(field, "json_schema", _bounded(_schema_text(value, spaces), field))
+        case "choice":
+            if not value:
+                raise HttpError(400, f"{field} must not be empty.", param=field)
+            return _Format(field, "choice", _bounded(json.dumps(value), field))
+        case _:
+            assert isinstance(value, str)
+            if not value.strip():
+                raise HttpError(400, f"{field} must not be empty.", param=field)
+            return _Format(field, "regex" if kind == "regex" else "lark", _bounded(value, field))
+
+
+def _schema_text(schema: JsonSchema, spaces: dict[str, object]) -> str:
+    if spaces and isinstance(schema, dict):
+        schema = {**schema, "x-guidance": spaces}
+    return json.dumps(schema)
+
+
+def _parse_schema(text: str, field: str) -> JsonSchema:
+    try:
+        schema: JsonSchema = msgspec.json.decode(text, type=dict[str, object] | bool)
+    except (msgspec.DecodeError, RecursionError):
+        raise HttpError(400, f"{field} is no JSON schema.", param=field) from None
+    return schema
+
+
+def _bounded(text: str, field: str) -> str:
+    if len(text) > MOST_GRAMMAR_BYTES:
+        raise HttpError(400, f"{field} is larger than {MOST_GRAMMAR_BYTES} bytes.", param=field)
+    return text
+
+
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _called_tools(request: ChatRequest, tools: Sequence[Tool]) -> list[tuple[int, Tool]] | None:
+    """Those of which one must be called, with their places; None: calling is up to the model."""
+    numbered = list(enumerate(tools))
+    match request.tool_choice:
+        case None | "none" | "auto":
+            return None
+        case "required":
+            called = numbered
+        case {"type": "function", "function": {"name": str(name)}}:
+            called = [(i, tool) for i, tool in numbered if tool.function.name == name]
+            if tools and not called:
+                raise HttpError(
+                    400, f"tool_choice names {name[:80]!r}, which is not among the tools.", param="tool_choice"
+                )
+        case _:
+            raise HttpError(
+                400,
+                'tool_choice must be "none", "auto", "required" or name a function.',
+                code="unsupported_value",
+                param="tool_choice",
+            )
+    if not tools:
+        raise HttpError(400, "tool_choice forces a call, and there are no tools.", param="tool_choice")
+    return called
+
+
+def _lark(constraint: Constraint, start: str, rules: CallRules) -> Constraint:
+    text = _bounded("\n".join([f"start: {start}", *rules.rules]), "tools")
+    return msgspec.structs.replace(constraint, kind="lark", text=text, lark_marks=rules.marks)
+
+
+def _parser(config: EngineConfig) -> str:
+    """The family of the calls."""
+    harmony = writes_harmony(config.tool_call_parser, config.reasoning_parser)
+    return "openai" if harmony else config.tool_call_parser
+
+
+def _can_call(config: EngineConfig) -> bool:
+    return _parser(config) != "none"
+
+
+def _call_rules(request: ChatRequest, called: Sequence[tuple[int, Tool]], config: EngineConfig) -> CallRules:
+    several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, dict)
+    described = [(tool.function.name, _object_schema(tool.function.parameters, i)) for i, tool in called]
+    try:
+        rules = spell_calls(_parser(config), described, several=several)
+    except CannotSpell as error:
+        raise HttpError(400, f"tools: {error}.", code="unsupported_value", param="tools") from None
+    if rules is None:
+        raise HttpError(
+            400,
+            "tool_choice can force a call only where it is known how the model writes calls: set --tool-call-parser.",
+            code="unsupported_value",
+            param="tool_choice",
+        )
+    return rules
+
+
+def _object_schema(parameters: JsonSchema | None, index: int) -> Schema:
+    """A tool's parameters as the schema of an object."""
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if parameters is True:
+        return {"type": "object"}
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        param = f"tools[{index}].function.parameters"
+        raise HttpError(400, f"{param} must be the schema of an object.", param=param)
+    return {"type": "object", **parameters}
+
+
+# ── reasoning ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _budget(request: ChatRequest) -> int | None:
+    if request.thinking_token_budget is not None and request.thinking_budget is not None:
+        raise HttpError(400, "thinking_token_budget and thinking_budget cannot both be given.", param="thinking_budget")
+    budget = request.thinking_token_budget if request.thinking_budget is None else request.thinking_budget
+    return None if budget is None or budget < 0 else budget

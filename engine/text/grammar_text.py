@@ -1,0 +1,238 @@
+"""A constraint as a text for llguidance: its answer, what stands before it, and the limits of what a client may send.
+
+Everything becomes Lark. Special tokens are named by their ids there, because they spell no text; a tag that this
+vocabulary has no special token for is plain text.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from ...errors import RequestError
+from ...ipc.messages import MOST_GRAMMAR_BYTES, Constraint
+from .thinking_budget import opens_reasoning
+from .tokenizer import Tokenizer
+
+MOST_LEVELS = 64  # of a schema
+MOST_KEYS = 1000  # of one object in a schema; more take the library seconds
+MOST_ITEMS = 20_000  # of one list in a schema, or choices
+MOST_REFERENCES = 1000  # in any text; and rules. The library follows them with its stack
+
+# One space, or a line's end and its indent: enough for every usual style, and a poor model cannot go on with blanks.
+_SPACES = {"whitespace_pattern": r"\n {0,16}| "}
+_SPACE_OPTIONS = ("whitespace_flexible", "whitespace_pattern")
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+# The standard's; what others mean by a format of their own is a note for people.
+_STANDARD_FORMATS = (
+    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
+    *("uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer"),
+    "regex",
+)
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS_OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems")
+_ONE_SCHEMA = ("items", "additionalProperties")
+_WHAT = {
+    "json_schema": "The JSON schema",
+    "json_object": "json_object",
+    "regex": "The regular expression",
+    "choice": "The list of choices",
+    "lark": "The grammar",
+}
+
+
+def what_it_is(constraint: Constraint) -> str:
+    """The subject of a sentence about it."""
+    return "A tool's schema" if constraint.kind == "lark" and constraint.lark_marks else _WHAT[constraint.kind]
+
+
+def complaint(constraint: Constraint, error: str) -> str:
+    """What the library says of a text, as one sentence for the client."""
+    reason = next((line for line in error.splitlines() if line.startswith("error: ")), error.partition("\n")[0])
+    reason = re.sub(r"^(at )?\d+\(\d+\): |^error: |failed to compile JSON schema: ", "", reason.strip())
+    reason = re.sub(r"failed to compile JSON schema: |\. Enable '.*$", "", reason).rstrip(". ")
+    return f"{what_it_is(constraint)} cannot be enforced: {reason[:300]}."
+
+
+def write_grammar(constraint: Constraint, prompt_tail: str, tokenizer: Tokenizer) -> str:
+    """The grammar of a whole output. Raises RequestError for what is over the limits or cannot be read."""
+    if len(constraint.text.encode("utf-8", "replace")) > MOST_GRAMMAR_BYTES:
+        raise _refusal(constraint, f"is larger than {MOST_GRAMMAR_BYTES} bytes")
+    if constraint.text.count('"$ref"') > MOST_REFERENCES:
+        raise _refusal(constraint, f"has more than {MOST_REFERENCES} references")
+    lines, first = _reasoning(constraint, prompt_tail, tokenizer)
+    if constraint.kind == "lark":
+        return _around(constraint, lines, first, _rules(constraint, tokenizer))
+    first += [_tag(mark, tokenizer) for mark in constraint.lark_marks]
+    return "\n".join([f"start: {' '.join([*first, 'answer'])}", *lines, f"answer: {_answer(constraint)}"])
+
+
+def _refusal(constraint: Constraint, why: str) -> RequestError:
+    return RequestError("invalid_request", f"{what_it_is(constraint)} {why}.")
+
+
+# ── the answer ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _answer(constraint: Constraint) -> str:
+    try:
+        return _answer_rule(constraint)
+    except ValueError:
+        raise _refusal(constraint, "is not valid JSON") from None
+
+
+def _answer_rule(constraint: Constraint) -> str:
+    match constraint.kind:
+        case "json_object":
+            return _json_rule({"type": "object"})
+        case "json_schema":
+            schema = _parse(constraint, constraint.text)
+            if not isinstance(schema, dict | bool):
+                raise _refusal(constraint, "must be an object")
+            return _json_rule(schema)
+        case "choice":
+            choices = _parse(constraint, constraint.text)
+            if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
+                raise _refusal(constraint, "must be a list of texts, and not empty")
+            return "CHOICE\nCHOICE: " + " | ".join(_text(one) for one in choices)  # a token is a third of a rule's work
+        case _:
+            assert constraint.kind == "regex", constraint.kind
+            from llguidance import regex_to_lark
+
+            if not constraint.text:
+                raise _refusal(constraint, "must not be empty")
+            pattern = constraint.text.replace("\n", r"\n").replace("\0", r"\x00")  # a rule of Lark is one line
+            return f"/{regex_to_lark(pattern, 'd')}/"  # \d is 0 to 9, as in a JSON schema's patterns
+
+
+def _json_rule(schema: "dict[str, object] | bool") -> str:
+    """A schema as the right side of a rule. Only its own word on spaces is kept of what is for the library."""
+    if isinstance(schema, dict):
+        own = schema.get("x-guidance")
+        chosen = {name: own[name] for name in _SPACE_OPTIONS if name in own} if isinstance(own, dict) else {}
+        schema = {**_without_notes(schema), "x-guidance": chosen or _SPACES}
+    return f"%json {json.dumps(schema)}"
+
+
+def _without_notes(schema: dict[str, object]) -> dict[str, object]:
+    """The schema without words that assert nothing, and that the library takes for some that it lacks."""
+    cleaned: dict[str, object] = {}
+    for word, value in schema.items():
+        if (word == "format" and value not in _STANDARD_FORMATS) or (word == "uniqueItems" and value is False):
+            continue
+        if word in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            value = {name: _without_notes(one) if isinstance(one, dict) else one for name, one in value.items()}
+        elif word in _LISTS_OF_SCHEMAS and isinstance(value, list):
+            value = [_without_notes(one) if isinstance(one, dict) else one for one in value]
+        elif word in _ONE_SCHEMA and isinstance(value, dict):
+            value = _without_notes(value)
+        cleaned[word] = value
+    return cleaned
+
+
+def _parse(constraint: Constraint, text: str) -> object:
+    """JSON within the limits. Raises RequestError, and ValueError if it is none."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise _refusal(constraint, f"is nested deeper than {MOST_LEVELS} levels") from None
+    for inner, level in _walk(value):
+        if level > MOST_LEVELS:
+            raise _refusal(constraint, f"is nested deeper than {MOST_LEVELS} levels")
+        if isinstance(inner, dict) and len(inner) > MOST_KEYS:
+            raise _refusal(constraint, f"has an object with more than {MOST_KEYS} keys")
+        if isinstance(inner, list) and len(inner) > MOST_ITEMS:
+            raise _refusal(constraint, f"has a list of more than {MOST_ITEMS} values")
+    return value
+
+
+def _walk(value: object) -> Iterator[tuple[object, int]]:
+    """Every object and list in `value`, and how deep it stands."""
+    waiting = [(value, 1)]
+    while waiting:
+        value, level = waiting.pop()
+        if isinstance(value, dict | list):
+            yield value, level
+            waiting += [(inner, level + 1) for inner in (value.values() if isinstance(value, dict) else value)]
+
+
+def _rules(constraint: Constraint, tokenizer: Tokenizer) -> str:
+    """The rules of a lark text, marks included. llama.cpp's GBNF is understood, too."""
+    if constraint.text.count("\n") > MOST_REFERENCES:
+        raise _refusal(constraint, f"has more than {MOST_REFERENCES} lines")
+    text = constraint.text
+    if _GBNF.search(text):
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            text = str(any_to_lark(text))
+        except Exception as error:  # a converter that raises whatever it comes upon
+            raise RequestError("invalid_request", complaint(constraint, str(error))) from None
+    text = "\n".join(_bounded_line(constraint, line) for line in text.split("\n"))
+    marks = [f"mark{i}: {_tag(mark, tokenizer)}" for i, mark in enumerate(constraint.lark_marks)]
+    return "\n".join([text, *marks, ""])
+
+
+def _bounded_line(constraint: Constraint, line: str) -> str:
+    """A line of Lark that ends with a schema, with the same limits for that as a schema has alone."""
+    before, word, schema = line.partition("%json ")
+    if not (word and schema.startswith("{")):
+        return line
+    try:
+        value = _parse(constraint, schema)
+    except ValueError:
+        return line  # it goes on in the next line, or something stands behind it
+    return before + _json_rule(value) if isinstance(value, dict) else line
+
+
+def _around(constraint: Constraint, lines: Sequence[str], first: Sequence[str], rules: str) -> str:
+    """A grammar with a start of its own after what stands before it."""
+    if not first:
+        return rules
+    outer = "\n".join([f"start: {' '.join(first)} @answer", *lines, ""])
+    return json.dumps(
+        {"grammars": [{"name": "output", "lark_grammar": outer}, {"name": "answer", "lark_grammar": rules}]}
+    )
+
+
+# ── what stands before it ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _reasoning(constraint: Constraint, prompt_tail: str, tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
+    """Rules, and what a start begins with: reasoning that may or may not come, that the prompt has begun, or none."""
+    starts, ends = constraint.reasoning_starts, constraint.reasoning_ends
+    if not ends or prompt_tail.rstrip().endswith(ends):
+        return [], []
+    lines = [
+        "THOUGHTS: /(.|\\n)*/",
+        "SPACES: /[ \\n]{1,2}/",
+        "thought: " + " | ".join(f"thought{i}" for i in range(len(ends))),
+    ]
+    for i, end in enumerate(ends):
+        pieces = _pieces(end, tokenizer)
+        if isinstance(pieces[0], str):  # a text ends the thoughts where it first appears
+            lines.append(f"thoughts{i}[suffix={_text(pieces[0])}]: THOUGHTS")
+            lines.append(f"thought{i}: " + " ".join([f"thoughts{i}", *map(_piece, pieces[1:])]))
+        else:
+            lines.append(f"thought{i}: THOUGHTS {_tag(end, tokenizer)}")
+    if opens_reasoning(prompt_tail, starts):
+        return lines, ["thought SPACES?"]
+    opened = " | ".join(_tag(start, tokenizer) for start in starts)
+    return (lines, [f"(({opened}) thought SPACES?)?"]) if opened else (lines, ["thought SPACES?"])
+
+
+def _tag(text: str, tokenizer: Tokenizer) -> str:
+    return " ".join(map(_piece, _pieces(text, tokenizer)))
+
+
+def _pieces(text: str, tokenizer: Tokenizer) -> list[str | int]:
+    """A tag as texts and special tokens' ids."""
+    return list(tokenizer.split_specials(text)) or [""]
+
+
+def _piece(piece: str | int) -> str:
+    return f"<[{piece}]>" if isinstance(piece, int) else _text(piece)
+
+
+def _text(text: str) -> str:
+    """A text as Lark writes it, which is as JSON does."""
+    return json.dumps(text)

@@ -1,0 +1,167 @@
+"""Calls that a model is made to write: whatever its family's rules allow, its reader reads as calls of the tools."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from drawing import draw, grammars_of, json_tokenizer
+from msgspec.structs import replace
+
+from pagewire.api.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
+from pagewire.api.parsers.lexer import Lexer
+from pagewire.api.parsers.registry import find_grammar, reasoning_tags
+from pagewire.api.parsers.spelling import CannotSpell, spell_calls
+from pagewire.engine.text.tokenizer import Tokenizer
+from pagewire.ipc.messages import Constraint
+
+FAMILIES = ("hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "openai")
+TOOLS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "get_weather",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 12},
+                "unit": {"enum": ["C", "F", None]},
+                "days": {"type": "array", "items": {"$ref": "#/$defs/day"}, "maxItems": 2},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"day": {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}}},
+        },
+    ),
+    ("now", {"type": "object", "properties": {}, "additionalProperties": False}),
+    (
+        "a.b-c/d:e",
+        {
+            "type": "object",
+            "properties": {"x": {"type": "number", "minimum": 0, "maximum": 5}, "on": {"type": "boolean"}},
+            "additionalProperties": False,
+        },
+    ),
+]
+# In the object of a day anything may stand besides `n`.
+TOOLS[0][1]["$defs"]["day"]["additionalProperties"] = False
+
+
+def vocabulary(parser: str, special: bool) -> Tokenizer:
+    rules = spell_calls(parser, TOOLS, several=True)
+    assert rules is not None
+    return json_tokenizer([*rules.marks, "<think>", "</think>", "<|start|>", "<|end|>"], special=special)
+
+
+def read(parser: str, reasoning: str, output: str, prompt: str, cuts: random.Random | None) -> list[Event]:
+    grammar = find_grammar(parser, reasoning, True)
+    assert grammar is not None
+    lexer, events = Lexer(grammar, prompt), []
+    while output:
+        size = len(output) if cuts is None else cuts.randint(1, 9)
+        events += lexer.push(output[:size])
+        output = output[size:]
+    return [*events, *lexer.flush()]
+
+
+def calls_in(events: list[Event]) -> list[tuple[str, Any]]:
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        match event:
+            case CallStart(name=name):
+                calls.append((name, ""))
+            case CallArguments(text=text):
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+            case Text(text=text):
+                assert not text.strip(), f"{text!r} beside calls"
+            case Reasoning():
+                assert not calls
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("reasons", [True, False])
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("parser", FAMILIES)
+def test_every_spelling_is_read_back(parser: str, several: bool, reasons: bool, special: bool) -> None:
+    tokenizer = vocabulary(parser, special)
+    grammars = grammars_of(tokenizer)
+    rules = spell_calls(parser, TOOLS, several=several)
+    assert rules is not None
+    text = "\n".join(["start: calls", *rules.rules])
+    reasoning = "none" if not reasons else "openai_gptoss" if parser == "openai" else "qwen3"
+    tags = reasoning_tags(parser, reasoning)
+    constraint = Constraint("lark", text, lark_marks=rules.marks)
+    if tags is not None:
+        constraint = replace(constraint, reasoning_starts=tags[:1], reasoning_ends=tags[1:])
+    schemas, seen = dict(TOOLS), set()
+    for seed in range(8):
+        prompt, thoughts = "assistant\n", ""
+        if tags is not None and seed % 2:
+            thoughts = f"{tags[0]}I {{'a': 1}} think{tags[1]}"
+        elif tags is not None:  # a model may reason for ever; this one is told that it has done so
+            prompt = "".join(tags)
+        matcher = grammars.compile(constraint, prompt)
+        ids = tokenizer.encode(thoughts, False)
+        matcher.accept(ids)
+        output = tokenizer.decode(ids + draw(matcher, tokenizer, seed), False)
+        whole = calls_in(read(parser, reasoning, output, prompt, None))
+        assert whole == calls_in(read(parser, reasoning, output, prompt, random.Random(seed)))
+        assert len(whole) == 1 or (several and 1 <= len(whole) <= 16), output
+        for name, arguments in whole:
+            jsonschema.validate(arguments, schemas[name])
+            seen.add(name)
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "pythonic", "deepseek_v31"])
+def test_a_call_or_an_answer(parser: str, special: bool) -> None:
+    tokenizer = vocabulary(parser, special)
+    rules = spell_calls(parser, TOOLS, several=True)
+    assert rules is not None
+    schema = '{"type": "object", "properties": {"ok": {"const": 1}}, "required": ["ok"], "additionalProperties": false}'
+    text = "\n".join(["start: calls | answer", *rules.rules, f"answer: %json {schema}"])
+    constraint, grammars = Constraint("lark", text, lark_marks=rules.marks), grammars_of(tokenizer)
+    kinds = set()
+    for seed in range(20):
+        output = tokenizer.decode(draw(grammars.compile(constraint, ""), tokenizer, seed), False)
+        events = read(parser, "none", output, "", random.Random(seed))
+        if isinstance(events[0], CallStart):
+            kinds |= {name for name, _ in calls_in(events)}
+        else:
+            kinds.add("answer")
+            assert json.loads("".join(event.text for event in events if isinstance(event, Text))) == {"ok": 1}
+    assert kinds > {"answer"}
+
+
+def test_only_the_tool_that_was_named(parser: str = "hermes") -> None:
+    tokenizer = vocabulary(parser, special=True)
+    rules = spell_calls(parser, TOOLS[1:2], several=False)
+    assert rules is not None
+    constraint = Constraint("lark", "\n".join(["start: calls", *rules.rules]), lark_marks=rules.marks)
+    output = tokenizer.decode(draw(grammars_of(tokenizer).compile(constraint, ""), tokenizer, 0), False)
+    assert output.replace(" ", "").replace("\n", "") == '<tool_call>{"name":"now","arguments":{}}</tool_call>'
+
+
+@pytest.mark.parametrize("name", ["", "a b", "é", 'q"', "x" * 300])
+def test_names_that_no_call_can_have(name: str) -> None:
+    with pytest.raises(CannotSpell, match="is no name"):
+        spell_calls("hermes", [(name, {"type": "object"})], several=True)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "anyOf": [{"required": ["a"]}]},
+        {"type": "object", "properties": {"a b": {}}},
+        {"type": "object", "properties": {}, "required": ["a"]},
+        {"type": "object", "properties": []},
+    ],
+)
+def test_what_cannot_be_written_as_keywords(schema: dict[str, Any]) -> None:
+    with pytest.raises(CannotSpell, match="writes calls as Python does"):
+        spell_calls("pythonic", [("f", schema)], several=True)
+
+
+def test_a_family_that_is_not_known() -> None:
+    assert spell_calls("none", TOOLS, several=True) is None
