@@ -5,17 +5,15 @@ of the model (`ModelFacts`) and the machine (`MachineFacts`), into `EngineConfig
 `resolve` is pure; nothing is assigned later and nobody reads the environment below it.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct, ValidationError, convert
 
+from .access import ApiKey, check_origins, check_root_path, check_tls, merge_keys
 from .errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -171,7 +169,61 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     host: Annotated[str, _doc("server", "address to listen on")] = "127.0.0.1"
     port: Annotated[int, _doc("server", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
-    api_key: Annotated[tuple[str, ...], _doc("server", "key(s) that clients must send (also PAGEWIRE_API_KEY)")] = ()
+    uds: Annotated[str | None, _doc("server", "a Unix socket to listen on, for its owner alone, instead of a port")] = (
+        None
+    )
+    root_path: Annotated[
+        str,
+        _doc("server", "the path under which a proxy shows this server, such as /llm, whether it cuts it off or not"),
+    ] = ""
+    ssl_certfile: Annotated[
+        str | None, _doc("access", "speak TLS with this certificate, and those above it, in PEM form")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, _doc("access", "the certificate's private key (default: in the certificate's file)")
+    ] = None
+    ssl_ca_certs: Annotated[
+        str | None, _doc("access", "ask clients for certificates, and check them by these authorities")
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int, _doc("access", "certificates of clients: 0 are not asked for, 1 may be sent, 2 must be", ge=0, le=2)
+    ] = 0
+    api_key: Annotated[tuple[str, ...], _doc("access", "key(s) that clients must send (also PAGEWIRE_API_KEY)")] = ()
+    api_key_file: Annotated[
+        str | None, _doc("access", "a file of keys, one a line, each with rates of its own if need be")
+    ] = None
+    requests_per_minute: Annotated[
+        _Positive | None, _doc("access", "most requests of a key in a minute, or of all without keys")
+    ] = None
+    tokens_per_minute: Annotated[
+        _Positive | None,
+        _doc("access", "most tokens of a key in a minute, prompts and outputs, or of all without keys"),
+    ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        _doc("access", "web pages that may use this server besides its own: https://host, or * for any (CORS)"),
+    ] = ()
+    max_body_size: Annotated[int, _doc("limits", "longest body of a request, in bytes; 16M is 16777216", ge=1)] = (
+        16777216
+    )
+    max_head_size: Annotated[
+        int,
+        _doc("limits", "longest head of a request, in bytes: its line and headers, of which there may be 100", ge=1024),
+    ] = 32768
+    head_timeout_s: Annotated[
+        float, _doc("limits", "how long a request's head may take to arrive, in seconds", ge=0.001)
+    ] = 10.0
+    body_timeout_s: Annotated[
+        float, _doc("limits", "how long a request's body may take to arrive, in seconds", ge=0.001)
+    ] = 30.0
+    timeout_keep_alive: Annotated[
+        int,
+        _doc("limits", "how long a connection may rest between requests, in seconds; more than a proxy keeps it", ge=1),
+    ] = 75
+    request_timeout_s: Annotated[
+        _PositiveFloat | None, _doc("limits", "how long a request may take in all, in seconds (default: no bound)")
+    ] = None
+    access_log: Annotated[bool, _doc("server", "a line for each request in the log, without prompts and keys")] = True
     batch_folder: Annotated[
         str | None,
         _doc("server", "keep files and batches here, and go on with them at the next start (default: gone at the end)"),
@@ -238,6 +290,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     has_gpu: bool = False
     has_bfloat16: bool = True  # the CPU multiplies bfloat16 itself; without, float32 is several times faster
+    api_keys: tuple[ApiKey, ...] = ()  # what the file of keys holds
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -283,7 +336,23 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     reasoning_parser: ReasoningParser = "none"
     host: str
     port: int
-    api_keys: tuple[str, ...]
+    uds: str | None = None
+    root_path: str = ""  # empty, or begins with a slash and does not end with one
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    api_keys: tuple[ApiKey, ...]
+    requests_per_minute: int | None = None  # without keys
+    tokens_per_minute: int | None = None
+    allowed_origins: tuple[str, ...] = ()
+    max_body_size: int = 16 << 20
+    max_head_size: int = 32 << 10
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    timeout_keep_alive: int = 75
+    request_timeout_s: float | None = None
+    access_log: bool = True
     batch_folder: str | None = None
     metrics_prefix: Literal["pagewire", "vllm"] = "pagewire"
     enable_log_requests: bool = False
@@ -308,47 +377,6 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         return sha256(repr(kind).encode()).digest()
 
 
-def machine_facts() -> MachineFacts:
-    """What there is to work with."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else {"bf16"}
-    return MachineFacts(
-        num_cores=_num_cores(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        # A torch for CPUs alone says so in its version; asking torch itself would take seconds.
-        has_gpu=Path("/dev/nvidiactl").exists() and not _version("torch").endswith("+cpu"),
-        has_bfloat16=bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}),
-    )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _num_cores() -> int:
-    """Cores that this process may use; the hardware threads of a core share what a product needs, and count once."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    return max(1, min(len(cores), cpu_quota(Path("/sys/fs/cgroup"))))
-
-
-def cpu_quota(group: Path) -> int:
-    """Whole CPUs whose time a control group grants (cpu.max: microseconds, of so many), as `docker run --cpus` sets it:
-    threads beyond them would stand still with those they wait for. A large number where nothing is set."""
-    try:
-        granted, period = (group / "cpu.max").read_text().split()
-        return max(1, int(granted) // int(period))
-    except (OSError, ValueError):  # no such group, or "max"
-        return 1 << 16
-
-
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
     """Decides everything that `config` left open. Raises ConfigError if it asks for what cannot be."""
     max_model_len = config.max_model_len or model.max_position
@@ -368,6 +396,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     if config.tensor_parallel_size > 1 and (config.kv_connector or config.extension is not None):
         flag = "--kv-connector" if config.kv_connector else "--extension"
         raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
+    check_tls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs, config.ssl_cert_reqs)
+    check_origins(config.allowed_origins)
     dtype = _choose_dtype(config, model, machine)
     if _on_cpu(config, machine) and config.kv_cache_dtype == "fp8":
         raise ConfigError("--kv-cache-dtype fp8 is for GPUs; on a CPU it can be bfloat16.")
@@ -414,7 +444,25 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         reasoning_parser=model.reasoning_parser if config.reasoning_parser == "auto" else config.reasoning_parser,
         host=config.host,
         port=config.port,
-        api_keys=config.api_key,
+        uds=config.uds,
+        root_path=check_root_path(config.root_path),
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
+        api_keys=merge_keys(
+            (*map(ApiKey, config.api_key), *machine.api_keys), config.requests_per_minute, config.tokens_per_minute
+        ),
+        requests_per_minute=config.requests_per_minute,
+        tokens_per_minute=config.tokens_per_minute,
+        allowed_origins=config.allowed_origins,
+        max_body_size=config.max_body_size,
+        max_head_size=config.max_head_size,
+        head_timeout_s=config.head_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        timeout_keep_alive=config.timeout_keep_alive,
+        request_timeout_s=config.request_timeout_s,
+        access_log=config.access_log,
         batch_folder=config.batch_folder,
         metrics_prefix=config.metrics_prefix,
         enable_log_requests=config.enable_log_requests,

@@ -13,10 +13,20 @@ import msgspec
 from .config import Config, parse_size
 from .errors import ConfigError
 
-_SIZES = {"kv_cache_memory", "max_model_len", "max_num_batched_tokens", "max_queued_tokens"}  # may be written 2G, 8k
+_SIZES = {
+    "kv_cache_memory",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_queued_tokens",
+    "max_body_size",
+    "max_head_size",
+}  # may be written 2G, 8k
 
 
-def add_flags(parser: argparse.ArgumentParser, *, groups: Sequence[str] = ("model", "engine", "server")) -> None:
+_GROUPS = ("model", "engine", "server", "access", "limits")
+
+
+def add_flags(parser: argparse.ArgumentParser, *, groups: Sequence[str] = _GROUPS) -> None:
     """Adds the positional MODEL and a flag for every other field of the named groups of `Config`."""
     hints = get_type_hints(Config, include_extras=True)
     sections: dict[str, argparse._ArgumentGroup] = {}
@@ -33,8 +43,8 @@ def add_flags(parser: argparse.ArgumentParser, *, groups: Sequence[str] = ("mode
         flag = _flag(field.name)
         if kind is bool:
             section.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-        elif get_origin(kind) is Literal:
-            section.add_argument(flag, choices=get_args(kind), default=None, help=text)
+        elif choices := _choices(kind):
+            section.add_argument(flag, choices=choices, default=None, help=text)
         elif get_origin(kind) is tuple:
             section.add_argument(flag, nargs="+", default=None, metavar="NAME", help=text)
         else:
@@ -60,7 +70,7 @@ def read_settings(namespace: argparse.Namespace) -> tuple[Config, dict[str, str]
         if value is not None:
             values[name] = value
             said[name] = _flag(name)
-    if "api_key" not in values and os.environ.get("PAGEWIRE_API_KEY"):
+    if not values.keys() & {"api_key", "api_key_file"} and os.environ.get("PAGEWIRE_API_KEY"):
         values["api_key"] = [os.environ["PAGEWIRE_API_KEY"]]
         said["api_key"] = "PAGEWIRE_API_KEY"
     for name in _SIZES & values.keys():
@@ -103,6 +113,12 @@ def _default(default: object) -> str:
     if isinstance(default, float):
         return f" (default: {default:g})"
     return f" (default: {default})"
+
+
+def _choices(kind: object) -> tuple[object, ...]:
+    """Of a `Literal`, or of one that may be None."""
+    kinds = [kind] if get_origin(kind) is Literal else [part for part in get_args(kind) if get_origin(part) is Literal]
+    return tuple(choice for literal in kinds for choice in get_args(literal))
 
 
 def _metavar(flag: str, kind: object) -> str:

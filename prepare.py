@@ -4,7 +4,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from .config import Config, EngineConfig, MachineFacts, ModelFacts, machine_facts, resolve
+from .access import read_key_file
+from .api.tls import tls_context
+from .config import Config, EngineConfig, MachineFacts, ModelFacts, resolve
 from .engine.core.speculation import num_draft_tokens
 from .engine.extension.load import load_extension
 from .engine.kv_connector import registry
@@ -12,11 +14,14 @@ from .engine.models.spec import model_facts, read_spec
 from .engine.parallel import shard
 from .engine.text.template_files import read_templates, reasoning_parser, tool_call_parser
 from .engine.weights.source import locate
+from .machine import machine_facts
 
 
 def prepare(config: Config) -> EngineConfig:
     """Downloads the model if need be. Raises ConfigError, also for what only the engine's processes will open."""
-    return resolve(config, *examine(config))
+    engine = resolve(config, *examine(config))
+    tls_context(engine)
+    return engine
 
 
 def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
@@ -32,4 +37,5 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     templates = read_templates(folder, Path(config.chat_template) if config.chat_template else None)
     shown = "\n".join(templates.values())
     facts = replace(facts, tool_call_parser=tool_call_parser(shown), reasoning_parser=reasoning_parser(shown))
-    return facts, machine_facts()
+    keys = () if config.api_key_file is None else read_key_file(Path(config.api_key_file))
+    return facts, replace(machine_facts(), api_keys=keys)

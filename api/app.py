@@ -1,14 +1,15 @@
 """The ASGI application: routes, and the edge that every request passes.
 
-The edge gives each answer its x-request-id, refuses what has no key, a foreign origin, a strange Host or too large a
-body before any endpoint sees it, and turns every exception into OpenAI's error object.
+The edge gives each answer its x-request-id; refuses what has no key, comes too often or from a foreign origin, has a
+strange head or too large or slow a body, before any endpoint sees it; turns every exception into OpenAI's error object;
+and writes the access log.
 """
 
-import hashlib
-import hmac
+import asyncio
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Sequence
 
 from starlette.exceptions import HTTPException
@@ -22,20 +23,33 @@ from .batches.endpoints import BatchEndpoints
 from .batches.store import MAX_FILE_BYTES
 from .gateway import ClientGone, Gateway
 from .http_error import HttpError, anthropic_error_body, as_http_error, error_body
+from .keys import Keys
 from .openai.endpoints import OpenAIEndpoints
+from .origins import Origins
 from .page import PAGE_FILES, PageFile
+from .rate_limit import Account
 from .request_end import Observer
 from .responses.endpoints import ResponsesEndpoints
-from .service import MAX_BODY_BYTES, Service, send_body, too_large
+from .service import Service, send_body, too_large
+from .stats import Stats
 from .tokenizing import TokenizeEndpoints
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
 _FILES_PATH = "/v1/files"
+_POLLED_PATHS = _OPEN_PATHS | {"/metrics", "/load"}  # no news while they are answered well
 _ANTHROPIC_PATH = "/v1/messages"
+_ONCE = frozenset(
+    {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length", b"content-encoding"}
+)
 _HOST = re.compile(rb"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_CLOSE = ((b"connection", b"close"),)
+_CLIENT_LEFT = 499  # in the log, as nginx has it
+
+Headers = tuple[tuple[bytes, bytes], ...]
 
 log = logging.getLogger(__name__)
+access = logging.getLogger("pagewire.access")
 
 
 def create_app(
@@ -59,16 +73,28 @@ def create_app(
     router = Router(routes, redirect_slashes=False)
     batches = BatchEndpoints(service, router)
     router.routes += batches.routes()
-    return Edge(router, batches, api_keys=config.api_keys)
+    return Edge(router, batches, config=config, stats=gateway.stats)
 
 
 class Edge:
     """The outermost application."""
 
-    def __init__(self, app: ASGIApp, batches: BatchEndpoints, *, api_keys: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        batches: BatchEndpoints,
+        *,
+        config: EngineConfig,
+        stats: Stats,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: of the rates."""
         self._app = app
         self._batches = batches
-        self._key_digests = tuple(hashlib.sha256(key.encode()).digest() for key in api_keys)
+        self._config = config
+        self._stats = stats
+        self._keys = Keys(config, clock)
+        self._origins = Origins(config)
 
     def start(self) -> None:
         """The engine is there: begins what goes on without a client."""
@@ -81,71 +107,52 @@ class Edge:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        started = time.monotonic()
         scope["app"] = self  # the router raises instead of answering by itself
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        request_id = headers.get(b"x-request-id", b"")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = f"req_{secrets.token_hex(12)}".encode()
-        is_anthropic = scope["path"].startswith(_ANTHROPIC_PATH)
-        id_headers = [(b"x-request-id", request_id), *([(b"request-id", request_id)] if is_anthropic else [])]
-        has_started = False
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal has_started
-            if not has_started:
-                has_started = True
-                message = {**message, "headers": [*message["headers"], *id_headers]}
-            await send(message)
-
+        scope = _below(self._config.root_path, scope)
+        request = _Request(scope, send)
         try:
-            self._check_origin(scope, headers)
-            scope["state"] = {
-                **scope.get("state", {}),
-                "salt": self._check_key(scope, headers),
-                "request_id": request_id.decode(),
-            }
-            self._check_body(headers, MAX_FILE_BYTES if scope["path"] == _FILES_PATH else MAX_BODY_BYTES)
-            await self._app(scope, receive, send_with_id)
+            await self._serve(request, scope, receive)
         except ClientGone:
-            pass  # nobody is left to be told
+            request.status = _CLIENT_LEFT  # nobody is left to be told
         except Exception as error:
             http_error = _from_starlette(error) if isinstance(error, HTTPException) else as_http_error(error)
             if http_error.status == 500:
-                log.exception("request %s failed", request_id.decode())
-            if has_started:
+                log.exception("request %s failed", request.id)
+            if request.status:
                 raise
-            body = anthropic_error_body(http_error) if is_anthropic else error_body(http_error)
-            await send_body(send_with_id, http_error.status, body, headers=http_error.headers)
+            self._stats.refused[http_error.code or str(http_error.status)] += 1
+            body = anthropic_error_body(http_error) if request.is_anthropic else error_body(http_error)
+            await send_body(request.send, http_error.status, body, headers=http_error.headers)
+        finally:
+            if self._config.access_log and not (request.status < 400 and scope["path"] in _POLLED_PATHS):
+                access.info("%s", request.line(time.monotonic() - started))
 
-    def _check_origin(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """A web page must not use a server on its reader's machine, whatever name it has found for it."""
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) > 1 or (hosts and not _HOST.fullmatch(hosts[0])):
-            raise HttpError(400, "The Host header is not valid.")
-        origin = headers.get(b"origin")
-        if origin is not None and (not hosts or origin.partition(b"://")[2].lower() != hosts[0].lower()):
-            raise HttpError(403, "Requests from other origins are not allowed.")
-
-    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
-        """The salt that keeps this key's prefix cache apart, or nothing with fewer than two keys. Raises HttpError."""
-        if not self._key_digests or scope["path"] in _OPEN_PATHS:
-            return b""
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if not scheme and b"x-api-key" in headers:  # Anthropic's way
-            scheme, key = b"bearer", headers[b"x-api-key"]
-        digest = hashlib.sha256(key.strip()).digest()
-        # Every key is compared, so the time tells nothing of which one was close.
-        is_known = [hmac.compare_digest(digest, known) for known in self._key_digests]
-        if scheme.lower() != b"bearer" or not any(is_known):
-            raise HttpError(
-                401,
-                "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
-                code="invalid_api_key",
-                headers=((b"www-authenticate", b"Bearer"),),
-            )
-        return digest[:16] if len(self._key_digests) > 1 else b""
+    async def _serve(self, request: "_Request", scope: Scope, receive: Receive) -> None:
+        headers = request.headers
+        _check_head(scope, headers)
+        request.extra = self._origins.headers(headers)
+        if scope["method"] == "OPTIONS" and (answer := self._origins.preflight(headers)) is not None:
+            await request.send_empty(204, answer)
+            return
+        if not scope["path"]:  # the links of the page start from the slash
+            await request.send_empty(308, ((b"location", self._config.root_path.encode() + b"/"),))
+            return
+        state = {**scope.get("state", {}), "salt": b"", "request_id": request.id}
+        if scope["path"] not in _OPEN_PATHS:
+            caller = self._keys.caller(headers)
+            state |= {"salt": caller.salt, "account": caller.account}
+            if scope["method"] == "POST":
+                request.account = caller.account
+                caller.account.take_request()
+        max_bytes = MAX_FILE_BYTES if scope["path"] == _FILES_PATH else self._config.max_body_size
+        self._check_body(headers, max_bytes)
+        scope["state"] = state
+        await self._app(scope, self._bounded(receive, max_bytes), request.send)
 
     def _check_body(self, headers: dict[bytes, bytes], max_bytes: int) -> None:
+        if headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            raise HttpError(400, "The only Transfer-Encoding that is accepted is chunked.")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():
             raise HttpError(400, "The Content-Length header is not valid.")
@@ -153,6 +160,90 @@ class Edge:
             raise too_large(max_bytes)
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise HttpError(415, "Compressed bodies are not accepted.")
+
+    def _bounded(self, receive: Receive, max_bytes: int) -> Receive:
+        """The same with bounds on the body: raises HttpError if it is too large or too slow. A file has more time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.body_timeout_s * max(1.0, max_bytes / self._config.max_body_size)
+        num_bytes: int | None = 0  # None: it is whole
+
+        async def receive_in_bounds() -> Message:
+            nonlocal num_bytes
+            if num_bytes is None:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HttpError(408, "The body did not arrive in time.", headers=_CLOSE) from None
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > max_bytes:
+                raise too_large(max_bytes)
+            if not message.get("more_body", False):
+                num_bytes = None
+            return message
+
+        return receive_in_bounds
+
+
+class _Request:
+    """What is known of one request from its start to its end, for its answer's headers and for the log."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = self.headers.get(b"x-request-id", b"")
+        self.id = given.decode() if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        self.is_anthropic = scope["path"].startswith(_ANTHROPIC_PATH)
+        self.account: Account | None = None  # that pays for it
+        self.extra: Headers = ()  # what the page that asks may read
+        self.status = 0  # before the answer has begun
+
+    async def send(self, message: Message) -> None:
+        """Adds the headers that every answer has."""
+        if not self.status:
+            self.status = message["status"]
+            id = self.id.encode()
+            headers = [*message["headers"], (b"x-request-id", id), *self.extra]
+            if self.is_anthropic:
+                headers.append((b"request-id", id))
+            if self.account is not None:
+                headers += self.account.headers()
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    async def send_empty(self, status: int, headers: Headers) -> None:
+        """A whole answer without a body."""
+        length = () if status == 204 else ((b"content-length", b"0"),)
+        await self.send({"type": "http.response.start", "status": status, "headers": (*headers, *length)})
+        await self.send({"type": "http.response.body", "body": b""})
+
+    def line(self, seconds: float) -> str:
+        """For the access log. The query is left out: it is no place for secrets, but people put them there."""
+        client = self._scope.get("client")
+        path = self._scope.get("raw_path", b"").partition(b"?")[0][:200].decode("latin-1")
+        shown = path if path.isascii() and path.isprintable() else ascii(path)[1:-1]
+        return f"{client[0] if client else '-'} {self._scope['method']} {shown} {self.status} {seconds:.3f}s {self.id}"
+
+
+def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
+    """What proxies and servers might read in different ways is refused."""
+    if len(headers) < len(scope["headers"]):
+        names = [name for name, _ in scope["headers"] if name in _ONCE]
+        if len(names) > len(set(names)):
+            raise HttpError(400, f"There may be only one {max(names, key=names.count).decode()} header.")
+    is_old = scope.get("http_version", "1.1") == "1.0"  # the only one without a Host
+    if not _HOST.fullmatch(headers.get(b"host", b"")) and not (is_old and b"host" not in headers):
+        raise HttpError(400, "The Host header is not valid.")
+
+
+def _below(root_path: str, scope: Scope) -> Scope:
+    """The scope with the path as the routes have it, whether a proxy has cut `root_path` off or not."""
+    path: str = scope["path"]
+    if root_path and (path == root_path or path.startswith(root_path + "/")):
+        return {**scope, "path": path.removeprefix(root_path)}
+    return scope
 
 
 def _from_starlette(error: HTTPException) -> HttpError:

@@ -102,6 +102,7 @@ class Gateway:
         self._streams.update(dict.fromkeys(stream.open_rids, stream))
         self._idle.clear()
         for order in orders:
+            stream.first_rids.add(self._next_rid)
             self._post(msgspec.structs.replace(order, rid=self._next_rid))
             self._next_rid += order.n
             self.stats.asked(order.n, order.limits.max_tokens)
@@ -137,6 +138,8 @@ class Gateway:
                 case Accepted(rid=rid, num_prompt=num_prompt):
                     if (stream := self._streams.get(rid)) is not None:
                         stream.nums_prompt[rid - stream.first_rid] = num_prompt
+                        if rid in stream.first_rids:
+                            stream.num_tokens += num_prompt
                         stream.accept(rid)
                 case Tokenized(rid=rid) | Detokenized(rid=rid) | Described(rid=rid):
                     if (question := self._questions.get(rid)) is not None and not question.done():
@@ -197,6 +200,7 @@ class Gateway:
             else:
                 stats.inter_token_latency_s.observe(now - before)
             stream.last_news[index] = now
+            stream.num_tokens += len(chunk.ids) >> 2
         if chunk.finish is None:
             stream.give(index, chunk)
             return
@@ -261,7 +265,9 @@ class Stream:
         self.first_rid = first_rid
         self.arrived = arrived
         self.open_rids = set(range(first_rid, first_rid + num_choices))  # the gateway's: those that have not ended
+        self.first_rids: set[int] = set()  # the gateway's: of each prompt the rid of its first choice
         self.nums_prompt = [0] * num_choices  # tokens of each choice's prompt, once it was accepted
+        self.num_tokens = 0  # of all prompts that were accepted, and of all outputs so far
         self.times: list[Times | None] = [None] * num_choices  # the gateway's: what it knows of each choice's way here
         self.first_news: list[float | None] = [None] * num_choices  # the gateway's: when a choice first got ids
         self.last_news: list[float | None] = [None] * num_choices  # the gateway's: when a choice last got ids
@@ -315,8 +321,12 @@ class Stream:
 
     def cancel(self) -> None:
         """The reader leaves. The engine is told of what is still open, once."""
+        self.end(ClientGone())
+
+    def end(self, error: Exception) -> None:
+        """Cuts it off: the reader gets `error`, and nothing of what it has not read yet."""
         self._news.clear()
-        self._gateway.end(self, ClientGone())
+        self._gateway.end(self, error)
 
     def accept(self, rid: int) -> None:
         """For the gateway: the engine has answered for this sequence."""

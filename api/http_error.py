@@ -19,6 +19,8 @@ ErrorCode = Literal[
     "not_found",
     "previous_response_not_found",
     "queue_full",
+    "rate_limit_exceeded",
+    "request_timeout",
     "engine_unavailable",
     "shutting_down",
 ]
@@ -57,7 +59,8 @@ class HttpError(PagewireError):
         self.status = status
         self.code: ErrorCode | None = code
         self.param = param
-        self.headers = (*headers, *_retry_headers(status))
+        is_told = any(name == b"retry-after" for name, _ in headers)
+        self.headers = headers if is_told else (*headers, *_retry_headers(status))
 
     def with_names(self, names: Mapping[str, str]) -> "HttpError":
         """The same in the words of another API, whose own names for fields `names` has."""
@@ -109,6 +112,6 @@ def anthropic_error_body(error: HttpError) -> bytes:
 def _retry_headers(status: int) -> tuple[tuple[bytes, bytes], ...]:
     if status in (429, 503):
         return ((b"retry-after", b"1"),)
-    if status == 500:
+    if status in (500, 504):
         return ((b"x-should-retry", b"false"),)  # the same request would fail again
     return ()

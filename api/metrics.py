@@ -108,6 +108,7 @@ class Metrics:
         page.counters("request_success", "Sequences that ended, by reason.", "finished_reason", stats.finished)
         page.counters("request_aborts", "Sequences that were cut short, by cause.", "reason", stats.aborts)
         page.counters("request_errors", "Sequences refused or failed, by kind.", "reason", stats.errors)
+        page.counters("request_refused", "Requests that got an error, by its code.", "reason", stats.refused)
 
     def _steps(self, page: "_Page", core: Snapshot) -> None:
         for name, (text, bounds) in _STEP_HISTOGRAMS.items():

@@ -1,42 +1,56 @@
-"""uvicorn's settings, and what its fast protocol lacks: limits on a request's head and on readers that stall."""
+"""uvicorn's settings, and what its fast protocol lacks: bounds on what a client may send, and on its time for it."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
+from ..config import EngineConfig
 from .http_error import HttpError, error_body
+from .tls import tls_context
 
-KEEP_ALIVE_S = 75  # longer than clients' pools keep a connection, so that they do not race with our closing it
 BACKLOG = 2048
 MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 100
-MAX_HEADERS_BYTES = 32 << 10
-HEAD_TIMEOUT_S = 10.0
+MAX_PIPELINED = 16  # requests that a client may send on a connection before it has the answer to the first
+MAX_FRAMING_BYTES = 64 << 10  # of a chunked body: sizes, extensions, trailers, besides what chunks of a few bytes need
+FRAMING_BYTES_A_BYTE = 8
 STALL_TIMEOUT_S = 60.0  # how long a client may leave what is sent to it unread
 CLOSE_TIMEOUT_S = 5  # how long a stopping server waits for answers that have ended to leave
 
 
-def server_config(app: ASGIApp) -> uvicorn.Config:
-    """For `HttpServer(server_config(app)).serve(sockets=[…])` on a uvloop that already runs."""
-    return uvicorn.Config(
-        app,
-        loop="uvloop",
-        http=BoundedHttp,
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-    )
+class HttpConfig(uvicorn.Config):
+    """uvicorn's settings, and ours beside them for `BoundedHttp`."""
+
+    def __init__(self, app: ASGIApp, config: EngineConfig) -> None:
+        """Raises ConfigError if TLS's files cannot be used."""
+        super().__init__(
+            app,
+            loop="uvloop",
+            http=BoundedHttp,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,  # ours is `app`'s
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=config.timeout_keep_alive,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+        )
+        self.engine = config
+        self._tls = tls_context(config)
+
+    def load(self) -> None:
+        """For uvicorn, which would ask for a password on the terminal."""
+        super().load()
+        self.ssl = self._tls
 
 
 class HttpServer(uvicorn.Server):
@@ -49,17 +63,32 @@ class HttpServer(uvicorn.Server):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """HTTP/1.1 with bounds on a request's head, in bytes and seconds, and on how long a client may stall."""
+    """HTTP/1.1 with bounds on a request's head and body, in bytes and seconds, on requests that are sent ahead, and on
+    how long a client may stall."""
 
+    config: HttpConfig
     _in_head = False
+    _in_body = False
     _num_head_bytes = 0
-    _overflow: str | None = None  # why the parser was stopped
+    _num_body_bytes = 0
+    _num_framing_bytes = 0  # that came after the head and are no body
+    _refusal: HttpError | None = None  # why the parser was stopped
     _timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
+    def __init__(
+        self,
+        config: HttpConfig,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = config.engine
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        self._set_timer(KEEP_ALIVE_S)
+        self._set_timer(self._limits.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
@@ -67,32 +96,64 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        was_in_body, before = self._in_body, self._num_body_bytes
         super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._in_head:
             # The parser tells of a header only when it is whole, so what it still holds is counted here.
             self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_URL_BYTES + MAX_HEADERS_BYTES:
-                self._overflow = "The request head is too large."
+            if self._num_head_bytes > MAX_URL_BYTES + self._limits.max_head_size:
+                self._refusal = HttpError(431, "The request head is too large.")
+                self.send_400_response("")
+        elif was_in_body and self._in_body:
+            self._num_framing_bytes += len(data) - (self._num_body_bytes - before)
+            if self._num_framing_bytes > MAX_FRAMING_BYTES + FRAMING_BYTES_A_BYTE * self._num_body_bytes:
+                self._refusal = HttpError(400, "The request body has more framing than content.")
                 self.send_400_response("")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        self._num_head_bytes = 0
-        self._set_timer(HEAD_TIMEOUT_S)
+        self._num_head_bytes = self._num_body_bytes = self._num_framing_bytes = 0
+        self._set_timer(self._limits.head_timeout_s)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
-            self._stop("The URL is too long.")
+            self._stop(414, "The URL is too long.")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # trailers are nobody's business
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         num_bytes = sum(len(name) + len(value) for name, value in self.headers)
-        if len(self.headers) > MAX_HEADERS or num_bytes > MAX_HEADERS_BYTES:
-            self._stop("The request head is too large.")
+        if len(self.headers) > MAX_HEADERS or num_bytes > self._limits.max_head_size:
+            self._stop(431, "The request head is too large.")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop(400, "Too many requests are sent ahead.")
         self._in_head = False
-        self._set_timer(None)
+        self._in_body = True
+        self._set_timer(self._limits.body_timeout_s)
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes > self._limits.max_body_size and self.cycle.response_complete:
+            self._stop(413, "The body is too large.")  # nobody else counts what nobody reads
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
+        self._set_timer(self._limits.timeout_keep_alive if self.cycle.response_complete else None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not (self._in_head or self._in_body or self.pipeline or self.transport.is_closing()):
+            # uvicorn's own timer forgets itself at any byte, such as an empty line's.
+            self._set_timer(self._limits.timeout_keep_alive)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -104,27 +165,40 @@ class BoundedHttp(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """For uvicorn: what the parser did not take is answered in OpenAI's shape, too."""
-        status = b"431 Request Header Fields Too Large" if self._overflow else b"400 Bad Request"
-        body = error_body(HttpError(400, self._overflow or "The request is no valid HTTP."))
-        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (status, len(body)) + body)
+        """For uvicorn: what the parser did not take is answered in OpenAI's shape, too, unless that would be read as a
+        part of an answer that is under way."""
+        cycle = self.cycle
+        if (
+            cycle is None
+            or cycle.response_complete
+            or (self._in_body and not (cycle.response_started or self.pipeline))
+        ):
+            error = self._refusal or HttpError(400, "The request is no valid HTTP.")
+            body = error_body(error)
+            head = (
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head % (error.status, HTTPStatus(error.status).phrase.encode(), len(body)) + body)
         self.transport.close()
 
-    def _stop(self, why: str) -> None:
-        self._overflow = why
+    def _stop(self, status: int, why: str) -> None:
+        """From within the parser."""
+        self._refusal = HttpError(status, why)
         raise ValueError(why)  # stops the parser, which has uvicorn call `send_400_response`
 
     def _set_timer(self, timeout_s: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if timeout_s is None else self.loop.call_later(timeout_s, self._time_out)
+        self._timer = None if timeout_s is None else self.loop.call_later(timeout_s, self._time_out, timeout_s)
 
     def _end_stall(self) -> None:
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
 
-    def _time_out(self) -> None:
-        if not self.transport.is_closing():
+    def _time_out(self, timeout_s: float) -> None:
+        # Whoever reads the body keeps the time, and a paused connection waits for us: an earlier answer is not out yet.
+        if self.flow.read_paused or (self._in_body and not self.cycle.response_complete):
+            self._set_timer(timeout_s)
+        else:
             self.transport.close()

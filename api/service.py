@@ -18,13 +18,11 @@ from .gateway import ClientGone, Gateway, Stream
 from .http_error import HttpError
 from .openai.translate import output_grammar
 from .openai.types import ChatRequest
+from .rate_limit import Account
 from .reply import Reply
 from .request_end import Observer, request_end
 from .sse import send_stream
 from .turn import Turn
-
-MAX_BODY_BYTES = 16 << 20
-BODY_TIMEOUT_S = 30.0
 
 Headers = Sequence[tuple[bytes, bytes]]
 T = TypeVar("T")
@@ -63,10 +61,27 @@ class Service:
     async def answer(
         self, orders: Sequence[Submit], reply: Reply, streamed: bool, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """The first byte waits for the engine to take the request, so that a refusal still has its status."""
+        """The first byte waits for the engine to take the request, so that a refusal still has its status. The account
+        in the scope's state pays for the tokens."""
         self.check_health()
-        stream = self.gateway.submit(orders)
+        account: Account = scope["state"]["account"]
+        with account.hold(orders) as hold:
+            stream = self.gateway.submit(orders)
+            try:
+                await self._answer(stream, reply, streamed, receive, send)
+            finally:
+                hold.num_tokens = stream.num_tokens
+                if self._observers:
+                    end = request_end(scope, orders, stream)
+                    for observe in self._observers:
+                        observe(end)
+
+    async def _answer(self, stream: Stream, reply: Reply, streamed: bool, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(_cancel_when_gone(receive, stream))
+        limit_s = self.config.request_timeout_s
+        deadline = (
+            None if limit_s is None else asyncio.get_running_loop().call_later(limit_s, stream.end, _too_slow(limit_s))
+        )
         try:
             await stream.admitted()
             reply.admitted(stream.nums_prompt)
@@ -82,12 +97,10 @@ class Service:
             stream.cancel()
             raise
         finally:
+            if deadline is not None:
+                deadline.cancel()
             watcher.cancel()
             self.gateway.end(stream, RequestError("internal", "The answer could not be made."))
-            if self._observers:
-                end = request_end(scope, orders, stream)
-                for observe in self._observers:
-                    observe(end)
 
     def check_health(self) -> None:
         """Raises RequestError if something is wrong with the engine."""
@@ -137,6 +150,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait((task,))
 
 
+def _too_slow(limit_s: float) -> HttpError:
+    return HttpError(504, f"The request has taken longer than {limit_s:g} s.", code="request_timeout")
+
+
 async def _cancel_when_gone(receive: Receive, stream: Stream) -> None:
     await _gone(receive)
     stream.cancel()
@@ -149,26 +166,20 @@ async def _gone(receive: Receive) -> None:
 
 
 async def read_json(scope: Scope, receive: Receive) -> bytes:
-    """The body. Raises HttpError if it is not said to be JSON, too large or too slow; ClientGone."""
+    """The body, within the bounds that `app` keeps. Raises HttpError if it is not said to be JSON; ClientGone."""
     content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
     if content_type.partition(b";")[0].strip().lower() != b"application/json":
         raise HttpError(400, "The content type must be application/json.", code="invalid_json")
     body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                body += message.get("body", b"")
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_large()
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        raise HttpError(408, "The body did not arrive in time.", headers=((b"connection", b"close"),)) from None
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body)
 
 
-def too_large(max_bytes: int = MAX_BODY_BYTES) -> HttpError:
+def too_large(max_bytes: int) -> HttpError:
     """What a body over the limit gets."""
     return HttpError(413, f"The body is larger than {max_bytes} bytes.", headers=((b"connection", b"close"),))

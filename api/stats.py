@@ -32,6 +32,9 @@ class Stats:
         self.finished: Counter[str] = Counter({reason: 0 for reason in (*get_args(FinishReason), "error")})  # sequences
         self.aborts: Counter[str] = Counter({"client_gone": 0, "shutting_down": 0})  # sequences, by reason
         self.errors: Counter[str] = Counter({kind: 0 for kind in get_args(ErrorKind)})  # sequences refused or failed
+        self.refused: Counter[str] = Counter(
+            {"invalid_api_key": 0, "rate_limit_exceeded": 0}
+        )  # requests that got an error before a first byte, by its code or status
         self.time_to_first_token_s = Histogram(_FIRST_TOKEN_S)
         self.inter_token_latency_s = Histogram(_INTER_TOKEN_S)
         self.request_latency_s = Histogram(_REQUEST_S)

@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
         if done:
             print(f"going on: {len(done)} of {len(ids)} requests are answered in {target}", file=sys.stderr)
         try:
-            with find_server(arguments.url, arguments.api_key, arguments.model) as server:
+            with find_server(arguments) as server:
                 return _Run(server, out, source, target, ids, done).run(arguments.concurrency)
         except KeyboardInterrupt:
             print(

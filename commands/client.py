@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -24,32 +25,47 @@ _START_TIMEOUT_S = 600.0
 
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    """`--url` and `--api-key`."""
-    parser.add_argument("--url", help=f"server to talk to (default: {DEFAULT_URL} if one answers there)")
+    """`--url`, `--api-key` and `--cacert`."""
+    parser.add_argument(
+        "--url",
+        help="server to talk to: http:// or https://, or unix:PATH of its socket "
+        f"(default: {DEFAULT_URL} if one answers there)",
+    )
     parser.add_argument("--api-key", default=None, help="key of that server (also PAGEWIRE_API_KEY)")
+    parser.add_argument("--cacert", metavar="FILE", default=None, help="certificates by which to know an https server")
 
 
 class RemoteServer:
     """An OpenAI-compatible server to talk to."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, cacert: str | None = None) -> None:
+        """`cacert`: a file of certificates; default: the system's. Raises PagewireError."""
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise PagewireError(f"{url} is no address of a server; write http://host:port.")
+        is_file = parts.scheme == "unix" and parts.path and not parts.netloc
+        if not is_file and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise PagewireError(f"{url} is no address of a server; write http://host:port, or unix:/path.")
         self._parts = parts
+        try:
+            self._tls = ssl.create_default_context(cafile=cacert) if parts.scheme == "https" else None
+        except OSError as error:
+            raise PagewireError(f"--cacert {cacert} cannot be used: {error.strerror or error}.") from error
         self.headers = {"Content-Type": "application/json"}
         if api_key:
             self.headers["Authorization"] = f"Bearer {api_key}"
 
     def connect(self, timeout_s: float | None = None) -> http.client.HTTPConnection:
         """A connection that is opened with its first request."""
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        return kind(self._parts.hostname or "", self._parts.port, timeout=timeout_s)
+        if self._parts.scheme == "unix":
+            return _UnixConnection(self._parts.path, timeout_s)
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._tls is not None:
+            return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)
 
     def path(self, path: str) -> str:
         """`path` below the server's address, which may end in /v1 as OpenAI's clients write it."""
-        return self._parts.path.removesuffix("/v1") + path
+        return path if self._parts.scheme == "unix" else self._parts.path.removesuffix("/v1") + path
 
     def request(
         self, method: str, path: str, body: object = None, timeout_s: float | None = None
@@ -104,6 +120,18 @@ class RemoteServer:
                 raise PagewireError("The server has ended the answer before it was whole.")
 
 
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, file: str, timeout_s: float | None) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._file = file
+
+    def connect(self) -> None:
+        """See `HTTPConnection`."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._file)
+
+
 def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
     try:
         yield from response
@@ -123,15 +151,20 @@ def checked(response: http.client.HTTPResponse) -> bytes:
     raise PagewireError(message or f"The server answered {response.status}.")
 
 
+def named_server(arguments: argparse.Namespace) -> RemoteServer:
+    """The one that the flags of `add_client_flags` name, or the one that runs here. Raises PagewireError."""
+    key = arguments.api_key or os.environ.get("PAGEWIRE_API_KEY")
+    return RemoteServer(arguments.url or DEFAULT_URL, key, arguments.cacert)
+
+
 @contextlib.contextmanager
-def find_server(url: str | None, api_key: str | None, model: str | None) -> Iterator[RemoteServer]:
+def find_server(arguments: argparse.Namespace) -> Iterator[RemoteServer]:
     """The server that was named, the one that runs here, or a new one that ends with the command. Raises StartError."""
-    key = api_key or os.environ.get("PAGEWIRE_API_KEY")
-    server = RemoteServer(url or DEFAULT_URL, key)
-    if url is not None or (model is None and server.answers()):
+    server = named_server(arguments)
+    if arguments.url is not None or (arguments.model is None and server.answers()):
         yield server
         return
-    with _own_server(model) as server:
+    with _own_server(arguments.model) as server:
         yield server
 
 

@@ -18,8 +18,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
-from ..config import MachineFacts, machine_facts
+from ..config import MachineFacts
 from ..errors import ConfigError, PagewireError
+from ..machine import machine_facts
 
 _FEW_FILES = 4096  # descriptors: one for each connection
 _MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}

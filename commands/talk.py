@@ -39,13 +39,13 @@ def add_flags(chat: argparse.ArgumentParser, complete: argparse.ArgumentParser) 
 
 def chat(arguments: argparse.Namespace) -> int:
     """Runs `chat`. Returns the exit code."""
-    with find_server(arguments.url, arguments.api_key, arguments.model) as server:
+    with find_server(arguments) as server:
         return _Conversation(server, _options(server, arguments), arguments.system).run()
 
 
 def complete(arguments: argparse.Namespace) -> int:
     """Runs `complete`. Returns the exit code."""
-    with find_server(arguments.url, arguments.api_key, arguments.model) as server:
+    with find_server(arguments) as server:
         prompt = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
         options = {"max_tokens": 128} | _options(server, arguments)
         for event in server.events("/v1/completions", options | {"prompt": prompt}):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, PagewireError
-from .client import DEFAULT_URL, RemoteServer, add_client_flags
+from .client import add_client_flags, named_server
 from .metrics import Reading, quantile, rate, read
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns the exit code."""
     if not 0.1 <= arguments.interval <= 3600:
         raise ConfigError("--interval must be between 0.1 and 3600 seconds.")
-    server = RemoteServer(arguments.url or DEFAULT_URL, arguments.api_key or os.environ.get("PAGEWIRE_API_KEY"))
+    server = named_server(arguments)
     screen = Screen(server.url, server.model())
 
     def look() -> None:

@@ -17,7 +17,7 @@ from .. import __version__
 from ..api.app import create_app
 from ..api.gateway import Gateway
 from ..api.request_end import Observer, log_request
-from ..api.server import HttpServer, server_config
+from ..api.server import HttpConfig, HttpServer
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..ipc.actor import Post
@@ -48,7 +48,7 @@ class ApiActor:
     """HTTP ⇄ pipeline."""
 
     def __init__(self, config: EngineConfig, *, http_fd: int) -> None:
-        """`http_fd`: a bound TCP socket that does not listen yet."""
+        """`http_fd`: a bound socket that does not listen yet."""
         self._config = config
         self._http_fd = http_fd
         self._serving: asyncio.Task[None] | None = None
@@ -61,13 +61,14 @@ class ApiActor:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a descriptor
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the supervisor tells when the port opens and closes
+        # Its warnings are of bytes that are no HTTP, as anyone can send; the supervisor tells when the port opens.
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)
         self._gateway = Gateway(lambda message: post("tokenizer", message))
         self._socket = socket.socket(fileno=self._http_fd)
         self._app = create_app(
             self._gateway, self._config, healthy=self._complaint, version=__version__, observers=self._observers()
         )
-        self._server = _Server(server_config(self._app), self._on_listening)
+        self._server = _Server(HttpConfig(self._app, self._config), self._on_listening)
         return Facts()
 
     def handle(self, messages: list[ToApi]) -> None:
@@ -118,9 +119,13 @@ class ApiActor:
         return observers
 
     def _on_listening(self) -> None:
-        host, port = self._socket.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
-        self._post("supervisor", Serving(f"http://{shown}:{port}"))
+        if self._config.uds is not None:
+            url = f"unix:{self._config.uds}"
+        else:
+            host, port = self._socket.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
+            url = f"http{'' if self._config.ssl_certfile is None else 's'}://{shown}:{port}"
+        self._post("supervisor", Serving(url))
 
     def _complaint(self) -> str | None:
         """What is wrong with the engine, for /health. A busy engine is not a dead one."""

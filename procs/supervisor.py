@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ..config import EngineConfig
-from ..errors import ConfigError, StartError
+from ..errors import StartError
 from ..ipc.messages import (
     SCHEMA_VERSION,
     Facts,
@@ -33,6 +32,7 @@ from ..ipc.messages import (
 )
 from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, check_address, make_run_folder, remove_run_folder
 from .child import Launch, process_age_s
+from .listening import Listening
 from .topology import RENDEZVOUS, kind, names, rank
 
 PING_INTERVAL_S = 0.5
@@ -74,7 +74,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._dead: list[Child] = []  # in the order of their ends: who died first may have taken others along
         self._inbox: ZmqInbox[ToSupervisor] | None = None
-        self._http: socket.socket | None = None
+        self._http: Listening | None = None
         self._faults: dict[str, Fault] = {}
         self._url: str | None = None
         self._woken = asyncio.Event()
@@ -102,7 +102,7 @@ class Supervisor:
             self._inbox.subscribe(loop, self._woken.set)
             self._outboxes = {name: context.outbox(self._addresses[name]) for name in self._actors}
             if "api" in self._actors:
-                self._http = _bind(self._config.host, self._config.port)
+                self._http = Listening(self._config)
             await self._spawn(run_folder, lifeline)
             return await self._supervise()
         except StartError as error:
@@ -123,7 +123,7 @@ class Supervisor:
 
     async def _spawn(self, run_folder: Path, lifeline: int) -> None:
         """Starts every actor at once: the slowest decides, and the others cost nothing meanwhile."""
-        http_fd = self._http.fileno() if self._http is not None else -1
+        http_fd = self._http.fd if self._http is not None else -1
         launch = Launch(
             config=self._config,
             addresses=self._addresses,
@@ -312,37 +312,15 @@ class Supervisor:
         if self._url is not None:
             model = config.served_model_names[0]
             key = ' -H "Authorization: Bearer $PAGEWIRE_API_KEY"' if config.api_keys else ""
+            is_file = self._url.startswith("unix:")
+            base = f"--unix-socket {self._url.removeprefix('unix:')} http://localhost" if is_file else self._url
             lines += [
                 f"listening on {self._url} — try:",
-                f"  curl -N {self._url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+                f"  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json'{key} "
                 f"""-d '{{"model": "{model}", "stream": true, """
                 """"messages": [{"role": "user", "content": "Count from 1 to 10"}]}'""",
             ]
         print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Takes the port without listening yet: clients are refused until everyone is ready. Raises ConfigError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"--host {host} is no address of this machine: {error.strerror}.") from error
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        # Two sockets may be bound to a port with SO_REUSEADDR as long as neither listens: look whether one does.
-        sock.listen(1)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port, or end the program that has it."
-        ) from error
-    sock.close()
-    sock = socket.socket(family, kind, protocol)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(address)
-    return sock
 
 
 def _environment(name: str, config: EngineConfig, *, ranks_are_here: bool) -> dict[str, str]:

@@ -15,14 +15,18 @@ from pagewire.procs import topology
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SHIPPED = {"tests", "bench", "tools", "build"}
-FREE = {"config", "errors"}  # anyone may import these, and they import nothing of ours
+FREE = {"access", "config", "errors"}  # anyone may import these, and they import nothing of ours
 
 ALLOWED: dict[str, set[str]] = {
-    "config": {"errors"},
+    "access": {"errors"},
+    "config": {"access", "errors"},
     "errors": set(),
     "flags": set(),
+    "machine": set(),
     "plugins": set(),
     "prepare": {
+        "api.tls",
+        "machine",
         "engine.models.spec",
         "engine.parallel.shard",
         "engine.weights.source",
@@ -101,6 +105,7 @@ ALLOWED: dict[str, set[str]] = {
     "commands": {
         "api.batches.format",
         "commands",
+        "machine",
         "engine.models.spec",
         "engine.text",
         "engine.weights.source",

@@ -14,6 +14,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from ..http_error import HttpError, as_http_error, error_body
+from ..rate_limit import Account
 from .format import BatchRequest, answer_line, read_request
 from .store import BatchStore
 from .types import BatchBody, BatchError, BatchErrors, RequestCounts
@@ -168,7 +169,7 @@ class BatchRunner:
             "root_path": "",
             "query_string": b"",
             "headers": headers,
-            "state": state,
+            "state": state | {"account": Account()},  # a rate is for those who wait
             "app": self._app,  # so that the router raises
         }
         incoming = [body]

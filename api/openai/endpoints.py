@@ -7,6 +7,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...ipc.messages import Submit
+from ..rate_limit import estimated_tokens
 from ..reply import Reply
 from ..service import Endpoint, Service, read_json, send_body, while_connected
 from .beams import answer_with_beams
@@ -86,8 +87,11 @@ class OpenAIEndpoints:
     ) -> None:
         if request.use_beam_search:
             self._service.check_health()
-            work = answer_with_beams(self._service.gateway, self._service.config, request, orders, reply)
-            await send_body(send, 200, await while_connected(receive, work))
+            with scope["state"]["account"].hold(orders) as hold:
+                work = answer_with_beams(self._service.gateway, self._service.config, request, orders, reply)
+                body = await while_connected(receive, work)
+                hold.num_tokens = sum(map(estimated_tokens, orders))
+            await send_body(send, 200, body)
         else:
             await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
 

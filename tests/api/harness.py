@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from pagewire.access import ApiKey
 from pagewire.api.app import create_app
 from pagewire.api.gateway import Gateway
 from pagewire.config import EngineConfig, SamplingDefaults
@@ -253,7 +254,6 @@ class Client:
         headers: dict[str, str] | None = None,
         *,
         whole: bool = True,
-        query: str = "",
     ) -> Answer:
         path, _, query = path.partition("?")
         sent = {"content-type": "application/json", "host": "localhost"} | (headers or {})
@@ -283,6 +283,7 @@ class Client:
 
 
 def make_app(engine: FakeEngine, healthy: Callable[[], str | None] = lambda: None, **config: Any) -> Any:
+    config["api_keys"] = tuple(ApiKey(key) if isinstance(key, str) else key for key in config.get("api_keys", ()))
     return create_app(engine.gateway, replace(CONFIG, **config), healthy=healthy, version="1.2.3")
 
 

@@ -38,8 +38,7 @@ class Batches:
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         sent = {"authorization": f"Bearer {self.key}"} | headers
-        path, _, query = path.partition("?")
-        answer: Answer = await Client(self.app).call(method, path, data, sent, query=query)
+        answer: Answer = await Client(self.app).call(method, path, data, sent)
         return answer
 
     async def upload(self, content: str, **fields: str) -> Answer:

@@ -1,5 +1,6 @@
 """What every request passes: keys, ids, origins; and the small endpoints."""
 
+import json
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagewire.api.page import PAGE_FILES
 from pagewire.ipc.messages import Snapshot, TierSnapshot
 
-from .harness import FakeEngine, chat, make_app, request
+from .harness import Client, FakeEngine, chat, complete, make_app, request, run
 
 OPEN = ("/health", "/ready", "/version")
 ROUTES = [
@@ -97,12 +98,147 @@ def test_strange_hosts(host: str) -> None:
 def test_good_hosts(host: str) -> None:
     assert request(FakeEngine(), "/health", headers={"host": host}).status == 200
     same = {"host": host, "origin": f"http://{host}"}
-    assert request(FakeEngine(), "/health", headers=same).status == 200
+    assert request(FakeEngine(), "/health", headers=same, host="0.0.0.0").status == 200
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1"])
 def test_other_origins(origin: str) -> None:
     assert request(FakeEngine(), "/v1/models", headers={"origin": origin}).status == 403
+
+
+def test_a_name_that_was_made_to_lead_here() -> None:
+    """Its pages are of our origin then, as far as a browser can tell."""
+    rebound = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
+    allowed = ("http://evil.example:8000",)
+    key = {"authorization": "Bearer one"}
+    assert request(FakeEngine(), "/v1/models", headers=rebound).status == 403
+    assert request(FakeEngine(), "/v1/models", headers=rebound, allowed_origins=allowed).status == 200
+    assert request(FakeEngine(), "/v1/models", headers=rebound | key, api_keys=("one",)).status == 200
+    assert request(FakeEngine(), "/v1/models", headers=rebound, uds="/run/pagewire").status == 200
+    sure = {"host": "[::1]:8000", "origin": "http://[::1]:8000"}
+    assert request(FakeEngine(), "/v1/models", headers=sure).status == 200
+
+
+@pytest.mark.parametrize(("allowed", "told"), [("https://app.example", "https://app.example"), ("*", "*")])
+def test_allowed_origins(allowed: str, told: str) -> None:
+    headers = {"origin": "https://app.example"}
+    config: Any = {"allowed_origins": (allowed,), "api_keys": ("one",)}
+    good = request(FakeEngine(), "/v1/models", headers=headers | {"authorization": "Bearer one"}, **config)
+    bad = request(FakeEngine(), "/v1/models", headers=headers, **config)
+    assert (good.status, bad.status) == (200, 401)
+    large = {"authorization": "Bearer one", "content-length": "99999999"}
+    too_large = request(FakeEngine(), "/v1/completions", b"{}", headers=headers | large, **config)
+    assert too_large.status == 413
+    for answer in (good, bad, too_large):
+        assert answer.headers["access-control-allow-origin"] == told
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        assert (answer.headers.get("vary") == "origin") == (told != "*")
+    other = request(FakeEngine(), "/v1/models", headers={"origin": "https://other.example"}, **config)
+    assert other.status == (401 if allowed == "*" else 403)
+    assert ("access-control-allow-origin" in other.headers) == (allowed == "*")
+    assert "access-control-allow-origin" not in request(FakeEngine(), "/health", **config).headers
+
+
+def test_preflight() -> None:
+    asked = {
+        "origin": "https://app.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type, x-stainless-os",
+    }
+    config: Any = {"allowed_origins": ("https://app.example",), "api_keys": ("one",)}
+    answer = request(FakeEngine(), "/v1/chat/completions", method="OPTIONS", headers=asked, **config)
+    assert answer.status == 204 and answer.body == b""
+    assert answer.headers["access-control-allow-origin"] == "https://app.example"
+    assert answer.headers["access-control-allow-headers"] == asked["access-control-request-headers"]
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    for change, status in (
+        ({"origin": "https://other.example"}, 403),
+        ({"access-control-request-headers": "a\r\nb: c"}, 204),
+    ):
+        answer = request(FakeEngine(), "/v1/models", method="OPTIONS", headers=asked | change, **config)
+        assert answer.status == status and "access-control-allow-headers" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/llm/v1/models", "/v1/models"])
+def test_a_proxy_may_cut_its_path_off_or_leave_it(path: str) -> None:
+    assert request(FakeEngine(), path, root_path="/llm").status == 200
+    assert request(FakeEngine(), path, root_path="/llm", **KEYS).status == 401
+    assert request(FakeEngine(), "/llm/health", root_path="/llm", **KEYS).status == 200
+    assert request(FakeEngine(), "/llm/", root_path="/llm").headers["content-type"].startswith("text/html")
+    bare = request(FakeEngine(), "/llm", root_path="/llm")
+    assert (bare.status, bare.headers["location"]) == (308, "/llm/")
+    for other in ("/llmv1/models", "/llm/llm/v1/models", "/LLM/v1/models"):
+        assert request(FakeEngine(), other, root_path="/llm").status == 404
+
+
+def test_headers_that_may_come_once() -> None:
+    twice = [(b"host", b"localhost"), (b"authorization", b"Bearer first"), (b"authorization", b"Bearer second")]
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "query_string": b"", "headers": twice}
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    run(make_app(FakeEngine(), **KEYS)(scope, None, send))
+    assert sent[0]["status"] == 400 and b"only one authorization header" in sent[1]["body"]
+
+
+@pytest.mark.parametrize("coding", ["gzip, chunked", "identity", "chunked, chunked", "x"])
+def test_strange_transfer_encodings(coding: str) -> None:
+    answer = request(FakeEngine(), "/v1/completions", b"{}", headers={"transfer-encoding": coding})
+    assert answer.status == 400 and "Transfer-Encoding" in answer.error["message"]
+
+
+def test_a_smaller_body_may_be_asked_for() -> None:
+    body = json.dumps({"prompt": "x"}).encode()
+    for size, status in ((len(body), 200), (len(body) - 1, 413)):
+        assert request(FakeEngine(), "/v1/completions", body, max_body_size=size).status == status
+        headers = {"content-length": str(len(body))}
+        assert request(FakeEngine(), "/v1/completions", body, headers=headers, max_body_size=size).status == status
+
+
+def test_a_body_that_does_not_come() -> None:
+    async def work() -> Any:
+        client = Client(make_app(FakeEngine(), body_timeout_s=0.01))
+        return await client.call("POST", "/v1/completions", b"{", whole=False)
+
+    assert run(work()).status == 408
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_may_take_so_long(stream: bool) -> None:
+    async def work() -> None:
+        engine = FakeEngine()
+        engine.hold = True
+        client = Client(make_app(engine, request_timeout_s=0.02))
+        answer = await client.call("POST", "/v1/completions", json.dumps({"prompt": "x", "stream": stream}).encode())
+        error = answer.events[-1]["error"] if stream else answer.error
+        assert answer.status == (200 if stream else 504) and "[DONE]" not in answer.body.decode()
+        assert error["code"] == "request_timeout" and "0.02 s" in error["message"]
+        assert engine.cancels and not engine.open
+
+    run(work())
+
+
+def test_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pagewire.access")
+    headers = {"authorization": "Bearer first", "x-request-id": "mine"}
+    complete(FakeEngine(), prompt="a secret")
+    request(FakeEngine(), "/v1/models", headers=headers, **KEYS)
+    request(FakeEngine(), "/v1/a\nb\x1b[31m\u2028", headers=headers, **KEYS)
+    request(FakeEngine(), "/health")
+    request(FakeEngine(), "/health", headers={"host": "a b"})
+    lines = [record.getMessage() for record in caplog.records if record.name == "pagewire.access"]
+    assert [line.split()[1:4] for line in lines] == [
+        ["POST", "/v1/completions", "200"],
+        ["GET", "/v1/models", "200"],
+        ["GET", "/v1/a\\nb\\x1b[31m\\xe2\\x80\\xa8", "404"],
+        ["GET", "/health", "400"],
+    ]
+    assert lines[1].endswith(" mine") and not any("secret" in line or "first" in line for line in lines)
+    caplog.clear()
+    request(FakeEngine(), "/v1/models", access_log=False)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 30])
@@ -139,7 +275,7 @@ def metrics(engine: FakeEngine) -> dict[str, float]:
     return {
         sample.name
         + "".join(
-            f"[{sample.labels[k]}]" for k in ("finished_reason", "tier", "le") if k in sample.labels
+            f"[{sample.labels[k]}]" for k in ("finished_reason", "reason", "tier", "le") if k in sample.labels
         ): sample.value
         for sample in samples
     }
@@ -148,7 +284,9 @@ def metrics(engine: FakeEngine) -> dict[str, float]:
 def test_metrics() -> None:
     engine = FakeEngine()
     chat(engine, n=2)
+    assert chat(engine, temperature=3).status == 400 and request(engine, "/nothing").status == 404
     before = metrics(engine)
+    assert before["pagewire:request_refused_total[400]"] == before["pagewire:request_refused_total[not_found]"] == 1
     assert before["pagewire:num_requests_running"] == 0
     assert before["pagewire:request_success_total[stop]"] == 2
     assert before["pagewire:time_to_first_token_seconds_count"] == 2

@@ -1,7 +1,6 @@
 """A real uvicorn on a free port, spoken to by the real OpenAI client and by raw sockets."""
 
 import asyncio
-import contextlib
 import json
 import socket
 import threading
@@ -9,61 +8,20 @@ from collections.abc import Iterable, Iterator
 
 import openai
 import pytest
-import uvicorn
 
 from pagewire.api import server
-from pagewire.api.server import HttpServer, server_config
 
-from .harness import FakeEngine, make_app, run
+from .harness import run
+from .served import Served
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-class Served:
-    """A server on a thread of its own."""
-
-    def __init__(self) -> None:
-        self.engine = FakeEngine(["Hel", "lo ", "🙂"])
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.listen()
-        self.port: int = self._socket.getsockname()[1]
-        config = server_config(make_app(self.engine, api_keys=("key",)))
-        self._server = HttpServer(config)
-        self._thread = threading.Thread(target=self._run, args=(config,))
-        self._thread.start()
-
-    def _run(self, config: uvicorn.Config) -> None:
-        factory = config.get_loop_factory()
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(self._server.serve(sockets=[self._socket]))
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
-
-    def raw(self, data: bytes) -> bytes:
-        """Everything that comes back until the server closes."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
-            received = b""
-            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-                connection.sendall(data)
-            with contextlib.suppress(ConnectionResetError):
-                while part := connection.recv(65536):
-                    received += part
-            return received
-
-
 @pytest.fixture
 def served() -> Iterator[Served]:
-    running = Served()
+    running = Served(api_keys=("key",))
     yield running
     running.stop()
 
@@ -207,7 +165,7 @@ def test_a_connection_is_used_again(served: Served) -> None:
         (b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000 + b"\r\n\r\n", b"431"),
         (b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 1_000_000, b"431"),
         (b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
-        (b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"431"),
+        (b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"414"),
         (b"nonsense\r\n\r\n", b"400"),
         (
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n{}",
@@ -222,9 +180,9 @@ def test_heads_that_are_refused(served: Served, data: bytes, status: bytes) -> N
     assert "error" in json.loads(received.partition(b"\r\n\r\n")[2])
 
 
-def test_a_head_that_never_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.01)
-    assert served.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n") == b""
+def test_a_head_that_never_ends() -> None:
+    with Served(head_timeout_s=0.01) as served:
+        assert served.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n") == b""
 
 
 def test_a_head_within_the_bounds(served: Served) -> None:

@@ -62,6 +62,7 @@ def run(folder: Path, url: str, *, concurrency: int = 3) -> int:
             output=str(folder / "out"),
             url=url,
             api_key=None,
+            cacert=None,
             model=None,
             concurrency=concurrency,
         )

@@ -1,0 +1,91 @@
+"""The socket that clients connect to: taken by the supervisor before anything is loaded, and served by the api process.
+
+It is bound and does not listen yet: clients are refused until everyone is ready.
+"""
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+
+
+class Listening:
+    """The socket. Raises ConfigError if it cannot be had."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """A port or, with `uds`, a file that only its owner may connect to."""
+        self._path = None if config.uds is None else Path(config.uds).absolute()
+        self._socket = _port(config.host, config.port) if self._path is None else _file(self._path)
+        self._inode = None if self._path is None else self._path.stat().st_ino
+
+    @property
+    def fd(self) -> int:
+        """For the api process."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """The port is free then; the file goes, unless another server has put its own there."""
+        if self._path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                if self._path.stat().st_ino == self._inode:
+                    self._path.unlink()
+        self._socket.close()
+
+
+def _port(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host} is no address of this machine: {error.strerror}.") from error
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        # Two sockets may be bound to a port with SO_REUSEADDR as long as neither listens: look whether one does.
+        sock.listen(1)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port, or end the program that has it."
+        ) from error
+    sock.close()
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(address)
+    return sock
+
+
+def _file(path: Path) -> socket.socket:
+    try:
+        if stat.S_ISSOCK(path.lstat().st_mode) and not _is_in_use(path):
+            path.unlink()  # left behind by a server that was killed
+    except FileNotFoundError:
+        pass
+    sock = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)
+    try:
+        sock.bind(str(path))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"Cannot listen on --uds {path}: {error.strerror or error}.") from error
+    finally:
+        os.umask(before)
+    return sock
+
+
+def _is_in_use(path: Path) -> bool:
+    """Whether someone listens, or holds the socket and does not listen yet, as this server does while it starts."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+            return True
+        except ConnectionRefusedError:
+            bound = Path("/proc/net/unix")
+            return bound.exists() and any(line.endswith(f" {path}") for line in bound.read_text().splitlines())
+        except OSError:  # such as one of another user: not ours to take
+            return True
