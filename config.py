@@ -85,7 +85,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_num_seqs: Annotated[int, _doc("engine", "most requests that run at once", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
         _Positive | None,
-        _doc("engine", "most tokens in one step; long prompts are chunked (default: 2048, on a CPU 512)"),
+        _doc(
+            "engine",
+            "most tokens in one step; long prompts are chunked (default: 2048, on a CPU 512; of encoders 4 times that)",
+        ),
     ] = None
     kv_cache_memory: Annotated[
         _Positive | None,
@@ -267,6 +270,21 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
 
 
+Task = Literal["generate", "embed", "score"]
+
+
+class Purpose(Struct, frozen=True, kw_only=True):
+    """What a model is for, and how a prompt becomes one vector."""
+
+    tasks: tuple[Task, ...] = ("generate", "embed")
+    is_encoder: bool = False  # sees a whole prompt at once: there is no KV to keep, and nothing to go on from
+    pooling: Literal["last", "mean", "cls"] = "last"  # of the tokens' last hidden states
+    is_normalized: bool = True  # the vector has length 1
+    size: int = 0  # numbers of a vector
+    prompts: dict[str, str] = {}  # what the model's authors put before a text, by the use of the vector
+    default_prompt: str | None = None  # the name of one of them
+
+
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """What `engine.models.spec` reads from a checkpoint's config files, as far as the configuration depends on it."""
 
@@ -279,6 +297,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint about what they would be without
     fingerprint: str = ""  # hex; another one for other weights or another config
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
+    purpose: Purpose = Purpose()
     tool_call_parser: ToolCallParser = "hermes"  # what the chat template shows
     reasoning_parser: ReasoningParser = "none"
 
@@ -330,6 +349,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     model_fingerprint: str = ""  # hex
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
+    purpose: Purpose = Purpose()
     chat_template: str | None
     trust_request_chat_template: bool = False
     tool_call_parser: ToolCallParser = "hermes"
@@ -398,6 +418,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
     check_tls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs, config.ssl_cert_reqs)
     check_origins(config.allowed_origins)
+    if model.purpose.is_encoder:
+        _check_encoder(config, model)
     dtype = _choose_dtype(config, model, machine)
     if _on_cpu(config, machine) and config.kv_cache_dtype == "fp8":
         raise ConfigError("--kv-cache-dtype fp8 is for GPUs; on a CPU it can be bfloat16.")
@@ -413,12 +435,12 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         load_format=config.load_format,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or (512 if _on_cpu(config, machine) else 2048),
+        max_num_batched_tokens=config.max_num_batched_tokens or _choose_budget(config, model, machine, max_model_len),
         kv_cache_memory=config.kv_cache_memory,
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         gpu_memory_utilization=config.gpu_memory_utilization,
         block_size=16 if _on_cpu(config, machine) else 64,
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=config.enable_prefix_caching and not model.purpose.is_encoder,
         scheduling_policy=config.scheduling_policy,
         itl_target_ms=config.itl_target_ms,
         max_queued_requests=config.max_queued_requests,
@@ -438,6 +460,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         model_fingerprint=model.fingerprint,
         eos_token_ids=model.eos_token_ids,
         sampling=model.sampling,
+        purpose=model.purpose,
         chat_template=config.chat_template,
         trust_request_chat_template=config.trust_request_chat_template,
         tool_call_parser=model.tool_call_parser if config.tool_call_parser == "auto" else config.tool_call_parser,
@@ -472,8 +495,37 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     )
 
 
+def _check_encoder(config: Config, model: ModelFacts) -> None:
+    """Refuses what an encoder, whose sequences are computed whole and leave nothing behind, has no use for."""
+    for flag, is_asked in (
+        ("--tensor-parallel-size", config.tensor_parallel_size > 1),
+        ("--quantization", config.quantization is not None),
+        ("--load-format dummy", config.load_format == "dummy"),
+        ("--kv-connector", bool(config.kv_connector)),
+        ("--kv-events", config.kv_events is not None),
+        ("--extension", config.extension is not None),
+        ("--speculative", config.speculative is not None),
+        ("--deterministic", config.deterministic),
+        ("--client-address", config.client_address is not None),
+    ):
+        if is_asked:
+            raise ConfigError(f"{flag} is for models that generate text; {model.name} reads whole texts at once.")
+    longest, most = config.max_model_len or model.max_position, config.max_num_batched_tokens
+    if most is not None and most < longest:
+        raise ConfigError(
+            f"--max-num-batched-tokens {most} is less than the {longest} tokens of the longest text, which "
+            f"{model.name} reads at once; set --max-model-len as well."
+        )
+
+
 def _on_cpu(config: Config, machine: MachineFacts) -> bool:
     return config.device == "cpu" or (config.device == "auto" and not machine.has_gpu)
+
+
+def _choose_budget(config: Config, model: ModelFacts, machine: MachineFacts, max_model_len: int) -> int:
+    usual = 512 if _on_cpu(config, machine) else 2048
+    # No stream waits for an encoder's step, and many texts can be sorted into batches of nearly one length.
+    return max(4 * usual, max_model_len) if model.purpose.is_encoder else usual
 
 
 def _choose_dtype(config: Config, model: ModelFacts, machine: MachineFacts) -> Dtype:

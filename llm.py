@@ -24,6 +24,8 @@ from .ipc.messages import (
     Failed,
     IdsPrompt,
     Limits,
+    PairPrompt,
+    Pooling,
     Sampling,
     Submit,
     TextPrompt,
@@ -32,6 +34,7 @@ from .ipc.messages import (
     bytes_to_ids,
     ids_to_bytes,
 )
+from .pooled import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput, embedding, hidden_states, score
 from .prepare import prepare
 from .procs.inline import Inline
 
@@ -136,6 +139,7 @@ class LLM:
         `dtype="float32"`, `max_model_len=4096`, `kv_cache_memory="2G"`. Raises ConfigError or CheckpointError."""
         config = from_options("LLM", {**_DEFAULTS, "model": model, **options})
         self._outputs: dict[int, CompletionOutput] = {}  # rid → where its news goes
+        self._pooled: dict[int, Chunk] = {}  # rid → the answer of a request for a vector
         self._requests: dict[int, RequestOutput] = {}
         self._open: set[int] = set()
         self._failures: list[RequestError] = []
@@ -221,6 +225,65 @@ class LLM:
             results.append(result)
         return results
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt, as the model's authors make them; of `dimensions` numbers if it is said.
+        `truncate_prompt_tokens`: what is longer loses its end. Raises RequestError if one is refused."""
+        purpose = self._config.purpose
+        pooling = Pooling(purpose.pooling, purpose.is_normalized, dimensions, truncate_prompt_tokens)
+        default = purpose.prompts.get(purpose.default_prompt or "", "")
+        return [*map(embedding, self._pool(_plain_prompts(prompts, default), pooling, "embedding", use_tqdm))]
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None, use_tqdm: bool = True
+    ) -> list[PoolingRequestOutput]:
+        """The last hidden state of each token of each prompt. Raises RequestError if one is refused."""
+        pooling = Pooling("all", truncate=truncate_prompt_tokens)
+        size = self._config.purpose.size
+        chunks = self._pool(_plain_prompts(prompts), pooling, "encoding", use_tqdm)
+        return [hidden_states(chunk, size) for chunk in chunks]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well the texts of each pair fit, by a cross-encoder. One `text_1` stands for as many as there are texts
+        in `text_2`. Raises RequestError if a pair is refused, ValueError if the numbers differ."""
+        second = [text_2] if isinstance(text_2, str) else list(text_2)
+        first = [text_1] if isinstance(text_1, str) else list(text_1)
+        if len(first) == 1:
+            first *= len(second)
+        if len(first) != len(second):
+            raise ValueError(f"{len(first)} texts in text_1, but {len(second)} in text_2")
+        pairs = [PairPrompt(a, b) for a, b in zip(first, second, strict=True)]
+        return [*map(score, self._pool(pairs, Pooling("score", truncate=truncate_prompt_tokens), "scoring", use_tqdm))]
+
+    def _pool(
+        self, prompts: Sequence[TextPrompt | IdsPrompt | PairPrompt], pooling: Pooling, doing: str, use_tqdm: bool
+    ) -> list[Chunk]:
+        """The answers, in the order of the prompts."""
+        text = TextSpec(detokenize=False, prompt=True)
+        first, self._next_rid = self._next_rid, self._next_rid + len(prompts)
+        submits = [
+            _checked(Submit(first + i, 1, prompt, Sampling(), Limits(max_tokens=0), text, pooling=pooling))
+            for i, prompt in enumerate(prompts)
+        ]
+        try:
+            self._work(submits, doing, use_tqdm)
+            return [self._pooled[submit.rid] for submit in submits]
+        finally:
+            self._pooled.clear()
+
     def _run(
         self,
         prompts: Sequence[TextPrompt | ChatPrompt | IdsPrompt],
@@ -245,13 +308,20 @@ class LLM:
             for output in result.outputs:
                 rid = order.rid + output.index
                 self._outputs[rid], self._requests[rid] = output, result
-        self._open = set(self._outputs)
+        try:
+            self._work(submits, "generating", use_tqdm)
+        finally:
+            self._outputs.clear()
+            self._requests.clear()
+        return results
+
+    def _work(self, submits: Sequence[Submit], doing: str, use_tqdm: bool) -> None:
+        """Until all have ended. Raises RequestError if one is refused; the others are cancelled then."""
+        self._open = {submit.rid + i for submit in submits for i in range(submit.n)}
         self._failures.clear()
         from tqdm import tqdm
 
-        with tqdm(
-            total=len(self._open), desc="generating", unit="output", disable=not use_tqdm, file=sys.stderr
-        ) as bar:
+        with tqdm(total=len(self._open), desc=doing, unit="output", disable=not use_tqdm, file=sys.stderr) as bar:
             self._bar = bar
             for order in submits:
                 self._engine.post("tokenizer", order)
@@ -259,22 +329,34 @@ class LLM:
         if self._failures:
             self._engine.post("tokenizer", Cancel(tuple(self._open)))
             self._engine.run()
-        self._outputs.clear()
-        self._requests.clear()
-        if self._failures:
             raise self._failures[0]
         assert not self._open, "the engine came to rest with requests open"
-        return results
 
     def _on_failed(self, failed: Failed) -> None:
         self._open.discard(failed.rid)
         self._failures.append(RequestError(failed.kind, failed.detail))
 
     def _on_chunk(self, chunk: Chunk) -> None:
+        if chunk.vector:
+            self._pooled[chunk.rid] = chunk
+            self._end(chunk.rid)
+            return
+        if chunk.rid not in self._outputs:
+            return  # a vector that was cancelled, because another request was refused
         self._requests[chunk.rid].add(self._outputs[chunk.rid].index, chunk)
         if chunk.finish is not None:
-            self._open.discard(chunk.rid)
-            self._bar.update(1)
+            self._end(chunk.rid)
+
+    def _end(self, rid: int) -> None:
+        self._open.discard(rid)
+        self._bar.update(1)
+
+
+def _plain_prompts(prompts: Prompt | Sequence[Prompt], prefix: str = "") -> list[TextPrompt | IdsPrompt]:
+    """`prefix`: what stands before texts."""
+    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    many = cast("Sequence[Prompt]", [prompts] if one else prompts)
+    return [TextPrompt(prefix + p) if isinstance(p, str) else IdsPrompt(ids_to_bytes(list(p))) for p in many]
 
 
 def chat_prompt(
@@ -329,9 +411,17 @@ def submit(rid: int, prompt: TextPrompt | ChatPrompt | IdsPrompt, params: Sampli
         truncate=params.truncate_prompt_tokens,
     )
     try:
+        return _checked(wire)
+    except ValueError as error:
+        raise ValueError(f"SamplingParams: {error}") from error
+
+
+def _checked(wire: Submit) -> Submit:
+    """Raises ValueError if a field is out of bounds."""
+    try:
         return msgspec.convert(msgspec.to_builtins(wire), Submit)
     except msgspec.ValidationError as error:
-        raise ValueError(f"SamplingParams: {_complaint(str(error))}") from error
+        raise ValueError(_complaint(str(error))) from error
 
 
 def _complaint(text: str) -> str:

@@ -27,6 +27,7 @@ from .keys import Keys
 from .openai.endpoints import OpenAIEndpoints
 from .origins import Origins
 from .page import PAGE_FILES, PageFile
+from .pooling.endpoints import PoolingEndpoints
 from .rate_limit import Account
 from .request_end import Observer
 from .responses.endpoints import ResponsesEndpoints
@@ -66,6 +67,7 @@ def create_app(
         *OpenAIEndpoints(service).routes(),
         *ResponsesEndpoints(service).routes(),
         *AnthropicEndpoints(service).routes(),
+        *PoolingEndpoints(service).routes(),
         *TokenizeEndpoints(service).routes(),
         *AboutEndpoints(service).routes(),
         *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),

@@ -16,7 +16,7 @@ _RESOLVED = {
     "api_key": "api_keys",
 }  # setting → what it is called in EngineConfig, where that is something else
 _WIDE = 32  # characters of a value; longer ones stand out of their column
-_BEYOND = ("block_size", "vocab_size", "eos_token_ids", "sampling")  # decided, but not settings
+_BEYOND = ("block_size", "vocab_size", "eos_token_ids", "sampling", "purpose")  # decided, but not settings
 
 
 def explain(
@@ -63,6 +63,10 @@ def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, 
             return (
                 "there is an NVIDIA device" if machine.has_gpu else "there is no NVIDIA device that this torch can use"
             )
+        case "max_num_batched_tokens" if engine.purpose.is_encoder:
+            return f"the value for an encoder on {place}, or the longest text, which is read at once"
+        case "enable_prefix_caching" if engine.purpose.is_encoder:
+            return "the model keeps nothing of what it has read"
         case "max_num_batched_tokens":
             return f"the value for {place}"
         case "kv_cache_memory":
@@ -82,6 +86,8 @@ def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, 
             return "the model's"
         case "sampling":
             return "what the model's authors recommend, where a request does not say"
+        case "purpose":
+            return "what the checkpoint's files say"
         case _:
             return None
 

@@ -145,6 +145,24 @@ class IdsPrompt(Struct, frozen=True, array_like=True, tag="ids"):
     ids: bytes
 
 
+class PairPrompt(Struct, frozen=True, array_like=True, tag="pair"):
+    """Two texts that a model is to compare, joined in its tokenizer's own way."""
+
+    first: str
+    second: str
+
+
+class Pooling(Struct, frozen=True, array_like=True):
+    """What is wanted of a prompt instead of tokens: one vector, or the vectors of all its tokens."""
+
+    how: Literal[
+        "last", "mean", "cls", "all", "score"
+    ]  # cls: the first token's; score: what a cross-encoder's head says
+    is_normalized: bool = False  # of length 1
+    dimensions: Annotated[int, Meta(ge=1)] | None = None  # so many leading numbers are kept, before they are normalized
+    truncate: Annotated[int, Meta(ge=1)] | None = None  # so many leading tokens of the prompt are kept
+
+
 # ── api → tokenizer → core ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -153,7 +171,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
 
     rid: int
     n: Annotated[int, Meta(ge=1)]
-    prompt: TextPrompt | ChatPrompt | IdsPrompt
+    prompt: TextPrompt | ChatPrompt | IdsPrompt | PairPrompt
     sampling: Sampling
     limits: Limits
     text: TextSpec
@@ -163,6 +181,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     truncate: Annotated[int, Meta(ge=-1)] | None = None  # keep so many of the prompt's last tokens; -1: all that fit
     constraint: Constraint | None = None
     bad_words: tuple[str, ...] = ()  # texts; the tokenizer adds their ids to the constraint
+    pooling: Pooling | None = None  # with n = 1 and max_tokens = 0; the answer is `Chunk.vector`
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -184,6 +203,8 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     resume_ids: bytes = b""
     constraint: Constraint | None = None
     times: Times = Times()  # so far
+    pooling: Pooling | None = None
+    type_ids: bytes = b""  # uint8, parallel to prompt_ids: which text of a pair a token is of; empty: there is one
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):
@@ -242,6 +263,8 @@ class RowOpen(Struct, frozen=True, array_like=True):
     sampling: Sampling
     min_len: int = 0  # while the row has fewer ids, none of `ends` is drawn
     ends: bytes = b""  # int32, at most MOST_BIASES together with those of `logit_bias`
+    pooling: Pooling | None = None  # the step that computes the last position of the prompt answers with a vector
+    type_ids: bytes = b""  # see `Enqueue`
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=True):
@@ -295,6 +318,7 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     num_drawn: bytes = b""  # int32, how many of `ids` each row with sample = 1 drew; empty: one each
     num_drafts: int = 0  # rows that computed guesses
     num_draft_tokens: int = 0  # guesses
+    vectors: dict[int, bytes] = {}  # index into the plan's rows → float32; empty: not finite, fail that request
 
 
 class Transferred(Struct, frozen=True, array_like=True, tag=True):
@@ -341,6 +365,7 @@ class Tokens(Struct, frozen=True, array_like=True):
     finish: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it, if one did
     usage: Usage | None = None  # with `finish`
+    vector: bytes = b""  # float32, with `finish`, of a request with `pooling`; of all its tokens one after another
 
 
 class TokenBatch(Struct, frozen=True, array_like=True, tag=True):
@@ -403,6 +428,7 @@ class Chunk(Struct, frozen=True, array_like=True):
     usage: Usage | None = None  # with `finish`
     prompt_end: str | None = None  # in the first chunk, if `TextSpec.prompt_end`
     times: Times | None = None  # in the first chunk
+    vector: bytes = b""  # see `Tokens`
 
 
 class TextBatch(Struct, frozen=True, array_like=True, tag=True):

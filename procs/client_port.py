@@ -51,7 +51,7 @@ from ..ipc.messages import (
     bytes_to_ids,
 )
 from ..ipc.zmq_channel import Keys, PeerGone, ZmqContext
-from .checks import check_ids, check_min_tokens, check_parameters
+from .checks import check_ids, check_min_tokens, check_parameters, check_task
 
 CLIENT_RIDS = 1 << 62
 """The first rid of a client's sequence; those of api processes are smaller."""
@@ -274,6 +274,7 @@ class ClientPort:
                 check_ids(vocab_size, field, bytes_to_ids(data))
             except ValueError as error:
                 raise RequestError("invalid_request", f"{field} must be int32: {error}.") from error
+        check_task(self._config.purpose, None)
         check_parameters(vocab_size, message.sampling, message.limits, message.constraint)
         check_min_tokens(self._config.eos_token_ids, message.sampling, message.limits)
         if message.resume_ids:

@@ -156,6 +156,7 @@ class DetokenizerActor:
                 usage=usage,
                 prompt_end=output.prompt_end,
                 times=output.times,
+                vector=tokens.vector,
             )
         )
         output.prompt_end = output.times = None

@@ -29,6 +29,7 @@ from ..ipc.messages import (
     Facts,
     Failed,
     IdsPrompt,
+    PairPrompt,
     Ping,
     Stop,
     Submit,
@@ -39,7 +40,7 @@ from ..ipc.messages import (
     ToTokenizer,
     bytes_to_ids,
 )
-from .checks import check_ids, check_min_tokens, check_parameters
+from .checks import check_ids, check_min_tokens, check_parameters, check_task
 
 log = logging.getLogger("pagewire.tokenizer")
 Q = TypeVar("Q", Tokenize, Detokenize, Describe)
@@ -84,7 +85,8 @@ class TokenizerActor:
     def _submit(self, submit: Submit) -> None:
         taken = time.monotonic()
         try:
-            prompt_ids = self._prompt_ids(submit).tobytes()
+            check_task(self._config.purpose, submit.pooling)
+            ids, type_ids = self._prompt_ids(submit)
             constraint = self._constraint(submit)
         except RequestError as error:
             self._fail(submit, Failed(0, error.kind, str(error)))
@@ -97,7 +99,7 @@ class TokenizerActor:
             "core",
             Enqueue(
                 submit.rid,
-                prompt_ids,
+                ids.tobytes(),
                 submit.sampling,
                 submit.limits,
                 submit.text,
@@ -107,6 +109,8 @@ class TokenizerActor:
                 submit.n,
                 constraint=constraint,
                 times=Times(taken, time.monotonic()),
+                pooling=submit.pooling,
+                type_ids=type_ids,
             ),
         )
 
@@ -137,16 +141,16 @@ class TokenizerActor:
     def _described(self, question: Describe) -> Described:
         return Described(question.rid, self._tokenizer.special_tokens, self._template.source)
 
-    def _encode(self, prompt: TextPrompt | ChatPrompt | IdsPrompt) -> "array[int]":
+    def _encode(self, prompt: TextPrompt | ChatPrompt | IdsPrompt, max_tokens: int | None = None) -> "array[int]":
         match prompt:
             case TextPrompt(text, add_special_tokens):
-                return array("i", self._tokenizer.encode(text, add_special_tokens))
+                return array("i", self._tokenizer.encode(text, add_special_tokens, max_tokens=max_tokens))
             case ChatPrompt():
                 fields = asdict(prompt)
                 template = self._template_of(fields.pop("template"))
                 return array("i", template.encode(self._tokenizer, **fields))
             case IdsPrompt(data):
-                ids = bytes_to_ids(data)
+                ids = bytes_to_ids(data)[:max_tokens]
                 check_ids(self._config.vocab_size, "prompt", ids)
                 return ids
             case _:
@@ -172,23 +176,29 @@ class TokenizerActor:
         ]
         return replace(submit.constraint or Constraint(), bad_words=tuple(dict.fromkeys(spelled)))
 
-    def _prompt_ids(self, submit: Submit) -> "array[int]":
-        """The prompt's ids. Raises RequestError if the request cannot be served."""
-        ids = self._encode(submit.prompt)
+    def _prompt_ids(self, submit: Submit) -> tuple["array[int]", bytes]:
+        """The prompt's ids, and for a pair which text each is of. Raises RequestError if the request cannot be
+        served."""
+        max_tokens, type_ids = None if submit.pooling is None else submit.pooling.truncate, b""
+        if isinstance(submit.prompt, PairPrompt):
+            pair = self._tokenizer.encode_pair(submit.prompt.first, submit.prompt.second, max_tokens=max_tokens)
+            ids, type_ids = array("i", pair[0]), bytes(pair[1])
+        else:
+            ids = self._encode(submit.prompt, max_tokens)
         if not ids:
             raise RequestError("invalid_request", "The prompt is empty.")
         check_parameters(self._config.vocab_size, submit.sampling, submit.limits, submit.constraint)
         check_min_tokens(self._config.eos_token_ids, submit.sampling, submit.limits)
-        longest = self._config.max_model_len
         if submit.truncate is not None:
             ids = ids[-self._num_kept(submit.truncate, submit.limits.max_tokens) :]
-        if len(ids) > longest - (submit.limits.max_tokens != 0):
+        longest, generates = self._config.max_model_len, submit.limits.max_tokens != 0
+        if len(ids) > longest - generates:
             raise RequestError(
                 "context_length_exceeded",
-                f"This model's maximum context length is {longest} tokens. However, the prompt has {len(ids)} tokens, "
-                "and at least one is to be generated. Shorten the prompt.",
+                f"This model's maximum context length is {longest} tokens. However, the prompt has {len(ids)} tokens"
+                f"{', and at least one is to be generated' if generates else ''}. Shorten the prompt.",
             )
-        return ids
+        return ids, type_ids
 
     def _num_kept(self, truncate: int, max_tokens: int | None) -> int:
         if truncate == 0:

@@ -14,6 +14,7 @@ from pagewire.ipc.messages import (
     Constraint,
     Enqueue,
     Limits,
+    Pooling,
     RowLogprobs,
     RowOpen,
     Sampling,
@@ -116,6 +117,7 @@ def enqueue(
     resume_ids: Sequence[int] = (),
     min_tokens: int = 0,
     constraint: Constraint | None = None,
+    pooling: Pooling | None = None,
 ) -> Enqueue:
     """A request as the tokenizer would send it."""
     return Enqueue(
@@ -123,7 +125,7 @@ def enqueue(
         ids_to_bytes(prompt),
         Sampling(seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
         Limits(
-            max_tokens=max_tokens,
+            max_tokens=max_tokens if pooling is None else 0,
             ignore_eos=ignore_eos,
             stop_token_ids=stop_token_ids,
             queue_timeout_s=queue_timeout_s,
@@ -136,13 +138,14 @@ def enqueue(
         n,
         ids_to_bytes(list(resume_ids)),
         constraint,
+        pooling=pooling,
     )
 
 
 class FakeRow:
     """What the worker knows of a row."""
 
-    __slots__ = ("blocks", "ends", "ids", "min_len", "num_computed", "num_prompt", "sampling")
+    __slots__ = ("blocks", "ends", "ids", "min_len", "num_computed", "num_prompt", "pooled", "pooling", "sampling")
 
     def __init__(self, message: RowOpen) -> None:
         self.ids = bytes_to_ids(message.ids)
@@ -152,6 +155,8 @@ class FakeRow:
         self.sampling = message.sampling
         self.min_len = message.min_len
         self.ends = frozenset(bytes_to_ids(message.ends))
+        self.pooling = message.pooling
+        self.pooled = b""  # the KV of the positions that were computed since it was opened
 
 
 class FakeWorker:
@@ -218,6 +223,7 @@ class FakeWorker:
         num_drafts = num_guesses = 0
         logprobs: dict[int, RowLogprobs] = {}
         prompt_logprobs: dict[int, RowLogprobs] = {}
+        vectors: dict[int, bytes] = {}
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             state = self._row(row)
             ids, start, end = state.ids, state.num_computed, state.num_computed + count
@@ -237,6 +243,12 @@ class FakeWorker:
                 num_drawn.append(len(tokens))
                 continue
             kv = self._compute(state, start, end)
+            if state.pooling is not None:
+                assert not plan.sample[i], "a row that is pooled draws nothing"
+                state.pooled += kv[start * KV_BYTES :]
+                if end == state.num_prompt:
+                    vector = state.pooled[-KV_BYTES:] if state.pooling.how == "last" else state.pooled
+                    vectors[i] = b"" if sampling.seed in self.fail_seeds else vector
             if sampling.prompt_logprobs is not None:
                 scored = ids[start + 1 : min(end + 1, state.num_prompt)]
                 if scored:
@@ -261,6 +273,7 @@ class FakeWorker:
             ids_to_bytes(num_drawn) if len(drawn) > len(num_drawn) else b"",
             num_drafts,
             num_guesses,
+            vectors,
         )
 
     def _speculate(self, state: FakeRow, guesses: list[int]) -> list[int]:

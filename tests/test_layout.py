@@ -91,7 +91,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "procs": {"procs", "ipc", "engine", "api", "flags", "prepare", "__init__"},
     "beam": set(),
-    "llm": {"beam", "engine.text.tokenizer", "procs", "ipc.messages", "prepare"},
+    "pooled": {"ipc.messages"},
+    "llm": {"beam", "pooled", "engine.text.tokenizer", "procs", "ipc.messages", "prepare"},
     "engine_client": {"ipc"},
     "async_llm": {
         "engine.text.tokenizer",

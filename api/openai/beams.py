@@ -14,6 +14,7 @@ from ...ipc.messages import (
     Chunk,
     IdsPrompt,
     Limits,
+    PairPrompt,
     PromptEcho,
     Sampling,
     Submit,
@@ -90,6 +91,7 @@ def _not_beside(name: str) -> HttpError:
 async def _prompt_ids(gateway: Gateway, order: Submit) -> list[int]:
     if isinstance(order.prompt, IdsPrompt):
         return bytes_to_ids(order.prompt.ids).tolist()
+    assert not isinstance(order.prompt, PairPrompt), "pairs are scored"
     return bytes_to_ids((await gateway.tokenize(order.prompt)).ids).tolist()
 
 

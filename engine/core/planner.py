@@ -43,9 +43,11 @@ class Planner:
         max_num_batched_tokens: int,
         itl_target_ms: float | None,
         speculate: int,
+        is_chunked: bool,
     ) -> None:
         """`speculate`: positions that the worker may compute of a row's guessed tokens in a step; 0: none. Less than a
-        block, so that a row never needs two blocks at once for one token."""
+        block, so that a row never needs two blocks at once for one token. `is_chunked`: a prompt may be computed in
+        pieces; if not, the budget of a step has room for the longest."""
         assert 0 <= speculate < block_size, (speculate, block_size)
         self._roster = roster
         self._pool = pool
@@ -59,6 +61,7 @@ class Planner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._itl_target_ms = itl_target_ms
         self._speculate = speculate
+        self._is_chunked = is_chunked
         self.break_even = CAUTIOUS  # see `StepPlan`; whoever learns what steps cost sets it
 
     def draft(self) -> Draft:
@@ -272,6 +275,8 @@ class Planner:
         Beside streams that wait for their next token, as many as keep the step within the latency target; at least
         `_MIN_CHUNK` for the first prompt of a step, so that every prompt gets on. Otherwise what the budget allows.
         """
+        if not self._is_chunked:
+            return num if num <= draft.budget else 0
         num = min(num, draft.budget)
         if self._itl_target_ms is None or draft.work.rows == 0 or num <= 1:
             return num
@@ -319,7 +324,7 @@ class Planner:
                     roster.preempt(victim)
                 return
             external = 0
-            if loads is not None and self._prefix.enabled and request.sampling.prompt_logprobs is None:
+            if loads is not None and self._prefix.enabled and not request.wants_all:
                 asked = loads.match(request, num_cached)
                 if asked is None:
                     return

@@ -37,8 +37,8 @@ class PrefixCache:
 
     def find(self, request: Request) -> Found:
         """What is there for a request that is to be admitted."""
-        if not self.enabled or request.sampling.prompt_logprobs is not None:
-            return NOTHING  # log-probabilities of the prompt need a pass over all of it
+        if not self.enabled or request.wants_all:
+            return NOTHING
         size, pool = self._block_size, self._pool
         num_known = len(request.ids) - 1
         keys = request.block_keys(num_known // size, size)

@@ -8,7 +8,17 @@ from hashlib import sha256
 
 from msgspec.structs import replace
 
-from ...ipc.messages import Enqueue, FinishReason, RowLogprobs, RowOpen, Tokens, Usage, bytes_to_ids, ids_to_bytes
+from ...ipc.messages import (
+    Enqueue,
+    Failed,
+    FinishReason,
+    RowLogprobs,
+    RowOpen,
+    Tokens,
+    Usage,
+    bytes_to_ids,
+    ids_to_bytes,
+)
 from .block_hash import block_key
 
 COMMIT_BLOCKS = 8
@@ -64,6 +74,7 @@ class Request:
         "num_resumed",
         "num_total",
         "opened",
+        "pooling",
         "rid",
         "room",
         "root",
@@ -73,6 +84,8 @@ class Request:
         "stops",
         "text",
         "times",
+        "type_ids",
+        "wants_all",
     )
 
     def __init__(
@@ -99,6 +112,12 @@ class Request:
         self.sampling = message.sampling
         if choice:
             self.sampling = replace(message.sampling, seed=(message.sampling.seed + choice) % 2**63)
+        self.pooling = message.pooling
+        self.type_ids = message.type_ids
+        # Something is told of every position of the prompt, so none may come from a cache.
+        self.wants_all = message.sampling.prompt_logprobs is not None or (
+            message.pooling is not None and message.pooling.how != "last"
+        )
         self.limits = message.limits
         self.text = message.text
         self.times = message.times  # for the detokenizer, like `text`
@@ -216,7 +235,19 @@ class Request:
             sampling=self.sampling,
             min_len=self.min_len if self.min_len > len(self.ids) else 0,
             ends=ids_to_bytes(sorted(self.stops)) if self.min_len > len(self.ids) else b"",
+            pooling=self.pooling,
+            type_ids=self.type_ids,
         )
+
+    def last_word(self, prompt_logprobs: RowLogprobs | None, vector: bytes) -> Tokens | Failed:
+        """The news that ends it when its prompt is computed and nothing is to be generated."""
+        if self.pooling is None:
+            return self.terminal("length", prompt_logprobs=prompt_logprobs)
+        return replace(self.terminal("stop"), vector=vector) if vector else self.failure()
+
+    def failure(self) -> Failed:
+        """The news that ends it when its numbers are no numbers."""
+        return Failed(self.rid, "internal", "The model gave numbers that are not finite for this request.")
 
     def terminal(
         self,

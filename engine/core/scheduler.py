@@ -71,8 +71,9 @@ class Scheduler:
         extension: PlanExtension | None = None,
         kv_events: bool = False,
         speculate: int = 0,
+        is_chunked: bool = True,
     ) -> None:
-        """`speculate`: guessed tokens that the worker may compute of a row in a step."""
+        """`speculate`: guessed tokens that the worker may compute of a row in a step. `is_chunked`: see `Planner`."""
         assert extension is None or not speculate, "an extension is told every position of a plan"
         self.pool = pool
         self.block_size = block_size
@@ -121,6 +122,7 @@ class Scheduler:
             max_num_batched_tokens=max_num_batched_tokens,
             itl_target_ms=itl_target_ms,
             speculate=speculate,
+            is_chunked=is_chunked,
         )
 
     # ── requests come and go ─────────────────────────────────────────────────────────────────────────────────────────
@@ -333,7 +335,8 @@ class Scheduler:
             tokens = drawn[at : at + flight.sample[i]]
             at += len(tokens)
             row = len(flight.decodes) + i
-            if self._apply_row(request, flight.counts[i], tokens, logprobs.get(row), prompt_logprobs.get(row)):
+            told, vector = prompt_logprobs.get(row), result.vectors.get(row, b"")
+            if self._apply_row(request, flight.counts[i], tokens, logprobs.get(row), told, vector):
                 rids.append(request.rid)
                 ids.append(request.ids[-1])
         if rids:
@@ -410,6 +413,7 @@ class Scheduler:
         tokens: "array[int]",
         logprobs: RowLogprobs | None,
         prompt_logprobs: RowLogprobs | None,
+        vector: bytes = b"",
     ) -> bool:
         """One row of a step, which drew `tokens`, none of which but the last may end it. True: its news is the tokens
         and nothing else, which the caller tells."""
@@ -425,7 +429,10 @@ class Scheduler:
                 prompt_logprobs = request.take_undelivered(start, prompt_logprobs)
             if not tokens:
                 if request.max_tokens == 0 and request.num_computed == request.end:
-                    self.roster.end(request, request.terminal("length", prompt_logprobs=prompt_logprobs))
+                    word = request.last_word(prompt_logprobs, vector)
+                    if isinstance(word, Failed):
+                        self._poison(request)
+                    self.roster.end(request, word)
                 elif prompt_logprobs is not None:
                     self._news.add(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
             elif is_finite:
@@ -434,8 +441,7 @@ class Scheduler:
                 if len(tokens) > 1:
                     self._news.add(Tokens(request.rid, tokens[:-1].tobytes()))
                     self.counters.num_output_tokens += len(tokens) - 1
-                detail = "The model gave numbers that are not finite for this request."
-                self.roster.end(request, Failed(request.rid, "internal", detail))
+                self.roster.end(request, request.failure())
             request.settle()
         if request.num_in_flight == 0 and request.state in (State.ENDED, State.LEAVING):
             self.roster.release(request)

@@ -182,6 +182,7 @@ def make_scheduler(
         extension=extension,
         kv_events=config.kv_events is not None,
         speculate=num_draft_tokens(config.speculative),
+        is_chunked=not config.purpose.is_encoder,
     )
 
 

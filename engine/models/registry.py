@@ -13,16 +13,8 @@ from ..layers.linear import Weight
 from ..layers.moe import MoeMlp
 from ..parallel.collectives import Group
 from .decoder import Decoder
+from .purpose import NATIVE
 from .spec import ModelSpec
-
-NATIVE = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
 
 
 class _Page(Protocol):

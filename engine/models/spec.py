@@ -1,4 +1,5 @@
-"""What a checkpoint's config files say of the model. The only reader of config.json and generation_config.json.
+"""What a checkpoint's config files say of the model. The only reader of config.json and generation_config.json, but for
+what `purpose` makes of them.
 
 Imports without torch, because the command line reads it before any process is started, and runs nothing that comes with
 the checkpoint. Every complaint is one sentence in a ConfigError.
@@ -11,9 +12,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ...config import ModelFacts, SamplingDefaults
+from ...config import ModelFacts, Purpose, SamplingDefaults
 from ...errors import ConfigError
 from ..quantization.scheme import Scheme, read_scheme
+from .purpose import causal_name, max_length, read_purpose
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 
@@ -45,7 +47,7 @@ class Moe(Struct, frozen=True, kw_only=True):
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
-    """A decoder-only model's shape. For architectures only the fallback knows, the fields it does not need may be 0."""
+    """A model's shape. For architectures only transformers knows, the fields it does not need may be 0."""
 
     architecture: str
     model_type: str
@@ -69,6 +71,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
+    purpose: Purpose = Purpose()
     scheme: Scheme | None = None  # of a quantized checkpoint
 
 
@@ -84,10 +87,10 @@ def read_spec(folder: Path) -> ModelSpec:
     if not (isinstance(architectures, list) and architectures and all(isinstance(a, str) for a in architectures)):
         raise ConfigError(f"{config.file} names no architecture, so this is not a model that can be served.")
     quantization = config.part("quantization_config")
-    architecture = str(architectures[0])
+    architecture = causal_name(str(architectures[0]))
     model_type = config.text("model_type", "")
 
-    hidden_size = config.size("hidden_size", "n_embd", "d_model")
+    hidden_size = config.size("hidden_size", "n_embd", "d_model", "dim")
     num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     num_heads = config.size("num_attention_heads", "n_head", "n_heads")
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
@@ -102,6 +105,7 @@ def read_spec(folder: Path) -> ModelSpec:
     max_position = config.size(
         "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length", default=2048
     )
+    purpose = read_purpose(folder, config.raw, hidden_size=hidden_size)
     return ModelSpec(
         architecture=architecture,
         model_type=model_type,
@@ -112,10 +116,11 @@ def read_spec(folder: Path) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=max_position,
+        max_position=max_length(folder, max_position, config.raw),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=_rope(config, max_position),
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        # A model that does not generate may come without a head, and needs none.
+        tie_word_embeddings=config.flag("tie_word_embeddings", False) or "generate" not in purpose.tasks,
         attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
         hidden_act=config.text("hidden_act", "silu"),
@@ -124,6 +129,7 @@ def read_spec(folder: Path) -> ModelSpec:
         dtype=_dtype(config),
         bos_token_id=next(iter(config.ids("bos_token_id")), None),
         sampling=_sampling_defaults(generation),
+        purpose=purpose,
         eos_token_ids=tuple(dict.fromkeys([*generation.ids("eos_token_id"), *config.ids("eos_token_id")])),
         scheme=None if quantization is None else read_scheme(quantization.raw, config.file),
     )
@@ -142,6 +148,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         * (1 if spec.scheme is None else spec.scheme.narrower),
         fingerprint=fingerprint(folder),
         sampling=spec.sampling,
+        purpose=spec.purpose,
     )
 
 

@@ -23,7 +23,7 @@ from ...errors import CheckpointError, ConfigError
 from ...kernels import reference
 from ..attention.base import AttentionBackend, AttentionStep
 from ..cache.kv_cache import KvShape
-from .registry import NATIVE
+from .purpose import NATIVE
 from .spec import ModelSpec
 
 _NAME = "pagewire"

@@ -7,7 +7,7 @@ beside the steps that follow. Only guesses need the rows' ids on the host: a ste
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from ..gpu.state import KINDS, RowState, has_penalties, write_opens
 from .drawn import Drawn, take_in
 from .logprobs import prompt_logprobs, row_logprobs
 from .ngram import guess
+from .pooling import RowPooler
 from .rows import Rows
 from .step_inputs import Draws, draws_of
 from .steps import copy_blocks
@@ -79,6 +80,7 @@ class _Pending:
     num_logprobs: NDArray[np.int64]  # [draws] wanted; -1: none
     guesses: NDArray[np.int64]
     prompt_logprobs: dict[int, RowLogprobs]
+    vectors: dict[int, bytes]
     drawn: Drawn | None = None  # once the host knows
 
 
@@ -134,6 +136,7 @@ class DeviceSteps:
             block_size=config.block_size,
             vocab_size=config.vocab_size,
         )
+        self._pooler = RowPooler(num_rows=limits.rows)
         self._num_sent: NDArray[np.int64] = np.zeros(limits.rows, np.int64)  # blocks that the device knows of
         self._num_opens: NDArray[np.int64] = np.zeros(limits.rows, np.int64)
         self._has_penalties: NDArray[np.bool_] = np.zeros(limits.rows, np.bool_)
@@ -167,7 +170,7 @@ class DeviceSteps:
         step = self._pending.popleft()
         assert step.drawn is not None
         self._free.append(step.slot)
-        return step.drawn.result(step.plan.step, step.done.ms_since(step.begun))
+        return replace(step.drawn, vectors=step.vectors).result(step.plan.step, step.done.ms_since(step.begun))
 
     def launch(self, plan: StepPlan) -> None:
         rows = self._rows
@@ -176,6 +179,7 @@ class DeviceSteps:
                 self._settle(step)
         for opened in plan.open:
             rows.open(opened)
+            self._pooler.open(opened)
             self._num_sent[opened.row] = 0
             self._num_opens[opened.row] += 1
             self._has_penalties[opened.row] = has_penalties(opened.sampling)
@@ -209,9 +213,11 @@ class DeviceSteps:
             self._state.change_bias(row, rows.bias(row))
         copy_blocks(plan, self._cache)
         told: dict[int, RowLogprobs] = {}
+        vectors: dict[int, bytes] = {}
         if len(picked):
             self._recordings.run(shape)
             told = prompt_logprobs(rows, picked, starts, counts, order, self._logits_of, self._config.vocab_size)
+            vectors = self._pooler.take(picked, starts, counts, order, rows.num_prompt, self._hidden_of)
         if self._fetched is not None:
             self._queue.follow(self._fetched)  # what the step before drew is copied from where this one's will stand
         for part in parts:
@@ -228,6 +234,7 @@ class DeviceSteps:
                 num_logprobs=rows.num_logprobs[draws.rows],
                 guesses=guesses,
                 prompt_logprobs=told,
+                vectors=vectors,
             )
         )
         rows.num_computed[picked] = ends
@@ -374,9 +381,11 @@ class DeviceSteps:
             pairs += [(state.best_ids[:num], slot.best_ids[:num]), (state.best_values[:num], slot.best_values[:num])]
         return tuple(pairs)
 
+    def _hidden_of(self, first: int, last: int) -> Tensor:
+        return self._decoder.hidden(torch.arange(first, last, dtype=torch.int32, device=self._queue.device))
+
     def _logits_of(self, first: int, last: int) -> Tensor:
-        tokens = torch.arange(first, last, dtype=torch.int32, device=self._queue.device)
-        return self._decoder.logits(self._decoder.hidden(tokens))
+        return self._decoder.logits(self._hidden_of(first, last))
 
     def _settle(self, step: _Pending) -> None:
         """Waits for what was drawn. The host's rows learn of it, unless they are held by others by now."""

@@ -24,6 +24,7 @@ class Drawn:
     ids: NDArray[np.int64] = field(default_factory=_none)  # those of each row that draws, in the plan's order
     nums: NDArray[np.int64] = field(default_factory=_none)  # how many of them each of these rows drew; empty: one each
     guesses: NDArray[np.int64] = field(default_factory=_none)  # of each speculative row
+    vectors: dict[int, bytes] = field(default_factory=dict)
 
     def result(self, step: int, device_ms: float) -> StepResult:
         return StepResult(
@@ -35,6 +36,7 @@ class Drawn:
             num_drawn=self.nums.astype("<i4").tobytes(),
             num_drafts=int(np.count_nonzero(self.guesses)),
             num_draft_tokens=int(self.guesses.sum()),
+            vectors=self.vectors,
         )
 
 

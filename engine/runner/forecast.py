@@ -16,7 +16,7 @@ from ..models.spec import ModelSpec, read_spec
 from ..parallel.collectives import Alone
 from ..parallel.place import Place
 from .backend import Backend, choose_backend
-from .loading import DTYPES, blocks_needed, host_workspace
+from .loading import DTYPES, blocks_needed, host_workspace, no_kv
 from .memory import MemoryPlan
 
 
@@ -33,6 +33,8 @@ def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
         block_size=config.block_size,
         max_model_len=config.max_model_len,
     )
+    if not plan.block:
+        return plan, blocks_needed(config)
     if config.kv_cache_memory is not None:
         return plan, plan.num_blocks(config.kv_cache_memory)
     num_blocks = plan.num_blocks(device.cache_memory(taken=plan.weights + plan.workspace))
@@ -49,10 +51,12 @@ class _Imagined(Alone):
 def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[int, KvShape]:
     """Bytes of the weights of one rank, and the shape of its KV."""
     dtype, kv_dtype = DTYPES[config.dtype], DTYPES[config.kv_cache_dtype]
+    files = sum(file.stat().st_size for file in Path(config.model_path).glob("*.safetensors"))
+    if spec.purpose.is_encoder:
+        return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, no_kv(dtype)
     is_int8 = config.quantization == "int8"
     is_gpu = device.type == "cuda"
     backend = Backend.reference(dtype) if is_gpu else choose_backend(device, dtype, spec.dtype, int8=is_int8)
-    files = sum(file.stat().st_size for file in Path(config.model_path).glob("*.safetensors"))
     outline = registry.build_native(
         spec,
         max_len=1,  # the rotary table is no weight

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from ..models.decoder import Model
 from .drawn import Drawn, take_in
 from .logprobs import best_logprobs, prompt_logprobs, row_logprobs
 from .ngram import guess
+from .pooling import RowPooler
 from .rows import Rows
 from .sampler import Sampler
 from .step_inputs import step_inputs
@@ -49,6 +51,7 @@ class HostSteps:
             block_size=config.block_size,
             vocab_size=config.vocab_size,
         )
+        self._pooler = RowPooler(num_rows=config.max_num_seqs)
         self._sampler = Sampler(vocab_size=config.vocab_size, device=self._device, ops=ops)
         self._results: deque[StepResult] = deque()
 
@@ -68,6 +71,7 @@ class HostSteps:
     def launch(self, plan: StepPlan) -> None:
         for row in plan.open:
             self._rows.open(row)
+            self._pooler.open(row)
         self._rows.mask(plan)
         self._rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
         started = time.perf_counter()
@@ -93,10 +97,13 @@ class HostSteps:
         told = prompt_logprobs(
             rows, step.rows, step.starts, step.counts, step.order, logits_of, self._config.vocab_size
         )
+        vectors = self._pooler.take(
+            step.rows, step.starts, step.counts, step.order, rows.num_prompt, lambda first, last: hidden[first:last]
+        )
         rows.num_computed[step.rows] += step.counts
         draws = step.drawn
         if not len(draws.rows):
-            return Drawn(told)
+            return Drawn(told, vectors=vectors)
         rows.lift_minimum(draws.rows, draws.ends)
         if len(draws.tokens) < hidden.shape[0]:
             hidden = hidden.index_select(0, torch.from_numpy(draws.tokens).to(device))
@@ -111,7 +118,7 @@ class HostSteps:
             logits = self._model.logits(hidden[part])
             parts.append(self._sampler.sample(logits, rows, picked, draws.ends[part]))
             logprobs |= self._logprobs(logits, parts[-1], draws.order[part], rows.num_logprobs[picked])
-        return take_in(plan, rows, draws, np.concatenate(parts), guesses, told, logprobs)
+        return replace(take_in(plan, rows, draws, np.concatenate(parts), guesses, told, logprobs), vectors=vectors)
 
     def _logprobs(
         self, logits: Tensor, ids: NDArray[np.int64], plan_rows: NDArray[np.int64], wanted: NDArray[np.int64]

@@ -17,6 +17,7 @@ from ..gpu.queue import Queue
 from ..layers.linear import Linear
 from ..models import registry
 from ..models.decoder import Decoder, Model
+from ..models.purpose import NATIVE
 from ..models.spec import ModelSpec
 from ..parallel.collectives import Group
 from ..weights.dummy import fill_dummy
@@ -28,6 +29,7 @@ from .memory import workspace_bytes
 
 if TYPE_CHECKING:
     from .device_steps import DeviceModel
+    from .encoder_steps import EncoderModel
 
 DTYPES = {
     "float32": torch.float32,
@@ -65,10 +67,12 @@ def load_model(
     queue: Queue | None,
     group: Group,
     progress: Callable[[int, int], None] | None,
-) -> "HostModel | DeviceModel":
+) -> "HostModel | DeviceModel | EncoderModel":
     """Reads this rank's part of the checkpoint. queue: of a device for which there are Triton kernels. Raises
     ConfigError, CheckpointError."""
     torch_device, dtype = device.torch_device, DTYPES[config.dtype]
+    if spec.purpose.is_encoder:
+        return _load_encoder(config, spec, device)
     why = "there is no such device" if queue is None else _why_not_triton(config, spec)
     if why is None:
         backend = Backend.reference(dtype)
@@ -113,9 +117,33 @@ def load_model(
     )
 
 
+def _load_encoder(config: EngineConfig, spec: ModelSpec, device: Device) -> "EncoderModel":
+    # Only here, since transformers takes seconds to import.
+    from ..models.encoder import load_encoder
+    from .encoder_steps import EncoderModel
+
+    folder, dtype = Path(config.model_path), DTYPES[config.dtype]
+    CheckpointReader(folder).close()  # complains of damaged and missing files in our own words
+    encoder = load_encoder(spec, folder, dtype=dtype, device=device.torch_device)
+    shape = no_kv(dtype)
+    return EncoderModel(
+        encoder=encoder,
+        kv_shape=shape,
+        weights=encoder.weights,
+        workspace=host_workspace(config, spec, shape),
+        note=f"transformers' {spec.architecture}, {config.dtype}",
+        synchronize=device.synchronize,
+    )
+
+
+def no_kv(dtype: torch.dtype) -> KvShape:
+    """Of a model that keeps none: its blocks have no bytes."""
+    return KvShape(num_layers=0, num_kv_heads=1, head_dim=1, dtype=dtype)
+
+
 def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> int:
     """Bytes that a step of a `HostModel` may take besides, estimated."""
-    per_layer = kv_shape.block_bytes(config.block_size) // kv_shape.num_layers
+    per_layer = kv_shape.block_bytes(config.block_size) // max(1, kv_shape.num_layers)
     return workspace_bytes(
         tokens=config.max_num_batched_tokens,
         rows=config.max_num_seqs,
@@ -218,6 +246,8 @@ def _fill(
     with CheckpointReader(Path(config.model_path)) as reader:
         parameters = dict(decoder.named_parameters())
         targets = checkpoint_targets(parameters, decoder.fused, decoder.cuts, decoder.renamed)
+        if "embed_tokens.weight" in reader:  # the body alone was saved, as embedding models are
+            targets = {name.removeprefix("model."): target for name, target in targets.items()}
         keep: dict[str, Callable[[QuantizedWeight], None]] = {}
         if is_kept:
             assert spec.scheme is not None
@@ -250,7 +280,7 @@ def _load_fallback(
         ("Quantized checkpoints are", spec.scheme is not None),
     ):
         if is_asked:
-            raise ConfigError(f"{what} there for {', '.join(registry.NATIVE)}; this is {spec.architecture}.")
+            raise ConfigError(f"{what} there for {', '.join(NATIVE)}; this is {spec.architecture}.")
     from ..models.transformers_fallback import load_fallback
 
     folder = Path(config.model_path)

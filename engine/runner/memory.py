@@ -16,11 +16,13 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     max_model_len: int
 
     def num_blocks(self, budget: int) -> int:
-        """Blocks that fit into `budget` bytes, but at least one."""
+        """Blocks that fit into `budget` bytes, but at least one. For a model with KV."""
         return max(1, budget // self.block)
 
     def lines(self, num_blocks: int) -> tuple[str, ...]:
         """For the operator."""
+        if not self.block:
+            return (f"weights {size(self.weights)} | workspace {size(self.workspace)} | no KV cache",)
         whole = num_blocks // -(-self.max_model_len // self.block_size)
         requests = (
             f"{whole:,} request{'' if whole == 1 else 's'} of {self.max_model_len:,} tokens"

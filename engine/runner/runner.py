@@ -32,6 +32,7 @@ from .steps import Steps
 
 if TYPE_CHECKING:
     from .device_steps import DeviceModel
+    from .encoder_steps import EncoderModel
 
 _ALONE = Place()
 
@@ -43,7 +44,7 @@ class Runner:
         self,
         *,
         config: EngineConfig,
-        model: "HostModel | DeviceModel",
+        model: "HostModel | DeviceModel | EncoderModel",
         device: Device,
         group: Group,
         timings: dict[str, float],
@@ -123,7 +124,9 @@ class Runner:
 
     def offer(self) -> int:
         """Blocks that there is room for: what `kv_cache_memory` holds, or as many as could ever be used if the device's
-        memory allows it. At least one."""
+        memory allows it. At least one. Blocks of no bytes, of a model without KV, are never short."""
+        if not self._memory.block:
+            return blocks_needed(self._config)
         if self._config.kv_cache_memory is not None:
             return self._memory.num_blocks(self._config.kv_cache_memory)
         memory = self._memory

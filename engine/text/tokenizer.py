@@ -12,12 +12,13 @@ the ids of the special token's text. A text without such strings takes the ordin
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import tokenizers
 
-from ...errors import ConfigError
+from ...errors import ConfigError, RequestError
 from .template_files import read_json
 
 SENTINEL = "\ufdd0"  # a noncharacter that no text means; followed by one private-use character for each special token
@@ -67,9 +68,36 @@ class Tokenizer:
 
     # ── to ids ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`text` as the library encodes it: special tokens in it are parsed."""
-        return self._expand(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
+        """`text` as the library encodes it: special tokens in it are parsed. `max_tokens`: what is too much of the text
+        is left out at its end. Raises RequestError if not even the special tokens around it fit."""
+        with self._truncating(max_tokens, add_special_tokens):
+            return self._expand(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
+        """(ids, which of the texts each is of as the model counts them: 0 or 1). `max_tokens`: of the longer text, the
+        end is left out. Raises RequestError as `encode` does."""
+        with self._truncating(max_tokens, True, is_pair=True):
+            encoding = self._backend.encode(first, second)
+        ids, type_ids = encoding.ids, encoding.type_ids
+        return self._expand(ids), [
+            kind for id, kind in zip(ids, type_ids, strict=True) for _ in self._plain_ids_of.get(id, (id,))
+        ]
+
+    @contextmanager
+    def _truncating(self, max_tokens: int | None, add_special_tokens: bool, *, is_pair: bool = False) -> Iterator[None]:
+        if max_tokens is None:
+            yield
+            return
+        least = self._backend.num_special_tokens_to_add(is_pair) if add_special_tokens else 0
+        if max_tokens <= least:
+            raise RequestError("invalid_request", f"truncate_prompt_tokens must be more than {least}, which are "
+                               "special tokens that the model needs.")  # fmt: skip
+        self._backend.enable_truncation(max_tokens)
+        try:
+            yield
+        finally:
+            self._backend.no_truncation()
 
     def neutralize(self, text: str) -> str:
         """`text` with a sentinel in the place of each special token's string. For what a person wrote."""

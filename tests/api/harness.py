@@ -28,6 +28,7 @@ from pagewire.ipc.messages import (
     Detokenized,
     Failed,
     IdsPrompt,
+    PairPrompt,
     PromptEcho,
     Submit,
     TextBatch,
@@ -93,6 +94,7 @@ class FakeEngine:
         self.finish = finish
         self.stop_reason = stop_reason
         self.prompt_end = ""
+        self.vectors = [[0.5, -1.0], [0.25, 2.0], [0.75, 0.0]]  # what orders with pooling get in turn
         self.refuse: tuple[ErrorKind, str] | None = None  # instead of accepting
         self.fail_after: int | None = None  # pieces, then Failed
         self.hold = False  # accept and say nothing more until `go`
@@ -154,7 +156,7 @@ class FakeEngine:
                 self.gateway.handle([Failed(rid, "internal", "A worker failed.")])
                 continue
             chunks.append(self._chunk(rid, order, step))
-            if step + 1 >= len(self.pieces):
+            if step + 1 >= len(self.pieces) or order.pooling is not None:
                 del self.open[rid]
             else:
                 self.open[rid] = (order, step + 1)
@@ -163,6 +165,9 @@ class FakeEngine:
             asyncio.get_running_loop().call_soon(self._step)
 
     def _chunk(self, rid: int, order: Submit, step: int) -> Chunk:
+        if order.pooling is not None:
+            vector = array("f", self.vectors[rid % len(self.vectors)]).tobytes()
+            return Chunk(rid, "", b"", finish="stop", usage=Usage(3, 0, 1), vector=vector)
         text = self.pieces[step] if self.pieces else ""
         chunk = Chunk(rid, text, ids_to_bytes([ord(char) for char in text]))
         if order.sampling.logprobs is not None:
@@ -182,7 +187,7 @@ class FakeEngine:
                 pass
             case IdsPrompt(ids=ids):
                 text = "".join(map(chr, bytes_to_ids(ids)))
-            case ChatPrompt():
+            case ChatPrompt() | PairPrompt():
                 text = "abc"
         num_top = order.sampling.prompt_logprobs
         logprobs = None if num_top is None else (None, *(position(char, num_top) for char in text[1:]))

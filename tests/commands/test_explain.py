@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from pagewire.commands.explain import explain, settings, shown
-from pagewire.config import Config, MachineFacts, ModelFacts, resolve
+from pagewire.config import Config, MachineFacts, ModelFacts, Purpose, resolve
 from pagewire.errors import ConfigError
 from pagewire.flags import add_flags, read_settings
 
@@ -31,8 +31,9 @@ def rows(config: Config, machine: MachineFacts, said: dict[str, str]) -> dict[st
 
 @pytest.mark.parametrize("machine", [CPU, OLD_CPU, GPU], ids=["cpu", "old cpu", "gpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_what_was_decided_has_a_reason(machine: MachineFacts, dtype: str) -> None:
-    model = msgspec.structs.replace(MODEL, dtype=dtype)
+@pytest.mark.parametrize("is_encoder", [False, True], ids=["decoder", "encoder"])
+def test_what_was_decided_has_a_reason(machine: MachineFacts, dtype: str, is_encoder: bool) -> None:
+    model = msgspec.structs.replace(MODEL, dtype=dtype, purpose=Purpose(is_encoder=is_encoder))
     engine = resolve(Config(), model, machine)
     told = {row[0]: row[1:] for row in settings(Config(), engine, model, machine, {})}
     assert told.keys() >= set(Config.__struct_fields__)

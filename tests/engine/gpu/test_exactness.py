@@ -3,8 +3,12 @@
 import random
 
 import checkpoints
+import numpy as np
 import pytest
+import torch
 from runner_driver import Request
+
+from pagewire.ipc.messages import Pooling, RowOpen, Sampling, StepPlan, ids_to_bytes
 
 LENGTHS = (1, 15, 16, 17, 45)
 SMALL = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # each is a program to interpret
@@ -26,3 +30,30 @@ def test_greedy_tokens_are_those_of_transformers(kind, checkpoint, driver):
     requests = [Request(prompt, max_new=4) for prompt in prompts]
     served.run(requests, chunk=20, budget=32, rows=3)
     assert [request.output for request in requests] == expected
+
+
+def test_vectors_are_those_of_transformers(checkpoint, driver):
+    """Of a prompt in two pieces, the mean; of one beside it, the last token's."""
+    folder = checkpoint("qwen3", num_hidden_layers=2)
+    runner = driver(folder, **SMALL).runner
+    long, short = _prompts(7)[-1], _prompts(7)[2]
+    opened = [
+        RowOpen(i, ids_to_bytes(ids), len(ids), 0, ids_to_bytes(blocks), Sampling(), pooling=pooling)
+        for i, (ids, blocks, pooling) in enumerate(
+            [(long, [5, 2, 7], Pooling("mean")), (short, [4], Pooling("last", is_normalized=True, dimensions=8))]
+        )
+    ]
+    plans = [
+        StepPlan(1, tuple(opened), b"", b"", ids_to_bytes([0, 1]), ids_to_bytes([14, len(short)]), b"\0\0"),
+        StepPlan(2, (), b"", b"", ids_to_bytes([0]), ids_to_bytes([len(long) - 14]), b"\0"),
+    ]
+    for plan in plans:
+        runner.launch(plan)
+    vectors = [runner.collect().vectors for _ in plans]
+    assert [[*found] for found in vectors] == [[1], [0]]
+    body = checkpoints.load_reference(folder).model
+    with torch.inference_mode():
+        states = [body(input_ids=torch.tensor([ids])).last_hidden_state[0] for ids in (long, short)]
+    wanted = states[0].mean(0).numpy(), torch.nn.functional.normalize(states[1][-1, :8], dim=0).numpy()
+    np.testing.assert_allclose(np.frombuffer(vectors[1][0], "<f4"), wanted[0], atol=1e-4)
+    np.testing.assert_allclose(np.frombuffer(vectors[0][1], "<f4"), wanted[1], atol=1e-4)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pooling_checkpoints
 import pytest
 from quantized_checkpoints import quantize_checkpoint
 
@@ -41,6 +42,12 @@ def test_quantized_checkpoints_are_widened(
     sizes_of: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}
     folder, _ = quantize_checkpoint(checkpoint("llama", **sizes_of), tmp_path, kind)
     check(resolved(folder, dtype="float32", kv_cache_memory=1 << 20))
+
+
+def test_models_that_read_whole_texts_keep_nothing(tmp_path: Path, resolved: Callable[..., EngineConfig]) -> None:
+    config = resolved(pooling_checkpoints.make_encoder(tmp_path / "m"), dtype="float32", max_num_seqs=4)
+    check(config)
+    assert forecast(config)[0].lines(1)[0].endswith("no KV cache")
 
 
 def test_without_a_size_it_is_what_could_ever_be_used(

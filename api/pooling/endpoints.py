@@ -1,0 +1,60 @@
+"""POST /v1/embeddings, /v1/rerank and /v1/score, the latter two also where other servers have them."""
+
+import time
+
+import msgspec
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..openai.translate import decode_body
+from ..service import Endpoint, Service, read_json
+from .reply import EmbeddingsReply, RerankReply, ScoreReply
+from .request import document_texts, embedding_orders, pair_orders, rerank_pairs, score_pairs
+from .types import EmbeddingsRequest, RerankRequest, ScoreRequest
+
+
+class PoolingEndpoints:
+    """Vectors and scores. Whether the model is made for them is said by the tokenizer process, as of any request."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._embeddings_decoder = msgspec.json.Decoder(EmbeddingsRequest)
+        self._rerank_decoder = msgspec.json.Decoder(RerankRequest)
+        self._score_decoder = msgspec.json.Decoder(ScoreRequest)
+
+    def routes(self) -> list[Route]:
+        """Paths, and who answers there."""
+        return [
+            Route("/v1/embeddings", Endpoint(self.embeddings), methods=["POST"]),
+            *(Route(f"{at}/rerank", Endpoint(self.rerank), methods=["POST"]) for at in ("", "/v1", "/v2")),
+            *(Route(f"{at}/score", Endpoint(self.score), methods=["POST"]) for at in ("", "/v1")),
+        ]
+
+    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/embeddings"""
+        request = decode_body(self._embeddings_decoder, await read_json(scope, receive))
+        model = self._service.model_name(request.model)
+        orders = embedding_orders(request, self._service.config, scope["state"]["salt"])
+        reply = EmbeddingsReply(model=model, num=len(orders), is_base64=request.encoding_format == "base64")
+        await self._service.answer(orders, reply, False, scope, receive, send)
+
+    async def rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /rerank, /v1/rerank, /v2/rerank"""
+        request = decode_body(self._rerank_decoder, await read_json(scope, receive))
+        model = self._service.model_name(request.model)
+        orders = pair_orders(request, rerank_pairs(request), self._service.config, scope["state"]["salt"])
+        reply = RerankReply(
+            model=model,
+            texts=document_texts(request),
+            top_n=request.top_n,
+            has_documents=request.return_documents is not False,
+        )
+        await self._service.answer(orders, reply, False, scope, receive, send)
+
+    async def score(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /score, /v1/score"""
+        request = decode_body(self._score_decoder, await read_json(scope, receive))
+        model = self._service.model_name(request.model)
+        orders = pair_orders(request, score_pairs(request), self._service.config, scope["state"]["salt"])
+        reply = ScoreReply(model=model, num=len(orders), created=int(time.time()))
+        await self._service.answer(orders, reply, False, scope, receive, send)

@@ -1,0 +1,128 @@
+"""Models that see a whole text at once: BERT's kin, cross-encoders, and every other that has no page here. They are
+transformers' own, built from its own classes, never from code in the checkpoint's folder.
+
+Texts of a pass are padded to one length, so they are dealt into batches of nearly the same one.
+
+Imported only when such a model is loaded: transformers takes seconds to import.
+"""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ...errors import CheckpointError, ConfigError
+from .purpose import has_sigmoid
+from .spec import ModelSpec
+
+_MOST_PADDING = 0.1  # of a batch's tokens
+_PASS_TOKENS = 64  # that cost about as much as a pass of its own
+# Parts of a checkpoint that make no embeddings: heads for other uses, and tables that newer versions compute.
+_UNUSED = ("pooler.", "cls.", "lm_head.", "classifier.", "vocab_", "predictions.", "position_ids")
+
+
+class Encoder:
+    """One model with its weights."""
+
+    def __init__(self, model: Any, *, is_scoring: bool, has_sigmoid: bool, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._is_scoring = is_scoring
+        self._has_sigmoid = has_sigmoid
+        config = model.config.get_text_config()
+        pad = getattr(config, "pad_token_id", None)
+        self._pad = 0 if pad is None else int(pad)
+        # Classifiers made of decoders find the end of a text by its padding.
+        self._pads = pad is not None or not is_scoring
+        takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
+        self._num_types = getattr(config, "type_vocab_size", 0) if takes_types else 0
+        self.weights = sum(parameter.nbytes for parameter in model.parameters())
+
+    def states(self, texts: Sequence[Tensor], types: Sequence[Tensor]) -> list[Tensor]:
+        """texts: token ids, int64; types: parallel to them, which text of a pair each token is of. Returns of each text
+        the last hidden states [tokens, hidden_size], or the score [1] that a cross-encoder gives."""
+        found: list[Tensor | None] = [None] * len(texts)
+        for batch in batches([len(text) for text in texts], pads=self._pads):
+            lengths = [len(texts[i]) for i in batch]
+            ids = self._padded([texts[i] for i in batch], self._pad)
+            inputs = {"input_ids": ids}
+            if min(lengths) < max(lengths):
+                inputs["attention_mask"] = self._padded([torch.ones_like(texts[i]) for i in batch], 0)
+            if self._num_types:
+                inputs["token_type_ids"] = self._padded([types[i] for i in batch], 0).clamp_(max=self._num_types - 1)
+            output = self._model(**inputs)
+            if self._is_scoring:
+                logits = output.logits.float()
+                scores = torch.sigmoid(logits) if self._has_sigmoid else logits
+                for i, score in zip(batch, scores, strict=True):
+                    found[i] = score
+            else:
+                for i, length, hidden in zip(batch, lengths, output.last_hidden_state, strict=True):
+                    found[i] = hidden[:length]
+        return [states for states in found if states is not None]
+
+    def _padded(self, columns: list[Tensor], value: int) -> Tensor:
+        return pad_sequence(columns, batch_first=True, padding_value=value).to(self._device)
+
+
+def batches(lengths: Sequence[int], *, pads: bool) -> list[list[int]]:
+    """Deals texts into batches of nearly the same length, the longest first. pads: if not, of exactly the same."""
+    dealt: list[list[int]] = []
+    padding = total = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[dealt[-1][0]] if dealt else 0
+        padding, total = padding + longest - lengths[i], total + longest
+        if dealt and padding <= (max(_MOST_PADDING * total, _PASS_TOKENS) if pads else 0):
+            dealt[-1].append(i)
+        else:
+            dealt.append([i])
+            padding, total = 0, lengths[i]
+    return dealt
+
+
+def load_encoder(spec: ModelSpec, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Encoder:
+    """Raises ConfigError, CheckpointError."""
+    is_scoring = "score" in spec.purpose.tasks
+    # Their functions are only partly typed.
+    auto: Any = transformers.AutoModelForSequenceClassification if is_scoring else transformers.AutoModel
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it would warn of is an error here, and raised below
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # their config classes check values with exceptions of many kinds
+        raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {_first_line(error)}") from error
+    if config.is_encoder_decoder:
+        raise ConfigError(f"{spec.architecture} is an encoder with a decoder, and pagewire serves no such models.")
+    try:
+        model, info = auto.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded as {spec.architecture}: {_first_line(error)}") from error
+    missing = sorted(key for key in info["missing_keys"] if is_scoring or not key.startswith("pooler."))
+    unused = _UNUSED[-1:] if is_scoring else _UNUSED
+    unknown = sorted(key for key in info["unexpected_keys"] if not any(part in key for part in unused))
+    for verb, keys in (("lacks", missing), ("holds", unknown)):
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            what = "tensors that the model needs" if verb == "lacks" else "tensors that the model does not know"
+            raise CheckpointError(f"{folder} {verb} {what}: {', '.join(keys[:3])}{more}.")
+    model = model.to(device).eval().requires_grad_(False)
+    model.config.use_cache = False  # of those that could go on
+    return Encoder(model, is_scoring=is_scoring, has_sigmoid=is_scoring and has_sigmoid(folder), device=device)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".") + "."

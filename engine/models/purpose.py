@@ -1,0 +1,161 @@
+"""What a checkpoint is for: text, embeddings or scores, and how its authors make one vector of a prompt.
+
+Reads the files that sentence-transformers puts beside a model: modules.json, which names the parts in their order,
+1_Pooling/config.json, and config_sentence_transformers.json with the prompts. Imports without torch.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ...config import Purpose, Task
+from ...errors import ConfigError
+
+# Architectures with a page of their own → the module of that page.
+NATIVE = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+
+_CLASSIFIER = "ForSequenceClassification"
+_BARE = ("Model", "ForMaskedLM")  # how the name ends of an architecture that says nothing
+_POOLINGS: dict[str, Literal["last", "mean", "cls"]] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+_FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+_Fields = Mapping[str, object]
+
+
+class _Module(msgspec.Struct):
+    type: str
+    path: str = ""
+
+
+def causal_name(architecture: str) -> str:
+    """The native family that an architecture without a head is the body of, or the architecture itself."""
+    name = architecture.removesuffix("Model") + "ForCausalLM"
+    return name if architecture.endswith("Model") and name in NATIVE else architecture
+
+
+def read_purpose(folder: Path, config: _Fields, *, hidden_size: int) -> Purpose:
+    """config: config.json, whose first architecture decides. Raises ConfigError."""
+    architecture = str(config["architectures"][0])  # type: ignore[index]  # `read_spec` has seen that it is there
+    if architecture.endswith(_CLASSIFIER):
+        return _cross_encoder(folder, config)
+    parts = _modules(folder)
+    if parts is None and not architecture.endswith(_BARE):
+        return Purpose(size=hidden_size)
+    tasks: tuple[Task, ...] = ("embed",)
+    is_encoder = causal_name(architecture) not in NATIVE
+    if parts is None:  # without a word of its authors: as sentence-transformers does, or by the token that saw it all
+        how: Literal["last", "mean"] = "mean" if is_encoder else "last"
+        return Purpose(tasks=tasks, is_encoder=is_encoder, pooling=how, size=hidden_size)
+    prompts, default = _prompts(folder)
+    return Purpose(
+        tasks=tasks,
+        is_encoder=is_encoder,
+        pooling=_pooling(folder, parts),
+        is_normalized="Normalize" in parts,
+        size=hidden_size,
+        prompts=prompts,
+        default_prompt=default,
+    )
+
+
+def max_length(folder: Path, declared: int, config: _Fields) -> int:
+    """Tokens of the longest prompt. declared: positions that the model has."""
+    if config.get("model_type") in _OFFSET_POSITIONS:
+        pad = config.get("pad_token_id", 1)
+        declared -= (pad if isinstance(pad, int) else 1) + 1
+    file = folder / "sentence_bert_config.json"
+    longest = _object(file).get("max_seq_length") if file.exists() else None
+    if longest is None:
+        return declared
+    if isinstance(longest, bool) or not isinstance(longest, int) or longest < 1:
+        raise ConfigError(f"{file} has max_seq_length = {longest!r}, which should be a positive whole number.")
+    return min(declared, longest)
+
+
+# Their first position comes after the number of the padding token.
+_OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text"})
+
+
+def has_sigmoid(folder: Path) -> bool:
+    """Whether a cross-encoder's score is put between 0 and 1; its config may say that it is told as it is."""
+    config = _object(folder / "config.json")
+    newer = config.get("sentence_transformers")
+    said = newer.get("activation_fn") if isinstance(newer, dict) else None
+    said = said or config.get("sbert_ce_default_activation_function")
+    name = str(said or "Sigmoid").rpartition(".")[2]
+    if name not in ("Sigmoid", "Identity"):
+        raise ConfigError(f"{folder / 'config.json'} has the activation {said!r}; pagewire knows Sigmoid and Identity.")
+    return name == "Sigmoid"
+
+
+def _cross_encoder(folder: Path, config: _Fields) -> Purpose:
+    labels = config.get("id2label")
+    num = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)  # what transformers assumes
+    if num != 1:
+        raise ConfigError(
+            f"{folder / 'config.json'} has {num} labels; pagewire serves cross-encoders, which have one, and no others "
+            f"of the {_CLASSIFIER} models."
+        )
+    has_sigmoid(folder)
+    return Purpose(tasks=("score",), is_encoder=True, is_normalized=False, size=1)
+
+
+def _modules(folder: Path) -> dict[str, str] | None:
+    """Kind of part → its folder, if sentence-transformers made the checkpoint."""
+    file = folder / "modules.json"
+    if not file.exists():
+        return None
+    try:
+        modules = msgspec.json.decode(file.read_bytes(), type=list[_Module])
+    except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{file} is no list of modules: {error}.") from None
+    parts = {module.type.rpartition(".")[2]: module.path for module in modules}
+    known = ["Transformer", "Pooling", "Normalize"]
+    if [*parts] not in (known[:2], known):
+        raise ConfigError(
+            f"{file} lists the modules {', '.join(parts)}; pagewire knows Transformer and Pooling, and Normalize after "
+            "them."
+        )
+    return parts
+
+
+def _pooling(folder: Path, parts: Mapping[str, str]) -> Literal["last", "mean", "cls"]:
+    file = folder / parts["Pooling"] / "config.json"
+    config = _object(file)
+    modes = [_FLAGS.get(name, name) for name, value in config.items() if name.startswith("pooling_mode_") and value]
+    if isinstance(named := config.get("pooling_mode"), str):
+        modes = [named]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ConfigError(f"{file} asks for pooling by {' and '.join(modes) or 'nothing'}; pagewire knows cls, mean "
+                          "and lasttoken, one at a time.")  # fmt: skip
+    if config.get("include_prompt") is False and modes[0] != "lasttoken":
+        raise ConfigError(f"{file} leaves the prompt out of the vector (include_prompt), which pagewire does not do.")
+    return _POOLINGS[modes[0]]
+
+
+def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    file = folder / "config_sentence_transformers.json"
+    if not file.exists():
+        return {}, None
+    config = _object(file)
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ConfigError(f"{file} has prompts = {prompts!r}, which should map names to texts.")
+    if default is not None and (not isinstance(default, str) or default not in prompts):
+        raise ConfigError(f"{file} has default_prompt_name = {default!r}, which is none of its prompts.")
+    return prompts, default
+
+
+def _object(file: Path) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
+    except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{file} is not a valid JSON object: {error}.") from None

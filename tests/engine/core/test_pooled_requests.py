@@ -1,0 +1,171 @@
+"""Requests that want a vector instead of tokens, and schedulers of models that see whole texts at once.
+
+The fake worker's vector is the KV of a prompt's last position, or of all of them as it has computed them since it was
+told of the row: so a position that is left out, computed twice or read from a cache shows.
+"""
+
+import random
+
+import pytest
+from fakes import EOS, FakeWorker, all_tokens, enqueue, expected_output, kv_of
+from invariants import check
+
+from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.scheduler import Scheduler
+from pagewire.ipc.messages import Failed, Pooling, StepPlan, TokenBatch, Tokens, bytes_to_ids
+
+BLOCK_SIZE = 4
+LAST, MEAN = Pooling("last"), Pooling("mean")
+
+
+def make(*, num_blocks: int = 64, budget: int = 32, depth: int = 1, **more: object) -> tuple[Scheduler, FakeWorker]:
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": budget}
+    scheduler = Scheduler(
+        pool=BlockPool(num_blocks=num_blocks),
+        block_size=BLOCK_SIZE,
+        depth=depth,
+        max_model_len=100,
+        max_queued_requests=100,
+        max_queued_tokens=10**6,
+        eos_token_ids=(EOS,),
+        **sizes,
+        **more,  # type: ignore[arg-type]
+    )
+    return scheduler, FakeWorker(num_blocks=num_blocks, block_size=BLOCK_SIZE, **sizes)
+
+
+def serve(scheduler: Scheduler, worker: FakeWorker) -> dict[int, Tokens | Failed]:
+    """Runs to the end, as many plans in flight as there may be; the last word on each request."""
+    flying: list[StepPlan] = []
+    while True:
+        while (plan := scheduler.plan()) is not None:
+            flying.append(plan)
+        if not flying:
+            break
+        scheduler.apply(worker.run(flying.pop(0)))
+        check(scheduler)
+    last: dict[int, Tokens | Failed] = {}
+    for item in scheduler.take_news():
+        if isinstance(item, Failed):
+            last[item.rid] = item
+        elif isinstance(item, TokenBatch):
+            last.update((tokens.rid, tokens) for tokens in all_tokens(item) if tokens.finish is not None)
+    return last
+
+
+def vector(answer: Tokens | Failed) -> bytes:
+    assert isinstance(answer, Tokens) and answer.finish == "stop" and not answer.ids and answer.usage is not None
+    return answer.vector
+
+
+def test_a_prompt_in_pieces_gives_one_vector_and_no_token() -> None:
+    scheduler, worker = make(budget=8)
+    prompt = list(range(1, 30))
+    scheduler.add(enqueue(1, prompt, pooling=MEAN))
+    answer = serve(scheduler, worker)[1]
+    assert vector(answer) == kv_of(prompt)
+    assert isinstance(answer, Tokens) and answer.usage is not None
+    assert (answer.usage.num_prompt, answer.usage.num_output, answer.usage.num_cached) == (29, 0, 0)
+    assert scheduler.pool.num_held == 0
+
+
+def test_only_the_last_position_may_come_after_cached_ones() -> None:
+    scheduler, worker = make()
+    prompt = list(range(1, 18))
+    scheduler.add(enqueue(1, prompt, max_tokens=1))
+    serve(scheduler, worker)
+    scheduler.add(enqueue(2, prompt, pooling=LAST))
+    scheduler.add(enqueue(3, prompt, pooling=MEAN))
+    last = serve(scheduler, worker)
+    assert vector(last[2]) == kv_of(prompt)[-4:] and vector(last[3]) == kv_of(prompt)
+    assert [answer.usage.num_cached for answer in (last[2], last[3])] == [16, 0]  # type: ignore[union-attr]
+
+
+def test_what_a_pooled_prompt_computed_serves_others() -> None:
+    scheduler, worker = make()
+    prompt = list(range(1, 18))
+    scheduler.add(enqueue(1, prompt, pooling=MEAN))
+    serve(scheduler, worker)
+    scheduler.add(enqueue(2, prompt, max_tokens=1))
+    answer = serve(scheduler, worker)[2]
+    assert isinstance(answer, Tokens) and answer.usage is not None and answer.usage.num_cached == 16
+
+
+def test_numbers_that_are_not_finite_fail_and_are_forgotten() -> None:
+    scheduler, worker = make()
+    worker.fail_seeds.add(1)
+    prompt = list(range(1, 18))
+    scheduler.add(enqueue(1, prompt, seed=1, pooling=LAST))
+    answer = serve(scheduler, worker)[1]
+    assert isinstance(answer, Failed) and answer.kind == "internal" and "not finite" in answer.detail
+    scheduler.add(enqueue(2, prompt, max_tokens=1))
+    after = serve(scheduler, worker)[2]
+    assert isinstance(after, Tokens) and after.usage is not None and after.usage.num_cached == 0
+
+
+def test_whole_texts_are_never_cut() -> None:
+    scheduler, worker = make(budget=20, is_chunked=False, prefix_caching=False)
+    lengths = [12, 9, 8, 3, 20, 1]
+    for rid, length in enumerate(lengths):
+        scheduler.add(enqueue(rid, list(range(1, length + 1)), pooling=MEAN))
+    planned = []
+    while (plan := scheduler.plan()) is not None:
+        planned.append(list(bytes_to_ids(plan.counts)))
+        scheduler.apply(worker.run(plan))
+    assert planned == [[12], [9, 8, 3], [20], [1]]  # in their order, as many as the budget holds
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_histories(seed: int) -> None:
+    """Vectors and tokens side by side, with too few blocks, several plans in flight, and clients that leave."""
+    rng = random.Random(seed)
+    is_chunked = rng.random() < 0.7
+    policy = rng.choice(["fcfs", "priority", "fair"])
+    scheduler, worker = make(
+        num_blocks=rng.randint(8, 24) if is_chunked else 120,
+        budget=rng.randint(3, 24) if is_chunked else 40,
+        depth=rng.randint(1, 3),
+        is_chunked=is_chunked,
+        prefix_caching=is_chunked,
+        policy=policy,
+    )
+    asked: dict[int, tuple[list[int], Pooling | None]] = {}
+    gone, flying = set(), []
+    root = [rng.randint(1, 9) for _ in range(12)]
+    last: dict[int, Tokens | Failed] = {}
+    outputs: dict[int, list[int]] = {}
+    for turn in range(400):
+        if turn < 60 and rng.random() < 0.5:
+            rid = len(asked)
+            prompt = (root[: rng.randint(0, 12)] + [rng.randint(1, 9) for _ in range(rng.randint(1, 16))])[:26]
+            pooling = rng.choice([LAST, MEAN, None]) if is_chunked else MEAN
+            asked[rid] = (prompt, pooling)
+            scheduler.add(enqueue(rid, prompt, max_tokens=5, seed=rid, priority=rng.randint(0, 2), pooling=pooling))
+        if asked and rng.random() < 0.05:
+            rid = rng.choice(list(asked))
+            scheduler.cancel(rid)
+            gone.add(rid)
+        while (plan := scheduler.plan()) is not None:
+            flying.append(plan)
+        if flying:
+            scheduler.apply(worker.run(flying.pop(0)))
+            check(scheduler)
+        for item in scheduler.take_news():
+            if isinstance(item, TokenBatch):
+                for tokens in all_tokens(item):
+                    outputs.setdefault(tokens.rid, []).extend(bytes_to_ids(tokens.ids))
+                    if tokens.finish is not None:
+                        assert tokens.rid not in last, f"seed {seed}: {tokens.rid} ended twice"
+                        last[tokens.rid] = tokens
+    assert last.keys() == asked.keys(), f"seed {seed}"
+    for rid, (prompt, pooling) in asked.items():
+        answer = last[rid]
+        assert isinstance(answer, Tokens), f"seed {seed}: {answer}"
+        if answer.finish == "abort":
+            assert rid in gone
+        elif pooling is None:
+            assert outputs[rid] == expected_output(prompt, 5, scheduler.max_model_len, rid, False), f"seed {seed}"
+        else:
+            kv = kv_of(prompt)
+            assert vector(answer) == (kv[-4:] if pooling is LAST else kv), f"seed {seed}: {rid}"
+    assert scheduler.pool.num_held == 0
