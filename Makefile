@@ -45,7 +45,9 @@ test: lint types
 
 test-clients: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-clients.txt
-	$(BIN)/python -m pytest -m clients $(ARGS)
+	$(PIP) install --no-deps -r tests/e2e/requirements-clients-alone.txt
+	if command -v npm; then cd tests/e2e/node && npm ci; else echo "There is no npm: its clients are skipped."; fi
+	$(BIN)/python -m pytest -m clients -rs $(ARGS)
 
 test-browser: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-browser.txt

@@ -2,14 +2,30 @@
 
 import time
 
-from starlette.routing import Route
+from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from ..errors import RequestError
 from .http_error import as_http_error
 from .metrics import CONTENT_TYPE, Metrics
 from .openai.types import ModelCard, ModelList
-from .service import Endpoint, Service, send_body, send_json
+from .operation import Operation
+from .service import Service, send_body, send_json
+
+
+class Status(Struct, frozen=True):
+    status: str
+
+
+class Version(Struct, frozen=True):
+    version: str
+
+
+class Load(Struct, frozen=True):
+    server_load: int
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
 
 
 class AboutEndpoints:
@@ -20,16 +36,16 @@ class AboutEndpoints:
         self._started = int(time.time())
         self._metrics = Metrics(service.gateway, service.config)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Paths, and who answers there."""
         return [
-            Route("/v1/models", Endpoint(self.models), methods=["GET"]),
-            Route("/v1/models/{id:path}", Endpoint(self.model), methods=["GET"]),
-            Route("/health", Endpoint(self.health), methods=["GET"]),
-            Route("/ready", Endpoint(self.ready), methods=["GET"]),
-            Route("/load", Endpoint(self.load), methods=["GET"]),
-            Route("/metrics", Endpoint(self.metrics), methods=["GET"]),
-            Route("/version", Endpoint(self.version), methods=["GET"]),
+            Operation("GET", "/v1/models", self.models, "The models that are served", gives=ModelList),
+            Operation("GET", "/v1/models/{id:path}", self.model, "One of the models", gives=ModelCard),
+            Operation("GET", "/health", self.health, "Whether the engine answers", gives=Status),
+            Operation("GET", "/ready", self.ready, "Whether a new request would be taken", gives=Status),
+            Operation("GET", "/load", self.load, "What there is to do", gives=Load),
+            Operation("GET", "/metrics", self.metrics, "Prometheus metrics", gives=str, gives_as="text/plain"),
+            Operation("GET", "/version", self.version, "The server's version", gives=Version),
         ]
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,7 +61,7 @@ class AboutEndpoints:
         trouble = self._service.gateway.refusal or self._service.healthy()
         if trouble is not None:
             raise as_http_error(RequestError("unavailable", trouble))
-        await send_json(send, {"status": "ok"})
+        await send_json(send, Status("ok"))
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /ready: 200 while a new request would be taken; a full queue is no reason to kill a server."""
@@ -55,20 +71,18 @@ class AboutEndpoints:
             trouble = f"The queue is full: {core.num_waiting} sequences wait."
         if trouble is not None:
             raise as_http_error(RequestError("unavailable", trouble))
-        await send_json(send, {"status": "ready"})
+        await send_json(send, Status("ready"))
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /load: requests in this process, and the engine's rows, queue and KV memory as it last reported them."""
         core = self._service.gateway.snapshot
-        await send_json(
-            send,
-            {
-                "server_load": self._service.gateway.num_requests,
-                "num_running": core.num_running if core else 0,
-                "num_waiting": core.num_waiting if core else 0,
-                "kv_cache_usage": core.num_blocks_used / core.num_blocks if core and core.num_blocks else 0.0,
-            },
+        load = Load(
+            server_load=self._service.gateway.num_requests,
+            num_running=core.num_running if core else 0,
+            num_waiting=core.num_waiting if core else 0,
+            kv_cache_usage=core.num_blocks_used / core.num_blocks if core and core.num_blocks else 0.0,
         )
+        await send_json(send, load)
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /metrics"""
@@ -76,7 +90,7 @@ class AboutEndpoints:
 
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /version"""
-        await send_json(send, {"version": self._service.version})
+        await send_json(send, Version(self._service.version))
 
     def _card(self, name: str) -> ModelCard:
         return ModelCard(

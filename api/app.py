@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Match, Route, Router
+from starlette.types import Message, Receive, Scope, Send
 
 from ..config import EngineConfig
 from .about import AboutEndpoints
@@ -22,9 +22,10 @@ from .anthropic.endpoints import AnthropicEndpoints
 from .batches.endpoints import BatchEndpoints
 from .batches.store import MAX_FILE_BYTES
 from .gateway import ClientGone, Gateway
-from .http_error import HttpError, anthropic_error_body, as_http_error, error_body
+from .http_error import HttpError, anthropic_error_body, as_http_error, error_body, speaks_anthropic
 from .keys import Keys
 from .openai.endpoints import OpenAIEndpoints
+from .openapi import Description, describe
 from .origins import Origins
 from .page import PAGE_FILES, PageFile
 from .pooling.endpoints import PoolingEndpoints
@@ -35,10 +36,9 @@ from .service import Service, send_body, too_large
 from .stats import Stats
 from .tokenizing import TokenizeEndpoints
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
+_OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json", *PAGE_FILES})
 _FILES_PATH = "/v1/files"
 _POLLED_PATHS = _OPEN_PATHS | {"/metrics", "/load"}  # no news while they are answered well
-_ANTHROPIC_PATH = "/v1/messages"
 _ONCE = frozenset(
     {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length", b"content-encoding"}
 )
@@ -63,18 +63,23 @@ def create_app(
 ) -> "Edge":
     """The whole application. See `Service`."""
     service = Service(gateway, config, healthy=healthy, version=version, observers=observers)
-    routes = [
-        *OpenAIEndpoints(service).routes(),
-        *ResponsesEndpoints(service).routes(),
-        *AnthropicEndpoints(service).routes(),
-        *PoolingEndpoints(service).routes(),
-        *TokenizeEndpoints(service).routes(),
-        *AboutEndpoints(service).routes(),
+    router = Router(redirect_slashes=False)
+    batches = BatchEndpoints(service, router)
+    sections = {
+        "Chat and completions": OpenAIEndpoints(service).routes(),
+        "Responses": ResponsesEndpoints(service).routes(),
+        "Anthropic's messages": AnthropicEndpoints(service).routes(),
+        "Embeddings and scores": PoolingEndpoints(service).routes(),
+        "Tokens": TokenizeEndpoints(service).routes(),
+        "Files and batches": batches.routes(),
+        "The server": AboutEndpoints(service).routes(),
+    }
+    description = describe(sections, version=version, has_keys=bool(config.api_keys), open_paths=_OPEN_PATHS)
+    router.routes += [
+        *(operation for section in sections.values() for operation in section),
+        Route("/openapi.json", Description(description), methods=["GET"]),
         *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
     ]
-    router = Router(routes, redirect_slashes=False)
-    batches = BatchEndpoints(service, router)
-    router.routes += batches.routes()
     return Edge(router, batches, config=config, stats=gateway.stats)
 
 
@@ -83,7 +88,7 @@ class Edge:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: Router,
         batches: BatchEndpoints,
         *,
         config: EngineConfig,
@@ -118,7 +123,7 @@ class Edge:
         except ClientGone:
             request.status = _CLIENT_LEFT  # nobody is left to be told
         except Exception as error:
-            http_error = _from_starlette(error) if isinstance(error, HTTPException) else as_http_error(error)
+            http_error = self._from_router(error, scope) if isinstance(error, HTTPException) else as_http_error(error)
             if http_error.status == 500:
                 log.exception("request %s failed", request.id)
             if request.status:
@@ -187,6 +192,14 @@ class Edge:
 
         return receive_in_bounds
 
+    def _from_router(self, error: HTTPException, scope: Scope) -> HttpError:
+        """No such path, or not with this method: a path may have a route for each of its methods."""
+        matching = [route for route in self._app.routes if route.matches(scope)[0] is not Match.NONE]
+        allowed = sorted({method for route in matching if isinstance(route, Route) for method in route.methods or ()})
+        if not allowed:
+            return HttpError(404, "There is nothing at this path.", code="not_found")
+        return HttpError(405, "This method is not allowed here.", headers=((b"allow", ", ".join(allowed).encode()),))
+
 
 class _Request:
     """What is known of one request from its start to its end, for its answer's headers and for the log."""
@@ -197,7 +210,7 @@ class _Request:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self.headers.get(b"x-request-id", b"")
         self.id = given.decode() if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        self.is_anthropic = scope["path"].startswith(_ANTHROPIC_PATH)
+        self.is_anthropic = speaks_anthropic(scope["path"])
         self.account: Account | None = None  # that pays for it
         self.extra: Headers = ()  # what the page that asks may read
         self.status = 0  # before the answer has begun
@@ -246,13 +259,3 @@ def _below(root_path: str, scope: Scope) -> Scope:
     if root_path and (path == root_path or path.startswith(root_path + "/")):
         return {**scope, "path": path.removeprefix(root_path)}
     return scope
-
-
-def _from_starlette(error: HTTPException) -> HttpError:
-    """What the router raises: no such path, or not with this method."""
-    headers = tuple((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items())
-    if error.status_code == 404:
-        return HttpError(404, "There is nothing at this path.", code="not_found", headers=headers)
-    if error.status_code == 405:
-        return HttpError(405, "This method is not allowed here.", headers=headers)
-    return HttpError(error.status_code, "The request cannot be served.", headers=headers)

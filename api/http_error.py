@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+from msgspec import Struct
 
 from ..errors import ErrorKind, PagewireError, RequestError
 
+ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
 ErrorCode = Literal[
     "invalid_json",
     "unsupported_value",
@@ -24,6 +26,27 @@ ErrorCode = Literal[
     "engine_unavailable",
     "shutting_down",
 ]
+
+
+class ErrorFields(Struct, frozen=True):
+    message: str
+    type: ErrorType
+    param: str | None
+    code: ErrorCode | None
+
+
+class ErrorBody(Struct, frozen=True):
+    error: ErrorFields
+
+
+class AnthropicErrorFields(Struct, frozen=True):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(Struct, frozen=True, tag="error"):
+    error: AnthropicErrorFields
+
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -93,20 +116,23 @@ def as_http_error(error: Exception) -> HttpError:
 
 def error_body(error: HttpError) -> bytes:
     """`{"error": {…}}` as JSON."""
+    kind: ErrorType = "invalid_request_error"
     if error.status == 429:
         kind = "rate_limit_error"
     elif error.status >= 500:
         kind = "server_error"
-    else:
-        kind = "invalid_request_error"
-    fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
-    return msgspec.json.encode({"error": fields})
+    return msgspec.json.encode(ErrorBody(ErrorFields(str(error), kind, error.param, error.code)))
 
 
 def anthropic_error_body(error: HttpError) -> bytes:
     """The same for Anthropic's clients, who know no `param`: the message names the field."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": str(error)}})
+    return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorFields(kind, str(error))))
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether errors at `path` have Anthropic's shape."""
+    return path.startswith("/v1/messages")
 
 
 def _retry_headers(status: int) -> tuple[tuple[bytes, bytes], ...]:

@@ -1,4 +1,4 @@
-"""The web page at `/`: a chat and a live view of the engine, in plain files that are sent as they are.
+"""The web pages, in plain files that are sent as they are: a chat and a live view at `/`, the API at `/docs`.
 
 Owns the files' bytes and the headers under which a browser may use them. The page asks the same endpoints as everyone
 else; no other part of the server knows of it. Its files hold no secret, so they are open without a key.
@@ -35,8 +35,11 @@ PAGE_FILES = {
     "/page/tokens.js": "tokens.js",
     "/page/engine.js": "engine.js",
     "/page/metrics.js": "metrics.js",
+    "/docs": "docs.html",
+    "/page/docs.css": "docs.css",
+    "/page/docs.js": "docs.js",
 }
-"""Every path that the page is made of → its file."""
+"""Every path that the pages are made of → its file."""
 
 
 class PageFile:

@@ -3,16 +3,16 @@
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Raw, Struct
-from starlette.routing import Route
+from msgspec import Meta, Raw, Struct, field
 from starlette.types import Receive, Scope, Send
 
 from ..ipc.messages import ChatPrompt, TextPrompt, ids_to_bytes
 from .http_error import HttpError
 from .openai.translate import chat_prompt, decode_body
-from .openai.types import ChatRequest, TokenId
+from .openai.types import ChatRequest, MessagesJson, TokenId, ToolsJson
+from .operation import Operation
 from .reply import id_list
-from .service import Endpoint, Service, read_json, send_json
+from .service import Service, read_json, send_json
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
@@ -20,8 +20,8 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Raw = Raw(b"")
-    tools: Raw = Raw(b"")
+    messages: MessagesJson = field(default_factory=Raw)
+    tools: ToolsJson = field(default_factory=Raw)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -66,12 +66,22 @@ class TokenizeEndpoints:
         self._tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
         self._detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Paths, and who answers there."""
         return [
-            Route("/tokenize", Endpoint(self.tokenize), methods=["POST"]),
-            Route("/detokenize", Endpoint(self.detokenize), methods=["POST"]),
-            Route("/tokenizer_info", Endpoint(self.info), methods=["GET"]),
+            Operation(
+                *("POST", "/tokenize", self.tokenize, "The ids of a text or a conversation"),
+                takes=TokenizeRequest,
+                example={"prompt": "Count from 1 to 5", "return_token_strs": True},
+                gives=TokenizeAnswer,
+            ),
+            Operation(
+                *("POST", "/detokenize", self.detokenize, "The text of ids"),
+                takes=DetokenizeRequest,
+                example={"tokens": [40, 50, 60]},
+                gives=DetokenizeAnswer,
+            ),
+            Operation("GET", "/tokenizer_info", self.info, "Special tokens and the chat template", gives=TokenizerInfo),
         ]
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:

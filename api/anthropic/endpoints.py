@@ -1,16 +1,16 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
 import msgspec
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..http_error import HttpError
 from ..openai.translate import chat_orders, chat_prompt, decode_body
+from ..operation import Operation
 from ..reply import id_list
-from ..service import Endpoint, Service, read_json, send_json
+from ..service import Service, read_json, send_json
 from .reply import MessagesReply
 from .request import chat_request, in_terms_of_messages
-from .types import CountTokensRequest, MessagesRequest
+from .types import CountTokensRequest, MessageBody, MessageEvent, MessagesRequest, TokenCount
 
 
 class AnthropicEndpoints:
@@ -21,11 +21,22 @@ class AnthropicEndpoints:
         self._messages_decoder = msgspec.json.Decoder(MessagesRequest)
         self._count_tokens_decoder = msgspec.json.Decoder(CountTokensRequest)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Paths, and who answers there."""
         return [
-            Route("/v1/messages", Endpoint(self.messages), methods=["POST"]),
-            Route("/v1/messages/count_tokens", Endpoint(self.count_tokens), methods=["POST"]),
+            Operation(
+                *("POST", "/v1/messages", self.messages, "Answer a conversation"),
+                takes=MessagesRequest,
+                example={"messages": [{"role": "user", "content": "Count from 1 to 5"}], "max_tokens": 60},
+                gives=MessageBody,
+                streams=MessageEvent,
+            ),
+            Operation(
+                *("POST", "/v1/messages/count_tokens", self.count_tokens, "How many tokens a conversation is"),
+                takes=CountTokensRequest,
+                example={"messages": [{"role": "user", "content": "Count from 1 to 5"}]},
+                gives=TokenCount,
+            ),
         ]
 
     async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,4 +58,4 @@ class AnthropicEndpoints:
         request = decode_body(self._count_tokens_decoder, await read_json(scope, receive))
         self._service.model_name(request.model)
         tokenized = await self._service.gateway.tokenize(chat_prompt(chat_request(request), self._service.config))
-        await send_json(send, {"input_tokens": len(id_list(tokenized.ids))})
+        await send_json(send, TokenCount(len(id_list(tokenized.ids))))

@@ -102,7 +102,7 @@ class ThinkingBlock(Struct, frozen=True, tag="thinking"):
 class ToolUseBlock(Struct, frozen=True, tag="tool_use"):
     id: str
     name: str
-    input: Raw  # a JSON object
+    input: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
 
 
 ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
@@ -125,3 +125,13 @@ class MessageBody(Struct, frozen=True, tag="message"):
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     role: Literal["assistant"] = "assistant"
+
+
+class MessageEvent(Struct, frozen=True):
+    """An event of a stream; its type says what else it carries."""
+
+    type: str
+
+
+class TokenCount(Struct, frozen=True):
+    input_tokens: int

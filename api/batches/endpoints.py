@@ -9,17 +9,17 @@ from urllib.parse import parse_qs
 import msgspec
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..gateway import ClientGone
 from ..http_error import HttpError
 from ..openai.translate import decode_body
-from ..service import Endpoint, Service, read_json, send_json, too_large
+from ..operation import Operation
+from ..service import Service, read_json, send_json, too_large
 from .format import URLS
 from .runner import WINDOW_S, BatchRunner
 from .store import MAX_FILE_BYTES, BatchStore
-from .types import BatchBody, CreateBatch, FileBody
+from .types import BatchBody, Binary, CreateBatch, FileBody, FileDeleted, Page, PageQuery, Upload
 
 _MOST_LISTED = 100
 _PIECE_BYTES = 1 << 20
@@ -34,17 +34,33 @@ class BatchEndpoints:
         self._runner = BatchRunner(self._store, app, concurrency=min(64, service.config.max_num_seqs))
         self._decoder = msgspec.json.Decoder(CreateBatch)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Paths, and who answers there."""
         return [
-            Route("/v1/files", Endpoint(self.upload), methods=["POST"]),
-            Route("/v1/files", Endpoint(self.files), methods=["GET"]),
-            Route("/v1/files/{id}", Endpoint(self.file), methods=["GET", "DELETE"]),
-            Route("/v1/files/{id}/content", Endpoint(self.content), methods=["GET"]),
-            Route("/v1/batches", Endpoint(self.create), methods=["POST"]),
-            Route("/v1/batches", Endpoint(self.batches), methods=["GET"]),
-            Route("/v1/batches/{id}", Endpoint(self.batch), methods=["GET"]),
-            Route("/v1/batches/{id}/cancel", Endpoint(self.cancel), methods=["POST"]),
+            Operation(
+                *("POST", "/v1/files", self.upload, "Keep a file of requests"),
+                takes=Upload,
+                takes_as="multipart/form-data",
+                gives=FileBody,
+            ),
+            Operation("GET", "/v1/files", self.files, "The files, latest first", query=PageQuery, gives=Page[FileBody]),
+            Operation("GET", "/v1/files/{id}", self.file, "What is known of a file", gives=FileBody),
+            Operation("DELETE", "/v1/files/{id}", self.forget, "Forget a file", gives=FileDeleted),
+            Operation(
+                *("GET", "/v1/files/{id}/content", self.content, "A file"),
+                gives=Binary,
+                gives_as="application/octet-stream",
+            ),
+            Operation(
+                *("POST", "/v1/batches", self.create, "Answer a file of requests"), takes=CreateBatch, gives=BatchBody
+            ),
+            Operation(
+                *("GET", "/v1/batches", self.batches, "The batches, latest first"),
+                query=PageQuery,
+                gives=Page[BatchBody],
+            ),
+            Operation("GET", "/v1/batches/{id}", self.batch, "How far a batch is", gives=BatchBody),
+            Operation("POST", "/v1/batches/{id}/cancel", self.cancel, "Cancel a batch", gives=BatchBody),
         ]
 
     def start(self) -> None:
@@ -91,14 +107,16 @@ class BatchEndpoints:
         await _send_page(scope, send, self._store.files_of(_owner(scope)))
 
     async def file(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET and DELETE /v1/files/{id}"""
+        """GET /v1/files/{id}"""
+        await send_json(send, self._store.file(_owner(scope), scope["path_params"]["id"]))
+
+    async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """DELETE /v1/files/{id}"""
         body = self._store.file(_owner(scope), scope["path_params"]["id"])
-        if scope["method"] != "DELETE":
-            return await send_json(send, body)
         if any(s.body.input_file_id == body.id and s.body.id in self._runner for s in self._store.batches.values()):
             raise HttpError(409, "A batch still reads this file.")
         self._store.drop(body.id)
-        await send_json(send, {"id": body.id, "object": "file", "deleted": True})
+        await send_json(send, FileDeleted(body.id))
 
     async def content(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /v1/files/{id}/content"""
@@ -174,8 +192,8 @@ async def _body(receive: Receive) -> AsyncGenerator[bytes]:
             return
 
 
-async def _send_page(scope: Scope, send: Send, all: Sequence[FileBody | BatchBody]) -> None:
-    """OpenAI's list: at most `limit` behind the one whose id is `after`. Raises HttpError 400."""
+async def _send_page(scope: Scope, send: Send, all: Sequence[FileBody] | Sequence[BatchBody]) -> None:
+    """A `Page`: at most `limit` behind the one whose id is `after`. Raises HttpError 400."""
     query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
     limit = query.get("limit", "20")
     if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= 10_000:
@@ -185,13 +203,5 @@ async def _send_page(scope: Scope, send: Send, all: Sequence[FileBody | BatchBod
         raise HttpError(400, f"after: there is no {after[:100]!r}.", param="after")
     first = ids.index(after) + 1 if after is not None else 0
     page = all[first : first + min(int(limit), _MOST_LISTED)]
-    await send_json(
-        send,
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0].id if page else None,
-            "last_id": page[-1].id if page else None,
-            "has_more": first + len(page) < len(all),
-        },
-    )
+    first_id, last_id = (page[0].id, page[-1].id) if page else (None, None)
+    await send_json(send, Page(page, first_id, last_id, has_more=first + len(page) < len(all)))

@@ -1,11 +1,37 @@
 """The bodies of OpenAI's files and batches. See `openai.types` for the rules."""
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Generic, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
 Purpose = Literal["batch", "batch_output"]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+
+T = TypeVar("T")
+Binary = Annotated[str, Meta(extra_json_schema={"format": "binary"})]
+
+
+class Upload(Struct, frozen=True):
+    """The fields of the form."""
+
+    file: Binary
+    purpose: Literal["batch"]
+
+
+class PageQuery(Struct, frozen=True):
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 20
+    after: str | None = None
+
+
+class Page(Struct, Generic[T], frozen=True):
+    """A part of a list."""
+
+    data: Sequence[T]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
 
 
 class FileBody(Struct, frozen=True, kw_only=True):
@@ -16,6 +42,12 @@ class FileBody(Struct, frozen=True, kw_only=True):
     filename: str
     purpose: Purpose
     status: Literal["processed"] = "processed"
+
+
+class FileDeleted(Struct, frozen=True):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
 
 
 class CreateBatch(Struct, frozen=True, kw_only=True):

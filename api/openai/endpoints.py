@@ -3,18 +3,18 @@
 import time
 
 import msgspec
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...ipc.messages import Submit
+from ..operation import Operation
 from ..rate_limit import estimated_tokens
 from ..reply import Reply
-from ..service import Endpoint, Service, read_json, send_body, while_connected
+from ..service import Service, read_json, send_body, while_connected
 from .beams import answer_with_beams
 from .chat import ChatReply
 from .completions import CompletionReply
 from .translate import chat_orders, completion_orders, decode_body, final_words, output_grammar
-from .types import ChatRequest, CompletionRequest, GenerationRequest
+from .types import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest, GenerationRequest
 
 
 class OpenAIEndpoints:
@@ -25,11 +25,23 @@ class OpenAIEndpoints:
         self._chat_decoder = msgspec.json.Decoder(ChatRequest)
         self._completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Paths, and who answers there."""
         return [
-            Route("/v1/chat/completions", Endpoint(self.chat), methods=["POST"]),
-            Route("/v1/completions", Endpoint(self.completions), methods=["POST"]),
+            Operation(
+                *("POST", "/v1/chat/completions", self.chat, "Answer a conversation"),
+                takes=ChatRequest,
+                example={"messages": [{"role": "user", "content": "Count from 1 to 5"}], "temperature": 0},
+                gives=ChatCompletion,
+                streams=ChatChunk,
+            ),
+            Operation(
+                *("POST", "/v1/completions", self.completions, "Go on with a text"),
+                takes=CompletionRequest,
+                example={"prompt": "One, two, three,", "max_tokens": 8},
+                gives=Completion,
+                streams=Completion,
+            ),
         ]
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -7,7 +7,7 @@ Knows nothing of the engine; `translate` does.
 
 from typing import Annotated, Literal
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -17,6 +17,14 @@ StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 FinishReason = Literal["stop", "length", "tool_calls"]
+
+# What stays JSON: it is checked here and rendered elsewhere. The schemas are for /openapi.json.
+MessagesJson = Annotated[
+    Raw, Meta(extra_json_schema={"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1})
+]
+ToolsJson = Annotated[
+    Raw, Meta(extra_json_schema={"type": ["array", "null"], "items": {"$ref": "#/components/schemas/Tool"}})
+]
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,13 +186,13 @@ class Tool(Struct, frozen=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    """POST /v1/chat/completions. `messages` and `tools` stay JSON: they are checked here and rendered elsewhere."""
+    """POST /v1/chat/completions"""
 
-    messages: Raw
+    messages: MessagesJson
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: Raw = Raw(b"")  # a Raw cannot be `| None`: null arrives as that word
+    tools: ToolsJson = field(default_factory=Raw)  # a Raw cannot be `| None`: null arrives as that word
     tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -216,7 +224,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
 
     # Understood and refused.
-    suffix: str | None = None
+    suffix: object = None
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,14 +3,14 @@
 import time
 
 import msgspec
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..openai.translate import decode_body
-from ..service import Endpoint, Service, read_json
+from ..operation import Operation
+from ..service import Service, read_json
 from .reply import EmbeddingsReply, RerankReply, ScoreReply
 from .request import document_texts, embedding_orders, pair_orders, rerank_pairs, score_pairs
-from .types import EmbeddingsRequest, RerankRequest, ScoreRequest
+from .types import EmbeddingList, EmbeddingsRequest, RerankBody, RerankRequest, ScoreList, ScoreRequest
 
 
 class PoolingEndpoints:
@@ -22,12 +22,27 @@ class PoolingEndpoints:
         self._rerank_decoder = msgspec.json.Decoder(RerankRequest)
         self._score_decoder = msgspec.json.Decoder(ScoreRequest)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Paths, and who answers there."""
         return [
-            Route("/v1/embeddings", Endpoint(self.embeddings), methods=["POST"]),
-            *(Route(f"{at}/rerank", Endpoint(self.rerank), methods=["POST"]) for at in ("", "/v1", "/v2")),
-            *(Route(f"{at}/score", Endpoint(self.score), methods=["POST"]) for at in ("", "/v1")),
+            Operation(
+                *("POST", "/v1/embeddings", self.embeddings, "Vectors of texts"),
+                takes=EmbeddingsRequest,
+                example={"input": "Count from 1 to 5"},
+                gives=EmbeddingList,
+            ),
+            *(
+                Operation(
+                    *("POST", f"{at}/rerank", self.rerank, "Documents by how well they fit a query"),
+                    takes=RerankRequest,
+                    gives=RerankBody,
+                )
+                for at in ("", "/v1", "/v2")
+            ),
+            *(
+                Operation("POST", f"{at}/score", self.score, "How well texts fit", takes=ScoreRequest, gives=ScoreList)
+                for at in ("", "/v1")
+            ),
         ]
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,17 +3,17 @@
 from urllib.parse import parse_qsl
 
 import msgspec
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..http_error import HttpError
 from ..openai.translate import chat_orders, decode_body
-from ..service import Endpoint, Service, read_json, send_body, send_json
-from .input_items import input_items, page
+from ..operation import Operation
+from ..service import Service, read_json, send_body, send_json
+from .input_items import InputItemsQuery, ItemList, input_items, page
 from .reply import ResponsesReply, go_on, new_response
 from .request import chat_request, check_response, conversation_of, in_terms_of_responses, wants_logprobs
 from .store import ResponseStore, StoredResponse
-from .types import ResponseBody, ResponsesRequest
+from .types import ResponseBody, ResponseDeleted, ResponseEvent, ResponsesRequest
 
 
 class ResponsesEndpoints:
@@ -24,15 +24,26 @@ class ResponsesEndpoints:
         self._decoder = msgspec.json.Decoder(ResponsesRequest)
         self._store = ResponseStore()
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         """Paths, and who answers there."""
         return [
-            Route("/v1/responses", Endpoint(self.responses), methods=["POST"]),
-            Route("/v1/responses/{id}", Endpoint(self.response), methods=["GET", "DELETE"]),
-            Route("/v1/responses/{id}/input_items", Endpoint(self.input_items), methods=["GET"]),
+            Operation(
+                *("POST", "/v1/responses", self.respond, "Respond"),
+                takes=ResponsesRequest,
+                example={"input": "Count from 1 to 5", "temperature": 0},
+                gives=ResponseBody,
+                streams=ResponseEvent,
+            ),
+            Operation("GET", "/v1/responses/{id}", self.response, "A response that is kept", gives=ResponseBody),
+            Operation("DELETE", "/v1/responses/{id}", self.forget, "Forget a response", gives=ResponseDeleted),
+            Operation(
+                *("GET", "/v1/responses/{id}/input_items", self.input_items, "What a kept response answered"),
+                query=InputItemsQuery,
+                gives=ItemList,
+            ),
         ]
 
-    async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/responses"""
         request = decode_body(self._decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
@@ -58,16 +69,18 @@ class ResponsesEndpoints:
         await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
 
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET and DELETE /v1/responses/{id}"""
-        owner, id = scope["state"]["salt"], scope["path_params"]["id"]
-        stored = self._stored(owner, id)
+        """GET /v1/responses/{id}"""
+        stored = self._stored(scope["state"]["salt"], scope["path_params"]["id"])
         if b"stream=true" in scope["query_string"]:
             raise HttpError(400, "A stored response is not streamed.", code="unsupported_value", param="stream")
-        if scope["method"] == "DELETE":
-            self._store.delete(owner, id)
-            await send_json(send, {"id": id, "object": "response.deleted", "deleted": True})
-        else:
-            await send_body(send, 200, stored.body)
+        await send_body(send, 200, stored.body)
+
+    async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """DELETE /v1/responses/{id}"""
+        id = scope["path_params"]["id"]
+        if not self._store.delete(scope["state"]["salt"], id):
+            raise _no_response(id)
+        await send_json(send, ResponseDeleted(id))
 
     async def input_items(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /v1/responses/{id}/input_items"""
@@ -78,7 +91,7 @@ class ResponsesEndpoints:
     def _stored(self, owner: bytes, id: str) -> StoredResponse:
         stored = self._store.get(owner, id)
         if stored is None:
-            raise HttpError(404, f"There is no response {id[:100]!r}, or no longer.", code="not_found")
+            raise _no_response(id)
         return stored
 
     def _earlier_messages(self, owner: bytes, id: str | None) -> bytes:
@@ -94,3 +107,7 @@ class ResponsesEndpoints:
                 param="previous_response_id",
             )
         return stored.messages
+
+
+def _no_response(id: str) -> HttpError:
+    return HttpError(404, f"There is no response {id[:100]!r}, or no longer.", code="not_found")

@@ -1,9 +1,9 @@
 """GET /v1/responses/{id}/input_items: the conversation before a response, as a list of items in pages."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ..http_error import HttpError
 from ..reply import new_id
@@ -11,6 +11,14 @@ from ..reply import new_id
 MOST_LISTED = 100
 _LISTED = 20  # unless asked otherwise
 _Item = dict[str, object]
+
+
+class InputItemsQuery(Struct, frozen=True):
+    """What a client may ask of the list."""
+
+    limit: Annotated[int, Meta(ge=1, le=MOST_LISTED)] = _LISTED
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
 
 
 class ItemList(Struct, frozen=True):

@@ -195,3 +195,16 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     conversation: None = None
     prompt: None = None
     service_tier: None = None
+
+
+class ResponseEvent(Struct, frozen=True):
+    """An event of a stream; its type says what else it carries."""
+
+    type: str
+    sequence_number: int
+
+
+class ResponseDeleted(Struct, frozen=True):
+    id: str
+    object: Literal["response.deleted"] = "response.deleted"
+    deleted: bool = True

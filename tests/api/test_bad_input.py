@@ -208,7 +208,7 @@ def test_wrong_method(method: str, path: str, allow: str) -> None:
     assert answer.status == 405 and allow in answer.headers["allow"] and answer.error["code"] is None
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/chat", "/v1/embedding", "/docs", "/v1/models2", "/health/", "//health"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/chat", "/v1/embedding", "/docs/", "/v1/models2", "/health/", "//health"])
 def test_unknown_path(path: str) -> None:
     answer = request(FakeEngine(), path)
     assert answer.status == 404 and answer.error["code"] == "not_found"

@@ -43,7 +43,7 @@ def open_page(browser: playwright.Browser, server: Server) -> Iterator[Open]:
     contexts, complaints = [], []
     allowed: list[str] = []
 
-    def open_one(url: str = server.url, *, may_complain_of: str = "", **options: object) -> Page:
+    def open_one(url: str = server.url, path: str = "/", *, may_complain_of: str = "", **options: object) -> Page:
         allowed.extend([may_complain_of] if may_complain_of else [])
         context = browser.new_context(**({"viewport": {"width": 1400, "height": 860}} | options))
         contexts.append(context)
@@ -55,7 +55,7 @@ def open_page(browser: playwright.Browser, server: Server) -> Iterator[Open]:
             "request",
             lambda request: complaints.append(f"foreign: {request.url}") if not request.url.startswith(url) else None,
         )
-        page.goto(url)
+        page.goto(url + path)
         return page
 
     yield open_one
@@ -401,3 +401,35 @@ def test_every_control_has_a_name(open_page: Open) -> None:
             .map((node) => node.outerHTML)"""
     )
     assert nameless == []
+
+
+def test_the_page_of_the_api(open_page: Open, server: Server) -> None:
+    page = open_page(path="/docs")
+    expect(page.locator("#version")).to_have_text(pagewire.__version__)
+    expect(page.locator(".operation")).to_have_count(server.get("/openapi.json").count('"operationId"'))
+    chat = page.locator("#post_v1_chat_completions")
+    chat.locator("summary").first.click()
+    expect(chat.get_by_text("temperature", exact=True)).to_be_visible()
+    chat.get_by_role("button", name="Send").click()
+    expect(chat.locator(".received")).to_contain_text('"content": "1, 2, 3, 4, 5"')
+    chat.locator(".sent").fill('{"messages": [{"role": "user", "content": "Count from 1 to 3"}], "stream": true}')
+    chat.get_by_role("button", name="Send").click()
+    expect(chat.locator(".received")).to_contain_text("data: [DONE]")
+    chat.locator(".fields summary", has_text="messages").click()
+    expect(chat.locator(".fields").get_by_text("tool_call_id", exact=True).first).to_be_visible()
+
+    page.goto(f"{server.url}/docs#get_v1_models_id")
+    page.reload()
+    model = page.locator("#get_v1_models_id")
+    model.locator("input").fill("pagewire-demo")
+    model.get_by_role("button", name="Send").click()
+    expect(model.locator(".received")).to_contain_text('"max_model_len": 8192')
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_page_of_the_api_shows_refusals(open_page: Open) -> None:
+    page = open_page(path="/docs#post_v1_completions", may_complain_of="400")
+    text = page.locator("#post_v1_completions")
+    text.locator(".sent").fill('{"prompt": [999999]}')
+    text.get_by_role("button", name="Send").click()
+    expect(text.locator(".received")).to_have_text(re.compile(r"^400 .*token id"))

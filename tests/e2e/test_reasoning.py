@@ -25,25 +25,25 @@ def server(start: Callable[..., Server], tmp_path: Path) -> Server:
 
 
 def test_what_the_template_makes_a_model_think(server: Server) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
-    def ask(**more: object) -> Any:
-        fields = {"model": "pagewire-demo", "messages": QUESTION, "temperature": 0, "max_tokens": 40, **more}
-        return client.chat.completions.create(**fields)  # type: ignore[call-overload]
+        def ask(**more: object) -> Any:
+            fields = {"model": "pagewire-demo", "messages": QUESTION, "temperature": 0, "max_tokens": 40, **more}
+            return client.chat.completions.create(**fields)  # type: ignore[call-overload]
 
-    answer = ask()
-    message = answer.choices[0].message
-    assert message.reasoning == message.reasoning_content and message.reasoning and not message.content
-    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
-    assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens
-    streamed = [chunk.choices[0].delta for chunk in ask(stream=True)]
-    assert "".join(getattr(delta, "reasoning", "") for delta in streamed) == message.reasoning
-    assert not any(delta.content for delta in streamed)
+        answer = ask()
+        message = answer.choices[0].message
+        assert message.reasoning == message.reasoning_content and message.reasoning and not message.content
+        assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+        assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens
+        streamed = [chunk.choices[0].delta for chunk in ask(stream=True)]
+        assert "".join(getattr(delta, "reasoning", "") for delta in streamed) == message.reasoning
+        assert not any(delta.content for delta in streamed)
 
-    answer = ask(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
-    assert answer.choices[0].message.content == "1, 2, 3, 4, 5"
-    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
-    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+        answer = ask(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+        assert answer.choices[0].message.content == "1, 2, 3, 4, 5"
+        assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
 def test_reasoning_items_of_responses(server: Server) -> None:

@@ -1,0 +1,55 @@
+"""schemathesis reads /openapi.json and plays every operation of a real server, with requests that fit the description
+and requests that do not: no answer is a 5xx, none is late, and each is of the shape that was described."""
+
+from collections.abc import Callable
+
+import pytest
+from servers import Server
+
+schemathesis = pytest.importorskip("schemathesis", reason="make test-clients installs it")
+from hypothesis import HealthCheck, given, settings, strategies  # noqa: E402
+from schemathesis.checks import load_all_checks, not_a_server_error  # noqa: E402
+from schemathesis.specs.openapi.checks import (  # noqa: E402
+    allow_header_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+pytestmark = pytest.mark.e2e
+CHECKS = [
+    *(not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance),
+    allow_header_conformance,
+]
+ANSWER_TIMEOUT_S = 20.0
+
+
+@pytest.mark.parametrize("num_cases", [100, pytest.param(2000, marks=[pytest.mark.clients, pytest.mark.slow])])
+def test_the_server_keeps_to_its_description(start: Callable[..., Server], num_cases: int) -> None:
+    server = start("--max-model-len", "192").wait_ready()  # which bounds what a case may ask for
+    load_all_checks()
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    found = [result.ok() for result in schema.get_all_operations()]
+    right, wrong = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
+    cases = [one.as_strategy(mode) for one in found if len(one.body) for mode in (right, wrong)]
+    cases.append(strategies.one_of([one.as_strategy(right) for one in found if not len(one.body)]))
+    statuses: dict[tuple[str, int], int] = {}
+
+    @settings(
+        max_examples=num_cases,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategies.one_of(cases))
+    def play(case: schemathesis.Case) -> None:
+        response = case.call(base_url=server.url, timeout=ANSWER_TIMEOUT_S)
+        key = case.operation.label, response.status_code
+        statuses[key] = statuses.get(key, 0) + 1
+        case.validate_response(response, checks=CHECKS)
+
+    play()
+    assert sum(statuses.values()) >= num_cases
+    assert statuses["POST /v1/chat/completions", 200], statuses
+    assert server.healthy()

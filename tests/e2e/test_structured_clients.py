@@ -1,0 +1,125 @@
+"""Structured output as people ask for it: through the helpers of the real clients, against the real chain of processes.
+
+The schemas are so narrow that the smallest model must give a valid object: what is tested is that it comes through.
+"""
+
+import asyncio
+import gc
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+from servers import Server
+
+REASON = "make test-clients installs it"
+anthropic: Any = pytest.importorskip("anthropic", reason=REASON)
+instructor: Any = pytest.importorskip("instructor", reason=REASON)
+langchain: Any = pytest.importorskip("langchain_openai", reason=REASON)
+pydantic_ai: Any = pytest.importorskip("pydantic_ai", reason=REASON)
+from pydantic_ai.models.openai import OpenAIChatModel  # noqa: E402
+from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
+
+# What they warn of is theirs. They leave connections to the garbage collector; `collected` makes it come here.
+pytestmark = [pytest.mark.e2e, pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
+MODEL = "pagewire-demo"
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+class City(BaseModel):
+    """A city and what is known of it."""
+
+    name: Literal["Paris", "Rome", "Oslo"]
+    is_capital: bool
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_openai_parse(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=City, temperature=0)
+    assert isinstance(answer.choices[0].message.parsed, City) and answer.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(model=MODEL, messages=QUESTION, response_format=City, temperature=0) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def test_openai_parse_of_a_tool(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=QUESTION,
+        tools=[openai.pydantic_function_tool(City)],
+        tool_choice={"type": "function", "function": {"name": "City"}},
+        temperature=1,
+        seed=1,
+    )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, City)
+
+
+def test_openai_json_object(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, response_format={"type": "json_object"}, temperature=1, seed=1, max_tokens=400
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content or ""), dict)
+
+
+def test_openai_responses_parse(client: openai.OpenAI) -> None:
+    response = client.responses.parse(model=MODEL, input=QUESTION, text_format=City, temperature=0)
+    assert isinstance(response.output_parsed, City)
+    with client.responses.stream(model=MODEL, input=QUESTION, text_format=City, temperature=0) as stream:
+        assert stream.get_final_response().output_parsed == response.output_parsed
+
+
+def test_anthropic_tool_choice(server: Server) -> None:
+    tool = {"name": "city", "input_schema": City.model_json_schema()}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        message = client.messages.create(
+            model=MODEL,
+            max_tokens=100,
+            messages=QUESTION,
+            tools=[tool],
+            tool_choice={"type": "tool", "name": "city"},
+        )
+    (block,) = message.content
+    assert block.type == "tool_use" and City.model_validate(block.input)
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
+def test_instructor(client: openai.OpenAI, mode: str) -> None:
+    asking = instructor.from_openai(client, mode=instructor.Mode[mode])
+    city = asking.chat.completions.create(
+        model=MODEL, messages=QUESTION, response_model=City, max_retries=0, temperature=0
+    )
+    assert isinstance(city, City)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_langchain(server: Server, method: str) -> None:
+    model = langchain.ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model=MODEL, temperature=0, max_retries=0)
+    asking = model.with_structured_output(City, method=method, strict=True)
+    assert isinstance(asking.invoke("What is the capital of France?"), City)
+
+
+@pytest.mark.parametrize("output", ["ToolOutput", "NativeOutput"])
+def test_pydantic_ai(server: Server, output: str) -> None:
+    async def scenario() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            model = OpenAIChatModel(MODEL, provider=OpenAIProvider(openai_client=client))
+            agent = pydantic_ai.Agent(
+                model, output_type=getattr(pydantic_ai, output)(City), model_settings={"temperature": 0}
+            )
+            return (await agent.run("What is the capital of France?")).output
+
+    assert isinstance(asyncio.run(scenario()), City)
