@@ -7,6 +7,7 @@ OpenAI's shapes. Lives on one event loop; `handle` is called there with whatever
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -47,6 +48,17 @@ class ClientGone(Exception):
     """The client has left; there is nobody to tell."""
 
 
+class ShortWay(Protocol):
+    """What may take a stream's news past its reader: to wake a task costs more than all else that is done for a token.
+    Neither call may raise."""
+
+    def take(self, index: int, chunk: Chunk) -> bool:
+        """News of a choice. False: it was not taken, and has to be read."""
+
+    def flush(self) -> None:
+        """Comes after all that has come in at once was offered."""
+
+
 class Gateway:
     """All open requests of one api process."""
 
@@ -61,6 +73,7 @@ class Gateway:
         self._post = post
         self._clock = clock
         self._next_rid = api_index << RID_BITS
+        self.unflushed: dict[ShortWay, None] = {}  # those that took news since `handle` began, for `Stream`
         self._streams: dict[int, Stream] = {}  # every rid that has not ended
         self._questions: dict[int, asyncio.Future[Answer]] = {}  # to the tokenizer, not answered yet
         self._refusal: str | None = None  # why nothing new is taken
@@ -156,6 +169,9 @@ class Gateway:
                     self.snapshot = message
                 case Pulse(name=name):
                     self.pulses[name] = message
+        for way in self.unflushed:
+            way.flush()
+        self.unflushed.clear()
 
     def refuse(self, reason: str) -> None:
         """From now on, new requests get 503 with this sentence; open ones go on."""
@@ -276,6 +292,7 @@ class Stream:
         self._news: list[tuple[int, Chunk]] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._short_way: ShortWay | None = None  # only while a reader waits
 
     @property
     def finished(self) -> bool:
@@ -303,11 +320,13 @@ class Stream:
         if self._error is not None:
             raise self._error
 
-    async def news(self) -> list[tuple[int, Chunk]]:
+    async def news(self, short_way: ShortWay | None = None) -> list[tuple[int, Chunk]]:
         """The chunks since the last call, as (choice, chunk) in order; waits for some. Empty after `wake`.
 
-        Raises RequestError when the request has failed, ClientGone."""
+        `short_way` is offered every chunk while this waits. Raises RequestError when the request has failed,
+        ClientGone."""
         if not self._news and self._error is None:
+            self._short_way = short_way
             await self._wait()
         if not self._news and self._error is not None:
             raise self._error
@@ -316,6 +335,7 @@ class Stream:
 
     def wake(self) -> None:
         """Makes a waiting reader look up."""
+        self._short_way = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -337,9 +357,14 @@ class Stream:
 
     def give(self, index: int, chunk: Chunk) -> None:
         """For the gateway: news of a choice."""
-        self.accept(chunk.rid)
-        self._news.append((index, chunk))
-        self.wake()
+        if self._unanswered:
+            self.accept(chunk.rid)
+        way = self._short_way
+        if way is not None and way.take(index, chunk):
+            self._gateway.unflushed[way] = None
+        elif self._error is None:
+            self._news.append((index, chunk))
+            self.wake()
 
     def fail(self, error: Exception) -> None:
         """For the gateway: nothing more will come. The first error stands."""

@@ -1,7 +1,7 @@
 """uvicorn's settings, and what its fast protocol lacks: bounds on what a client may send, and on its time for it."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 
@@ -12,6 +12,7 @@ from uvicorn.server import ServerState
 
 from ..config import EngineConfig
 from .http_error import HttpError, error_body
+from .sse import DIRECT
 from .tls import tls_context
 
 BACKLOG = 2048
@@ -114,6 +115,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["extensions"] = {DIRECT: self}  # type: ignore[dict-item]  # ours alone: no dict of plain values
         self._in_head = True
         self._num_head_bytes = self._num_body_bytes = self._num_framing_bytes = 0
         self._set_timer(self._limits.head_timeout_s)
@@ -163,6 +165,14 @@ class BoundedHttp(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._end_stall()
         super().resume_writing()
+
+    def keeps_up(self) -> bool:
+        """See `DirectWriter`."""
+        return not self.flow.write_paused and not self.transport.is_closing()
+
+    def write_parts(self, parts: Sequence[bytes]) -> None:
+        """See `DirectWriter`."""
+        self.transport.write(b"".join([b"%x\r\n%b\r\n" % (len(part), part) for part in parts]))
 
     def send_400_response(self, msg: str) -> None:
         """For uvicorn: what the parser did not take is answered in OpenAI's shape, too, unless that would be read as a

@@ -21,7 +21,7 @@ from .openai.types import ChatRequest
 from .rate_limit import Account
 from .reply import Reply
 from .request_end import Observer, request_end
-from .sse import send_stream
+from .sse import DIRECT, send_stream
 from .turn import Turn
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -68,7 +68,7 @@ class Service:
         with account.hold(orders) as hold:
             stream = self.gateway.submit(orders)
             try:
-                await self._answer(stream, reply, streamed, receive, send)
+                await self._answer(stream, reply, streamed, scope, receive, send)
             finally:
                 hold.num_tokens = stream.num_tokens
                 if self._observers:
@@ -76,7 +76,9 @@ class Service:
                     for observe in self._observers:
                         observe(end)
 
-    async def _answer(self, stream: Stream, reply: Reply, streamed: bool, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, stream: Stream, reply: Reply, streamed: bool, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         watcher = asyncio.create_task(_cancel_when_gone(receive, stream))
         limit_s = self.config.request_timeout_s
         deadline = (
@@ -86,7 +88,7 @@ class Service:
             await stream.admitted()
             reply.admitted(stream.nums_prompt)
             if streamed:
-                await send_stream(send, stream, reply)
+                await send_stream(send, stream, reply, scope.get("extensions", {}).get(DIRECT))
             else:
                 while not stream.finished:
                     for index, chunk in await stream.news():

@@ -1,18 +1,23 @@
 """Server-sent events over raw ASGI: one event an HTTP chunk, keep-alive comments, errors after the first byte.
 
-Owns the bytes of a stream's frame, not of its events.
+Owns the bytes of a stream's frame, not of its events. While a client keeps up, news are written to its connection as
+they come in; ASGI's `send` and the task that awaits it take over where one has to wait.
 """
 
 import asyncio
 import logging
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from starlette.types import Send
 
 from ..errors import PagewireError
+from ..ipc.messages import Chunk
 from .gateway import ClientGone, Stream
 from .http_error import as_http_error
 from .reply import Reply
 
+DIRECT = "pagewire.direct"  # the ASGI extension that holds a request's `DirectWriter`
 KEEP_ALIVE_S = 15.0
 _KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -34,24 +39,32 @@ def as_event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-async def send_stream(send: Send, stream: Stream, reply: Reply) -> None:
+class DirectWriter(Protocol):
+    """A connection whose response has begun and is sent in chunks."""
+
+    def keeps_up(self) -> bool:
+        """Its client takes what is sent to it."""
+
+    def write_parts(self, parts: Sequence[bytes]) -> None:
+        """More chunks of the response, at once. Only while its client keeps up."""
+
+
+async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWriter | None) -> None:
     """Sends the whole response. An error ends it with the reply's `failure`. Raises ClientGone."""
     await send(_START)
     ticker = _Ticker(stream)
+    short_way = None if writer is None else _ShortWay(stream, reply, writer, ticker)
     try:
-        for event in reply.opening():
-            await _send_part(send, event)
+        await _send_all(send, reply.opening())
         while not stream.finished:
-            news = await stream.news()
+            news = await stream.news(short_way)
             if not news:
-                await _send_part(send, _KEEP_ALIVE)
+                await _send_all(send, [_KEEP_ALIVE])
             for index, chunk in news:
                 ticker.is_fresh = True
-                for event in reply.events(index, chunk):
-                    await _send_part(send, event)
+                await _send_all(send, reply.events(index, chunk))
         reply.ended(stream.timeline())
-        for event in reply.closing():
-            await _send_part(send, event)
+        await _send_all(send, reply.closing())
         last = reply.ending()
     except ClientGone:
         raise
@@ -65,8 +78,9 @@ async def send_stream(send: Send, stream: Stream, reply: Reply) -> None:
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _send_part(send: Send, event: bytes) -> None:
-    await send({"type": "http.response.body", "body": event, "more_body": True})
+async def _send_all(send: Send, events: Iterable[bytes]) -> None:
+    for event in events:
+        await send({"type": "http.response.body", "body": event, "more_body": True})
 
 
 class _Ticker:
@@ -86,3 +100,30 @@ class _Ticker:
             self._stream.wake()
         self.is_fresh = False
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._tick)
+
+
+class _ShortWay:
+    """See `gateway.ShortWay`: news become events and go to the connection. The last chunk of a choice is left to the
+    reader, who knows what follows it."""
+
+    def __init__(self, stream: Stream, reply: Reply, writer: DirectWriter, ticker: _Ticker) -> None:
+        self._stream = stream
+        self._reply = reply
+        self._writer = writer
+        self._ticker = ticker
+        self._events: list[bytes] = []  # to be written
+
+    def take(self, index: int, chunk: Chunk) -> bool:
+        if chunk.finish is not None or not self._writer.keeps_up():
+            return False
+        try:
+            self._events += self._reply.events(index, chunk)
+        except Exception as error:
+            self._stream.fail(error)
+        return True
+
+    def flush(self) -> None:
+        self._ticker.is_fresh = True
+        if self._events:
+            self._writer.write_parts(self._events)
+            self._events.clear()

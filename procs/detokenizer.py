@@ -38,7 +38,7 @@ _NUM_END_IDS = 16  # of a prompt, whose text is its end
 class _Output:
     """One request whose tokens are coming."""
 
-    __slots__ = ("ended", "opened", "prompt", "prompt_end", "prompt_logprobs", "text", "times")
+    __slots__ = ("ended", "has_told", "opened", "prompt", "prompt_end", "prompt_logprobs", "text", "times")
 
     def __init__(self, tokenizer: Tokenizer, opened: Opened) -> None:
         spec = opened.text
@@ -46,6 +46,7 @@ class _Output:
         self.opened = opened
         self.times: Times | None = opened.times  # until they are sent
         self.ended = False  # its client knows the end; the core does not yet
+        self.has_told = False  # what only the first chunk holds has been sent
         self.prompt: PromptEcho | None = None  # until it is sent
         self.prompt_end: str | None = None  # until it is sent
         self.prompt_logprobs: list[TokenLogprob | None] = []
@@ -64,6 +65,10 @@ class _Output:
             marks=spec.marks,
             min_ids=spec.min_tokens,
         )
+
+    def push_one(self, id: int) -> str | None:
+        """See `OutputText`."""
+        return self.text.push_one(id) if self.has_told and not self.ended else None
 
 
 class DetokenizerActor:
@@ -88,8 +93,7 @@ class DetokenizerActor:
                 case Opened():
                     self._outputs[message.rid] = _Output(self._tokenizer, message)
                 case TokenBatch():
-                    for rid, data in message.columns():
-                        self._push(Tokens(rid, data), chunks, hits)
+                    self._push_columns(message, chunks, hits)
                     for tokens in message.tokens:
                         self._push(tokens, chunks, hits)
                 case Failed():
@@ -112,6 +116,22 @@ class DetokenizerActor:
         if chunks:
             self._post("api", TextBatch(tuple(chunks)))
             chunks.clear()
+
+    def _push_columns(self, batch: TokenBatch, chunks: list[Chunk], hits: list[int]) -> None:
+        rids, data = memoryview(batch.rids).cast("q"), batch.ids
+        if len(set(rids)) < len(rids):  # somebody got several tokens
+            for rid, ids in batch.columns():
+                self._push(Tokens(rid, ids), chunks, hits)
+            return
+        outputs = self._outputs
+        for i, (rid, id) in enumerate(zip(rids, bytes_to_ids(data), strict=True)):
+            output = outputs.get(rid)
+            text = output.push_one(id) if output is not None else None
+            ids = data[4 * i : 4 * i + 4]
+            if text is None:
+                self._push(Tokens(rid, ids), chunks, hits)
+            else:
+                chunks.append(Chunk(rid, text, ids))
 
     def _push(self, tokens: Tokens, chunks: list[Chunk], hits: list[int]) -> None:
         output = self._outputs.get(tokens.rid)
@@ -160,6 +180,7 @@ class DetokenizerActor:
             )
         )
         output.prompt_end = output.times = None
+        output.has_told = True
 
     @staticmethod
     def _take_prompt(output: _Output) -> PromptEcho | None:

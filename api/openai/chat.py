@@ -79,6 +79,7 @@ class ChatReply(Reply):
         ]
         # Most events carry a piece of text and nothing else: two constants around an encoded string.
         self._is_simple = not (has_logprobs or has_token_ids or continuous_usage)
+        self._is_plain = self._is_simple and grammar is None
         head = f'"id":{json_text(self._id)},"object":"chat.completion.chunk"'
         head += f',"created":{created},"model":{json_text(model)}'
         usage = ',"usage":null' if include_usage else ""
@@ -103,6 +104,8 @@ class ChatReply(Reply):
 
     def events(self, index: int, chunk: Chunk) -> list[bytes]:
         """The news of one choice; the last has an empty delta and the finish reason."""
+        if self._is_plain and chunk.finish is None:
+            return [self._heads[index] + _encode(chunk.text) + self._tail] if chunk.text else []
         events: list[bytes] = []
         if self._is_simple:
             for event in self._choices[index].read(chunk):

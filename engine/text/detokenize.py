@@ -37,6 +37,12 @@ class IncrementalDetokenizer:
         self._at_start = not context and tokenizer.leading_space != "keep"
         self._window = context  # not byte exact: ids of which the first `_num_read` have been given out
         self._num_read = len(context)
+        self._is_between = False  # known to stand behind whole characters
+
+    def push_one(self, id: int) -> str | None:
+        """The short way for a token that is whole characters, behind whole characters. None: nothing has happened, it
+        has to be pushed."""
+        return self._tokenizer.whole_text(id) if self._is_between else None
 
     def push(self, ids: Sequence[int]) -> str:
         """The whole characters that became known with `ids`."""
@@ -48,7 +54,9 @@ class IncrementalDetokenizer:
         if self._at_start and visible:
             self._at_start = False
             data[0] = self._tokenizer.strip_start(self._tokenizer.first_token_bytes(visible[0]))
-        return self._decoder.decode(b"".join(data))
+        text = self._decoder.decode(b"".join(data))
+        self._is_between = not self._at_start and not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
         """The end: U+FFFD if half a character was left, else nothing."""

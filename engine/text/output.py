@@ -47,6 +47,17 @@ class OutputText:
         self._min_ids = min_ids
         self.num_ids = 0
 
+    def push_one(self, id: int) -> str | None:
+        """The short way for the most frequent case: one token, and its own text is all the news. None: nothing has
+        happened, it has to be pushed."""
+        if not self._detokenize:
+            return None
+        text = self._detokenizer.push_one(id)
+        if text is None or (self._has_stop and not self._stop_strings.passes(text)):
+            return None
+        self.num_ids += 1
+        return text
+
     def push(self, ids: Sequence[int], last: bool = False) -> Piece:
         """The news of `ids`, with everything that was held back if they are the `last`.
 

@@ -18,12 +18,16 @@ class StopStrings:
         self._include_stop = include_stop
         self._held = ""  # as long as the longest match so far; empty: none has begun
 
+    def passes(self, text: str) -> bool:
+        """Whether `text` may be shown as it is and leaves no trace here, so that it need not be pushed."""
+        return not self._held and not any(char in text for char in self._first_chars)
+
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """What may be shown now, and the stop string that was found, if one was. `may_stop` False: one that is complete
         here is no end, but it may begin here."""
-        needles = self._needles
-        if not self._held and not any(char in text for char in self._first_chars):
+        if self.passes(text):
             return text, None
+        needles = self._needles
         for end, char in enumerate(text, start=1):
             hit: _Needle | None = None
             for needle in needles:

@@ -61,6 +61,7 @@ class Tokenizer:
         self._decoding = _Decoding.of(backend)
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
+        self._whole_texts: dict[int, str | None] = {}
         self._plain_ids_of: dict[int, list[int]] = {}  # a sentinel's id → the ids of its special token as plain text
         self._sentinel_of: dict[str, str] = {}
         self._specials = re.compile("(?!)")
@@ -208,6 +209,16 @@ class Tokenizer:
         if text is None:
             text = self._texts[id] = self.token_bytes(id).decode("utf-8", "replace")
         return text
+
+    def whole_text(self, id: int) -> str | None:
+        """What this token adds after whole characters, if that is whole characters again; None for special tokens, and
+        where neighbours have a say."""
+        try:
+            return self._whole_texts[id]
+        except KeyError:
+            text = self.token_text(id)
+            is_whole = self.is_byte_exact and id not in self.special_ids and "\ufffd" not in text
+            return self._whole_texts.setdefault(id, text if is_whole else None)
 
     def _find_bytes(self, id: int) -> bytes:
         if id < 0 or id >= self.vocab_size or id in self._plain_ids_of:

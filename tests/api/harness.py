@@ -247,6 +247,7 @@ class Client:
         self._gone = asyncio.Event()
         self.messages: list[dict[str, Any]] = []
         self.on_part: Callable[[bytes], None] = lambda part: None
+        self.extensions: dict[str, Any] = {}  # of the server
 
     def leave(self) -> None:
         self._gone.set()
@@ -270,6 +271,7 @@ class Client:
             "root_path": "",
             "query_string": query.encode(),
             "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in sent.items()],
+            "extensions": self.extensions,
         }
         incoming = [{"type": "http.request", "body": body, "more_body": not whole}]
 

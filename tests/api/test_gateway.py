@@ -69,6 +69,42 @@ def test_one_wake_up_for_all_news_of_a_step() -> None:
     run(work())
 
 
+class Way:
+    """A short way that takes news while it is open."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.taken: list[str] = []
+        self.num_flushes = 0
+
+    def take(self, index: int, chunk: Chunk) -> bool:
+        if self.is_open:
+            self.taken.append(chunk.text)
+        return self.is_open
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+
+
+def test_the_short_way_is_for_news_while_the_reader_waits() -> None:
+    async def work() -> None:
+        box, way = Box(), Way()
+        stream = box.gateway.submit([order(2)])
+        box.gateway.handle([Accepted(BASE, 1), Accepted(BASE + 1, 1), TextBatch((chunk(BASE, "a"),))])
+        assert [c.text for _, c in await stream.news(way)] == ["a"] and not way.taken
+        reader = asyncio.create_task(stream.news(way))
+        await asyncio.sleep(0)
+        box.gateway.handle([TextBatch((chunk(BASE, "b"), chunk(BASE + 1, "c"))), TextBatch((chunk(BASE, "d"),))])
+        assert way.taken == ["b", "c", "d"] and way.num_flushes == 1 and not reader.done()
+        way.is_open = False
+        box.gateway.handle([TextBatch((chunk(BASE, "e"),))])
+        way.is_open = True  # too late: what follows must not overtake it
+        box.gateway.handle([TextBatch((chunk(BASE, "f"),))])
+        assert [c.text for _, c in await reader] == ["e", "f"] and way.num_flushes == 1
+
+    run(work())
+
+
 def test_admission_waits_for_every_sequence() -> None:
     async def work() -> None:
         box = Box()

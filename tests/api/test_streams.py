@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import random
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from pagewire.api import sse
-from pagewire.ipc.messages import Cancel, Submit
+from pagewire.api.openai.chat import ChatReply
+from pagewire.ipc.messages import Cancel, Chunk, Submit
 
 from .harness import Answer, Client, FakeEngine, chat, make_app, request, run
 
@@ -179,6 +182,81 @@ def test_a_bug_of_ours_in_a_plain_answer(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr("pagewire.api.openai.chat.ChatReply.body", lambda self: 1 / 0)
     answer = chat(FakeEngine())
     assert answer.status == 500 and b"ZeroDivision" not in answer.body and answer.headers["x-should-retry"] == "false"
+
+
+class Connection:
+    """A `DirectWriter` beside ASGI's `send`: what it writes stands among what is sent."""
+
+    def __init__(self, client: Client, keeps_up: Callable[[], bool] = lambda: True) -> None:
+        self._client = client
+        self._keeps_up = keeps_up
+        self.num_writes = 0
+        client.extensions[sse.DIRECT] = self
+
+    def keeps_up(self) -> bool:
+        return self._keeps_up()
+
+    def write_parts(self, parts: Sequence[bytes]) -> None:
+        self.num_writes += 1
+        self._client.messages += [{"body": part, "more_body": True} for part in parts]
+
+
+def contents(answer: Answer) -> list[str]:
+    """The pieces of text of the first choice."""
+    *events, done = answer.events
+    assert done == "[DONE]" and answer.is_complete
+    deltas = [c["delta"] for event in events for c in event["choices"] if c["index"] == 0]
+    return [text for delta in deltas if (text := delta.get("content"))]
+
+
+def test_a_stream_past_its_reader_is_the_same_stream() -> None:
+    pieces = list("abcdefgh")
+
+    async def work() -> None:
+        client = Client(make_app(FakeEngine(pieces)))
+        connection = Connection(client)
+        answer = await client.call("POST", "/v1/chat/completions", STREAM)
+        assert contents(answer) == pieces and connection.num_writes == len(pieces) - 1, "the last is the reader's"
+        assert all(part.count(b"data: ") == 1 for part in answer.parts)
+
+    run(work())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_client_that_falls_behind_gets_everything_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    pieces = [f"{i} " for i in range(50)]
+
+    async def work() -> None:
+        engine = FakeEngine(pieces)
+        client = Client(make_app(engine))
+        Connection(client, lambda: rng.random() < 0.5)
+        answer = await client.call("POST", "/v1/chat/completions", STREAM)
+        assert contents(answer) == pieces, f"seed {seed}"
+
+    run(work())
+
+
+def test_a_bug_of_ours_past_the_reader(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    events = ChatReply.events
+
+    def broken(reply: ChatReply, index: int, chunk: Chunk) -> list[bytes]:
+        if chunk.text == "b":
+            raise KeyError("secret")
+        return events(reply, index, chunk)
+
+    monkeypatch.setattr(ChatReply, "events", broken)
+
+    async def work() -> None:
+        engine = FakeEngine(["a", "b", *"c" * 100])
+        client = Client(make_app(engine))
+        Connection(client)
+        answer = await client.call("POST", "/v1/chat/completions", STREAM)
+        assert answer.is_complete and answer.events[-1]["error"]["type"] == "server_error"
+        assert engine.cancels == [0, 1] and b'"c"' not in answer.body, "nothing follows what was lost"
+        assert b"secret" not in answer.body and "secret" in caplog.text
+
+    run(work())
 
 
 def test_rids_go_up() -> None:

@@ -75,6 +75,35 @@ def test_columns_are_tokens_that_come_before_the_other_news(actor: DetokenizerAc
     assert [(c.rid, c.text) for c in sent.chunks()] == [(RID + 1, "b"), (RID, "a"), (RID, "b")]
 
 
+def test_columns_give_what_single_news_give(config: EngineConfig) -> None:
+    ids = [*m.bytes_to_ids(ids_of("aé🙂b")), 2, *m.bytes_to_ids(ids_of("c")), 1, 319, 0]
+    for spec in (
+        {},
+        {"stop": ("b",)},
+        {"prompt": True, "prompt_end": True},
+        {"detokenize": False},
+        {"marks": ("</s>",)},
+    ):
+        found = []
+        for in_columns in (True, False):
+            sent = Sent()
+            actor = DetokenizerActor(config)
+            actor.start(sent)
+            actor.handle([opened(**spec)])
+            for id in ids:
+                data = m.ids_to_bytes([id])
+                columns = m.TokenBatch((), array("q", [RID]).tobytes(), data)
+                actor.handle([columns if in_columns else batch(m.Tokens(RID, data))])
+            found.append(sent.posts)
+        assert found[0] == found[1], spec
+
+
+def test_several_tokens_of_a_step_are_one_chunk(actor: DetokenizerActor, sent: Sent) -> None:
+    rids = array("q", [RID, RID, RID]).tobytes()
+    actor.handle([opened(), m.TokenBatch((), rids, ids_of("abc")), m.TokenBatch((), rids, ids_of("def"))])
+    assert [c.text for c in sent.chunks()] == ["abc", "def"]
+
+
 def test_a_split_character_waits_for_its_rest(actor: DetokenizerActor, sent: Sent) -> None:
     ids = ids_of("é")
     actor.handle([opened(), batch(m.Tokens(RID, ids[:4])), batch(m.Tokens(RID, ids[4:]))])

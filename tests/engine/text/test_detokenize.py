@@ -44,6 +44,25 @@ def test_pieces_of_random_ids_join_to_the_decode(kind: str) -> None:
         assert "".join(pieces(tokenizer, ids, rng, skip)) == tokenizer.decode(ids, skip), f"seed {seed}: {ids}"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("marks", [(), ("<|im_end|>",)])
+def test_the_short_way_for_one_token_changes_nothing(kind: str, marks: tuple[str, ...]) -> None:
+    tokenizer = make(kind)
+    num_short = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        words = [*TEXTS, "<|im_start|>", "<|im_end|>", "<|unknown|>"]
+        ids = [id for text in rng.choices(words, k=4) for id in tokenizer.encode(text, add_special_tokens=False)]
+        ids += rng.choices(range(tokenizer.vocab_size + 4), k=8)
+        long, short = (IncrementalDetokenizer(tokenizer, (), True, marks) for _ in range(2))
+        for id in ids:
+            text = short.push_one(id)
+            num_short += text is not None
+            assert (short.push([id]) if text is None else text) == long.push([id]), f"seed {seed}: {ids}"
+        assert short.flush() == long.flush()
+    assert (num_short > 1000) == tokenizer.is_byte_exact, num_short
+
+
 def split_character(tokenizer: Tokenizer) -> list[int]:
     ids = tokenizer.encode("🦊", add_special_tokens=False)
     assert len(ids) > 1
