@@ -99,8 +99,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from .commands.explain import explain
-    from .config import resolve
     from .prepare import examine
+    from .resolve import resolve
 
     config, said = read_settings(arguments)
     model, machine = examine(config)

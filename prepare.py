@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from .access import read_key_file
 from .api.tls import tls_context
-from .config import Config, EngineConfig, MachineFacts, ModelFacts, resolve
+from .config import Config, EngineConfig, MachineFacts, ModelFacts
 from .engine.core.speculation import num_draft_tokens
 from .engine.extension.load import load_extension
 from .engine.kv_connector import registry
@@ -15,6 +15,7 @@ from .engine.parallel import shard
 from .engine.text.template_files import read_templates, reasoning_parser, tool_call_parser
 from .engine.weights.source import locate
 from .machine import machine_facts
+from .resolve import resolve
 
 
 def prepare(config: Config) -> EngineConfig:

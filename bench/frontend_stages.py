@@ -103,7 +103,7 @@ async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_str
     """The real server with clients in a process of their own, who have the rids that the core was given."""
     orders: list[m.Submit] = []
     gateway = Gateway(lambda message: orders.append(message) if isinstance(message, m.Submit) else None)
-    settings = server_config(create_app(gateway, config, healthy=lambda: None, version=""))
+    settings = HttpConfig(create_app(gateway, config, healthy=lambda: None, version=""), config)
     settings.http = _HalfMute
     server = HttpServer(settings)
     server_socket = socket.create_server(("127.0.0.1", 0), backlog=num_streams)

@@ -1,6 +1,6 @@
 """`pagewire serve --explain`: every setting as it was resolved, why it is what it is, and the memory that follows.
 
-The reasons repeat what `config.resolve` decides by; a test finds a setting that was changed without one.
+The reasons repeat what `resolve` decides by; a test finds a setting that was changed without one.
 """
 
 from collections.abc import Mapping

@@ -25,6 +25,7 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred),
     ("core", "grammar"): (m.Constrain, m.Drawn),
     ("grammar", "core"): (m.Constrained, m.Masks),
+    ("grammar", "api"): (m.Pulse,),
     ("core", "detokenizer"): (m.Opened, m.TokenBatch, m.Failed),
     ("core", "api"): (m.Accepted, m.Failed, m.Snapshot, m.Pulse),
     ("detokenizer", "api"): (m.TextBatch, m.Failed, m.Pulse),

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from checkpoints import VOCAB_SIZE
 
-from pagewire.config import Config, MachineFacts, resolve
+from pagewire.config import Config, MachineFacts
 from pagewire.engine.models.spec import model_facts, read_spec
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import RowLogprobs, RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
+from pagewire.resolve import resolve
 
 BLOCK_SIZE = 16
 GREEDY = Sampling(temperature=0)

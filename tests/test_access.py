@@ -6,8 +6,9 @@ import pytest
 
 from pagewire.access import ApiKey, read_key_file
 from pagewire.cli import build_parser
-from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts, resolve
+from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
 from pagewire.errors import ConfigError
+from pagewire.resolve import resolve
 
 MODEL = ModelFacts(path="/m", name="m", max_position=64, vocab_size=100, eos_token_ids=(2,), dtype="float32")
 

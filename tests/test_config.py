@@ -5,10 +5,11 @@ import argparse
 import msgspec
 import pytest
 
-from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts, parse_size, resolve
+from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts, parse_size
 from pagewire.errors import ConfigError
 from pagewire.flags import add_flags, read_flags
 from pagewire.machine import cpu_quota
+from pagewire.resolve import resolve
 
 MODEL = ModelFacts(path="/m", name="m", max_position=4096, vocab_size=100, eos_token_ids=(2,), dtype="float16")
 

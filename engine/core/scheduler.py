@@ -11,7 +11,6 @@ Who comes and goes is the roster's, who is in a step the planner's; here plans a
 from array import array
 from collections import deque
 from functools import partial
-from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from ...ipc.messages import (
@@ -31,6 +30,7 @@ from ..extension.core import PlanExtension
 from .block_hash import root_key
 from .block_pool import BlockPool
 from .cost import CostModel, with_guesses
+from .deadlines import Deadlines
 from .draft import Draft, InFlight
 from .kv_connector import CoreConnector
 from .kv_events import KvCacheEvent, event_of_tier
@@ -91,7 +91,7 @@ class Scheduler:
         self.counters = Counters()
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
         self.step = 0  # of the last plan
-        self.deadlines: list[tuple[float, int]] = []  # a heap: when a request stops waiting, and its rid
+        self.deadlines = Deadlines()
         self._extension = extension
         self._news = News()
         self._policy = make_policy(policy)
@@ -175,10 +175,7 @@ class Scheduler:
                 request.keys = keys.copy()
             self.roster.join(request)
             if message.limits.queue_timeout_s is not None:
-                heappush(self.deadlines, (now + message.limits.queue_timeout_s, request.rid))
-                if len(self.deadlines) > 2 * len(self.roster.requests) + 64:  # most have ended long before theirs
-                    self.deadlines = [d for d in self.deadlines if d[1] in self.roster.requests]
-                    heapify(self.deadlines)
+                self.deadlines.put(now + message.limits.queue_timeout_s, request.rid, self.roster.requests)
             if message.resume_ids and (finish := request.finish_of(request.ids[-1])) is not None:
                 self.roster.end(request, request.terminal(finish))  # only the word that it has ended was lost
         return [Accepted(rid, num_prompt) for rid in rids]
@@ -229,8 +226,8 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """Fails the requests that have waited for their first step longer than they were willing to."""
-        while self.deadlines and self.deadlines[0][0] <= now:
-            request = self.roster.requests.get(heappop(self.deadlines)[1])
+        for rid in self.deadlines.take_due(now):
+            request = self.roster.requests.get(rid)
             if request is not None and not request.opened:
                 seconds = request.limits.queue_timeout_s
                 detail = f"The request has waited {seconds:g} s without being started; try again later."

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from pagewire.api.request_end import log_request
-from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts, resolve
+from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
 from pagewire.errors import ConfigError
 from pagewire.procs.api import ApiActor
+from pagewire.resolve import resolve
 
 
 def config(tmp_path: Path, **settings: object) -> EngineConfig:

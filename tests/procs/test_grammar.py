@@ -12,7 +12,7 @@ from fakes import EOS, VOCAB, bits_of, enqueue
 from grammars import cycle
 from msgspec.structs import replace
 
-from pagewire.config import Config, MachineFacts, ModelFacts, resolve
+from pagewire.config import Config, MachineFacts, ModelFacts
 from pagewire.ipc.messages import (
     Accepted,
     Cancel,
@@ -28,6 +28,7 @@ from pagewire.ipc.messages import (
     ids_to_bytes,
 )
 from pagewire.procs import grammar, trial
+from pagewire.resolve import resolve
 
 SOME = Constraint("regex", "a")
 

@@ -6,9 +6,10 @@ import pytest
 import vocabulary
 from msgspec.structs import replace
 
-from pagewire.config import Config, MachineFacts, ModelFacts, resolve
+from pagewire.config import Config, MachineFacts, ModelFacts
 from pagewire.ipc import messages as m
 from pagewire.procs.tokenizer import TokenizerActor
+from pagewire.resolve import resolve
 
 Posts = list[tuple[str, m.Message]]
 

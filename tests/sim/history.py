@@ -219,7 +219,7 @@ class History:
         self._check_content()
         self._hear_news()
         if scheduler.deadlines:
-            self._later(max(0.0, scheduler.deadlines[0][0] - self.now), lambda: self._wake(0.0))
+            self._later(max(0.0, scheduler.deadlines.next - self.now), lambda: self._wake(0.0))
         if scheduler.asks_again:
             self._wake(0.0005)
 

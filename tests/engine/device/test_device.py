@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from pagewire.config import Config, MachineFacts, ModelFacts, resolve
+from pagewire.config import Config, MachineFacts, ModelFacts
 from pagewire.engine.device.base import choose_device
 from pagewire.engine.device.cpu import CpuDevice
 from pagewire.engine.parallel.place import Place
 from pagewire.errors import ConfigError
+from pagewire.resolve import resolve
 
 
 def _config(device):

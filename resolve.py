@@ -1,0 +1,155 @@
+"""From what a person says, and what is known of the model and the machine, to what every process receives.
+
+`resolve` is pure: nothing is assigned later and nobody reads the environment below it.
+"""
+
+from urllib.parse import urlsplit
+
+from .access import ApiKey, check_origins, check_root_path, check_tls, merge_keys
+from .config import Config, Dtype, EngineConfig, MachineFacts, ModelFacts
+from .errors import ConfigError
+
+
+def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
+    """Decides everything that `config` left open. Raises ConfigError if it asks for what cannot be."""
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is more than the {model.max_position} tokens {model.name} was made for."
+        )
+    if config.kv_events_replay is not None and config.kv_events is None:
+        raise ConfigError("--kv-events-replay repeats what --kv-events tells; give that address as well.")
+    if config.kv_events is not None and not config.enable_prefix_caching:
+        raise ConfigError("--kv-events has nothing to tell with --no-enable-prefix-caching; leave one of them out.")
+    endpoint = urlsplit("http://none" if config.otlp_traces_endpoint is None else config.otlp_traces_endpoint)
+    if endpoint.scheme not in ("http", "https") or not endpoint.hostname:
+        raise ConfigError("--otlp-traces-endpoint must be an address such as http://127.0.0.1:4318.")
+    if config.speculative is not None and config.extension is not None:
+        raise ConfigError("--speculative computes more than --extension is told of a plan; leave one of them out.")
+    if config.tensor_parallel_size > 1 and (config.kv_connector or config.extension is not None):
+        flag = "--kv-connector" if config.kv_connector else "--extension"
+        raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
+    check_tls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs, config.ssl_cert_reqs)
+    check_origins(config.allowed_origins)
+    if model.purpose.is_encoder:
+        _check_encoder(config, model)
+    dtype = _choose_dtype(config, model, machine)
+    if _on_cpu(config, machine) and config.kv_cache_dtype == "fp8":
+        raise ConfigError("--kv-cache-dtype fp8 is for GPUs; on a CPU it can be bfloat16.")
+    if _on_cpu(config, machine) and "float16" in (config.dtype, config.kv_cache_dtype):
+        raise ConfigError("float16 is for GPUs; on a CPU it can be bfloat16 or float32.")
+    return EngineConfig(
+        model_path=model.path,
+        served_model_names=config.served_model_name or (model.name,),
+        dtype=dtype,
+        device=config.device,
+        tensor_parallel_size=config.tensor_parallel_size,
+        quantization=config.quantization,
+        load_format=config.load_format,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or _choose_budget(config, model, machine, max_model_len),
+        kv_cache_memory=config.kv_cache_memory,
+        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        block_size=16 if _on_cpu(config, machine) else 64,
+        enable_prefix_caching=config.enable_prefix_caching and not model.purpose.is_encoder,
+        scheduling_policy=config.scheduling_policy,
+        itl_target_ms=config.itl_target_ms,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        kv_eviction=config.kv_eviction,
+        kv_connector=config.kv_connector,
+        kv_events=config.kv_events,
+        kv_events_replay=config.kv_events_replay,
+        extension=config.extension,
+        record_trace=config.record_trace,
+        pipeline_depth=config.pipeline_depth,
+        speculative=config.speculative,
+        deterministic=config.deterministic,
+        client_address=config.client_address,
+        num_threads=config.threads or max(1, machine.num_cores // config.tensor_parallel_size),
+        vocab_size=model.vocab_size,
+        model_fingerprint=model.fingerprint,
+        eos_token_ids=model.eos_token_ids,
+        sampling=model.sampling,
+        purpose=model.purpose,
+        chat_template=config.chat_template,
+        trust_request_chat_template=config.trust_request_chat_template,
+        tool_call_parser=model.tool_call_parser if config.tool_call_parser == "auto" else config.tool_call_parser,
+        reasoning_parser=model.reasoning_parser if config.reasoning_parser == "auto" else config.reasoning_parser,
+        host=config.host,
+        port=config.port,
+        uds=config.uds,
+        root_path=check_root_path(config.root_path),
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
+        api_keys=merge_keys(
+            (*map(ApiKey, config.api_key), *machine.api_keys), config.requests_per_minute, config.tokens_per_minute
+        ),
+        requests_per_minute=config.requests_per_minute,
+        tokens_per_minute=config.tokens_per_minute,
+        allowed_origins=config.allowed_origins,
+        max_body_size=config.max_body_size,
+        max_head_size=config.max_head_size,
+        head_timeout_s=config.head_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        timeout_keep_alive=config.timeout_keep_alive,
+        request_timeout_s=config.request_timeout_s,
+        access_log=config.access_log,
+        batch_folder=config.batch_folder,
+        metrics_prefix=config.metrics_prefix,
+        enable_log_requests=config.enable_log_requests,
+        otlp_traces_endpoint=config.otlp_traces_endpoint,
+        start_timeout_s=config.start_timeout_s,
+        shutdown_timeout_s=config.shutdown_timeout_s,
+    )
+
+
+def _check_encoder(config: Config, model: ModelFacts) -> None:
+    """Refuses what an encoder, whose sequences are computed whole and leave nothing behind, has no use for."""
+    for flag, is_asked in (
+        ("--tensor-parallel-size", config.tensor_parallel_size > 1),
+        ("--quantization", config.quantization is not None),
+        ("--load-format dummy", config.load_format == "dummy"),
+        ("--kv-connector", bool(config.kv_connector)),
+        ("--kv-events", config.kv_events is not None),
+        ("--extension", config.extension is not None),
+        ("--speculative", config.speculative is not None),
+        ("--deterministic", config.deterministic),
+        ("--client-address", config.client_address is not None),
+    ):
+        if is_asked:
+            raise ConfigError(f"{flag} is for models that generate text; {model.name} reads whole texts at once.")
+    longest, most = config.max_model_len or model.max_position, config.max_num_batched_tokens
+    if most is not None and most < longest:
+        raise ConfigError(
+            f"--max-num-batched-tokens {most} is less than the {longest} tokens of the longest text, which "
+            f"{model.name} reads at once; set --max-model-len as well."
+        )
+
+
+def _on_cpu(config: Config, machine: MachineFacts) -> bool:
+    return config.device == "cpu" or (config.device == "auto" and not machine.has_gpu)
+
+
+def _choose_budget(config: Config, model: ModelFacts, machine: MachineFacts, max_model_len: int) -> int:
+    usual = 512 if _on_cpu(config, machine) else 2048
+    # No stream waits for an encoder's step, and many texts can be sorted into batches of nearly one length.
+    return max(4 * usual, max_model_len) if model.purpose.is_encoder else usual
+
+
+def _choose_dtype(config: Config, model: ModelFacts, machine: MachineFacts) -> Dtype:
+    on_cpu = _on_cpu(config, machine)
+    if config.quantization == "int8":
+        if config.dtype == "bfloat16" or not on_cpu:
+            raise ConfigError("--quantization int8 is for --device cpu and computes in float32; leave --dtype out.")
+        return "float32"
+    if config.dtype != "auto":
+        return config.dtype
+    wide = model.weight_bytes * (1 if model.dtype == "float32" else 2)  # as float32
+    if model.dtype == "float32" or (on_cpu and not machine.has_bfloat16 and wide <= machine.memory_bytes // 2):
+        return "float32"
+    return "bfloat16"
