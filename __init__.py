@@ -4,6 +4,7 @@ Importing the package costs nothing: `LLM` and its parameters are loaded on firs
 not need torch never see it.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,23 +13,33 @@ if TYPE_CHECKING:
     from .engine_client import EngineClient as EngineClient
     from .llm import LLM as LLM
     from .llm import RequestOutput as RequestOutput
-    from .llm import SamplingParams as SamplingParams
+    from .sampling_params import SamplingParams as SamplingParams
+    from .sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineClient", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "AsyncLLM": "async_llm",
+    "BeamSearchParams": "beam",
+    "EngineClient": "engine_client",
+    "LLM": "llm",
+    "RequestOutput": "llm",
+    "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "sampling_params",
+}
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "EngineClient",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("LLM", "BeamSearchParams", "RequestOutput", "SamplingParams"):
-        from . import llm
-
-        return getattr(llm, name)
-    if name == "AsyncLLM":
-        from .async_llm import AsyncLLM
-
-        return AsyncLLM
-    if name == "EngineClient":
-        from .engine_client import EngineClient
-
-        return EngineClient
-    raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+    if (home := _HOMES.get(name)) is None:
+        raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+    return getattr(import_module(f".{home}", __name__), name)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
+from .api.parsers.registry import reasoning_tags
 from .config import from_options
 from .engine_client import EngineClient
 from .errors import RequestError
@@ -31,10 +32,11 @@ from .ipc.messages import (
     TokenBatch,
     ids_to_bytes,
 )
-from .llm import CompletionOutput, Conversation, Prompt, RequestOutput, SamplingParams, chat_prompt, submit
+from .llm import CompletionOutput, Conversation, Prompt, RequestOutput, chat_prompt
 from .prepare import prepare
 from .procs.detokenizer import DetokenizerActor
 from .procs.tokenizer import TokenizerActor
+from .sampling_params import SamplingParams, submit
 
 if TYPE_CHECKING:
     from .engine.text.tokenizer import Tokenizer
@@ -56,6 +58,7 @@ class AsyncLLM:
         """Loads the model. Raises ConfigError, CheckpointError, StartError."""
         config = await asyncio.to_thread(prepare, self._config)
         self._folder = Path(config.model_path)
+        self._reasoning = reasoning_tags(config.tool_call_parser, config.reasoning_parser) or ()
         self._tokenizer = TokenizerActor(config)
         self._detokenizer = DetokenizerActor(config)
         for actor in (self._tokenizer, self._detokenizer):
@@ -128,7 +131,7 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         rid = self._next_rid
         self._next_rid += params.n
-        self._tokenizer.handle([submit(rid, prompt, params, priority)])
+        self._tokenizer.handle([submit(rid, prompt, params, priority, self._reasoning)])
         enqueue = self._taken()[0]
         if isinstance(enqueue, Failed):
             raise RequestError(enqueue.kind, enqueue.detail)
@@ -137,7 +140,9 @@ class AsyncLLM:
         ids = memoryview(enqueue.prompt_ids).cast("i").tolist()
         opened = Opened(rid, len(ids), 0, enqueue.prompt_ids, enqueue.text)
         self._detokenizer.handle([replace(opened, rid=rid + i) for i in range(params.n)])
-        generation = client.generate(ids, enqueue.sampling, enqueue.limits, n=params.n, priority=priority)
+        generation = client.generate(
+            ids, enqueue.sampling, enqueue.limits, n=params.n, priority=priority, constraint=enqueue.constraint
+        )
         try:
             async for choice, tokens in generation:
                 self._detokenizer.handle([TokenBatch((replace(tokens, rid=rid + choice),))])

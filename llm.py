@@ -3,8 +3,6 @@
 The whole pipeline runs inside the calling process; nothing is started and nothing listens.
 """
 
-import re
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 
+from .api.parsers.registry import reasoning_tags
 from .beam import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .config import from_options
 from .errors import RequestError
@@ -37,6 +36,7 @@ from .ipc.messages import (
 from .pooled import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput, embedding, hidden_states, score
 from .prepare import prepare
 from .procs.inline import Inline
+from .sampling_params import SamplingParams, checked, submit
 
 if TYPE_CHECKING:
     from .engine.text.tokenizer import Tokenizer
@@ -44,34 +44,6 @@ if TYPE_CHECKING:
 _DEFAULTS = {"pipeline_depth": 1, "max_queued_requests": 2**31, "max_queued_tokens": 2**62}  # a batch may be long
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, object]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How outputs are drawn and when they end. Bounds are checked when a request is made."""
-
-    n: int = 1  # outputs a prompt
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None  # None: another one each time
-    max_tokens: int | None = 16  # None: to the end of the context
-    min_tokens: int = 0  # no eos, stop token or stop string ends an output before
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    allowed_token_ids: Sequence[int] | None = None  # nothing else is drawn
-    truncate_prompt_tokens: int | None = None  # keep so many of the prompt's last; -1: all that fit
-    logprobs: int | None = None  # how many candidates to return beside each token
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,6 +117,7 @@ class LLM:
         self._failures: list[RequestError] = []
         self._next_rid = 1
         self._config = prepare(config)
+        self._reasoning = reasoning_tags(self._config.tool_call_parser, self._config.reasoning_parser) or ()
         self._engine = Inline(self._config, on_chunk=self._on_chunk, on_failed=self._on_failed)
 
     def close(self) -> None:
@@ -275,7 +248,7 @@ class LLM:
         text = TextSpec(detokenize=False, prompt=True)
         first, self._next_rid = self._next_rid, self._next_rid + len(prompts)
         submits = [
-            _checked(Submit(first + i, 1, prompt, Sampling(), Limits(max_tokens=0), text, pooling=pooling))
+            checked(Submit(first + i, 1, prompt, Sampling(), Limits(max_tokens=0), text, pooling=pooling))
             for i, prompt in enumerate(prompts)
         ]
         try:
@@ -301,7 +274,7 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts but {len(ranks)} priorities")
         results, submits = [], []
         for i, (prompt, text, params, rank) in enumerate(zip(prompts, texts, sampling_params, ranks, strict=True)):
-            submits.append(submit(self._next_rid, prompt, params, rank))
+            submits.append(submit(self._next_rid, prompt, params, rank, self._reasoning))
             self._next_rid += params.n
             results.append(RequestOutput(str(i), text, [], [CompletionOutput(k) for k in range(params.n)]))
         for order, result in zip(submits, results, strict=True):  # only now, when none of them is refused
@@ -375,66 +348,6 @@ def chat_prompt(
         add_generation_prompt,
         continue_final_message,
     )
-
-
-def submit(rid: int, prompt: TextPrompt | ChatPrompt | IdsPrompt, params: SamplingParams, priority: int) -> Submit:
-    """A request as the pipeline takes it. Raises ValueError naming the parameter that is out of bounds."""
-    stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
-    wire = Submit(
-        rid,
-        params.n,
-        prompt,
-        Sampling(
-            temperature=params.temperature,
-            top_k=max(0, params.top_k),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            logit_bias=dict(params.logit_bias) if params.logit_bias else None,
-            seed=secrets.randbits(62) if params.seed is None else params.seed,
-            logprobs=params.logprobs,
-            prompt_logprobs=params.prompt_logprobs,
-            allowed_token_ids=tuple(params.allowed_token_ids or ()),
-        ),
-        Limits(params.max_tokens, tuple(params.stop_token_ids or ()), params.ignore_eos, min_tokens=params.min_tokens),
-        TextSpec(
-            stop=stop,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            detokenize=params.detokenize,
-            prompt=True,
-            min_tokens=params.min_tokens,
-        ),
-        priority,
-        truncate=params.truncate_prompt_tokens,
-    )
-    try:
-        return _checked(wire)
-    except ValueError as error:
-        raise ValueError(f"SamplingParams: {error}") from error
-
-
-def _checked(wire: Submit) -> Submit:
-    """Raises ValueError if a field is out of bounds."""
-    try:
-        return msgspec.convert(msgspec.to_builtins(wire), Submit)
-    except msgspec.ValidationError as error:
-        raise ValueError(_complaint(str(error))) from error
-
-
-def _complaint(text: str) -> str:
-    """msgspec's words with the parameter's name, for which they have its place in the message: `$[3][0]`."""
-    what, _, place = text.partition(" - at `$")
-    names: tuple[str, ...] = ("its tag", *Submit.__struct_fields__)
-    for index in re.findall(r"\[(\d+)\]", place)[:2]:
-        name = names[int(index)]
-        parts: dict[str, tuple[str, ...]] = {"sampling": Sampling.__struct_fields__, "limits": Limits.__struct_fields__}
-        if name not in parts:
-            return f"{name}: {what}"
-        names = parts[name]
-    return what
 
 
 def _candidates(position: TokenLogprob) -> dict[int, Logprob]:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import vocabulary
 
-from pagewire import LLM, AsyncLLM, RequestOutput, SamplingParams
+from pagewire import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from pagewire.errors import PagewireError, RequestError
 
 OPTIONS = {"dtype": "float32", "threads": 1, "kv_cache_memory": "32M"}
@@ -18,6 +18,7 @@ CASES = [
     SamplingParams(n=3, seed=5, temperature=1.3, max_tokens=12),
     SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=5, detokenize=False, ignore_eos=True),
+    SamplingParams(seed=3, max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[0-9]{1,3}(,[0-9]{3})*")),
 ]
 
 

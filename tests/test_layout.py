@@ -94,9 +94,20 @@ ALLOWED: dict[str, set[str]] = {
     "procs": {"procs", "ipc", "engine", "api", "flags", "prepare", "__init__"},
     "beam": set(),
     "pooled": {"ipc.messages"},
-    "llm": {"beam", "pooled", "engine.text.tokenizer", "procs", "ipc.messages", "prepare"},
+    "llm": {
+        "api.parsers.registry",
+        "beam",
+        "engine.text.tokenizer",
+        "ipc.messages",
+        "pooled",
+        "prepare",
+        "procs",
+        "sampling_params",
+    },
     "engine_client": {"ipc"},
+    "sampling_params": {"ipc.messages"},
     "async_llm": {
+        "api.parsers.registry",
         "engine.text.tokenizer",
         "engine_client",
         "ipc.messages",
@@ -104,6 +115,7 @@ ALLOWED: dict[str, set[str]] = {
         "prepare",
         "procs.detokenizer",
         "procs.tokenizer",
+        "sampling_params",
     },
     "commands": {
         "api.batches.format",
@@ -125,7 +137,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.runner.forecast",
         "__init__",
     },
-    "__init__": {"async_llm", "beam", "llm", "engine_client"},
+    "__init__": {"async_llm", "beam", "llm", "engine_client", "sampling_params"},
     "__main__": {"cli"},
 }
 

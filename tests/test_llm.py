@@ -1,5 +1,9 @@
 """The offline API on a tiny random model: what it returns, and that it stays usable after a refusal."""
 
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +12,7 @@ import pytest
 import torch
 import vocabulary
 
-from pagewire import LLM, RequestOutput, SamplingParams
+from pagewire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from pagewire.errors import ConfigError, RequestError
 from pagewire.ipc.messages import Chunk
 
@@ -16,11 +20,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("llm")
     checkpoints.make_checkpoint(folder, "llama")
     vocabulary.add_tokenizer(folder)
-    return LLM(str(folder), dtype="float32", threads=1, kv_cache_memory="32M")
+    with LLM(str(folder), dtype="float32", threads=1, kv_cache_memory="32M") as llm:
+        yield llm
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +209,40 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     (output,) = llm.chat(conversation, GREEDY, use_tqdm=False)
     assert output.prompt == "<s>user\nhi</s>\n<s>assistant\n"
     assert len(llm.chat([conversation, conversation], GREEDY, use_tqdm=False)) == 2
+
+
+def test_structured_outputs(llm: LLM) -> None:
+    """With random weights at temperature 1: what comes is the format's doing."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 20]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    cases: list[tuple[StructuredOutputsParams, Callable[[str], object]]] = [
+        (StructuredOutputsParams(json=schema), lambda text: json.loads(text)["n"] in (1, 20)),
+        (StructuredOutputsParams(json=json.dumps(schema)), lambda text: json.loads(text)["n"] in (1, 20)),
+        (StructuredOutputsParams(regex="[ab]{3}"), lambda text: re.fullmatch("[ab]{3}", text)),
+        (StructuredOutputsParams(choice=["yes", "no"]), lambda text: text in ("yes", "no")),
+        (StructuredOutputsParams(grammar='start: "x" "y"+'), lambda text: re.fullmatch("xy+", text)),
+    ]
+    params = [SamplingParams(n=2, max_tokens=200, structured_outputs=wanted) for wanted, _ in cases]
+    for result, (_, fits) in zip(llm.generate(["hello"] * len(cases), params, use_tqdm=False), cases, strict=True):
+        assert all(fits(output.text) and output.finish_reason == "stop" for output in result.outputs), result
+    chosen = SamplingParams(temperature=0, max_tokens=9, structured_outputs=StructuredOutputsParams(choice=["no"]))
+    assert llm.chat([{"role": "user", "content": "hi"}], chosen, use_tqdm=False)[0].outputs[0].text == "no"
+    with pytest.raises(RequestError, match="Regex"):
+        llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")), use_tqdm=False)
+    with pytest.raises(ValueError, match="one of json"):
+        llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams()), use_tqdm=False)
+
+
+def test_bad_words_never_come(llm: LLM) -> None:
+    (free,) = llm.generate("hello", GREEDY, use_tqdm=False)
+    word = free.outputs[0].text[:2]
+    bad = dataclasses.replace(GREEDY, bad_words=[word])
+    (other,) = llm.generate("hello", bad, use_tqdm=False)
+    assert not other.outputs[0].text.startswith(word) and len(other.outputs[0].token_ids) == 8
 
 
 def test_max_tokens_0_scores_the_prompt(llm: LLM) -> None:

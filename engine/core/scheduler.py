@@ -10,7 +10,6 @@ Who comes and goes is the roster's, who is in a step the planner's; here plans a
 
 from array import array
 from collections import deque
-from functools import partial
 from operator import attrgetter
 
 from ...ipc.messages import (
@@ -149,10 +148,7 @@ class Scheduler:
 
     def add(self, message: Enqueue, now: float = 0.0) -> list[Accepted | Failed]:
         """Takes its sequences in, or refuses them all. `Accepted` is a promise of exactly one terminal message in the
-        news.
-
-        `now`: seconds on the clock that `expire` is asked with.
-        """
+        news. `now`: seconds on the clock that `expire` is asked with."""
         rids, num_prompt = range(message.rid, message.rid + message.n), len(message.prompt_ids) // 4
         if (refusal := self.refusal(message)) is not None:
             return [Failed(rid, refusal.kind, refusal.detail) for rid in rids]
@@ -241,7 +237,7 @@ class Scheduler:
         """What became findable, on the device and behind it, and what no longer is, since the last call."""
         events = self.prefix.take_events()
         if self.connector is not None:
-            events += map(partial(event_of_tier, self.block_size), self.connector.take_events())
+            events += [event_of_tier(self.block_size, event) for event in self.connector.take_events()]
         return events
 
     # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -415,8 +411,7 @@ class Scheduler:
         """One row of a step, which drew `tokens`, none of which but the last may end it. True: its news is the tokens
         and nothing else, which the caller tells."""
         request.num_in_flight -= 1
-        is_plain = False
-        is_finite = not tokens or tokens[-1] >= 0
+        is_plain, is_finite = False, not tokens or tokens[-1] >= 0
         if not is_finite and not request.is_poisoned:
             self._poison(request)
         if request.state is not State.ENDED:
