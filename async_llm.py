@@ -139,10 +139,10 @@ class AsyncLLM:
         result = RequestOutput(str(rid), text, [], [CompletionOutput(i) for i in range(params.n)])
         ids = memoryview(enqueue.prompt_ids).cast("i").tolist()
         opened = Opened(rid, len(ids), 0, enqueue.prompt_ids, enqueue.text)
-        self._detokenizer.handle([replace(opened, rid=rid + i) for i in range(params.n)])
         generation = client.generate(
             ids, enqueue.sampling, enqueue.limits, n=params.n, priority=priority, constraint=enqueue.constraint
         )
+        self._detokenizer.handle([replace(opened, rid=rid + i) for i in range(params.n)])
         try:
             async for choice, tokens in generation:
                 self._detokenizer.handle([TokenBatch((replace(tokens, rid=rid + choice),))])

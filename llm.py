@@ -5,7 +5,7 @@ The whole pipeline runs inside the calling process; nothing is started and nothi
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
@@ -183,7 +183,8 @@ class LLM:
         for prompt in cast("Sequence[Prompt]", [prompts] if one else prompts):
             ids = tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
             ends = frozenset() if params.ignore_eos else frozenset(self._config.eos_token_ids)
-            search = BeamSearch(ids, params, ends)
+            room = max(1, self._engine.scheduler.max_model_len - len(ids))
+            search = BeamSearch(ids, replace(params, max_tokens=min(room, params.max_tokens)), ends)
             draw = SamplingParams(
                 temperature=0, max_tokens=1, logprobs=search.num_candidates, ignore_eos=True, detokenize=False
             )

@@ -142,12 +142,12 @@ def _response_format(format: ResponseFormat) -> list[tuple[str, str, object]]:
 def _as_text(field: str, kind: str, value: object, spaces: dict[str, object]) -> _Format:
     match kind:
         case "json_object":
-            return _Format(field, "json_schema", _schema_text({"type": "object"}, spaces))
+            return _Format(field, "json_schema", _schema_text({"type": "object"}, spaces, field))
         case "json_schema":
             if isinstance(value, str):
                 value = _parse_schema(value, field)
             assert isinstance(value, dict | bool)
-            return _Format(field, "json_schema", _bounded(_schema_text(value, spaces), field))
+            return _Format(field, "json_schema", _bounded(_schema_text(value, spaces, field), field))
         case "choice":
             if not value:
                 raise HttpError(400, f"{field} must not be empty.", param=field)
@@ -159,10 +159,13 @@ def _as_text(field: str, kind: str, value: object, spaces: dict[str, object]) ->
             return _Format(field, "regex" if kind == "regex" else "lark", _bounded(value, field))
 
 
-def _schema_text(schema: JsonSchema, spaces: dict[str, object]) -> str:
+def _schema_text(schema: JsonSchema, spaces: dict[str, object], field: str) -> str:
     if spaces and isinstance(schema, dict):
         schema = {**schema, "x-guidance": spaces}
-    return json.dumps(schema)
+    try:
+        return json.dumps(schema)
+    except RecursionError:  # nearly too deep for the decoder of the body as well
+        raise HttpError(400, f"{field} is nested too deeply.", param=field) from None
 
 
 def _parse_schema(text: str, field: str) -> JsonSchema:
@@ -230,6 +233,8 @@ def _call_rules(request: ChatRequest, called: Sequence[tuple[int, Tool]], config
         rules = spell_calls(_parser(config), described, several=several)
     except CannotSpell as error:
         raise HttpError(400, f"tools: {error}.", code="unsupported_value", param="tools") from None
+    except RecursionError:
+        raise HttpError(400, "tools: a schema is nested too deeply.", param="tools") from None
     if rules is None:
         raise HttpError(
             400,

@@ -32,7 +32,7 @@ from ..ipc.messages import (
     Tokenized,
     Usage,
 )
-from .http_error import ShuttingDown
+from .http_error import HttpError, ShuttingDown
 from .stats import Stats
 from .timeline import EndedSequence, Timeline, timeline, together
 
@@ -269,6 +269,8 @@ def _abort_reason(error: Exception) -> str:
             return "shutting_down"
         case RequestError():
             return error.kind
+        case HttpError(code=str(code)):
+            return code
         case _:
             return "internal"
 

@@ -9,8 +9,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import assert_never
 
-from ..ipc.messages import ChatPrompt, IdsPrompt, Submit, TextPrompt
+from ..ipc.messages import ChatPrompt, IdsPrompt, PairPrompt, Submit, TextPrompt
 from .http_error import HttpError
 
 _BYTES_PER_TOKEN = 4  # of English; other text and the settlement put it right
@@ -107,6 +108,10 @@ def estimated_tokens(order: Submit) -> int:
             num_prompt = len(text) // _BYTES_PER_TOKEN + 1
         case ChatPrompt(messages=messages, tools=tools):
             num_prompt = (len(messages) + len(tools)) // _BYTES_PER_TOKEN + 1
+        case PairPrompt(first=first, second=second):
+            num_prompt = (len(first) + len(second)) // _BYTES_PER_TOKEN + 1
+        case _:
+            assert_never(order.prompt)
     num_output = _UNSAID_OUTPUT if order.limits.max_tokens is None else order.limits.max_tokens
     return num_prompt + order.n * num_output
 

@@ -82,7 +82,7 @@ class Service:
         watcher = asyncio.create_task(_cancel_when_gone(receive, stream))
         limit_s = self.config.request_timeout_s
         deadline = (
-            None if limit_s is None else asyncio.get_running_loop().call_later(limit_s, stream.end, _too_slow(limit_s))
+            None if limit_s is None else asyncio.get_running_loop().call_later(limit_s, stream.end, too_slow(limit_s))
         )
         try:
             await stream.admitted()
@@ -152,7 +152,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait((task,))
 
 
-def _too_slow(limit_s: float) -> HttpError:
+def too_slow(limit_s: float) -> HttpError:
+    """What ends a request at --request-timeout-s."""
     return HttpError(504, f"The request has taken longer than {limit_s:g} s.", code="request_timeout")
 
 

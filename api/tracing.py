@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from ..ipc.messages import Pooling
 from .request_end import RequestEnd
 
 _FLUSH_S = 2.0  # at the end, for what has not been sent; a collector that does not answer delays nobody longer
@@ -40,7 +41,7 @@ class Tracing:
     def observe(self, end: RequestEnd) -> None:
         """Hands a request's spans to the exporter's thread, unless its caller's trace is not recorded."""
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in end.headers}
-        operation = "text_completion" if end.path == "/v1/completions" else "chat"
+        operation = operation_of(end.path, end.orders[0].pooling)
         offset = time.time_ns() - time.monotonic_ns()
 
         def wall(stamp: float) -> int:
@@ -98,3 +99,14 @@ class Tracing:
         flushing = Thread(target=self._provider.shutdown, name="otlp-flush", daemon=True)
         flushing.start()
         flushing.join(_FLUSH_S)
+
+
+def operation_of(path: str, pooling: Pooling | None) -> str:
+    """The semantic conventions' name for it, where they have one."""
+    match path:
+        case "/v1/completions":
+            return "text_completion"
+        case "/v1/embeddings":
+            return "embeddings"
+        case _:
+            return "chat" if pooling is None else "score"

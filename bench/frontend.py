@@ -27,7 +27,7 @@ from .cheap_client import chat_body
 from .frontend_stages import measure as measure_stages
 from .report import Row, machine, print_table, write_json
 
-ACTORS = ("api", "tokenizer", "core", "detokenizer")
+ACTORS = ("api", "tokenizer", "core", "grammar", "detokenizer")
 _START_TIMEOUT_S = 60.0
 
 

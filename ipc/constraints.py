@@ -37,7 +37,9 @@ class Constrain(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Drawn(Struct, frozen=True, array_like=True, tag=True):
-    """core → grammar: what constrained sequences drew, one token each, and which of them are over."""
+    """core → grammar: what constrained sequences drew, one token each, and which of them are over.
+
+    One that `Constrained` has not told of yet may be over, too: its grammar is not compiled then."""
 
     rids: bytes  # int64
     ids: bytes  # int32, parallel to rids

@@ -51,7 +51,7 @@ class Times(Struct, frozen=True, array_like=True):
 
 
 class Pulse(Struct, frozen=True, array_like=True, tag=True):
-    """tokenizer, core, detokenizer → api, twice a second: how its event loop does."""
+    """tokenizer, core, grammar, detokenizer → api, twice a second: how its event loop does."""
 
     name: str
     loop_lag_s: HistogramCounts  # how late the loop came to what was due

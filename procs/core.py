@@ -187,7 +187,11 @@ class CoreActor:
             self._cancel(Cancel(tuple(sorted(given_up))))
 
     def _cancel(self, message: Cancel) -> None:
-        self._given_up.update(rid for rid in message.rids if rid in self._unsure)
+        for rid in message.rids:
+            if (held := self._unsure.get(rid)) is not None:
+                self._given_up.add(rid)
+                if self._given_up.issuperset(range(held.rid, held.rid + held.n)):
+                    self.scheduler.constraints.end(held.rid)  # its grammar need not be compiled any more
         self._record(message)
         for rid in message.rids:
             self.scheduler.cancel(rid)

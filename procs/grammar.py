@@ -7,7 +7,9 @@ through a trial (`trial.py`). Nothing of it is loaded before the first one comes
 import asyncio
 import contextlib
 import logging
+import time
 from array import array
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LOOK_S = 0.001  # between looks at trials under way
+_TURN_S = 0.02  # spent on grammars that are through before sequences have their turn
 
 log = logging.getLogger("pagewire.grammar")
 
@@ -64,6 +67,8 @@ class GrammarActor:
         self._load = load
         self._trials = Trials(config, load)
         self._tried: dict[int, Constrain] = {}  # by their first rid
+        self._unwanted: set[int] = set()  # of them, those that were cancelled
+        self._through: deque[tuple[int, Outcome]] = deque()  # of them, those whose trial is over
         self._matchers: dict[int, Matcher] = {}
         self._compiler: Compiler | None = None  # once it is needed; and the next two
         self._mask: NDArray[np.int32]
@@ -85,6 +90,9 @@ class GrammarActor:
                     self._trials.begin(message.rid, Trial(message.constraint, message.n))
                 case Drawn():
                     for rid in memoryview(message.ended).cast("q"):
+                        if rid in self._tried:
+                            self._unwanted.add(rid)
+                            self._trials.forget(rid)
                         self._matchers.pop(rid, None)
                     for rid, token in zip(memoryview(message.rids).cast("q"), bytes_to_ids(message.ids), strict=True):
                         self._go_on(rid, [token], answer)
@@ -98,22 +106,28 @@ class GrammarActor:
     async def stop(self, grace_s: float) -> None:
         """See `Actor`."""
         self._trials.close()
+        self._through.clear()
 
     @property
     def num_pending(self) -> int:
         """Grammars that are tried out: as long as there are any, `poll` is to be called."""
-        return self._trials.num_pending
+        return self._trials.num_pending + len(self._through)
 
     def poll(self) -> None:
-        """Goes on with the grammars that are through."""
-        if self.num_pending:
-            answer = _Answer()
-            for rid, outcome in self._trials.collect():
+        """Goes on with the grammars that are through, for a while: what sequences draw meanwhile waits."""
+        if self._trials.num_pending:
+            self._through += self._trials.collect()
+        if self._through:
+            answer, until = _Answer(), time.monotonic() + _TURN_S
+            while self._through:
+                rid, outcome = self._through.popleft()
                 self._begin(self._tried.pop(rid), outcome, answer)
+                if time.monotonic() >= until:
+                    break
             self._tell(answer)
         if self.num_pending and not self._is_watching:
             with contextlib.suppress(RuntimeError):  # without a loop, whoever runs the actors calls
-                asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+                asyncio.get_running_loop().call_later(0 if self._through else _LOOK_S, self._look)
                 self._is_watching = True
 
     def _look(self) -> None:
@@ -126,6 +140,10 @@ class GrammarActor:
 
     def _begin(self, message: Constrain, outcome: Outcome, answer: _Answer) -> None:
         rids = range(message.rid, message.rid + message.n)
+        if message.rid in self._unwanted:
+            self._unwanted.remove(message.rid)
+            self._post("core", Constrained(message.rid))  # which ends it at once
+            return
         if outcome.kind is None:
             try:
                 compiler, tail = self._loaded(), self._tail(message)

@@ -150,9 +150,7 @@ class TokenizerActor:
                 template = self._template_of(fields.pop("template"))
                 return array("i", template.encode(self._tokenizer, **fields))
             case IdsPrompt(data):
-                ids = bytes_to_ids(data)[:max_tokens]
-                check_ids(self._config.vocab_size, "prompt", ids)
-                return ids
+                return bytes_to_ids(data)[:max_tokens]
             case _:
                 assert_never(prompt)
 
@@ -187,6 +185,7 @@ class TokenizerActor:
             ids = self._encode(submit.prompt, max_tokens)
         if not ids:
             raise RequestError("invalid_request", "The prompt is empty.")
+        check_ids(self._config.vocab_size, "prompt", ids)  # a tokenizer may have more tokens than its model
         check_parameters(self._config.vocab_size, submit.sampling, submit.limits, submit.constraint)
         check_min_tokens(self._config.eos_token_ids, submit.sampling, submit.limits)
         if submit.truncate is not None:

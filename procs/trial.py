@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -149,7 +148,7 @@ class Trials:
         self._config = config
         self._load = load
         self._processes: list[_Process] = []
-        self._waiting: deque[tuple[int, Trial]] = deque()
+        self._waiting: dict[int, Trial] = {}  # in their order
         self._tried: dict[int, Trial] = {}  # rid → its grammar, while it waits or is compiled
         self._passed: dict[bytes, int] = {}  # grammar → how often it was compiled; the one asked for last at the end
         self._done: list[tuple[int, Outcome]] = []
@@ -165,7 +164,13 @@ class Trials:
             self._done.append((rid, self._pass(trial)))
             return
         self._tried[rid] = trial
-        self._waiting.append((rid, trial))
+        self._waiting[rid] = trial
+
+    def forget(self, rid: int) -> None:
+        """Nobody wants it any longer: if it still waits, it is through."""
+        if self._waiting.pop(rid, None) is not None:
+            del self._tried[rid]
+            self._done.append((rid, Outcome()))
 
     def collect(self) -> list[tuple[int, Outcome]]:
         """The rids whose grammars are through, well or not."""
@@ -176,7 +181,8 @@ class Trials:
                 self._end(process)
         idle = [process for process in self._processes if process.is_idle]
         while self._waiting and idle:
-            idle.pop().begin(*self._waiting.popleft())
+            rid = next(iter(self._waiting))
+            idle.pop().begin(rid, self._waiting.pop(rid))
         num_starting = sum(not process.is_started for process in self._processes)
         if len(self._waiting) > num_starting and len(self._processes) < _MOST_PROCESSES:
             self._processes.append(_Process(self._config, self._load))
@@ -184,10 +190,13 @@ class Trials:
         return done
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes. Nothing is tried any more."""
         for process in self._processes:
             process.close()
         self._processes.clear()
+        self._waiting.clear()
+        self._tried.clear()
+        self._done.clear()
 
     def _look(self, process: _Process) -> None:
         try:
@@ -211,10 +220,10 @@ class Trials:
                 self._end(process)
             else:
                 outcome = Outcome("internal", "Grammars cannot be compiled: the process that does it ends at once.")
-            while self._waiting:
-                rid, _ = self._waiting.popleft()
+            for rid in self._waiting:
                 del self._tried[rid]
                 self._done.append((rid, outcome))
+            self._waiting.clear()
 
     def _end(self, process: _Process) -> None:
         self._processes.remove(process)

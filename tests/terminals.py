@@ -1,5 +1,6 @@
 """A command in a terminal of its own, as a person has it."""
 
+import codecs
 import fcntl
 import os
 import pty
@@ -30,6 +31,7 @@ class Terminal:
             env=environment,
         )
         self.shown = ""  # everything so far
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._from = 0  # what `expect` has not looked at
 
     def type(self, text: str) -> None:
@@ -64,5 +66,5 @@ class Terminal:
 
     def _read(self, timeout_s: float) -> None:
         while select.select([self._own], [], [], timeout_s)[0]:
-            self.shown += os.read(self._own, 1 << 16).decode(errors="replace")
+            self.shown += self._decoder.decode(os.read(self._own, 1 << 16))
             timeout_s = 0

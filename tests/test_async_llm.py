@@ -89,6 +89,16 @@ def test_it_gives_what_llm_gives(model: str) -> None:
     assert children() <= before
 
 
+def test_what_the_engine_refuses_leaves_nothing_behind(model: str) -> None:
+    async def work() -> None:
+        async with AsyncLLM(model, **OPTIONS | {"kv_cache_memory": "64K"}) as llm:
+            with pytest.raises(RequestError, match="maximum context length"):
+                await whole(llm, [5] * 200, GREEDY)
+            assert not llm._detokenizer._outputs
+
+    asyncio.run(work())
+
+
 def test_without_a_model_nothing_is_started(tmp_path: Path) -> None:
     before = children()
 

@@ -56,6 +56,13 @@ def test_beams_share_the_kv_of_their_parents(llm: LLM) -> None:
     assert llm._engine.scheduler.pool.num_held == 0
 
 
+def test_beams_end_with_the_context(llm: LLM) -> None:
+    longest = llm._engine.scheduler.max_model_len
+    (output,) = llm.beam_search([5] * (longest - 3), BeamSearchParams(beam_width=2, max_tokens=9, ignore_eos=True))
+    assert [len(beam.tokens) for beam in output.sequences] == [longest, longest]
+    assert all(beam.finish_reason == "length" for beam in output.sequences)
+
+
 def test_early_stopping_ends_with_the_first_beams_that_ended() -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=9, early_stopping=True)
     search = BeamSearch([1], params, frozenset({0}))

@@ -231,7 +231,7 @@ def test_structured_outputs(llm: LLM) -> None:
         assert all(fits(output.text) and output.finish_reason == "stop" for output in result.outputs), result
     chosen = SamplingParams(temperature=0, max_tokens=9, structured_outputs=StructuredOutputsParams(choice=["no"]))
     assert llm.chat([{"role": "user", "content": "hi"}], chosen, use_tqdm=False)[0].outputs[0].text == "no"
-    with pytest.raises(RequestError, match="Regex"):
+    with pytest.raises(RequestError, match="regular expression cannot be enforced"):
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")), use_tqdm=False)
     with pytest.raises(ValueError, match="one of json"):
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams()), use_tqdm=False)

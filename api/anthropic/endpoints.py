@@ -43,7 +43,7 @@ class AnthropicEndpoints:
         """POST /v1/messages"""
         request = decode_body(self._messages_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
-        chat = chat_request(request)
+        chat = chat_request(request, self._service.config)
         try:
             orders = chat_orders(chat, self._service.config, scope["state"]["salt"])
         except HttpError as error:
@@ -57,5 +57,6 @@ class AnthropicEndpoints:
         """POST /v1/messages/count_tokens"""
         request = decode_body(self._count_tokens_decoder, await read_json(scope, receive))
         self._service.model_name(request.model)
-        tokenized = await self._service.gateway.tokenize(chat_prompt(chat_request(request), self._service.config))
+        config = self._service.config
+        tokenized = await self._service.gateway.tokenize(chat_prompt(chat_request(request, config), config))
         await send_json(send, TokenCount(len(id_list(tokenized.ids))))

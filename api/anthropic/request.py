@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ...config import EngineConfig
 from ..conversation import Conversation
 from ..http_error import HttpError
 from ..openai.types import ChatRequest, GenerationRequest, ResponseFormat
+from ..parsers.registry import reasoning_tags
 from .types import Block, CountTokensRequest, MessagesRequest
 
 _REFUSED = (
@@ -19,7 +21,7 @@ _OWN = ("max_tokens", "stop", "user", "thinking_token_budget")  # of those that 
 _SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name not in _OWN)
 
 
-def chat_request(request: CountTokensRequest) -> ChatRequest:
+def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatRequest:
     """The same as a chat request. Raises HttpError."""
     for name in _REFUSED:
         if getattr(request, name):
@@ -37,7 +39,9 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
     variables = dict(request.chat_template_kwargs or {})
     budget = request.thinking_token_budget
     if request.thinking is not None:
-        budget = request.thinking.budget_tokens if request.thinking.type == "enabled" else budget
+        if request.thinking.type == "enabled" and reasoning_tags(config.tool_call_parser, config.reasoning_parser):
+            # A model that is not known to reason keeps to any bound. Agents send one with every request.
+            budget = request.thinking.budget_tokens
         variables.setdefault("enable_thinking", request.thinking.type != "disabled")
     max_tokens, stop, user = None, request.stop, request.user
     if isinstance(request, MessagesRequest):

@@ -31,7 +31,10 @@ class BatchEndpoints:
     def __init__(self, service: Service, app: ASGIApp) -> None:
         """`app`: answers the requests of batches. Raises ConfigError if the folder cannot be used."""
         self._store = BatchStore(service.config.batch_folder)
-        self._runner = BatchRunner(self._store, app, concurrency=min(64, service.config.max_num_seqs))
+        config = service.config
+        self._runner = BatchRunner(
+            self._store, app, concurrency=min(64, config.max_num_seqs), max_bytes=config.max_body_size
+        )
         self._decoder = msgspec.json.Decoder(CreateBatch)
 
     def routes(self) -> list[Operation]:
@@ -196,7 +199,7 @@ async def _send_page(scope: Scope, send: Send, all: Sequence[FileBody] | Sequenc
     """A `Page`: at most `limit` behind the one whose id is `after`. Raises HttpError 400."""
     query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
     limit = query.get("limit", "20")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= 10_000:
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= 10_000):
         raise HttpError(400, "limit must be a number between 1 and 10000.", param="limit")
     ids = [item.id for item in all]
     if (after := query.get("after")) is not None and after not in ids:

@@ -36,12 +36,14 @@ class _Answered(msgspec.Struct, frozen=True):
 class BatchRunner:
     """One task a batch."""
 
-    def __init__(self, store: BatchStore, app: ASGIApp, *, concurrency: int) -> None:
-        """`app`: the endpoints, behind the edge. `concurrency`: most requests under way, of all batches."""
+    def __init__(self, store: BatchStore, app: ASGIApp, *, concurrency: int, max_bytes: int) -> None:
+        """`app`: the endpoints, behind the edge. `concurrency`: most requests under way, of all batches.
+        `max_bytes`: of a request, as of those that come alone."""
         self._store = store
         self._app = app
         self._slots = asyncio.Semaphore(concurrency)
         self._concurrency = concurrency
+        self._max_bytes = max_bytes
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def __contains__(self, id: str) -> bool:
@@ -106,6 +108,8 @@ class BatchRunner:
         ids: set[str] = set()
         async for number, line in _lines(self._store.content(batch.input_file_id)):
             try:
+                if len(line) > self._max_bytes:
+                    raise ValueError(f"a request has at most {self._max_bytes} bytes.")
                 request = read_request(line)
                 if request.url != batch.endpoint:
                     raise ValueError(f"the batch is for {batch.endpoint}, this is for {request.url}.")
@@ -204,8 +208,7 @@ class BatchRunner:
         for kind in ("output", "error"):
             path = self._path(id, kind)
             if path.exists():
-                file_id, file = self._store.new_file()
-                file.close()
+                file_id = self._store.new_id()
                 path.replace(self._store.content(file_id))
                 self._store.keep(owner, file_id, f"{id}_{kind}.jsonl", "batch_output")
                 fields[f"{kind}_file_id"] = file_id

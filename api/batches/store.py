@@ -97,11 +97,15 @@ class BatchStore:
         """The latest first."""
         return [stored.body for stored in reversed(self.files.values()) if stored.owner == owner]
 
+    def new_id(self) -> str:
+        """Of a file whose bytes are here already."""
+        return f"file-{secrets.token_hex(12)}"
+
     def new_file(self) -> tuple[str, IO[bytes]]:
         """An id, and the file to write before `keep` or `drop`. Raises HttpError 413 if there is no room."""
         if sum(stored.body.bytes for stored in self.files.values()) >= MAX_STORED_BYTES:
             raise HttpError(413, f"The files here have {MAX_STORED_BYTES >> 30} GiB already; delete some.")
-        id = f"file-{secrets.token_hex(12)}"
+        id = self.new_id()
         return id, self.content(id).open("xb")
 
     def drop(self, id: str) -> None:

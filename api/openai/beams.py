@@ -49,6 +49,8 @@ async def answer_with_beams(
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(orders[0].sampling, name) is not None:
             raise _not_beside(name)
+    if orders[0].constraint is not None and orders[0].constraint.thinking_budget is not None:
+        raise _not_beside("thinking_token_budget")
     if request.repetition_penalty not in (None, 1):
         raise _not_beside("repetition_penalty")
     if getattr(request, "tool_choice", None) not in (None, "none", "auto"):

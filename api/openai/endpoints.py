@@ -1,15 +1,18 @@
 """POST /v1/chat/completions and /v1/completions."""
 
+import asyncio
 import time
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ...errors import RequestError
 from ...ipc.messages import Submit
+from ..http_error import HttpError
 from ..operation import Operation
 from ..rate_limit import estimated_tokens
 from ..reply import Reply
-from ..service import Service, read_json, send_body, while_connected
+from ..service import Service, read_json, send_body, too_slow, while_connected
 from .beams import answer_with_beams
 from .chat import ChatReply
 from .completions import CompletionReply
@@ -101,8 +104,17 @@ class OpenAIEndpoints:
             self._service.check_health()
             with scope["state"]["account"].hold(orders) as hold:
                 work = answer_with_beams(self._service.gateway, self._service.config, request, orders, reply)
-                body = await while_connected(receive, work)
-                hold.num_tokens = sum(map(estimated_tokens, orders))
+                limit_s = self._service.config.request_timeout_s
+                hold.num_tokens = sum(map(estimated_tokens, orders))  # who leaves has had steps, too
+                try:
+                    async with asyncio.timeout(limit_s):
+                        body = await while_connected(receive, work)
+                except TimeoutError:
+                    assert limit_s is not None
+                    raise too_slow(limit_s) from None
+                except (HttpError, RequestError):
+                    hold.num_tokens = 0
+                    raise
             await send_body(send, 200, body)
         else:
             await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)

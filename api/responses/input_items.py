@@ -85,7 +85,7 @@ def page(items: bytes, query: dict[str, str]) -> ItemList:
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(_LISTED))
     if order not in ("asc", "desc"):
         raise HttpError(400, 'order must be "asc" or "desc".', param="order")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= MOST_LISTED):
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MOST_LISTED):
         raise HttpError(400, f"limit must be a number from 1 to {MOST_LISTED}.", param="limit")
     if order == "desc":
         found.reverse()

@@ -136,6 +136,7 @@ def test_a_batch_is_answered_by_the_endpoints() -> None:
         (request_line("a", url="/v1/chat/completions"), "Line 1: the batch is for /v1/completions, this is for"),
         (request_line("a", url="/metrics"), "Line 1: POST /metrics is no request of a batch"),
         (request_line("a", stream=True), "Line 1: a batch has no streams"),
+        (request_line("a") + request_line("b", user="x" * 2000), "Line 2: a request has at most 2000 bytes."),
     ],
 )
 def test_a_wrong_file_fails_the_batch_before_anything_is_sent(content: str, complaint: str) -> None:
@@ -147,7 +148,7 @@ def test_a_wrong_file_fails_the_batch_before_anything_is_sent(content: str, comp
         assert ended["status"] == "failed" and not engine.submits
         assert ended["errors"]["data"][0]["message"].startswith(complaint)
 
-    play(work, engine)
+    play(work, engine, max_body_size=2000)
 
 
 def test_a_cancelled_batch_keeps_what_it_has() -> None:
@@ -228,6 +229,17 @@ def test_a_batch_that_takes_too_long_expires(monkeypatch: pytest.MonkeyPatch) ->
     play(work, engine)
 
 
+def test_answers_are_kept_where_there_is_no_room_for_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(server: Batches) -> None:
+        batch = await server.create(request_line("a"))
+        monkeypatch.setattr("pagewire.api.batches.store.MAX_STORED_BYTES", 0)
+        ended = await server.until(batch["id"], "failed", "completed")
+        assert ended["status"] == "completed" and len(await server.lines(ended["output_file_id"])) == 1
+        assert (await server.upload("x")).status == 413
+
+    play(work)
+
+
 def test_files_and_batches_belong_to_their_key() -> None:
     async def work(server: Batches) -> None:
         batch = await server.create(request_line("a"))
@@ -250,6 +262,7 @@ def test_what_is_no_upload_and_no_batch_is_refused() -> None:
             (await server.upload("x", name="document"), "file"),
             (await server.call("POST", "/v1/files", {}), None),
             (await server.call("GET", "/v1/files?limit=0"), "limit"),
+            (await server.call("GET", f"/v1/files?limit={'1' * 5000}"), "limit"),
             (await server.call("GET", "/v1/files?after=x"), "after"),
             (await server.call("POST", "/v1/batches", {"input_file_id": "x", "endpoint": "/load"}), "endpoint"),
             (await server.call("POST", "/v1/batches", {"input_file_id": "x"}), None),

@@ -178,6 +178,20 @@ def test_a_format_beside_tools_leaves_calls_to_the_model(parser: str) -> None:
     assert constraint.kind == "json_schema"
 
 
+@pytest.mark.parametrize("ask", ["format", "tools"])
+def test_a_schema_of_any_depth_is_taken_or_refused(ask: str) -> None:
+    for depth in range(900, 1000):
+        schema = '{"a":' * depth + "1" + "}" * depth
+        field = {
+            "format": f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}',
+            "tools": '"tool_choice": "required", "tools": [{"type": "function", "function": '
+            f'{{"name": "f", "parameters": {schema}}}}}]',
+        }[ask]
+        body = f'{{"messages": [{{"role": "user", "content": "hi"}}], {field}}}'.encode()
+        answer = request(FakeEngine(), "/v1/chat/completions", body, tool_call_parser="hermes")
+        assert answer.status in (200, 400), depth
+
+
 def test_a_family_that_is_not_known_says_which_flag_helps() -> None:
     engine = FakeEngine()
     fields = {"messages": [{"role": "user", "content": "hi"}], "tools": [NOW], "tool_choice": "required"}
@@ -234,3 +248,5 @@ def test_the_other_apis_ask_for_the_same() -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     answer = request(engine, "/v1/messages", {**body, "thinking": thinking}, **THINK)
     assert constraint_of(engine, answer).thinking_budget == 1024
+    assert request(engine, "/v1/messages", {**body, "thinking": thinking}).status == 200
+    assert engine.submits[-1].constraint is None, "a model that is not known to reason keeps to any bound"

@@ -216,6 +216,7 @@ def test_a_request_may_take_so_long(stream: bool) -> None:
         assert answer.status == (200 if stream else 504) and "[DONE]" not in answer.body.decode()
         assert error["code"] == "request_timeout" and "0.02 s" in error["message"]
         assert engine.cancels and not engine.open
+        assert engine.gateway.stats.aborts["request_timeout"] == 1
 
     run(work())
 

@@ -192,7 +192,7 @@ def test_a_last_word_of_the_assistant_goes_on() -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "time"}}, "tool_choice"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
+        ({"thinking_token_budget": 2000}, "thinking.budget_tokens"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"n": 2}, "n is"),

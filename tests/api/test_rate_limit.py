@@ -9,7 +9,17 @@ from msgspec.structs import replace
 from pagewire.access import ApiKey
 from pagewire.api.http_error import HttpError
 from pagewire.api.rate_limit import Account, Bucket, estimated_tokens
-from pagewire.ipc.messages import ChatPrompt, IdsPrompt, Limits, Sampling, Submit, TextPrompt, TextSpec, ids_to_bytes
+from pagewire.ipc.messages import (
+    ChatPrompt,
+    IdsPrompt,
+    Limits,
+    PairPrompt,
+    Sampling,
+    Submit,
+    TextPrompt,
+    TextSpec,
+    ids_to_bytes,
+)
 
 from .harness import Client, FakeEngine, make_app, request, run
 from .served import Served
@@ -99,6 +109,7 @@ def test_a_request_that_is_larger_than_the_rate_waits_for_a_full_bucket() -> Non
         (IdsPrompt(ids_to_bytes([1] * 30)), 3, 20, 90),
         (TextPrompt("x" * 40), 1, 0, 11),
         (ChatPrompt(b"x" * 400, b"y" * 40), 1, None, 111 + 256),
+        (PairPrompt("x" * 40, "y" * 40), 1, 0, 21),
     ],
 )
 def test_estimates(prompt: Any, n: int, max_tokens: int | None, estimate: int) -> None:
@@ -142,6 +153,11 @@ def test_refused_requests_give_their_tokens_back() -> None:
     body = {"prompt": "abc", "max_tokens": 100}
     answer = request(engine, "/v1/completions", body, tokens_per_minute=1000)
     assert answer.status == 400 and answer.headers["x-ratelimit-remaining-tokens"] == "1000"
+
+
+def test_pairs_pay_for_their_tokens() -> None:
+    answer = request(FakeEngine(), "/score", {"text_1": "abc", "text_2": ["a", "b"]}, tokens_per_minute=1000)
+    assert answer.status == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "996"
 
 
 def test_as_openai_s_client_sees_it() -> None:

@@ -369,7 +369,9 @@ def test_the_items_that_a_response_was_made_from() -> None:
     assert page.json["has_more"] and page.json["data"] + rest.json["data"] == body["data"][::-1]
 
 
-@pytest.mark.parametrize("query", ["?limit=0", "?limit=101", "?limit=x", "?order=up", "?after=msg_x", "?limit=-1"])
+@pytest.mark.parametrize(
+    "query", ["?limit=0", "?limit=101", "?limit=x", "?order=up", "?after=msg_x", "?limit=-1", "?limit=01" + "0" * 5000]
+)
 def test_pages_that_there_are_not(query: str) -> None:
     _, answer = conversation(
         ("POST", "/v1/responses", {"input": "x"}, "first"), ("GET", items_at(query), None, "first")

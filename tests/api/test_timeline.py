@@ -10,7 +10,19 @@ from pagewire.api.http_error import ShuttingDown
 from pagewire.api.request_end import RequestEnd, log_request, request_end
 from pagewire.api.timeline import timeline, together
 from pagewire.errors import RequestError
-from pagewire.ipc.messages import Chunk, Failed, Limits, Sampling, Submit, TextBatch, TextPrompt, TextSpec, Times, Usage
+from pagewire.ipc.messages import (
+    Chunk,
+    Failed,
+    Limits,
+    Pooling,
+    Sampling,
+    Submit,
+    TextBatch,
+    TextPrompt,
+    TextSpec,
+    Times,
+    Usage,
+)
 
 from .harness import FakeEngine, chat, complete
 
@@ -137,3 +149,19 @@ def test_times_come_last_and_only_when_asked_for(ask: Any, usage: bool) -> None:
     assert done == "[DONE]"
     assert ["timings" in event for event in events] == [False] * (len(events) - 1) + [True]
     assert events[-1]["choices"] == [] and (events[-1].get("usage") is not None) == usage
+
+
+@pytest.mark.parametrize(
+    ("path", "pooling", "operation"),
+    [
+        ("/v1/completions", None, "text_completion"),
+        ("/v1/embeddings", Pooling("mean"), "embeddings"),
+        ("/v2/rerank", Pooling("score"), "score"),
+        ("/v1/messages", None, "chat"),
+    ],
+)
+def test_what_a_span_calls_the_request(path: str, pooling: Pooling | None, operation: str) -> None:
+    pytest.importorskip("opentelemetry.exporter")
+    from pagewire.api.tracing import operation_of
+
+    assert operation_of(path, pooling) == operation

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import grammars
 import numpy as np
+import pytest
 from engine_clients import Engine, address_in, until
 from fakes import EOS, VOCAB, bits_of, enqueue
 from grammars import cycle
 from msgspec.structs import replace
 
-from pagewire.config import Config, MachineFacts, ModelFacts
+from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
 from pagewire.ipc.messages import (
     Accepted,
     Cancel,
@@ -35,6 +36,13 @@ SOME = Constraint("regex", "a")
 
 def rids(*numbers: int) -> bytes:
     return array("q", numbers).tobytes()
+
+
+def config_in(folder: Path) -> EngineConfig:
+    model = ModelFacts(
+        path=str(folder), name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), dtype="float32"
+    )
+    return resolve(Config(), model, MachineFacts(num_cores=1))
 
 
 def told(engine: Engine, receiver: str) -> list[Message]:
@@ -108,11 +116,7 @@ def test_what_is_held_can_be_cancelled_and_refused(tmp_path: Path) -> None:
 
 def test_the_process_answers_on_its_loop(tmp_path: Path) -> None:
     async def scenario() -> None:
-        model = ModelFacts(
-            path=str(tmp_path), name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), dtype="float32"
-        )
-        config = resolve(Config(), model, MachineFacts(num_cores=1))
-        actor = grammar.GrammarActor(config, grammars.load)
+        actor = grammar.GrammarActor(config_in(tmp_path), grammars.load)
         said: list[tuple[str, Message]] = []
         actor.start(lambda receiver, message: said.append((receiver, message)))
         try:
@@ -133,6 +137,59 @@ def test_the_process_answers_on_its_loop(tmp_path: Path) -> None:
             assert said == [("core", Masks(b"", b"", complete=rids(9)))]
         finally:
             await actor.stop(0)
+
+    asyncio.run(scenario())
+
+
+def test_streams_have_their_turn_between_two_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "_TURN_S", 0.0)
+
+    async def scenario() -> None:
+        actor = grammar.GrammarActor(config_in(tmp_path), grammars.load)
+        said: list[Message] = []
+        actor.start(lambda receiver, message: said.append(message))
+        try:
+            some = cycle([1, 2], [3])
+            actor._trials._pass(trial.Trial(some, 1))  # all of them are known to be grammars
+            actor.handle([Constrain(rid, 1, some, b"") for rid in range(1, 5)])
+            assert said == [Constrained(1), Masks(rids(1), bits_of([1, 2]))]
+            actor.handle([Drawn(rids(1), ids_to_bytes([1]), b"")])
+            assert said[2:4] == [Masks(rids(1), bits_of([3])), Constrained(2)]
+            await until(lambda: len(said) == 9, "all are compiled")
+            assert actor.num_pending == 0
+        finally:
+            await actor.stop(0)
+
+    asyncio.run(scenario())
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(tmp_path: Path) -> None:
+    """Else whoever sends slow ones and leaves would keep all others waiting."""
+
+    async def scenario() -> None:
+        async with Engine(address_in(tmp_path)) as engine:
+            actor = grammar.GrammarActor(engine.config, grammars.load)
+            said: list[Message] = []
+            actor.start(lambda receiver, message: said.append(message))
+            slow = cycle([1], fault="hangs")
+            engine.handle(*(enqueue(rid, [1, 2], n=2, constraint=slow) for rid in range(10, 50, 10)))
+            actor.handle([message for message in told(engine, "grammar") if isinstance(message, Constrain)])
+            try:
+                engine.handle(Cancel((10, 20, 21)))
+                engine.handle(Cancel((11, 30)))
+                told(engine, "api")
+                actor.handle([message for message in told(engine, "grammar") if isinstance(message, Drawn)])
+                await until(lambda: len(said) == 2, "those are answered at once", 1)
+                assert sorted(m.rid for m in said if isinstance(m, Constrained) and m.kind is None) == [10, 20]
+                assert actor._trials.num_pending == 2
+                engine.handle(*(message for message in said if isinstance(message, Constrained)))
+                ends = [
+                    t for batch in told(engine, "detokenizer") if isinstance(batch, TokenBatch) for t in batch.tokens
+                ]
+                assert [(t.rid, t.finish) for t in ends] == [(rid, "abort") for rid in (20, 21, 10, 11)]
+                assert engine.num_open == 0
+            finally:
+                await actor.stop(0)
 
     asyncio.run(scenario())
 

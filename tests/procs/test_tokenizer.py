@@ -7,6 +7,7 @@ import vocabulary
 from msgspec.structs import replace
 
 from pagewire.config import Config, MachineFacts, ModelFacts
+from pagewire.engine.text.tokenizer import load_tokenizer
 from pagewire.ipc import messages as m
 from pagewire.procs.tokenizer import TokenizerActor
 from pagewire.resolve import resolve
@@ -116,6 +117,19 @@ def test_more_tokens_than_a_row_has_places_for(tmp_path: Path, posts: Posts) -> 
         limits = m.Limits(4, tuple(range(3, 3 + num_ends)), min_tokens=2)
         actor.handle([submit(m.TextPrompt("x"), sampling=sampling, limits=limits)])
         assert posts.pop()[0] == receiver
+
+
+def test_a_tokenizer_with_more_tokens_than_its_model(tmp_path: Path, posts: Posts) -> None:
+    """Such as a padding token that was added later: its id would lie behind the embeddings."""
+    size = load_tokenizer(vocabulary.add_tokenizer(tmp_path)).encode("z", False)[0]
+    facts = ModelFacts(path=str(tmp_path), name="m", max_position=64, vocab_size=size, eos_token_ids=(2,),
+                       dtype="float32")  # fmt: skip
+    actor = TokenizerActor(resolve(Config(), facts, MachineFacts(num_cores=1)))
+    actor.start(lambda receiver, message: posts.append((receiver, message)))
+    chat = m.ChatPrompt(b'[{"role": "user", "content": "z"}]')
+    actor.handle([submit(m.TextPrompt("az")), submit(chat), submit(m.TextPrompt("a"))])
+    assert [receiver for receiver, _ in posts] == ["api", "api", "core"]
+    assert isinstance(posts[0][1], m.Failed) and "prompt must hold token ids" in posts[0][1].detail
 
 
 def test_what_the_tokenizer_is(actor: TokenizerActor, posts: Posts) -> None:

@@ -90,6 +90,9 @@ class Fairness:
     def plan(self) -> None:
         """A plan with rows was made."""
         scheduler = self._scheduler
+        if any(r.num_total >= r.num_allowed for r in scheduler.roster.waiting):
+            self._left.clear()  # whoever is first may have to wait for its mask, and the others for it
+            return
         flight = scheduler._in_flight[-1]
         served: dict[str, int] = {}
         for request, count in [*((r, 1) for r in flight.decodes), *zip(flight.others, flight.counts, strict=True)]:
@@ -103,7 +106,9 @@ class Fairness:
             del self._left[pair]
         rank = scheduler._policy.rank
         for a, b in pairs:
-            if (a, b) in self._left:
+            if (a, b) in self._left and rank(b) - served.get(b, 0) - rank(a) <= self._quantum:
+                del self._left[a, b]  # it had gone, and came anew
+            elif (a, b) in self._left:
                 self._left[a, b] -= served.get(b, 0)
                 assert self._left[a, b] >= 0, f"{b} is served although {a} waits and is far behind"
             elif rank(b) - rank(a) > self._quantum:

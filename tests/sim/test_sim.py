@@ -14,7 +14,7 @@ MUTANT_SEEDS = 1000
 COVERED = {
     "cached tokens": 10_000,
     "cancelled in flight": 100,
-    "cancelled while loading": 10,
+    "cancelled while loading": 5,
     "copies": 500,
     "constrained": 2000,
     "cores lost": 100,
@@ -24,9 +24,9 @@ COVERED = {
     "ended by unavailable": 100,
     "grammars that are complete": 200,
     "guesses": 3000,
-    "guesses accepted": 1500,
+    "guesses accepted": 1200,
     "loads": 150,
-    "loads that failed": 40,
+    "loads that failed": 25,
     "masks": 5000,
     "plans without rows": 100,
     "preempted": 200,
@@ -37,7 +37,7 @@ COVERED = {
     "stored blocks": 1000,
     "tenants far ahead": 100,
     "workers lost at work": 100,
-    "workers lost while loading": 3,
+    "workers lost while loading": 1,
 }
 
 
