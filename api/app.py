@@ -36,7 +36,7 @@ from .service import Service, send_body, too_large
 from .stats import Stats
 from .tokenizing import TokenizeEndpoints
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json", *PAGE_FILES})
+_OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
 _FILES_PATH = "/v1/files"
 _POLLED_PATHS = _OPEN_PATHS | {"/metrics", "/load"}  # no news while they are answered well
 _ONCE = frozenset(

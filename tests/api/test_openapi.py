@@ -90,7 +90,9 @@ def test_an_example_is_answered(path: str, example: dict[str, Any]) -> None:
 
 def test_keys_are_asked_for_where_they_are_needed() -> None:
     assert DESCRIPTION["security"] == []
-    guarded = request(FakeEngine(), "/openapi.json", api_keys=("secret",)).json
+    assert request(FakeEngine(), "/openapi.json", api_keys=("secret",)).status == 401
+    headers = {"authorization": "Bearer secret"}
+    guarded = request(FakeEngine(), "/openapi.json", headers=headers, api_keys=("secret",)).json
     assert guarded["security"] == [{"bearer": []}] and "bearer" in guarded["components"]["securitySchemes"]
     assert guarded["paths"]["/health"]["get"]["security"] == [] and "security" not in guarded["paths"]["/load"]["get"]
 
