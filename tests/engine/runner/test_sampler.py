@@ -124,7 +124,7 @@ def test_what_would_end_a_row_too_early_is_not_drawn():
     for seed in range(200):
         sampling = rng.choice((_random_sampling(rng, seed), Sampling(temperature=0)))
         ends, num_output, least = rng.sample(range(VOCAB), 5), rng.randrange(4), rng.randrange(4)
-        rows = Rows(num_rows=1, max_len=64, block_size=16)
+        rows = Rows(num_rows=1, max_len=64, block_size=16, vocab_size=VOCAB)
         ids = ids_to_bytes([1, 2, 3] + [4] * num_output)
         rows.open(RowOpen(0, ids, 3, 3 + num_output, ids_to_bytes([0]), sampling, 3 + least, ids_to_bytes(ends)))
         logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))

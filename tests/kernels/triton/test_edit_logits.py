@@ -113,7 +113,7 @@ def test_edited_logits_are_those_of_the_cpu(case):
     for i, place in enumerate(places):
         if place >= 0:
             expected = logits[i].cpu().clone()
-            cpu._edit(expected, rows.sampling[i], rows.ids[i, : rows.num_ids[i]], int(rows.num_prompt[i]))
+            cpu._edit(expected, rows.sampling[i], rows.bias(i), rows.ids[i, : rows.num_ids[i]], int(rows.num_prompt[i]))
             torch.testing.assert_close(edited[place].cpu(), expected, atol=1e-6 if BIG else 0, rtol=1e-6 if BIG else 0)
     assert edited[11:].isnan().all(), "rows without a place are not written"
 
