@@ -109,7 +109,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     return_timings: bool | None = None
     add_special_tokens: bool | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None  # under --scheduling-policy fair: whose turn it is
-    timeout: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # seconds to wait for a start before failing
+    timeout: Annotated[float, Meta(ge=1.0, le=1e9)] | None = None  # seconds to wait for a start before failing
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -18,7 +18,7 @@ class PoolingRequest(Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: to the longest that fits
     user: Annotated[str, Meta(max_length=512)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    timeout: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # seconds to wait for a start before failing
+    timeout: Annotated[float, Meta(ge=1.0, le=1e9)] | None = None  # seconds to wait for a start before failing
 
 
 class EmbeddingsRequest(PoolingRequest, frozen=True, kw_only=True):
