@@ -64,9 +64,9 @@ def test_it_gives_what_llm_gives(model: str) -> None:
 
             # Many at once, and each grows.
             lengths: list[int] = []
-            async for output in llm.generate("hello", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)):
+            async for output in llm.generate("hello", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)):
                 lengths.append(len(output.outputs[0].token_ids))
-            assert lengths == sorted(lengths) and lengths[-1] == 40 and len(lengths) > 1
+            assert lengths == sorted(lengths) and lengths[-1] == 400 and len(lengths) > 1
             many = await asyncio.gather(*(whole(llm, f"prompt {i}", GREEDY) for i in range(40)))
             alone = await whole(llm, "prompt 7", GREEDY)
             assert many[7].outputs == alone.outputs
