@@ -242,6 +242,17 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         _doc("server", "send a span for each request to this OpenTelemetry collector, such as http://host:4318"),
     ] = None
     start_timeout_s: Annotated[float, _doc("server", "longest start of a process, in seconds", ge=1)] = 600.0
+    hang_timeout_s: Annotated[
+        float, _doc("server", "a process that says nothing for so many seconds is replaced as if it had died", ge=1)
+    ] = 10.0
+    outage_wait: Annotated[
+        float,
+        _doc("server", "how long new requests wait while a process is replaced, in seconds, before they get 503", ge=0),
+    ] = 30.0
+    api_processes: Annotated[
+        int,
+        _doc("server", "processes that serve HTTP on the one port; limits and rates are each one's own", ge=1, le=64),
+    ] = 1
     shutdown_timeout_s: Annotated[
         float, _doc("server", "how long open requests may go on after SIGTERM, in seconds", ge=0)
     ] = 0.0
@@ -378,6 +389,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     otlp_traces_endpoint: str | None = None
     start_timeout_s: float
     shutdown_timeout_s: float
+    hang_timeout_s: float = 10.0
+    outage_wait: float = 30.0
+    api_processes: int = 1
 
     @property
     def kv_model_key(self) -> bytes:

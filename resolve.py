@@ -105,6 +105,9 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         otlp_traces_endpoint=config.otlp_traces_endpoint,
         start_timeout_s=config.start_timeout_s,
         shutdown_timeout_s=config.shutdown_timeout_s,
+        hang_timeout_s=config.hang_timeout_s,
+        outage_wait=config.outage_wait,
+        api_processes=config.api_processes,
     )
 
 

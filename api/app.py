@@ -21,7 +21,7 @@ from .about import AboutEndpoints
 from .anthropic.endpoints import AnthropicEndpoints
 from .batches.endpoints import BatchEndpoints
 from .batches.store import MAX_FILE_BYTES
-from .gateway import ClientGone, Gateway
+from .gateway import Gateway
 from .http_error import HttpError, anthropic_error_body, as_http_error, error_body, speaks_anthropic
 from .keys import Keys
 from .openai.endpoints import OpenAIEndpoints
@@ -34,6 +34,7 @@ from .request_end import Observer
 from .responses.endpoints import ResponsesEndpoints
 from .service import Service, send_body, too_large
 from .stats import Stats
+from .stream import ClientGone
 from .tokenizing import TokenizeEndpoints
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})

@@ -2,17 +2,21 @@
 
 Owns the open requests of this api process, their rids, and the counts behind /metrics. Knows nothing of HTTP or of
 OpenAI's shapes. Lives on one event loop; `handle` is called there with whatever the mailbox held.
+
+When a process behind it has died, what is open waits until the engine is whole again, and is then submitted anew with
+what was delivered of it (`journal.py`), under other rids: news of the old ones is nobody's.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import msgspec
+from msgspec import Struct
 
 from ..errors import RequestError
 from ..ipc.messages import (
+    RID_BITS,
     Accepted,
     Cancel,
     ChatPrompt,
@@ -23,40 +27,48 @@ from ..ipc.messages import (
     Detokenized,
     Failed,
     Pulse,
+    Reset,
+    Restored,
     Snapshot,
     Submit,
     TextBatch,
     TextPrompt,
-    Times,
     Tokenize,
     Tokenized,
     Usage,
 )
 from .http_error import HttpError, ShuttingDown
+from .journal import fingerprint
 from .stats import Stats
-from .timeline import EndedSequence, Timeline, timeline, together
+from .stream import ClientGone, ShortWay, Stream
+from .suspects import Suspects
+from .timeline import EndedSequence, timeline
 
 Question = Tokenize | Detokenize | Describe
 Answer = Tokenized | Detokenized | Described
-FromEngine = Accepted | TextBatch | Failed | Snapshot | Pulse | Answer
+FromEngine = Accepted | TextBatch | Failed | Snapshot | Pulse | Reset | Restored | Answer
 """The messages of `ToApi` that are the gateway's; the others are the api actor's own."""
 
-RID_BITS = 40  # of a rid: the counter; above it the api process's index
+
+class Outage(Struct, frozen=True):
+    """Processes behind the api are being replaced."""
+
+    lost: tuple[str, ...]  # their names
+    reason: str
+    since: float  # on the gateway's clock
 
 
-class ClientGone(Exception):
-    """The client has left; there is nobody to tell."""
+_KILLED = "The engine has died twice while it worked on this request; it is not tried again."
+_OUTAGE = "A part of the engine has died and is being replaced; try again later."
 
 
-class ShortWay(Protocol):
-    """What may take a stream's news past its reader: to wake a task costs more than all else that is done for a token.
-    Neither call may raise."""
+class _Asked:
+    """A question on its way."""
 
-    def take(self, index: int, chunk: Chunk) -> bool:
-        """News of a choice. False: it was not taken, and has to be read."""
-
-    def flush(self) -> None:
-        """Comes after all that has come in at once was offered."""
+    def __init__(self, question: Question, answer: "asyncio.Future[Answer]") -> None:
+        self.question = question
+        self.answer = answer
+        self.num_deaths = 0  # of tokenizers that had it
 
 
 class Gateway:
@@ -67,15 +79,24 @@ class Gateway:
         post: Callable[[Submit | Cancel | Question], None],
         *,
         api_index: int = 0,
+        outage_wait_s: float = 30.0,
+        most_held: int = 10_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`post` sends to the tokenizer process; it must neither block nor raise."""
+        """`post` sends to the tokenizer process; it must neither block nor raise. `outage_wait_s`: how long a request
+        without an answer waits for an engine that is not whole. `most_held`: sequences that may wait for it."""
         self._post = post
         self._clock = clock
+        self._outage_wait_s = outage_wait_s
+        self._most_held = most_held
         self._next_rid = api_index << RID_BITS
         self.unflushed: dict[ShortWay, None] = {}  # those that took news since `handle` began, for `Stream`
         self._streams: dict[int, Stream] = {}  # every rid that has not ended
-        self._questions: dict[int, asyncio.Future[Answer]] = {}  # to the tokenizer, not answered yet
+        self._questions: dict[int, _Asked] = {}  # to the tokenizer, not answered yet
+        self._held: dict[Stream, None] = {}  # open, and not with the engine now
+        self._suspects: Suspects[Stream] = Suspects()
+        self.outage: Outage | None = None
+        self.num_resumed = 0  # sequences that were submitted again
         self._refusal: str | None = None  # why nothing new is taken
         self._idle = asyncio.Event()
         self._idle.set()
@@ -103,22 +124,29 @@ class Gateway:
         """Why new requests are refused, if they are."""
         return self._refusal
 
-    def submit(self, orders: Sequence[Submit]) -> "Stream":
+    def submit(self, orders: Sequence[Submit]) -> Stream:
         """Sends `orders` on, each with rids of its own (theirs are ignored). The stream's choices are theirs in order.
 
         Whoever takes the stream must `cancel` it in the end, which is harmless when it has finished. Raises
-        ShuttingDown."""
+        ShuttingDown, RequestError."""
         if self._refusal is not None:
             raise ShuttingDown(self._refusal)
-        first = self._next_rid
-        stream = Stream(self, first, sum(order.n for order in orders), self._clock())
+        if self._suspects.are_known and self._suspects.has_killed(fingerprint(orders)):
+            raise RequestError("internal", _KILLED)
+        num_choices = sum(order.n for order in orders)
+        if self._is_holding and sum(len(held.open_rids) for held in self._held) + num_choices > self._most_held:
+            raise RequestError("queue_full", "Too many requests wait for the engine, a part of which is replaced.")
+        stream = Stream(self, self._next_rid, orders, self._clock())
+        self._next_rid += num_choices
         self._streams.update(dict.fromkeys(stream.open_rids, stream))
         self._idle.clear()
         for order in orders:
-            stream.first_rids.add(self._next_rid)
-            self._post(msgspec.structs.replace(order, rid=self._next_rid))
-            self._next_rid += order.n
             self.stats.asked(order.n, order.limits.max_tokens)
+        if self._is_holding:
+            self._hold(stream)
+        else:
+            for order in stream.send():
+                self._post(order)
         return stream
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, *, pieces: bool = False) -> Tokenized:
@@ -150,25 +178,23 @@ class Gateway:
                             self._take(stream, chunk, now)
                 case Accepted(rid=rid, num_prompt=num_prompt):
                     if (stream := self._streams.get(rid)) is not None:
-                        stream.nums_prompt[rid - stream.first_rid] = num_prompt
-                        if rid in stream.first_rids:
-                            stream.num_tokens += num_prompt
-                        stream.accept(rid)
+                        stream.accepted(rid, num_prompt)
                 case Tokenized(rid=rid) | Detokenized(rid=rid) | Described(rid=rid):
-                    if (question := self._questions.get(rid)) is not None and not question.done():
-                        question.set_result(message)
+                    if (asked := self._questions.get(rid)) is not None and not asked.answer.done():
+                        asked.answer.set_result(message)
                 case Failed(rid=rid, kind=kind, detail=detail):
-                    if (question := self._questions.get(rid)) is not None and not question.done():
-                        question.set_exception(RequestError(kind, detail))
+                    if (asked := self._questions.get(rid)) is not None and not asked.answer.done():
+                        asked.answer.set_exception(RequestError(kind, detail))
                     if (stream := self._streams.get(rid)) is not None:
-                        self.stats.finished["error"] += 1
-                        self.stats.errors[kind] += 1
-                        self._close_rid(stream, rid, f"error:{kind}", now)
-                        self.end(stream, RequestError(kind, detail))
+                        self._failed(stream, rid, RequestError(kind, detail), now)
                 case Snapshot():
                     self.snapshot = message
                 case Pulse(name=name):
                     self.pulses[name] = message
+                case Reset():
+                    self._lose(message, now)
+                case Restored():
+                    self._restore()
         for way in self.unflushed:
             way.flush()
         self.unflushed.clear()
@@ -186,11 +212,11 @@ class Gateway:
         self.refuse(reason)
         for stream in dict.fromkeys(self._streams.values()):
             self.end(stream, ShuttingDown(reason))
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(ShuttingDown(reason))
+        for asked in self._questions.values():
+            if not asked.answer.done():
+                asked.answer.set_exception(ShuttingDown(reason))
 
-    def end(self, stream: "Stream", error: Exception) -> None:
+    def end(self, stream: Stream, error: Exception) -> None:
         """Ends what is open of `stream`: the engine is told once, the reader gets `error`."""
         rids = tuple(sorted(stream.open_rids))
         if rids:
@@ -200,13 +226,94 @@ class Gateway:
                 self._close_rid(stream, rid, f"abort:{reason}", now)
             self.stats.finished["abort"] += len(rids)
             self.stats.aborts[reason] += len(rids)
-            self._post(Cancel(rids))
+            if stream in self._held:
+                del self._held[stream]
+                stream.go_on()
+            else:
+                self._post(Cancel(rids))
         stream.fail(error)
 
-    def _take(self, stream: "Stream", chunk: Chunk, now: float) -> None:
+    # ── a process behind this one has died ───────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _is_holding(self) -> bool:
+        """Nothing new is sent on: the engine is not whole, or works on what may have killed it."""
+        return self.outage is not None or bool(self._suspects)
+
+    def _hold(self, stream: Stream) -> None:
+        """It waits for the engine: as long as it takes if its client has heard something, else for a while."""
+        self._held[stream] = None
+        stream.wait_at_most(self._outage_wait_s, self._give_up)
+
+    def _give_up(self, stream: Stream) -> None:
+        if stream in self._held:
+            self.end(stream, RequestError("unavailable", _OUTAGE))
+
+    def _lose(self, reset: Reset, now: float) -> None:
+        """What is open is not with the engine any more."""
+        since = now if self.outage is None else self.outage.since
+        lost = reset.lost if self.outage is None else tuple(dict.fromkeys((*self.outage.lost, *reset.lost)))
+        self.outage = Outage(lost, reset.reason, since)
+        kinds = {name.partition("-")[0] for name in reset.lost}
+        streams = list(dict.fromkeys(self._streams.values()))
+        killer = self._suspects.blame(s for s in streams if s not in self._held and s.was_with(kinds))
+        if killer is not None:
+            self._suspects.remember(fingerprint(killer.orders))
+            self._failed(killer, min(killer.open_rids), RequestError("internal", _KILLED), now)
+        for stream in streams:
+            if stream.open_rids:
+                self._hold(stream)
+        if "tokenizer" in kinds:
+            for asked in self._questions.values():
+                asked.num_deaths += 1
+                if asked.num_deaths > 1 and not asked.answer.done():
+                    asked.answer.set_exception(RequestError("internal", _KILLED))
+
+    def _restore(self) -> None:
+        """The engine is whole. Who may have killed it goes first, and a few at a time; then all others."""
+        self.outage = None
+        self._suspects.line_up(stream for stream in self._held if stream.num_deaths)
+        for asked in self._questions.values():
+            if not asked.answer.done():
+                self._post(asked.question)
+        self._take_turns()
+
+    def _take_turns(self) -> None:
+        while self.outage is None and not self._suspects:
+            turn = self._suspects.next()
+            for stream in turn or list(self._held):
+                if stream.open_rids:
+                    self._resume(stream)
+                else:
+                    self._suspects.got_on(stream, 0)
+            if not turn:
+                return
+
+    def _resume(self, stream: Stream) -> None:
+        """Submits what is open of it: again and under new rids, if the engine had it before."""
+        del self._held[stream]
+        stream.go_on()
+        if stream.was_sent:
+            for rid in stream.open_rids:
+                del self._streams[rid]
+            stream.rebase(self._next_rid)
+            self._next_rid += len(stream.entries)
+            self._streams.update(dict.fromkeys(stream.open_rids, stream))
+            self.num_resumed += len(stream.open_rids)
+        for order in stream.send():
+            self._post(order)
+
+    def _failed(self, stream: Stream, rid: int, error: RequestError, now: float) -> None:
+        """The engine has failed one of its sequences: that ends it."""
+        self.stats.finished["error"] += 1
+        self.stats.errors[error.kind] += 1
+        self._close_rid(stream, rid, f"error:{error.kind}", now)
+        self.end(stream, error)
+
+    def _take(self, stream: Stream, chunk: Chunk, now: float) -> None:
         stats = self.stats
         index = chunk.rid - stream.first_rid
-        if chunk.times is not None:
+        if chunk.times is not None and stream.times[index] is None:  # what is resumed began when it first began
             stream.times[index] = chunk.times
         if chunk.ids:
             before = stream.last_news[index]
@@ -217,24 +324,35 @@ class Gateway:
                 stats.inter_token_latency_s.observe(now - before)
             stream.last_news[index] = now
             stream.num_tokens += len(chunk.ids) >> 2
+        stream.entries[index].note(chunk)
+        if self._suspects:
+            self._suspects.got_on(stream, len(chunk.ids) >> 2)
+            self._take_turns()
         if chunk.finish is None:
             stream.give(index, chunk)
             return
-        self._close_rid(stream, chunk.rid, chunk.finish, now, chunk.usage)
-        stats.finished[chunk.finish] += 1
-        if chunk.finish == "abort":  # not by us, or the rid would be closed: an answer that was cut is no success
+        finish: str = chunk.finish
+        times, usage = stream.times[index], chunk.usage
+        if stream.was_resumed and times is not None and usage is not None:
+            chunk = msgspec.structs.replace(chunk, usage=Usage(usage.num_prompt, usage.num_output, times.num_cached))
+        self._close_rid(stream, chunk.rid, finish, now, chunk.usage)
+        stats.finished[finish] += 1
+        if finish == "abort":  # not by us, or the rid would be closed: an answer that was cut is no success
             stats.aborts["unavailable"] += 1
             self.end(stream, RequestError("unavailable", "The request was cancelled by the server."))
         else:
             stream.give(index, chunk)
 
-    def _close_rid(self, stream: "Stream", rid: int, outcome: str, now: float, usage: Usage | None = None) -> None:
+    def _close_rid(self, stream: Stream, rid: int, outcome: str, now: float, usage: Usage | None = None) -> None:
         index = rid - stream.first_rid
         passed = timeline(stream.arrived, stream.times[index], stream.first_news[index], now)
         stream.ended.append(EndedSequence(index, outcome, passed, usage))
         if usage is not None and outcome != "abort":
             self.stats.completed(passed, usage)
         stream.open_rids.discard(rid)
+        if self._suspects and not stream.open_rids:
+            self._suspects.got_on(stream, 0)
+            self._take_turns()
         if not stream.open_rids and (longest := stream.longest_output):
             self.stats.max_generation_tokens.observe(longest)
         stream.accept(rid)
@@ -246,11 +364,15 @@ class Gateway:
             raise ShuttingDown(self._refusal)
         self._next_rid += 1
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._questions[question.rid] = answer
+        self._questions[question.rid] = _Asked(question, answer)
         self._idle.clear()
-        self._post(question)
+        if self.outage is None:
+            self._post(question)
         try:
-            return await answer
+            async with asyncio.timeout(None if self.outage is None else self._outage_wait_s):
+                return await answer
+        except TimeoutError:
+            raise RequestError("unavailable", _OUTAGE) from None
         finally:
             del self._questions[question.rid]
             self._note_idle()
@@ -273,111 +395,3 @@ def _abort_reason(error: Exception) -> str:
             return code
         case _:
             return "internal"
-
-
-class Stream:
-    """The news of one HTTP request's sequences. One reader."""
-
-    def __init__(self, gateway: Gateway, first_rid: int, num_choices: int, arrived: float) -> None:
-        self._gateway = gateway
-        self.first_rid = first_rid
-        self.arrived = arrived
-        self.open_rids = set(range(first_rid, first_rid + num_choices))  # the gateway's: those that have not ended
-        self.first_rids: set[int] = set()  # the gateway's: of each prompt the rid of its first choice
-        self.nums_prompt = [0] * num_choices  # tokens of each choice's prompt, once it was accepted
-        self.num_tokens = 0  # of all prompts that were accepted, and of all outputs so far
-        self.times: list[Times | None] = [None] * num_choices  # the gateway's: what it knows of each choice's way here
-        self.first_news: list[float | None] = [None] * num_choices  # the gateway's: when a choice first got ids
-        self.last_news: list[float | None] = [None] * num_choices  # the gateway's: when a choice last got ids
-        self.ended: list[EndedSequence] = []  # choices, in the order of their ends
-        self._unanswered = set(self.open_rids)  # of which the engine has said nothing yet
-        self._news: list[tuple[int, Chunk]] = []
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._short_way: ShortWay | None = None  # only while a reader waits
-
-    @property
-    def finished(self) -> bool:
-        """Everything has been read and nothing more will come."""
-        return not self.open_rids and not self._news and self._error is None
-
-    @property
-    def num_unanswered(self) -> int:
-        """Open choices of which the engine has said nothing yet."""
-        return len(self._unanswered)
-
-    @property
-    def longest_output(self) -> int:
-        """Tokens of the longest choice that has ended."""
-        return max((ended.usage.num_output for ended in self.ended if ended.usage is not None), default=0)
-
-    def timeline(self) -> Timeline:
-        """How the time of the whole request passed, once every choice has ended."""
-        return together([ended.timeline for ended in self.ended])
-
-    async def admitted(self) -> None:
-        """Returns once the engine has taken every sequence. Raises RequestError if it refused one, ClientGone."""
-        while self._unanswered and self._error is None:
-            await self._wait()
-        if self._error is not None:
-            raise self._error
-
-    async def news(self, short_way: ShortWay | None = None) -> list[tuple[int, Chunk]]:
-        """The chunks since the last call, as (choice, chunk) in order; waits for some. Empty after `wake`.
-
-        `short_way` is offered every chunk while this waits. Raises RequestError when the request has failed,
-        ClientGone."""
-        if not self._news and self._error is None:
-            self._short_way = short_way
-            await self._wait()
-        if not self._news and self._error is not None:
-            raise self._error
-        news, self._news = self._news, []
-        return news
-
-    def wake(self) -> None:
-        """Makes a waiting reader look up."""
-        self._short_way = None
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def cancel(self) -> None:
-        """The reader leaves. The engine is told of what is still open, once."""
-        self.end(ClientGone())
-
-    def end(self, error: Exception) -> None:
-        """Cuts it off: the reader gets `error`, and nothing of what it has not read yet."""
-        self._news.clear()
-        self._gateway.end(self, error)
-
-    def accept(self, rid: int) -> None:
-        """For the gateway: the engine has answered for this sequence."""
-        if rid in self._unanswered:
-            self._unanswered.remove(rid)
-            if not self._unanswered:
-                self.wake()
-
-    def give(self, index: int, chunk: Chunk) -> None:
-        """For the gateway: news of a choice."""
-        if self._unanswered:
-            self.accept(chunk.rid)
-        way = self._short_way
-        if way is not None and way.take(index, chunk):
-            self._gateway.unflushed[way] = None
-        elif self._error is None:
-            self._news.append((index, chunk))
-            self.wake()
-
-    def fail(self, error: Exception) -> None:
-        """For the gateway: nothing more will come. The first error stands."""
-        if self._error is None:
-            self._error = error
-        self.wake()
-
-    async def _wait(self) -> None:
-        assert self._waiter is None, "a stream has one reader"
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None

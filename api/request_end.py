@@ -7,7 +7,7 @@ from msgspec import Struct
 from starlette.types import Scope
 
 from ..ipc.messages import Submit
-from .gateway import Stream
+from .stream import Stream
 from .timeline import Timeline
 
 log = logging.getLogger("pagewire.requests")

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from ..config import EngineConfig
 from ..errors import RequestError
 from ..ipc.messages import Submit
-from .gateway import ClientGone, Gateway, Stream
+from .gateway import Gateway
 from .http_error import HttpError
 from .openai.translate import output_grammar
 from .openai.types import ChatRequest
@@ -22,6 +22,7 @@ from .rate_limit import Account
 from .reply import Reply
 from .request_end import Observer, request_end
 from .sse import DIRECT, send_stream
+from .stream import ClientGone, Stream
 from .turn import Turn
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -105,8 +106,8 @@ class Service:
             self.gateway.end(stream, RequestError("internal", "The answer could not be made."))
 
     def check_health(self) -> None:
-        """Raises RequestError if something is wrong with the engine."""
-        if (trouble := self.healthy()) is not None:
+        """Raises RequestError if something is wrong with the engine. One that is being mended is waited for."""
+        if self.gateway.outage is None and (trouble := self.healthy()) is not None:
             raise RequestError("unavailable", trouble)
 
     def turn(self, request: ChatRequest) -> Turn:

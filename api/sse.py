@@ -13,9 +13,9 @@ from starlette.types import Send
 
 from ..errors import PagewireError
 from ..ipc.messages import Chunk
-from .gateway import ClientGone, Stream
 from .http_error import as_http_error
 from .reply import Reply
+from .stream import ClientGone, Stream
 
 DIRECT = "pagewire.direct"  # the ASGI extension that holds a request's `DirectWriter`
 KEEP_ALIVE_S = 15.0
@@ -103,7 +103,7 @@ class _Ticker:
 
 
 class _ShortWay:
-    """See `gateway.ShortWay`: news become events and go to the connection. The last chunk of a choice is left to the
+    """See `stream.ShortWay`: news become events and go to the connection. The last chunk of a choice is left to the
     reader, who knows what follows it."""
 
     def __init__(self, stream: Stream, reply: Reply, writer: DirectWriter, ticker: _Ticker) -> None:

@@ -37,9 +37,10 @@ class Inbox(Protocol[M]):
     """The receiving end: one owner, either an event loop (`subscribe`) or a plain loop (`wait`)."""
 
     num_undecodable: int
+    has_more: bool  # `drain` has stopped before everything was handed out: call it again, nothing will wake you
 
     def drain(self) -> list[M]:
-        """Everything that waits, in order, possibly nothing. Never blocks."""
+        """Everything that waits, in order, possibly nothing. Never blocks. A `Reset` comes first in its list."""
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until something may wait; False after `timeout_s` seconds without."""
@@ -58,17 +59,19 @@ class Decoding(Generic[M]):
         self._decoder: Decoder[M] = Decoder(accepts)
         self.num_undecodable = 0
 
-    def decode(self, data: bytes) -> M | None:
+    def decode(self, data: bytes | memoryview) -> M | None:
         """The message, or None if the bytes are none of this mailbox."""
         try:
             return self._decoder.decode(data)
         except DecodeError as error:
-            if self.num_undecodable == 0:
-                log.warning(
-                    "dropped %d bytes that are no message (%s); further ones are only counted", len(data), error
-                )
-            self.num_undecodable += 1
+            self.undecodable(data, error)
             return None
+
+    def undecodable(self, data: bytes | memoryview, error: Exception) -> None:
+        """Counts bytes that are dropped."""
+        if self.num_undecodable == 0:
+            log.warning("dropped %d bytes that are no message (%s); further ones are only counted", len(data), error)
+        self.num_undecodable += 1
 
 
 class MemoryChannel(Decoding[M]):
@@ -78,6 +81,7 @@ class MemoryChannel(Decoding[M]):
         super().__init__(accepts)
         self._queue: deque[bytes] = deque()
         self._arrived = threading.Event()
+        self.has_more = False
         self._wake: Callable[[], object] | None = None
 
     def send(self, message: Message) -> None:

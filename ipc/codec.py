@@ -29,6 +29,6 @@ class Decoder(Generic[M]):
     def __init__(self, accepts: object) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(accepts)
 
-    def decode(self, data: bytes) -> M:
+    def decode(self, data: bytes | memoryview) -> M:
         """Raises one of `DecodeError` if the bytes are no message of this mailbox."""
         return self._decoder.decode(data)

@@ -9,6 +9,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     tokenizer, core ─Accepted, Failed, Snapshot, Pulse─▶ api         anyone ─Ready, Fault, Pong─▶ supervisor
     api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
     core ─Constrain, Drawn─▶ grammar ─Constrained, Masks─▶ core
+    supervisor ─Ping, Reset, Stop─▶ anyone       supervisor ─Serve, Restored─▶ api
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
@@ -28,6 +29,10 @@ from .constraints import Constrained as Constrained
 from .constraints import Constraint as Constraint
 from .constraints import Drawn as Drawn
 from .constraints import Masks as Masks
+from .prompts import ChatPrompt as ChatPrompt
+from .prompts import IdsPrompt as IdsPrompt
+from .prompts import PairPrompt as PairPrompt
+from .prompts import TextPrompt as TextPrompt
 from .reports import Pulse as Pulse
 from .reports import Snapshot as Snapshot
 from .reports import TierSnapshot as TierSnapshot
@@ -37,11 +42,15 @@ from .supervision import Fault as Fault
 from .supervision import Ping as Ping
 from .supervision import Pong as Pong
 from .supervision import Ready as Ready
+from .supervision import Reset as Reset
+from .supervision import Restored as Restored
 from .supervision import Serve as Serve
 from .supervision import Serving as Serving
 from .supervision import Stop as Stop
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
+
+RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why a request ended: an eos/stop token or stop string; a length limit; cancelled by its client."""
@@ -121,37 +130,6 @@ class TextSpec(Struct, frozen=True, array_like=True):
     min_tokens: int = 0  # a stop string that is complete before so many tokens is only text
 
 
-class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
-    """A plain prompt. Special tokens written in it are parsed, so that a client may send a rendered conversation."""
-
-    text: str
-    add_special_tokens: bool = True  # what the model's tokenizer adds by itself, such as a BOS
-
-
-class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat"):
-    """A conversation for the model's chat template. All three are JSON as the client sent it."""
-
-    messages: bytes  # a JSON array of message objects
-    tools: bytes = b""  # a JSON array of tool definitions, or nothing
-    template_kwargs: bytes = b""  # a JSON object of extra template variables, or nothing
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template: str = ""  # a jinja template instead of the model's, if the operator lets requests bring theirs
-
-
-class IdsPrompt(Struct, frozen=True, array_like=True, tag="ids"):
-    """Token ids, int32; checked against the vocabulary by the tokenizer process."""
-
-    ids: bytes
-
-
-class PairPrompt(Struct, frozen=True, array_like=True, tag="pair"):
-    """Two texts that a model is to compare, joined in its tokenizer's own way."""
-
-    first: str
-    second: str
-
-
 class Pooling(Struct, frozen=True, array_like=True):
     """What is wanted of a prompt instead of tokens: one vector, or the vectors of all its tokens."""
 
@@ -182,6 +160,9 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     constraint: Constraint | None = None
     bad_words: tuple[str, ...] = ()  # texts; the tokenizer adds their ids to the constraint
     pooling: Pooling | None = None  # with n = 1 and max_tokens = 0; the answer is `Chunk.vector`
+    resume_ids: bytes = b""  # see `Enqueue`
+    resume_chars: Annotated[int, Meta(ge=-1)] = 0
+    attempt: int = 0
 
 
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
@@ -205,6 +186,8 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     times: Times = Times()  # so far
     pooling: Pooling | None = None
     type_ids: bytes = b""  # uint8, parallel to prompt_ids: which text of a pair a token is of; empty: there is one
+    resume_chars: Annotated[int, Meta(ge=-1)] = 0  # delivered of the text of `resume_ids`; -1: send it all again
+    attempt: int = 0  # how often the engine has lost it: one that was accepted before is not refused for its queue
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):
@@ -351,6 +334,8 @@ class Opened(Struct, frozen=True, array_like=True, tag=True):
     prompt_ids: bytes  # the whole prompt if `text.prompt`, else its last few ids (context for the first output token)
     text: TextSpec
     times: Times = Times()
+    resume_ids: bytes = b""  # see `Enqueue`
+    resume_chars: int = 0
 
 
 class Tokens(Struct, frozen=True, array_like=True):
@@ -480,11 +465,25 @@ class Described(Struct, frozen=True, array_like=True, tag=True):
 
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
 
-ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Stop
-ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Ping | Stop
-ToGrammar = Constrain | Drawn | Ping | Stop
-ToWorker = OpenCache | StepPlan | Ping | Stop
-ToDetokenizer = Opened | TokenBatch | Failed | Ping | Stop
-ToApi = Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Serve | Ping | Stop
+ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Reset | Stop
+ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Ping | Reset | Stop
+ToGrammar = Constrain | Drawn | Ping | Reset | Stop
+ToWorker = OpenCache | StepPlan | Ping | Reset | Stop
+ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Stop
+ToApi = (
+    Accepted
+    | TextBatch
+    | Failed
+    | Snapshot
+    | Pulse
+    | Tokenized
+    | Detokenized
+    | Described
+    | Serve
+    | Ping
+    | Reset
+    | Restored
+    | Stop
+)
 ToSupervisor = Ready | Serving | Fault | Pong
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

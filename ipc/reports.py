@@ -48,6 +48,7 @@ class Times(Struct, frozen=True, array_like=True):
     taken: float = 0.0  # the tokenizer began with it
     tokenized: float = 0.0  # its ids were there
     started: float = 0.0  # it was in a step for the first time
+    num_cached: int = 0  # tokens of its prompt whose KV was there then
 
 
 class Pulse(Struct, frozen=True, array_like=True, tag=True):
@@ -55,6 +56,7 @@ class Pulse(Struct, frozen=True, array_like=True, tag=True):
 
     name: str
     loop_lag_s: HistogramCounts  # how late the loop came to what was due
+    num_stale: int = 0  # frames of epochs that are over, which it has dropped
 
 
 class TierSnapshot(Struct, frozen=True, array_like=True):

@@ -16,6 +16,7 @@ class Ready(Struct, frozen=True, array_like=True, tag=True):
     name: str
     schema: int
     facts: Facts
+    epoch: int = 1  # in which it began
 
 
 class Serving(Struct, frozen=True, array_like=True, tag=True):
@@ -45,6 +46,27 @@ class Pong(Struct, frozen=True, array_like=True, tag=True):
     """The answer to `Ping`."""
 
     name: str
+    epoch: int = 1  # the last one that it has heard of: its state is of this epoch
+    progress: int = 0  # grows with everything it completes
+    is_busy: bool = False  # something has begun and is not complete
+
+
+class Reset(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → anyone: a process has died. What was on its way is void, and another epoch begins.
+
+    Everyone forgets what belongs to requests of the api, whose gateway submits them again after `Restored`. With
+    another `device_epoch` core and workers forget what they have of each other, too."""
+
+    epoch: int
+    device_epoch: int
+    lost: tuple[str, ...]  # names of the processes that are replaced
+    reason: str  # one sentence, for /health
+
+
+class Restored(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → api: all processes behind the api are up and of this epoch."""
+
+    epoch: int
 
 
 class Stop(Struct, frozen=True, array_like=True, tag=True):

@@ -26,7 +26,8 @@ from ..errors import ConfigError
 from .channel import ChannelFull, Decoding
 from .client_messages import ToPort
 from .codec import encode
-from .messages import Message
+from .epochs import HEADER_BYTES, Epochs, Link
+from .messages import Message, Reset
 
 M = TypeVar("M")
 
@@ -128,8 +129,10 @@ def _find_dead_peers(socket: "zmq.SyncSocket") -> None:
 class ZmqContext:
     """The sockets of one process. Closing it closes them."""
 
-    def __init__(self, keys: Keys | None = None) -> None:
+    def __init__(self, keys: Keys | None = None, epochs: Epochs | None = None) -> None:
+        """`epochs`: of this process."""
         self._context = zmq.Context()
+        self._epochs = epochs or Epochs()
         self._keys = keys
         self._sockets: list[zmq.SyncSocket] = []
         self._authenticator: ThreadAuthenticator | None = None
@@ -159,17 +162,17 @@ class ZmqContext:
             keys = self._keys.public.encode()
             self._authenticator.configure_curve_callback(credentials_provider=_OneKey(keys))
 
-    def outbox(self, address: str) -> "ZmqOutbox":
+    def outbox(self, address: str, link: Link = Link.CHAIN) -> "ZmqOutbox":
         """Connects to a mailbox, which need not exist yet."""
         socket = self._socket(zmq.PUSH, address)
         socket.connect(address)
-        return ZmqOutbox(socket, address)
+        return ZmqOutbox(socket, address, self._epochs, link)
 
     def inbox(self, address: str, accepts: object) -> "ZmqInbox[M]":
         """Binds a mailbox. Raises ConfigError if the address cannot be had."""
         socket = self._socket(zmq.PULL, address)
         _bind(socket, address)
-        return ZmqInbox(socket, accepts)
+        return ZmqInbox(socket, accepts, self._epochs)
 
     def router(self, address: str) -> "ZmqRouter":
         """Binds a place where many may connect and each is answered. Raises ConfigError if the address cannot be had,
@@ -213,13 +216,15 @@ class _OneKey:
 class ZmqOutbox:
     """See `channel.Outbox`."""
 
-    def __init__(self, socket: "zmq.SyncSocket", address: str) -> None:
+    def __init__(self, socket: "zmq.SyncSocket", address: str, epochs: Epochs, link: Link) -> None:
         self._socket = socket
         self._address = address
+        self._epochs = epochs
+        self._link = link
 
     def send(self, message: Message) -> None:
         """Queues the message. Raises ChannelFull."""
-        self.send_bytes(encode(message))
+        self.send_bytes(self._epochs.header(self._link) + encode(message))
 
     def send_bytes(self, data: bytes) -> None:
         """Queues bytes as they are. Raises ChannelFull."""
@@ -321,28 +326,72 @@ class ZmqDealer:
 class ZmqInbox(Decoding[M]):
     """See `channel.Inbox`."""
 
-    def __init__(self, socket: "zmq.SyncSocket", accepts: object) -> None:
+    def __init__(self, socket: "zmq.SyncSocket", accepts: object, epochs: Epochs) -> None:
         super().__init__(accepts)
         self._socket = socket
         self._fd = int(socket.fd)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._epochs = epochs
+        self._early: list[bytes] = []  # frames of epochs to come, which nothing but a `Reset` can begin
+        self._reset: M | None = None  # one that is to be handed out next, and begins an epoch
+        self.has_more = False
 
     def drain(self) -> list[M]:
         """See `Inbox`. Goes on until EAGAIN, because the descriptor only tells of changes."""
+        if self._reset is not None:
+            return self._begin(self._reset)
+        self.has_more = False
         messages: list[M] = []
-        receive = self._socket.recv
+        receive, age = self._socket.recv, self._epochs.age
         while True:
             try:
-                data = receive(zmq.DONTWAIT)
+                frame = receive(zmq.DONTWAIT)
             except zmq.Again:
                 return messages
-            message = self.decode(data)
-            if message is not None:
+            try:
+                old = age(frame)
+            except ValueError as error:
+                self.undecodable(frame, error)
+                continue
+            if old > 0:
+                self._epochs.num_stale += 1
+                continue
+            if old < 0 and frame[0] != Link.CONTROL:
+                self._early.append(frame)
+                continue
+            message = self.decode(memoryview(frame)[HEADER_BYTES:])
+            if message is None:
+                continue
+            if not isinstance(message, Reset):
                 messages.append(message)
+            elif messages:  # they are of the epoch that ends, and so is what their receiver tells of them
+                self._reset = message
+                self.has_more = True
+                return messages
+            else:
+                return self._begin(message)
+
+    def _begin(self, reset: M) -> list[M]:
+        """From here on the new epoch counts, and what waited for it comes next."""
+        self._reset = None
+        assert isinstance(reset, Reset)
+        if not self._epochs.advance(reset):
+            return self.drain()
+        self.has_more = True
+        early, self._early = self._early, []
+        messages: list[M] = [reset]
+        for frame in early:
+            if (old := self._epochs.age(frame)) < 0:
+                self._early.append(frame)
+            elif old > 0:
+                self._epochs.num_stale += 1
+            elif (message := self.decode(memoryview(frame)[HEADER_BYTES:])) is not None:
+                messages.append(message)
+        return messages
 
     def wait(self, timeout_s: float) -> bool:
         """See `Inbox`."""
-        return bool(self._socket.poll(int(timeout_s * 1000)))
+        return self.has_more or bool(self._socket.poll(int(timeout_s * 1000)))
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
         """See `Inbox`."""

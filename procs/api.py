@@ -21,7 +21,7 @@ from ..api.server import HttpConfig, HttpServer
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..ipc.actor import Post
-from ..ipc.messages import Facts, Ping, Serve, Serving, Snapshot, Stop, ToApi
+from ..ipc.messages import Facts, Ping, Restored, Serve, Serving, Snapshot, Stop, ToApi
 
 if TYPE_CHECKING:
     from ..api.tracing import Tracing
@@ -47,10 +47,12 @@ class _Server(HttpServer):
 class ApiActor:
     """HTTP ⇄ pipeline."""
 
-    def __init__(self, config: EngineConfig, *, http_fd: int) -> None:
-        """`http_fd`: a bound socket that does not listen yet."""
+    def __init__(self, config: EngineConfig, *, http_fd: int, index: int = 0) -> None:
+        """`http_fd`: a bound socket that does not listen yet, or on which other api processes listen. `index`: what its
+        rids begin with."""
         self._config = config
         self._http_fd = http_fd
+        self._index = index
         self._serving: asyncio.Task[None] | None = None
         self._heard_at = time.monotonic()  # the core's last report
         self._tracing: Tracing | None = None
@@ -63,7 +65,12 @@ class ApiActor:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a descriptor
         # Its warnings are of bytes that are no HTTP, as anyone can send; the supervisor tells when the port opens.
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
-        self._gateway = Gateway(lambda message: post("tokenizer", message))
+        self._gateway = Gateway(
+            lambda message: post("tokenizer", message),
+            api_index=self._index,
+            outage_wait_s=self._config.outage_wait,
+            most_held=self._config.max_queued_requests,
+        )
         self._socket = socket.socket(fileno=self._http_fd)
         self._app = create_app(
             self._gateway, self._config, healthy=self._complaint, version=__version__, observers=self._observers()
@@ -77,13 +84,15 @@ class ApiActor:
         for message in messages:
             match message:
                 case Serve():
+                    if self._serving is not None:
+                        continue
                     self._heard_at = time.monotonic()
                     self._app.start()
                     self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
                 case Ping() | Stop():
                     pass
                 case _:
-                    if isinstance(message, Snapshot):
+                    if isinstance(message, Snapshot | Restored):
                         self._heard_at = time.monotonic()
                     news.append(message)
         if news:
@@ -129,6 +138,9 @@ class ApiActor:
 
     def _complaint(self) -> str | None:
         """What is wrong with the engine, for /health. A busy engine is not a dead one."""
+        if (outage := self._gateway.outage) is not None:
+            for_s = time.monotonic() - outage.since
+            return f"{outage.reason} It has been down for {for_s:.1f} s; requests wait until it is replaced."
         silent = time.monotonic() - self._heard_at
         if silent > SILENT_LIMIT_S:
             return f"The engine core has not reported for {silent:.0f} s."

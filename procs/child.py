@@ -25,20 +25,24 @@ from ..engine.parallel.place import Place
 from ..errors import CheckpointError, ConfigError, PagewireError
 from ..ipc.actor import Actor, Post
 from ..ipc.channel import ChannelFull, Inbox
+from ..ipc.epochs import Epochs
 from ..ipc.messages import (
     SCHEMA_VERSION,
     Facts,
     Fault,
-    Message,
     Ping,
     Pong,
     Pulse,
     Ready,
     Stop,
 )
-from ..ipc.zmq_channel import Keys, ZmqContext, ZmqOutbox
+from ..ipc.zmq_channel import Keys, ZmqContext
 from .loop_lag import LoopLag
-from .topology import ACTORS, kind, rank, receivers
+from .post import Mailman, api_index
+from .topology import ACTORS, index, kind
+from .vigil import dump_stacks_on_quit, volunteer
+
+_OOM_SCORES = {"tokenizer": 500, "detokenizer": 500, "grammar": 500, "api": 200}  # see proc(5), oom_score_adj
 
 log = logging.getLogger("pagewire")
 
@@ -55,6 +59,8 @@ class Launch(Struct, frozen=True):
     progress: bool  # draw a progress bar while weights load
     ranks_here: tuple[int, ...] = (0,)  # of the tensor-parallel group; see `Place`
     rendezvous: str = ""
+    epoch: int = 1  # in which the process begins; see `Epochs`
+    device_epoch: int = 1
 
 
 def exit_code(error: BaseException) -> int:
@@ -95,39 +101,21 @@ def tie_life_to(supervisor_pid: int, lifeline_fd: int) -> None:
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
-class Mailman:
-    """The outgoing side of one actor: an outbox for each receiver that the topology allows.
-
-    An engine that serves only `EngineClient`s has neither api nor detokenizer: what is for them is not sent."""
-
-    def __init__(self, name: str, launch: Launch, context: ZmqContext) -> None:
-        self._outboxes: dict[str, ZmqOutbox] = {
-            receiver: context.outbox(launch.addresses[receiver])
-            for receiver in receivers(name, launch.config.tensor_parallel_size)
-            if receiver in launch.addresses
-        }
-        self._absent = {"api", "detokenizer"} - launch.addresses.keys()
-
-    def post(self, receiver: str, message: Message) -> None:
-        """See `Post`."""
-        if receiver not in self._absent:
-            self._outboxes[receiver].send(message)
-
-
-def run_worker(name: str, launch: Launch, inbox: Inbox[object], post: Post, on_ready: Callable[[Facts], None]) -> None:
+def run_worker(
+    name: str, launch: Launch, epochs: Epochs, inbox: Inbox[object], post: Post, on_ready: Callable[[Facts], None]
+) -> None:
     """The worker's plain loop."""
     from .worker import Worker, run
 
     with contextlib.ExitStack() as stack:
-        place = Place(rank(name), launch.ranks_here, launch.rendezvous)
+        place = Place(index(name), launch.ranks_here, launch.rendezvous)
         progress = _progress_bar(stack) if launch.progress and place.rank == 0 else None
-        run(
-            Worker(launch.config, place=place, progress=progress),
-            inbox,  # type: ignore[arg-type]  # its decoder knows only ToWorker
-            post,
-            on_ready,
-            lambda: post("supervisor", Pong(name)),
-        )
+        worker = Worker(launch.config, place=place, progress=progress)
+
+        def pong() -> None:
+            post("supervisor", Pong(name, epochs.chain, worker.num_answered, worker.num_pending > 0))
+
+        run(worker, inbox, post, on_ready, pong)  # type: ignore[arg-type]  # the inbox's decoder knows only ToWorker
 
 
 def _progress_bar(stack: contextlib.ExitStack) -> Callable[[int, int], None]:
@@ -148,24 +136,33 @@ def _progress_bar(stack: contextlib.ExitStack) -> Callable[[int, int], None]:
 
 
 async def run_actor(
-    name: str, actor: Actor[object], inbox: Inbox[object], post: Post, on_ready: Callable[[Facts], None]
+    name: str,
+    actor: Actor[object],
+    epochs: Epochs,
+    inbox: Inbox[object],
+    post: Post,
+    on_ready: Callable[[Facts], None],
 ) -> None:
     """An event loop around an actor, until `Stop`."""
     woken = asyncio.Event()
     on_ready(actor.start(post))
     inbox.subscribe(asyncio.get_running_loop(), woken.set)
     lag = LoopLag(asyncio.get_running_loop())
+    num_handled = 0
     while True:
         await woken.wait()
         woken.clear()
         messages = inbox.drain()
+        if inbox.has_more:
+            woken.set()
         if messages:
             actor.handle(messages)
         for message in messages:
             if isinstance(message, Ping):
-                post("supervisor", Pong(name))
-                pulse = Pulse(name, lag.seconds.report())
-                if name == "api":
+                num_handled += 1
+                post("supervisor", Pong(name, epochs.chain, num_handled))
+                pulse = Pulse(name, lag.seconds.report(), epochs.num_stale)
+                if kind(name) == "api":
                     actor.handle([pulse])  # nobody has an outbox to themselves
                 else:
                     post("api", pulse)
@@ -179,6 +176,8 @@ async def run_actor(
                     woken.clear()
                     if late := inbox.drain():
                         actor.handle(late)
+                    if inbox.has_more:
+                        woken.set()
                 return await stopping
 
 
@@ -186,11 +185,11 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
     """Imports and makes the actor of that name."""
     config = launch.config
     actor: object
-    match name:
+    match kind(name):
         case "core":
             from .core import CoreActor
 
-            actor = CoreActor(config, keys=launch.keys)
+            actor = CoreActor(config, keys=launch.keys, epoch=launch.epoch)
         case "grammar":
             from .grammar import GrammarActor
 
@@ -206,7 +205,8 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
         case "api":
             from .api import ApiActor
 
-            actor = ApiActor(config, http_fd=launch.http_fd)
+            first_rid = api_index(index(name), launch.epoch, config.api_processes)
+            actor = ApiActor(config, http_fd=launch.http_fd, index=first_rid)
         case _:
             raise ConfigError(f"There is no actor {name!r}; there are {', '.join(ACTORS)}.")
     return actor  # type: ignore[return-value]  # each accepts the union that its mailbox decodes
@@ -218,27 +218,30 @@ def main(name: str, launch_file: str) -> int:
     tie_life_to(launch.supervisor_pid, launch.lifeline_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides; Ctrl-C reaches the whole group
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dump_stacks_on_quit()
+    volunteer(_OOM_SCORES.get(kind(name), 0))
     _set_title(name)
     logging.basicConfig(format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
-    context = ZmqContext(launch.keys)
-    post = Mailman(name, launch, context).post
+    epochs = Epochs(launch.epoch, launch.device_epoch)
+    context = ZmqContext(launch.keys, epochs)
+    post = Mailman(name, launch.config, launch.addresses, context).post
 
     def on_ready(facts: Facts) -> None:
         timings = {"python": python_s, **facts.timings}
         timings["rest"] = max(0.0, process_age_s() - sum(timings.values()))
         gc.freeze()  # what the start has made stays; no collection shall look through it again
-        post("supervisor", Ready(name, SCHEMA_VERSION, Facts(timings, facts.notes)))
+        post("supervisor", Ready(name, SCHEMA_VERSION, Facts(timings, facts.notes), launch.epoch))
 
     python_s = process_age_s()
     code = 0
     try:
         inbox: Inbox[object] = context.inbox(launch.addresses[name], ACTORS[kind(name)])
         if kind(name) == "worker":
-            run_worker(name, launch, inbox, post, on_ready)
+            run_worker(name, launch, epochs, inbox, post, on_ready)
         else:
             import uvloop
 
-            uvloop.run(run_actor(name, make_actor(name, launch), inbox, post, on_ready))
+            uvloop.run(run_actor(name, make_actor(name, launch), epochs, inbox, post, on_ready))
     except Exception as error:
         code = exit_code(error)
         trace = "" if isinstance(error, PagewireError) else traceback.format_exc()

@@ -15,6 +15,7 @@ from ..engine.core.scheduler import Scheduler
 from ..engine.extension.load import load_extension
 from ..engine.kv_connector.base import ConnectorFacts
 from ..engine.kv_connector.registry import core_connector
+from ..errors import StartError
 from ..ipc.actor import Post
 from ..ipc.messages import (
     Accepted,
@@ -22,7 +23,6 @@ from ..ipc.messages import (
     Cancel,
     Constrain,
     Constrained,
-    Constraint,
     Enqueue,
     Facts,
     Failed,
@@ -30,6 +30,7 @@ from ..ipc.messages import (
     OpenCache,
     Opened,
     Ping,
+    Reset,
     Snapshot,
     StepPlan,
     StepResult,
@@ -42,19 +43,21 @@ from ..ipc.zmq_channel import Keys
 from .client_port import CLIENT_RIDS, ClientPort
 from .kv_events import KvEventPublisher
 from .step_times import StepTimes
-from .topology import workers
+from .topology import kind, workers
 
 _ASK_AGAIN_S = 0.001  # until a KV connector that has not made up its mind is asked again
+_GRAMMAR_LOST = "The engine lost what it knew of the request's grammar; send the request again."
 _NUM_TAIL_IDS = 64  # of a prompt: whether it ends within reasoning
 
 
 class CoreActor:
     """Schedules as soon as the worker has offered its KV blocks; what arrives before that waits."""
 
-    def __init__(self, config: EngineConfig, *, keys: Keys | None = None) -> None:
-        """`keys`: of the address where clients connect."""
+    def __init__(self, config: EngineConfig, *, keys: Keys | None = None, epoch: int = 1) -> None:
+        """`keys`: of the address where clients connect. `epoch`: in which it begins; the first core's is 1."""
         self._config = config
         self._keys = keys
+        self._epoch = epoch
         self._clients: ClientPort | None = None
         self._scheduler: Scheduler | None = None
         self._trace: BinaryIO | None = None
@@ -63,7 +66,7 @@ class CoreActor:
         self._unsure: dict[int, Enqueue] = {}  # rid → what is not taken in before its grammar is known to be one
         self._given_up: set[int] = set()  # of them, those that were cancelled since
         self._workers = workers(config.tensor_parallel_size)
-        self._offers: dict[int, CacheOffer] = {}  # of each rank
+        self._offers: dict[int, CacheOffer] = {}  # of each rank that is here
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
@@ -100,7 +103,7 @@ class CoreActor:
                     if message.constraint is None:
                         self._add(message)
                     else:
-                        self._constrain(message, message.constraint)
+                        self._constrain(message)
                 case Constrained():
                     self._begin(message)
                 case Masks():
@@ -114,6 +117,8 @@ class CoreActor:
                         self.scheduler.stop_hit(rid)
                 case Ping():
                     self._report()
+                case Reset():
+                    self._reset(message)
                 case Stop():
                     pass
                 case _:
@@ -152,12 +157,12 @@ class CoreActor:
         else:
             self._post("api", reply)
 
-    def _constrain(self, message: Enqueue, constraint: Constraint) -> None:
+    def _constrain(self, message: Enqueue) -> None:
         """Takes a request in once its grammar is compiled, so that a bad one is refused before anything is computed."""
         rids = range(message.rid, message.rid + message.n)
         if any(rid in self._unsure for rid in rids):
             refusal: Failed | None = Failed(message.rid, "internal", "Two requests have the same number.")
-        elif len(self._unsure) + message.n > self._config.max_queued_requests:
+        elif len(self._unsure) + message.n > self._config.max_queued_requests and not message.attempt:
             refusal = Failed(message.rid, "queue_full", "Too many grammars wait to be compiled; try again later.")
         else:
             refusal = self.scheduler.refusal(message)
@@ -166,12 +171,18 @@ class CoreActor:
                 self._reply(structs.replace(refusal, rid=rid))
             return
         self._unsure.update(dict.fromkeys(rids, message))
+        self._ask_grammar(message)
+
+    def _ask_grammar(self, message: Enqueue) -> None:
+        assert message.constraint is not None
         tail_ids = message.prompt_ids[-4 * _NUM_TAIL_IDS :]
-        self._post("grammar", Constrain(message.rid, message.n, constraint, tail_ids, message.resume_ids))
+        self._post("grammar", Constrain(message.rid, message.n, message.constraint, tail_ids, message.resume_ids))
 
     def _begin(self, answer: Constrained) -> None:
         """A grammar is one, or it is none."""
-        message = self._unsure[answer.rid]
+        message = self._unsure.get(answer.rid)
+        if message is None:  # asked for in vain: everyone began anew
+            return
         rids = range(message.rid, message.rid + message.n)
         given_up = self._given_up.intersection(rids)
         self._given_up -= given_up
@@ -210,17 +221,27 @@ class CoreActor:
         """Begins once every rank has made its offer: there are as many blocks as all have room for."""
         config = self._config
         self._offers[offer.rank] = offer
-        if len(self._offers) < len(self._workers):
+        if not self._has_workers:
             return
         num_blocks = min(offer.num_blocks for offer in self._offers.values())
+        if self._scheduler is not None:
+            if num_blocks < self._scheduler.pool.num_blocks:
+                raise StartError(
+                    f"The new worker has room for {num_blocks} KV blocks; the one that died had "
+                    f"{self._scheduler.pool.num_blocks}."
+                )
+            num_blocks = self._scheduler.pool.num_blocks
         self._tell_workers(OpenCache(num_blocks))
+        if self._scheduler is not None:
+            return
         facts = ConnectorFacts(
             block_size=config.block_size, block_bytes=offer.block_bytes, model_key=config.kv_model_key
         )
         connector = core_connector(config.kv_connector, facts)
         if config.record_trace is not None:
             # For its owner alone: it holds what users wrote. Closed by `stop`.
-            self._trace = open(config.record_trace, "wb", opener=partial(os.open, mode=0o600))  # noqa: SIM115
+            path = config.record_trace if self._epoch == 1 else f"{config.record_trace}.{self._epoch}"
+            self._trace = open(path, "wb", opener=partial(os.open, mode=0o600))  # noqa: SIM115
             connector = trace.TracedConnector(connector, self._record) if connector is not None else None
         extension = None
         if config.extension is not None:
@@ -232,6 +253,39 @@ class CoreActor:
         self.handle(list(early))
         if self._clients is not None:
             self._clients.open(self._scheduler.max_model_len, self.hear_clients)
+
+    @property
+    def _has_workers(self) -> bool:
+        """Every rank is here."""
+        return len(self._offers) == len(self._workers)
+
+    def _reset(self, reset: Reset) -> None:
+        """A process has died. The api will submit its requests again; what the core's own clients asked for goes on."""
+        self._early.clear()
+        self._unsure = {rid: message for rid, message in self._unsure.items() if rid >= CLIENT_RIDS}
+        self._given_up.intersection_update(self._unsure)
+        has_lost_workers = any(kind(name) == "worker" for name in reset.lost)
+        if has_lost_workers:
+            self._offers.clear()
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        if has_lost_workers:
+            self._record(trace.WorkerLost())
+            scheduler.reset()
+        requests = scheduler.roster.requests
+        self._cancel(Cancel(tuple(rid for rid in requests if rid < CLIENT_RIDS)))
+        bound = tuple(rid for rid, request in requests.items() if request.is_constrained)
+        masks = Masks(b"", b"", failed=tuple((rid, "unavailable", _GRAMMAR_LOST) for rid in bound))
+        self._record(masks)
+        scheduler.allow(masks)
+        scheduler.constraints.take()  # the grammar process has forgotten them all
+        for rid, message in self._unsure.items():
+            if rid == message.rid:
+                self._ask_grammar(message)
+        news = scheduler.take_news()
+        if self._clients is not None:
+            self._clients.sort(news)
 
     def hear_clients(self) -> None:
         """Takes in what clients ask for."""
@@ -246,7 +300,7 @@ class CoreActor:
             scheduler.expire(now)
         if (drawn := scheduler.constraints.take()) is not None:
             self._post("grammar", drawn)
-        while True:
+        while self._has_workers:
             plan = scheduler.plan()
             self._record(trace.Planned(plan))
             if plan is None:
@@ -257,7 +311,7 @@ class CoreActor:
         news = scheduler.take_news()
         for item in news if self._clients is None else self._clients.sort(news):
             if isinstance(item, Opened):
-                times = structs.replace(item.times, started=time.monotonic())
+                times = structs.replace(item.times, started=time.monotonic(), num_cached=item.num_cached)
                 item = structs.replace(item, times=times)
             self._post("detokenizer", item)
         for gone in () if self._clients is None else self._clients.flush():

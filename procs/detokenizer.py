@@ -17,6 +17,7 @@ from ..ipc.messages import (
     Opened,
     Ping,
     PromptEcho,
+    Reset,
     RowLogprobs,
     Stop,
     StopHit,
@@ -38,7 +39,18 @@ _NUM_END_IDS = 16  # of a prompt, whose text is its end
 class _Output:
     """One request whose tokens are coming."""
 
-    __slots__ = ("ended", "has_told", "opened", "prompt", "prompt_end", "prompt_logprobs", "text", "times")
+    __slots__ = (
+        "ahead",
+        "ended",
+        "has_told",
+        "num_told",
+        "opened",
+        "prompt",
+        "prompt_end",
+        "prompt_logprobs",
+        "text",
+        "times",
+    )
 
     def __init__(self, tokenizer: Tokenizer, opened: Opened) -> None:
         spec = opened.text
@@ -65,10 +77,23 @@ class _Output:
             marks=spec.marks,
             min_ids=spec.min_tokens,
         )
+        # What a sequence had when the engine lost it is read again, one by one as it came.
+        resumed = bytes_to_ids(opened.resume_ids)
+        text = "".join(self.text.push(resumed[i : i + 1]).text for i in range(len(resumed)))
+        self.ahead = text[max(opened.resume_chars, 0) :]  # of the text, not told yet
+        self.num_told = max(0, opened.resume_chars - len(text))  # characters still to come that were told before
 
     def push_one(self, id: int) -> str | None:
         """See `OutputText`."""
         return self.text.push_one(id) if self.has_told and not self.ended else None
+
+    def untold(self, text: str) -> str:
+        """What is news of the text that comes next."""
+        text = self.ahead + text
+        num_told = min(self.num_told, len(text))
+        self.ahead = ""
+        self.num_told -= num_told
+        return text[num_told:]
 
 
 class DetokenizerActor:
@@ -91,7 +116,9 @@ class DetokenizerActor:
         for message in messages:
             match message:
                 case Opened():
-                    self._outputs[message.rid] = _Output(self._tokenizer, message)
+                    opened = self._outputs[message.rid] = _Output(self._tokenizer, message)
+                    if message.resume_chars < 0:
+                        chunks.append(self._replay(opened))
                 case TokenBatch():
                     self._push_columns(message, chunks, hits)
                     for tokens in message.tokens:
@@ -101,6 +128,8 @@ class DetokenizerActor:
                     if output is None or not output.ended:
                         self._flush(chunks)
                         self._post("api", message)
+                case Reset():
+                    self._outputs.clear()
                 case Ping() | Stop():
                     pass
                 case _:
@@ -153,6 +182,7 @@ class DetokenizerActor:
         if tokens.finish == "stop" and not spec.include_stop:
             shown = ids[:-1]  # the eos or stop token itself is no text
         piece = output.text.push(shown, last=tokens.finish is not None)
+        text = output.untold(piece.text)
         finish, stop_reason, usage = tokens.finish, tokens.stop_token_id, tokens.usage
         text_stop: str | int | None = stop_reason
         logprobs = tokens.logprobs
@@ -167,7 +197,7 @@ class DetokenizerActor:
         chunks.append(
             Chunk(
                 rid=tokens.rid,
-                text=piece.text,
+                text=text,
                 ids=ids.tobytes(),
                 logprobs=tuple(self._render(logprobs)[: len(ids)]) if logprobs is not None else None,
                 prompt=self._take_prompt(output),
@@ -180,7 +210,17 @@ class DetokenizerActor:
             )
         )
         output.prompt_end = output.times = None
-        output.has_told = True
+        output.has_told = not output.num_told
+
+    def _replay(self, output: _Output) -> Chunk:
+        """All that a resumed sequence had, for a client that has heard nothing of it."""
+        opened = output.opened
+        text, prompt = output.untold(""), self._take_prompt(output)
+        chunk = Chunk(
+            opened.rid, text, opened.resume_ids, None, prompt, None, None, None, output.prompt_end, output.times
+        )
+        output.prompt_end = output.times = None
+        return chunk
 
     @staticmethod
     def _take_prompt(output: _Output) -> PromptEcho | None:

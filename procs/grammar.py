@@ -17,7 +17,7 @@ from ..config import EngineConfig
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
 from ..errors import ErrorKind, PagewireError, RequestError
 from ..ipc.actor import Post
-from ..ipc.messages import Constrain, Constrained, Drawn, Facts, Masks, Ping, Stop, ToGrammar, bytes_to_ids
+from ..ipc.messages import Constrain, Constrained, Drawn, Facts, Masks, Ping, Reset, Stop, ToGrammar, bytes_to_ids
 from .trial import Compiler, Load, Matcher, Outcome, Trial, Trials, num_words
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class GrammarActor:
                         self._matchers.pop(rid, None)
                     for rid, token in zip(memoryview(message.rids).cast("q"), bytes_to_ids(message.ids), strict=True):
                         self._go_on(rid, [token], answer)
+                case Reset():
+                    self._forget()
                 case Ping() | Stop():
                     pass
                 case _:
@@ -106,6 +108,15 @@ class GrammarActor:
     async def stop(self, grace_s: float) -> None:
         """See `Actor`."""
         self._trials.close()
+        self._through.clear()
+
+    def _forget(self) -> None:
+        """Everyone begins anew: the core will ask again for what it still wants."""
+        if self._trials.num_pending:
+            self._trials.close()
+        self._tried.clear()
+        self._unwanted.clear()
+        self._matchers.clear()
         self._through.clear()
 
     @property

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = read_flags(arguments)
         num_ranks = config.tensor_parallel_size
-        known = names(num_ranks)
+        known = names(config)
         actors = arguments.actors.split(",") if arguments.actors else list(known)
         if unknown := [name for name in actors if name not in known]:
             raise ConfigError(f"There is no actor {unknown[0]!r}; there are {', '.join(known)}.")
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
                     f"--address {text}: ranks meet at tcp://host:port, a port of the first one's machine."
                 )
             addresses[name] = address
-        needed = {r for name in actors for r in receivers(name, num_ranks)} - {"supervisor", *actors}
+        needed = {r for name in actors for r in receivers(name, config)} - {"supervisor", *actors}
         if config.client_address is not None and not {"api", "detokenizer"} & {*actors, *addresses}:
             needed -= {"api", "detokenizer"}  # it serves only `EngineClient`s
         here = {name for name in workers(num_ranks) if name in actors}

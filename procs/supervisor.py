@@ -1,7 +1,10 @@
-"""The supervisor: starts the actors, waits until all are ready, watches them, and stops them all in order.
+"""The supervisor: starts the actors, watches them, replaces those that die or hang, and stops them all in order.
 
 It is the process that a person starts and that a service manager watches. It does no work of its own: children are
 reaped by the loop, messages are few, and nothing here can block on a device or a client.
+
+When one of them dies another epoch begins (`ipc/epochs.py`): the others are told with `Reset`, forget what was on its
+way, and say with their next `Pong` that they have; once all are there and of this epoch, `Restored` has the api go on.
 """
 
 import asyncio
@@ -12,12 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from ..config import EngineConfig
 from ..errors import StartError
+from ..ipc.epochs import Link
 from ..ipc.messages import (
     SCHEMA_VERSION,
     Facts,
@@ -25,6 +28,8 @@ from ..ipc.messages import (
     Ping,
     Pong,
     Ready,
+    Reset,
+    Restored,
     Serve,
     Serving,
     Stop,
@@ -33,21 +38,27 @@ from ..ipc.messages import (
 from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, check_address, make_run_folder, remove_run_folder
 from .child import Launch, process_age_s
 from .listening import Listening
-from .topology import RENDEZVOUS, kind, names, rank
+from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
+from .vigil import Deaths, Vigil
 
 PING_INTERVAL_S = 0.5
 STOP_GRACE_S = 5.0  # for each actor, on top of what open requests are given
 FAULT_WAIT_S = 1.0  # how long a dead child's last words are waited for
 START_REPORT_S = 30.0  # a start that takes longer says now and then for whom it waits
+STACKS_WAIT_S = 0.2  # for a process that hangs to print where it is
 
 
 class Child:
     """One actor's process."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, epoch: int) -> None:
         self.name = name
         self.process = process
+        self.epoch = epoch  # the last one that it is known to be in
+        self.started_at = time.monotonic()
         self.facts: Facts | None = None  # once ready
+        self.vigil: Vigil | None = None  # once ready
+        self.may_end = False  # we have asked for it
         self.exited = asyncio.ensure_future(process.wait())
 
 
@@ -66,7 +77,7 @@ class Supervisor:
         """`actors`: those to start here (default: all). `addresses`: mailboxes that are not in this launch's own run
         folder, and `ranks`, where the ranks of a tensor-parallel group meet. `quiet`: no timeline, no banner."""
         self._config = config
-        self._names = names(config.tensor_parallel_size)
+        self._names = names(config)
         self._actors = [name for name in self._names if actors is None or name in actors]
         self._elsewhere = addresses or {}
         self._keys = keys
@@ -80,6 +91,10 @@ class Supervisor:
         self._woken = asyncio.Event()
         self._signals: list[signal.Signals] = []
         self._marks: list[tuple[str, float]] = []  # phase of the start → when it ended
+        self._epoch = self._device_epoch = 1
+        self._deaths = Deaths()
+        self._lost_at: dict[str, float] = {}  # who is being replaced → since when
+        self._looked_at = 0.0  # when who hangs was last looked for
 
     async def run(self) -> int:
         """From start to stop. The exit code: 0 after a signal, 2 for what the user can mend, else 1."""
@@ -87,9 +102,9 @@ class Supervisor:
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._on_signal, signum)
         self._mark("configuration")
-        run_folder = make_run_folder()
+        self._run_folder = run_folder = make_run_folder()
         context = ZmqContext(self._keys)
-        lifeline, self._lifeline_held = os.pipe()
+        self._lifeline, self._lifeline_held = os.pipe()
         try:
             for address in self._elsewhere.values():
                 check_address(address, self._keys)
@@ -100,10 +115,11 @@ class Supervisor:
             }
             self._inbox = context.inbox(self._addresses["supervisor"], ToSupervisor)
             self._inbox.subscribe(loop, self._woken.set)
-            self._outboxes = {name: context.outbox(self._addresses[name]) for name in self._actors}
+            self._outboxes = {name: context.outbox(self._addresses[name], Link.CONTROL) for name in self._actors}
             if "api" in self._actors:
                 self._http = Listening(self._config)
-            await self._spawn(run_folder, lifeline)
+            await self._spawn(self._actors)
+            self._mark("start of processes")
             return await self._supervise()
         except StartError as error:
             print(f"pagewire: {error}", file=sys.stderr)
@@ -112,7 +128,7 @@ class Supervisor:
             await self._kill()
             if self._http is not None:
                 self._http.close()
-            os.close(lifeline)
+            os.close(self._lifeline)
             os.close(self._lifeline_held)
             if self._inbox is not None:
                 self._inbox.close()
@@ -121,24 +137,27 @@ class Supervisor:
 
     # ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _spawn(self, run_folder: Path, lifeline: int) -> None:
-        """Starts every actor at once: the slowest decides, and the others cost nothing meanwhile."""
+    async def _spawn(self, actors: Sequence[str]) -> None:
+        """Starts these at once: the slowest decides, and the others cost nothing meanwhile."""
         http_fd = self._http.fd if self._http is not None else -1
         launch = Launch(
             config=self._config,
             addresses=self._addresses,
             keys=self._keys,
             supervisor_pid=os.getpid(),
-            lifeline_fd=lifeline,
+            lifeline_fd=self._lifeline,
             http_fd=http_fd,
             progress=not self._quiet and sys.stderr.isatty(),
-            ranks_here=tuple(rank(name) for name in self._actors if kind(name) == "worker"),
-            rendezvous=self._elsewhere.get(RENDEZVOUS, f"file://{run_folder}/{RENDEZVOUS}"),
+            ranks_here=tuple(index(name) for name in self._actors if kind(name) == "worker"),
+            # Each group of ranks meets at a place of its own.
+            rendezvous=self._elsewhere.get(RENDEZVOUS, f"file://{self._run_folder}/{RENDEZVOUS}-{self._device_epoch}"),
+            epoch=self._epoch,
+            device_epoch=self._device_epoch,
         )
-        launch_file = run_folder / "launch.json"
+        launch_file = self._run_folder / f"launch-{self._epoch}.json"
         with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.encode(launch))
-        for name in self._actors:
+        for name in actors:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -146,56 +165,40 @@ class Supervisor:
                 name,
                 str(launch_file),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(lifeline, http_fd) if name == "api" else (lifeline,),
+                pass_fds=(self._lifeline, http_fd) if kind(name) == "api" else (self._lifeline,),
                 env=_environment(name, self._config, ranks_are_here=RENDEZVOUS not in self._elsewhere),
             )
-            child = self._children[name] = Child(name, process)
+            child = self._children[name] = Child(name, process, self._epoch)
             child.exited.add_done_callback(partial(self._on_exit, child))
-        self._mark("start of processes")
 
     async def _supervise(self) -> int:
         """Waits for everyone, opens the door, then watches until someone or something ends it."""
-        await self._wait_ready()
-        if self._signals:
-            return await self._stop("stopped while starting")
-        slowest = max(self._children.values(), key=lambda child: sum((child.facts or Facts()).timings.values()))
-        self._mark(f"{slowest.name} ready")
-        if self._http is not None:
-            self._outboxes["api"].send(Serve())
-            await self._until(lambda: self._url is not None, "the api did not open its port")
-            self._mark("port open")
-        self._announce(slowest)
-        next_ping = 0.0
-        while not self._signals:
-            died = self._first_dead()
-            if died is not None:
-                await self._last_words(died)
-                print(f"pagewire: {self._cause(died)} Stopping.", file=sys.stderr)
-                await self._stop(f"{died.name} has died", grace_s=0.0)
-                return max(1, self._faults[died.name].exit_code if died.name in self._faults else 1)
-            await self._next_event(PING_INTERVAL_S)
-            if time.monotonic() >= next_ping:  # an answer is an event, too
-                next_ping = time.monotonic() + PING_INTERVAL_S
-                for name in self._actors:
-                    self._outboxes[name].send(Ping())
-        return await self._stop(f"{self._signals[0].name}", grace_s=self._config.shutdown_timeout_s)
-
-    async def _wait_ready(self) -> None:
         await self._until(
             lambda: all(child.facts is not None for child in self._children.values()),
             "not ready in time",
             name_the_late=True,
         )
+        if self._signals:
+            return await self._stop("stopped while starting")
+        slowest = max(self._children.values(), key=lambda child: sum((child.facts or Facts()).timings.values()))
+        self._mark(f"{slowest.name} ready")
+        if self._http is not None:
+            for name in self._apis:
+                self._outboxes[name].send(Serve())
+            await self._until(lambda: self._url is not None, "the api did not open its port")
+            self._mark("port open")
+        self._announce(slowest)
+        await self._watch(lambda: bool(self._signals))
+        return await self._stop(self._signals[0].name, grace_s=self._config.shutdown_timeout_s)
 
     async def _until(self, condition: Callable[[], bool], what: str, *, name_the_late: bool = False) -> None:
         """Handles events until `condition()`. Raises StartError if a child dies or the deadline passes."""
         started = time.monotonic()
         next_report = started + START_REPORT_S
         while not condition() and not self._signals:
-            died = self._first_dead()
-            if died is not None:
-                await self._last_words(died)
-                raise StartError(self._cause(died))
+            if self._dead:
+                await self._last_words(self._dead[0])
+                raise StartError(self._cause(self._dead[0]))
             await self._next_event(0.5)
             now = time.monotonic()
             late = ", ".join(child.name for child in self._children.values() if child.facts is None)
@@ -208,35 +211,134 @@ class Supervisor:
 
     # ── watch ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    async def _watch(self, is_over: Callable[[], bool]) -> None:
+        """Keeps everyone alive until `is_over()`. Raises StartError when that cannot be."""
+        next_ping = 0.0
+        while not is_over():
+            died, self._dead = [child for child in self._dead if not child.may_end], []
+            died += [child for child in await self._hung() if child not in died]
+            if died:
+                await self._replace(died)
+            self._restore()
+            if time.monotonic() >= next_ping:  # an answer is an event, too
+                next_ping = time.monotonic() + PING_INTERVAL_S
+                for name in self._actors:
+                    self._outboxes[name].send(Ping())
+            await self._next_event(PING_INTERVAL_S)
+
+    async def _hung(self) -> list[Child]:
+        """Ends those that hang, or do not come up."""
+        now = time.monotonic()
+        was_away = now - self._looked_at > self._config.hang_timeout_s / 2  # we, or the whole machine
+        self._looked_at = now
+        hung = []
+        for child in self._children.values():
+            if child.exited.done() or child.may_end:
+                continue
+            if child.vigil is None:
+                late = now > child.started_at + self._config.start_timeout_s
+                complaint = "did not become ready in time" if late else None
+            else:
+                if was_away:
+                    child.vigil.excuse(now)
+                complaint = child.vigil.complaint(self._config.hang_timeout_s, now)
+            if complaint is not None:
+                self._faults[child.name] = Fault(child.name, f"{child.name} {complaint}", "", 1)
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.send_signal(signal.SIGQUIT)
+                    await asyncio.wait([child.exited], timeout=STACKS_WAIT_S)
+                    child.process.kill()
+                await child.exited
+                hung.append(child)
+        return hung
+
+    async def _replace(self, died: Sequence[Child]) -> None:
+        """Begins another epoch, with others in the place of those that are lost. Raises StartError."""
+        now = time.monotonic()
+        lost: dict[str, None] = {}
+        reason = ""
+        for child in died:
+            await self._last_words(child)
+            cause = self._cause(child)
+            reason = reason or cause
+            self._deaths.add(child.name, cause.removeprefix(f"{child.name} ").removesuffix("."), now)
+            lost.update(dict.fromkeys(lost_with(child.name, self._config)))
+        if self._elsewhere.keys() - {RENDEZVOUS, *self._actors}:
+            raise StartError(f"{reason} Stopping: the parts of this engine that run elsewhere would not know.")
+        if self._deaths.are_a_storm:
+            raise StartError(f"{reason} Stopping: {self._deaths.summary()}")
+        print(f"pagewire: {reason} Replacing {', '.join(lost)}.", file=sys.stderr, flush=True)
+        for name in lost:
+            child = self._children[name]
+            child.may_end = True
+            with contextlib.suppress(ProcessLookupError):
+                child.process.kill()
+            await child.exited
+            self._faults.pop(name, None)
+            self._lost_at.setdefault(name, now)
+        self._epoch += 1
+        self._device_epoch += any(kind(name) in ("core", "worker") for name in lost)
+        for name in self._actors:
+            if name not in lost:
+                self._outboxes[name].send(Reset(self._epoch, self._device_epoch, tuple(lost), reason))
+                self._outboxes[name].send(Ping())
+        await self._spawn(list(lost))
+
+    def _restore(self) -> None:
+        """Has the api go on once all others are there and know of this epoch."""
+        if not self._lost_at:
+            return
+        behind = [child for child in self._children.values() if kind(child.name) != "api"]
+        if any(child.facts is None or child.epoch < self._epoch for child in behind):
+            return
+        for name in self._apis:
+            self._outboxes[name].send(Restored(self._epoch))
+        for name in [name for name in self._lost_at if self._children[name].facts is not None]:
+            passed_s = time.monotonic() - self._lost_at.pop(name)
+            print(f"pagewire: {name} is replaced, {passed_s:.1f} s after it was lost.", file=sys.stderr, flush=True)
+
+    @property
+    def _apis(self) -> list[str]:
+        return [name for name in apis(self._config) if name in self._actors]
+
     def _on_signal(self, signum: signal.Signals) -> None:
         self._signals.append(signum)
         self._woken.set()
 
     def _on_exit(self, child: Child, _: object) -> None:
         self._dead.append(child)
-
-    def _first_dead(self) -> Child | None:
-        return self._dead[0] if self._dead else None
+        self._woken.set()
 
     async def _next_event(self, timeout_s: float) -> None:
         """Returns after a message, a signal, a death, or the time."""
-        waiting = asyncio.ensure_future(self._woken.wait())
-        exits = [child.exited for child in self._children.values() if not child.exited.done()]
-        await asyncio.wait([waiting, *exits], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), timeout_s)
         self._woken.clear()
         for message in self._inbox.drain() if self._inbox is not None else ():
             match message:
                 case Ready():
-                    if message.schema != SCHEMA_VERSION:
-                        raise StartError(f"{message.name} speaks schema {message.schema}, not {SCHEMA_VERSION}.")
-                    self._children[message.name].facts = message.facts
+                    self._ready(message)
                 case Serving():
                     self._url = message.url
                 case Fault():
                     self._faults[message.name] = message
                 case Pong():
-                    pass
+                    child = self._children[message.name]
+                    if child.vigil is not None and message.epoch >= child.epoch:
+                        child.epoch = message.epoch
+                        child.vigil.heard(message, time.monotonic())
+
+    def _ready(self, message: Ready) -> None:
+        if message.schema != SCHEMA_VERSION:
+            raise StartError(f"{message.name} speaks schema {message.schema}, not {SCHEMA_VERSION}.")
+        child = self._children[message.name]
+        if child.facts is not None or message.epoch < child.epoch:  # of one that has died since
+            return
+        child.facts = message.facts
+        is_worker = kind(child.name) == "worker"
+        child.vigil = Vigil(child.process.pid, may_be_busy=is_worker, now=time.monotonic())
+        if self._url is not None and kind(child.name) == "api":
+            self._outboxes[child.name].send(Serve())
 
     async def _last_words(self, child: Child) -> None:
         """A child that ended by itself has said why; its message may still be on the way."""
@@ -252,7 +354,7 @@ class Supervisor:
             if fault.trace:
                 print(fault.trace, file=sys.stderr, end="")
                 return f"{child.name} failed: {fault.summary}."
-            return fault.summary
+            return f"{fault.summary.removesuffix('.')}."
         code = child.process.returncode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"{child.name} {how}."
@@ -260,20 +362,31 @@ class Supervisor:
     # ── stop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _stop(self, reason: str, grace_s: float = 0.0) -> int:
-        """Stops the actors from the door inwards, each with a deadline. A second SIGINT ends it at once."""
+        """Stops the actors from the door inwards, each with a deadline. While the api drains, whoever dies behind it is
+        replaced as ever. A second signal ends everything at once."""
         num_signals = len(self._signals)
+        doors = [self._children[name] for name in self._apis]
+        for child in doors:
+            child.may_end = True
+            self._outboxes[child.name].send(Stop(grace_s, reason))
+        deadline = time.monotonic() + grace_s + STOP_GRACE_S
+
+        def is_drained() -> bool:
+            is_hurried = len(self._signals) > num_signals or time.monotonic() > deadline
+            return is_hurried or all(child.exited.done() for child in doors)
+
+        await self._watch(is_drained)
         for name in reversed(self._actors):
             child = self._children[name]
-            if child.exited.done():
-                continue
-            grace = grace_s if name == "api" else 0.0
-            self._outboxes[name].send(Stop(grace, reason))
-            deadline = time.monotonic() + grace + STOP_GRACE_S
-            while not child.exited.done() and time.monotonic() < deadline:
-                if signal.SIGINT in self._signals[num_signals:]:
-                    print("pagewire: stopped at once", file=sys.stderr)
-                    return 130
+            child.may_end = True
+            if kind(name) != "api":
+                self._outboxes[name].send(Stop(0.0, reason))
+                deadline = time.monotonic() + STOP_GRACE_S
+            while not child.exited.done() and time.monotonic() < deadline and len(self._signals) == num_signals:
                 await self._next_event(0.2)
+        if len(self._signals) > num_signals:
+            print("pagewire: stopped at once", file=sys.stderr)
+            return 130
         return 0
 
     async def _kill(self) -> None:

@@ -31,6 +31,7 @@ from ..ipc.messages import (
     IdsPrompt,
     PairPrompt,
     Ping,
+    Reset,
     Stop,
     Submit,
     TextPrompt,
@@ -74,7 +75,7 @@ class TokenizerActor:
                     self._answer(message, self._detokenized)
                 case Describe():
                     self._answer(message, self._described)
-                case Ping() | Stop():
+                case Ping() | Reset() | Stop():
                     pass
                 case _:
                     assert_never(message)
@@ -111,6 +112,9 @@ class TokenizerActor:
                 times=Times(taken, time.monotonic()),
                 pooling=submit.pooling,
                 type_ids=type_ids,
+                resume_ids=submit.resume_ids,
+                resume_chars=submit.resume_chars,
+                attempt=submit.attempt,
             ),
         )
 

@@ -4,8 +4,10 @@ Each process connects only to the receivers that its row names; the picture in t
 (`python -m pagewire.procs.topology`), and a test compares both with the mailboxes' unions.
 """
 
+from ..config import Config, EngineConfig
 from ..ipc import client_messages as c
 from ..ipc import messages as m
+from ..ipc.epochs import Link
 
 ACTORS: dict[str, object] = {
     "worker": m.ToWorker,
@@ -32,8 +34,8 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("detokenizer", "core"): (m.StopHit,),
 }
 
-FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: (m.Ping, m.Stop) for name in ACTORS} | {
-    "api": (m.Serve, m.Ping, m.Stop)
+FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: (m.Ping, m.Reset, m.Stop) for name in ACTORS} | {
+    "api": (m.Serve, m.Ping, m.Reset, m.Restored, m.Stop)
 }
 TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Serving, m.Fault, m.Pong)
 """What every actor may tell the supervisor (`Serving` only the api)."""
@@ -49,12 +51,22 @@ RENDEZVOUS = "ranks"
 
 def workers(num_ranks: int) -> tuple[str, ...]:
     """The names of the ranks' workers: worker, worker-1, worker-2 …"""
-    return ("worker", *(f"worker-{rank}" for rank in range(1, num_ranks)))
+    return _several("worker", num_ranks)
 
 
-def names(num_ranks: int) -> tuple[str, ...]:
+def apis(config: Config | EngineConfig) -> tuple[str, ...]:
+    """The names of the processes that serve HTTP: api, api-1 …"""
+    return _several("api", config.api_processes)
+
+
+def names(config: Config | EngineConfig) -> tuple[str, ...]:
     """All actors of an engine, in the order of starting."""
-    return (*workers(num_ranks), *(name for name in ACTORS if name != "worker"))
+    others = (name for name in ACTORS if name not in ("worker", "api"))
+    return (*workers(config.tensor_parallel_size), *others, *apis(config))
+
+
+def _several(kind: str, num: int) -> tuple[str, ...]:
+    return (kind, *(f"{kind}-{index}" for index in range(1, num)))
 
 
 def kind(name: str) -> str:
@@ -62,16 +74,35 @@ def kind(name: str) -> str:
     return name.partition("-")[0]
 
 
-def rank(name: str) -> int:
-    """Of a worker."""
+def index(name: str) -> int:
+    """Which of its kind it is; of a worker its rank."""
     return int(name.partition("-")[2] or 0)
 
 
-def receivers(sender: str, num_ranks: int = 1) -> tuple[str, ...]:
+def link(sender: str, receiver: str) -> Link:
+    """Which epoch their messages belong to."""
+    kinds = {kind(sender), kind(receiver)}
+    if "supervisor" in kinds:
+        return Link.CONTROL
+    return Link.DEVICE if kinds == {"core", "worker"} else Link.CHAIN
+
+
+def lost_with(name: str, config: Config | EngineConfig) -> tuple[str, ...]:
+    """Who has to be replaced when this actor dies: the ranks of a model are nothing without each other, and may be at
+    different steps when their core dies."""
+    ranks = workers(config.tensor_parallel_size)
+    if kind(name) == "worker":
+        return ranks
+    return (name, *ranks) if name == "core" and len(ranks) > 1 else (name,)
+
+
+def receivers(sender: str, config: Config | EngineConfig) -> tuple[str, ...]:
     """Whom an actor may send to. Of the workers only the first one answers the core, but all offer it their memory."""
     found = [receiver for source, receiver in EDGES if source == kind(sender)]
     if "worker" in found:
-        found += workers(num_ranks)[1:]
+        found += workers(config.tensor_parallel_size)[1:]
+    if "api" in found:
+        found += apis(config)[1:]
     return (*found, "supervisor")
 
 
@@ -81,7 +112,9 @@ def picture() -> str:
     lines += [f"    {a} -- {', '.join(kind.__name__ for kind in kinds)} --> {b}" for (a, b), kinds in EDGES.items()]
     told, telling = (", ".join(kind.__name__ for kind in kinds) for kinds in (FROM_CLIENT, TO_CLIENT))
     lines += [f"    embedder([EngineClient]) -- {told} --> core", f"    core -- {telling} --> embedder"]
-    lines += ["    supervisor -. starts, watches, stops .-> api & tokenizer & core & grammar & worker & detokenizer"]
+    lines += [
+        "    supervisor -. starts, watches, replaces, stops .-> api & tokenizer & core & grammar & worker & detokenizer"
+    ]
     return "\n".join(lines)
 
 

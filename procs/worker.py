@@ -13,7 +13,7 @@ from ..config import EngineConfig
 from ..engine.parallel.place import Place
 from ..ipc.actor import Post
 from ..ipc.channel import Inbox
-from ..ipc.messages import CacheOffer, Facts, OpenCache, Ping, StepPlan, Stop, ToWorker
+from ..ipc.messages import CacheOffer, Facts, OpenCache, Ping, Reset, StepPlan, Stop, ToWorker
 
 if TYPE_CHECKING:
     from ..engine.runner.runner import Runner
@@ -38,6 +38,7 @@ class Worker:
         self._place = place
         self._progress = progress
         self._runner: Runner | None = None
+        self._num_answered = 0
 
     def start(self, post: Post) -> None:
         """Loads the model and offers the core what memory is left for KV. Raises a PagewireError."""
@@ -48,8 +49,17 @@ class Worker:
         from ..engine.runner.runner import Runner
 
         self._post = post
-        runner = self._runner = Runner.load(self._config, place=self._place, progress=self._progress)
-        post("core", CacheOffer(self._place.rank, runner.offer(), runner.block_bytes))
+        self._runner = Runner.load(self._config, place=self._place, progress=self._progress)
+        self._offer()
+
+    def _offer(self) -> None:
+        runner = self._started()
+        self._post("core", CacheOffer(self._place.rank, runner.offer(), runner.block_bytes))
+
+    def reset(self) -> None:
+        """The core has died: its rows and KV are nobody's. The next one is made the offer that the cache is."""
+        self._started().forget()
+        self._offer()
 
     def open(self, message: OpenCache) -> Facts:
         """Allocates the KV cache. Raises ConfigError."""
@@ -57,6 +67,11 @@ class Worker:
         runner.open_cache(message.num_blocks)
         notes = runner.notes if self._place.rank == 0 else ()  # the others would say the same
         return Facts(self._timings | runner.timings, notes)
+
+    @property
+    def num_answered(self) -> int:
+        """Plans that are done."""
+        return self._num_answered
 
     @property
     def num_pending(self) -> int:
@@ -73,6 +88,7 @@ class Worker:
         runner = self._started()
         while runner.num_pending and (wait or runner.is_done()):
             result = runner.collect()
+            self._num_answered += 1
             wait = False
             if self._place.rank == 0:
                 self._post("core", result)
@@ -125,6 +141,9 @@ def run(
                         has_idle_work = True
                     case Ping():
                         on_ping()
+                    case Reset():
+                        if "core" in message.lost:
+                            worker.reset()
                     case Stop():
                         return
                     case _:

@@ -11,11 +11,11 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..gateway import ClientGone
 from ..http_error import HttpError
 from ..openai.translate import decode_body
 from ..operation import Operation
 from ..service import Service, read_json, send_json, too_large
+from ..stream import ClientGone
 from .format import URLS
 from .runner import WINDOW_S, BatchRunner
 from .store import MAX_FILE_BYTES, BatchStore

@@ -7,7 +7,6 @@ a position in every plan and is never preempted while another can be; `docs/sche
 
 from operator import attrgetter
 
-from ...ipc.messages import Opened
 from .block_pool import BlockPool
 from .cost import CAUTIOUS, NO_WORK, CostModel, Work, with_chunk
 from .draft import Draft
@@ -20,7 +19,6 @@ from .request import Request, State
 from .roster import Roster
 from .stats import Counters
 
-_NUM_CONTEXT_IDS = 16  # ids before the next token that the detokenizer gets as context for it
 _MIN_CHUNK = 16  # positions of a prompt that a step computes whatever the latency target
 _num_planned = attrgetter("num_planned")
 
@@ -364,11 +362,7 @@ class Planner:
         request.num_cached = min(request.num_computed, request.num_prompt)
         self._counters.num_prompt_tokens += request.num_prompt
         self._counters.num_cached_tokens += request.num_found
-        known = request.num_prompt + request.num_resumed
-        first = 0 if request.text.prompt else max(0, known - _NUM_CONTEXT_IDS)
-        prompt_ids = request.ids[first : request.num_prompt if request.text.prompt else known].tobytes()
-        opened = Opened(request.rid, request.num_prompt, request.num_cached, prompt_ids, request.text, request.times)
-        self._news.add_item(opened)
+        self._news.add_item(request.as_opened())
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

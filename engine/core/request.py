@@ -12,6 +12,7 @@ from ...ipc.messages import (
     Enqueue,
     Failed,
     FinishReason,
+    Opened,
     RowLogprobs,
     RowOpen,
     Tokens,
@@ -21,6 +22,7 @@ from ...ipc.messages import (
 )
 from .block_hash import block_key
 
+_NUM_CONTEXT_IDS = 16  # of the prompt's end, for the detokenizer
 COMMIT_BLOCKS = 8
 """Output is offered to the prefix cache so many blocks at a time, and the rest of it when the request gives its row
 back: hardly anybody looks for what a request is still writing."""
@@ -75,6 +77,7 @@ class Request:
         "num_total",
         "opened",
         "pooling",
+        "resume_chars",
         "rid",
         "room",
         "root",
@@ -109,6 +112,7 @@ class Request:
         self.num_prompt = len(self.ids)
         self.ids.frombytes(message.resume_ids)
         self.num_resumed = len(self.ids) - self.num_prompt  # output that was delivered before the engine lost it
+        self.resume_chars = message.resume_chars  # of its text
         self.sampling = message.sampling
         if choice:
             self.sampling = replace(message.sampling, seed=(message.sampling.seed + choice) % 2**63)
@@ -237,6 +241,21 @@ class Request:
             ends=ids_to_bytes(sorted(self.stops)) if self.min_len > len(self.ids) else b"",
             pooling=self.pooling,
             type_ids=self.type_ids,
+        )
+
+    def as_opened(self, num_resumed: int | None = None) -> Opened:
+        """How the detokenizer is told of it. `num_resumed`: of the output that it had when it came (default: all)."""
+        first = 0 if self.text.prompt else max(0, self.num_prompt - _NUM_CONTEXT_IDS)
+        resumed = self.num_resumed if num_resumed is None else num_resumed
+        return Opened(
+            self.rid,
+            self.num_prompt,
+            self.num_cached,
+            self.ids[first : self.num_prompt].tobytes(),
+            self.text,
+            self.times,
+            self.ids[self.num_prompt : self.num_prompt + resumed].tobytes(),
+            self.resume_chars,
         )
 
     def last_word(self, prompt_logprobs: RowLogprobs | None, vector: bytes) -> Tokens | Failed:

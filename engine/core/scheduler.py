@@ -26,6 +26,7 @@ from ...ipc.messages import (
     bytes_to_ids,
 )
 from ..extension.core import PlanExtension
+from .admission import Admission
 from .block_hash import root_key
 from .block_pool import BlockPool
 from .cost import CostModel, with_guesses
@@ -43,6 +44,7 @@ from .roster import Roster
 from .speculation import num_drawn, num_until_end
 from .stats import Counters
 
+_BEFORE_ALL = 2**40  # resumed requests stand before all others, among themselves as they came
 _LEARN_EVERY = 8  # steps; from those with prefill the cost model always learns
 _rid = attrgetter("rid")
 
@@ -80,8 +82,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         # Any admitted request fits the pool alone.
         self.max_model_len = min(max_model_len, pool.num_blocks * block_size)
-        self.max_queued_requests = max_queued_requests
-        self.max_queued_tokens = max_queued_tokens
+        self._admission = Admission(self.max_model_len, max_queued_requests, max_queued_tokens)
         self.depth = depth
         self.eos_token_ids = frozenset(eos_token_ids)
         self.model_key = model_key
@@ -159,7 +160,7 @@ class Scheduler:
             request = Request(
                 message,
                 choice=choice,
-                arrival=self._num_arrived,
+                arrival=self._num_arrived - (_BEFORE_ALL if message.attempt else 0),
                 line=self._policy.join(message),
                 max_model_len=self.max_model_len,
                 block_size=self.block_size,
@@ -173,35 +174,15 @@ class Scheduler:
             if message.limits.queue_timeout_s is not None:
                 self.deadlines.put(now + message.limits.queue_timeout_s, request.rid, self.roster.requests)
             if message.resume_ids and (finish := request.finish_of(request.ids[-1])) is not None:
-                self.roster.end(request, request.terminal(finish))  # only the word that it has ended was lost
+                # Only the word that it has ended was lost; who is told everything again gets it with the last token.
+                again = message.resume_chars < 0
+                self._news.add_item(request.as_opened(request.num_resumed - again))
+                self._end_with(request, finish, request.ids[-1:], is_news=again)
         return [Accepted(rid, num_prompt) for rid in rids]
 
     def refusal(self, message: Enqueue) -> Failed | None:
-        """Why a request is not taken in. Decided before anything of it is copied."""
-        rid, num_prompt, waiting = message.rid, len(message.prompt_ids) // 4, self.roster.waiting
-        if any(rid + i in self.roster.requests for i in range(message.n)):
-            return Failed(rid, "internal", "Two requests have the same number.")
-        if num_prompt == 0:
-            return Failed(rid, "invalid_request", "The prompt is empty.")
-        room, asked = self.max_model_len - num_prompt, message.limits.max_tokens
-        if room < 0 or (room == 0 and asked != 0):
-            return Failed(
-                rid,
-                "context_length_exceeded",
-                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt alone has "
-                f"{num_prompt}. Shorten it, or start the server with more --max-model-len or --kv-cache-memory.",
-            )
-        price = message.n * (num_prompt + (room if asked is None else min(room, asked)))
-        if price > self.max_queued_tokens or message.n > self.max_queued_requests:
-            detail = (
-                f"The request asks for up to {price} tokens in {message.n} sequences, prompts included; at most "
-                f"{self.max_queued_tokens} in {self.max_queued_requests} are taken. Ask for a smaller n or max_tokens."
-            )
-            return Failed(rid, "invalid_request", detail)
-        if len(waiting) + message.n > self.max_queued_requests or waiting.num_tokens + price > self.max_queued_tokens:
-            detail = f"{len(waiting)} requests with {waiting.num_tokens} tokens are waiting already; try again later."
-            return Failed(rid, "queue_full", detail)
-        return None
+        """Why a request is not taken in."""
+        return self._admission.refusal(message, self.roster.requests, self.roster.waiting)
 
     def cancel(self, rid: int) -> None:
         """Its client is gone. Unknown rids have ended already."""
@@ -462,13 +443,26 @@ class Scheduler:
         if finish is None and logprobs is None and prompt_logprobs is None:
             return True
         self.counters.num_output_tokens += len(tokens)
-        data = tokens.tobytes()
         if finish is None:
-            self._news.add(Tokens(request.rid, data, logprobs, prompt_logprobs))
+            self._news.add(Tokens(request.rid, tokens.tobytes(), logprobs, prompt_logprobs))
         else:
-            stop_token_id = token if token in request.limits.stop_token_ids else None
-            self.roster.end(request, request.terminal(finish, data, logprobs, prompt_logprobs, stop_token_id))
+            self._end_with(request, finish, tokens, logprobs, prompt_logprobs)
         return False
+
+    def _end_with(
+        self,
+        request: Request,
+        finish: FinishReason,
+        tokens: "array[int]",
+        logprobs: RowLogprobs | None = None,
+        prompt_logprobs: RowLogprobs | None = None,
+        *,
+        is_news: bool = True,
+    ) -> None:
+        """Its last tokens end it. `is_news`: they were not told before."""
+        stop_token_id = tokens[-1] if tokens[-1] in request.limits.stop_token_ids else None
+        ids = tokens.tobytes() if is_news else b""
+        self.roster.end(request, request.terminal(finish, ids, logprobs, prompt_logprobs, stop_token_id))
 
     def transferred(self, message: Transferred) -> None:
         """Takes in what the worker half of the KV connector reports."""

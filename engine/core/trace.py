@@ -60,7 +60,24 @@ class Kept(Struct, frozen=True, array_like=True, tag=True):
     kept: bool
 
 
-Event = Matched | Kept | Opened | Arrived | Cancel | StopHit | Expired | Planned | StepResult | Transferred | Masks
+class WorkerLost(Struct, frozen=True, array_like=True, tag=True):
+    """`reset` was called."""
+
+
+Event = (
+    WorkerLost
+    | Matched
+    | Kept
+    | Opened
+    | Arrived
+    | Cancel
+    | StopHit
+    | Expired
+    | Planned
+    | StepResult
+    | Transferred
+    | Masks
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Event).decode
@@ -216,6 +233,8 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
                 scheduler.transferred(event)
             case Masks():
                 scheduler.allow(event)
+            case WorkerLost():
+                scheduler.reset()
             case Matched():
                 connector.matches.append(event)
             case Kept():

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .encoder_steps import EncoderModel
 
 _ALONE = Place()
+_TRANSFER_WAIT_S = 0.001  # between looks at KV transfers under way
 
 
 class Runner:
@@ -125,6 +126,8 @@ class Runner:
     def offer(self) -> int:
         """Blocks that there is room for: what `kv_cache_memory` holds, or as many as could ever be used if the device's
         memory allows it. At least one. Blocks of no bytes, of a model without KV, are never short."""
+        if self._num_blocks:
+            return self._num_blocks
         if not self._memory.block:
             return blocks_needed(self._config)
         if self._config.kv_cache_memory is not None:
@@ -134,9 +137,11 @@ class Runner:
         return min(self._memory.num_blocks(budget), blocks_needed(self._config))
 
     def open_cache(self, num_blocks: int) -> None:
-        """Allocates the KV cache, and starts what the configuration puts beside it. Once, before the first `launch`.
-        Raises ConfigError."""
-        assert self._steps is None, "the cache is open already"
+        """Allocates the KV cache, and starts what the configuration puts beside it, before the first `launch`. One that
+        is open stays as it is: a core that begins anew opens it again. Raises ConfigError."""
+        if self._steps is not None:
+            assert num_blocks == self._num_blocks, (num_blocks, self._num_blocks)
+            return
         config, model = self._config, self._model
         cache = KvCache(
             shape=model.kv_shape,
@@ -190,6 +195,15 @@ class Runner:
                     self._device.synchronize()
                     self._for_layers(connector.save_kv_layer)
                 connector.wait_for_save()
+
+    def forget(self) -> None:
+        """Nobody waits for what was launched, nor for transfers under way. Rows are forgotten as others take them."""
+        with torch.inference_mode():
+            while self.num_pending:
+                self._opened().collect()
+            while self.num_transfers:
+                if self.take_transferred() is None:
+                    time.sleep(_TRANSFER_WAIT_S)
 
     def is_done(self) -> bool:
         """Whether `collect` has a result and would not have to wait for it."""

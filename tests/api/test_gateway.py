@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from pagewire.api.gateway import ClientGone, Gateway
+from pagewire.api.gateway import Gateway
+from pagewire.api.stream import ClientGone
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import (
     Accepted,

@@ -1,0 +1,89 @@
+"""Which open requests may have killed a process, and how the one that did is found.
+
+Requests that were with a process when it died are suspects. They come back a few at a time, and the next ones wait
+until those have got some tokens further than they had: a death in between is theirs alone. One that was there in two
+deaths and cannot have been anybody else's victim is failed, and what asks for the same again is refused.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
+
+_MOST_TURNS = 32  # in which all suspects come back; up to so many come one by one
+_TOKENS = 4  # that each has to get; a death's last tokens were on their way through the pipeline
+_MOST_REMEMBERED = 256  # fingerprints of requests that have killed
+
+
+class Suspect(Protocol):
+    """A request that is open."""
+
+    num_deaths: int  # of processes that it was with
+    open_rids: set[int]  # of its sequences that have not ended
+
+
+S = TypeVar("S", bound=Suspect)
+
+
+class Suspects(Generic[S]):
+    """Of one api process."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[list[S]] = deque()  # those that come back together, in their order
+        self._tried: dict[S, int] = {}  # who came back last → tokens that it still has to get
+        self._killers: dict[bytes, None] = {}  # fingerprints, the last one at the end
+
+    def __bool__(self) -> bool:
+        """Some are being tried."""
+        return bool(self._tried)
+
+    @property
+    def are_known(self) -> bool:
+        """There is a request that would be refused."""
+        return bool(self._killers)
+
+    def has_killed(self, fingerprint: bytes) -> bool:
+        """Such a request has killed before."""
+        return fingerprint in self._killers
+
+    def remember(self, fingerprint: bytes) -> None:
+        """Such a request has killed."""
+        self._killers[fingerprint] = None
+        if len(self._killers) > _MOST_REMEMBERED:
+            del self._killers[next(iter(self._killers))]
+
+    def blame(self, present: Iterable[S]) -> S | None:
+        """A process has died with these. Who did it, if that is certain."""
+        present = list(present)
+        blamed = [suspect for suspect in present if suspect in self._tried] or present
+        for suspect in blamed:
+            suspect.num_deaths += 1
+        self._tried.clear()
+        self._waiting.clear()
+        return blamed[0] if len(blamed) == 1 and blamed[0].num_deaths > 1 else None
+
+    def line_up(self, suspects: Iterable[S]) -> None:
+        """They shall come back in this order; those that were there in most deaths one by one."""
+        suspects = list(suspects)
+        size = -(-len(suspects) // _MOST_TURNS)
+        worst = [[suspect] for suspect in suspects if suspect.num_deaths > 1]
+        others = [suspect for suspect in suspects if suspect.num_deaths <= 1]
+        self._waiting.extend(worst)
+        self._waiting.extend(others[i : i + size] for i in range(0, len(others), size or 1))
+
+    def next(self) -> list[S]:
+        """Who comes back now; nobody while others are tried."""
+        if self._tried or not self._waiting:
+            return []
+        turn = self._waiting.popleft()
+        self._tried = {suspect: _TOKENS << (2 * suspect.num_deaths - 2) for suspect in turn}
+        return turn
+
+    def got_on(self, suspect: S, num_tokens: int) -> None:
+        """It has got tokens, or has ended."""
+        left = self._tried.get(suspect)
+        if left is None:
+            return
+        if left <= num_tokens or not suspect.open_rids:
+            del self._tried[suspect]
+        else:
+            self._tried[suspect] = left - num_tokens

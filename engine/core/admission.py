@@ -1,0 +1,45 @@
+"""The bounds that a request has to keep to be taken in."""
+
+from collections.abc import Container
+
+from msgspec import Struct
+
+from ...ipc.messages import Enqueue, Failed
+from .waiting import Waiting
+
+
+class Admission(Struct, frozen=True):
+    """Of one engine."""
+
+    max_model_len: int
+    max_queued_requests: int
+    max_queued_tokens: int  # of all that wait, prompts and longest outputs
+
+    def refusal(self, message: Enqueue, open_rids: Container[int], waiting: Waiting) -> Failed | None:
+        """Why a request is not taken in. Decided before anything of it is copied."""
+        rid, num_prompt = message.rid, len(message.prompt_ids) // 4
+        if any(rid + i in open_rids for i in range(message.n)):
+            return Failed(rid, "internal", "Two requests have the same number.")
+        if num_prompt == 0:
+            return Failed(rid, "invalid_request", "The prompt is empty.")
+        room, asked = self.max_model_len - num_prompt, message.limits.max_tokens
+        if room < 0 or (room == 0 and asked != 0):
+            return Failed(
+                rid,
+                "context_length_exceeded",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt alone has "
+                f"{num_prompt}. Shorten it, or start the server with more --max-model-len or --kv-cache-memory.",
+            )
+        price = message.n * (num_prompt + (room if asked is None else min(room, asked)))
+        if price > self.max_queued_tokens or message.n > self.max_queued_requests:
+            detail = (
+                f"The request asks for up to {price} tokens in {message.n} sequences, prompts included; at most "
+                f"{self.max_queued_tokens} in {self.max_queued_requests} are taken. Ask for a smaller n or max_tokens."
+            )
+            return Failed(rid, "invalid_request", detail)
+        is_full = len(waiting) + message.n > self.max_queued_requests
+        # One that was taken in before and then lost has waited already.
+        if (is_full or waiting.num_tokens + price > self.max_queued_tokens) and not message.attempt:
+            detail = f"{len(waiting)} requests with {waiting.num_tokens} tokens are waiting already; try again later."
+            return Failed(rid, "queue_full", detail)
+        return None

@@ -1,0 +1,57 @@
+"""The outgoing side of one actor's process: an outbox for each receiver that the topology allows.
+
+With several api processes, what is for one of them finds it by its rid, and what is for all is sent to all.
+"""
+
+from collections.abc import Mapping
+
+from ..config import EngineConfig
+from ..ipc.channel import Outbox
+from ..ipc.messages import RID_BITS, Message, Pulse, Snapshot, TextBatch
+from ..ipc.zmq_channel import ZmqContext
+from .topology import apis, link, receivers
+
+
+class Mailman:
+    """An engine that serves only `EngineClient`s has neither api nor detokenizer: what is for them is not sent."""
+
+    def __init__(self, name: str, config: EngineConfig, addresses: Mapping[str, str], context: ZmqContext) -> None:
+        self._outboxes: dict[str, Outbox] = {
+            receiver: context.outbox(addresses[receiver], link(name, receiver))
+            for receiver in receivers(name, config)
+            if receiver in addresses
+        }
+        self._absent = {"api", "detokenizer"} - addresses.keys()
+        self._apis = [self._outboxes[api] for api in apis(config) if api in self._outboxes]
+
+    def post(self, receiver: str, message: Message) -> None:
+        """See `Post`."""
+        if receiver in self._absent:
+            return
+        if receiver == "api" and len(self._apis) > 1:
+            self._post_apis(message)
+        else:
+            self._outboxes[receiver].send(message)
+
+    def _post_apis(self, message: Message) -> None:
+        num = len(self._apis)
+        match message:
+            case TextBatch(chunks=chunks):
+                for index, api in enumerate(self._apis):
+                    if own := tuple(chunk for chunk in chunks if api_of(chunk.rid, num) == index):
+                        api.send(TextBatch(own))
+            case Snapshot() | Pulse():
+                for api in self._apis:
+                    api.send(message)
+            case _:
+                self._apis[api_of(message.rid, num)].send(message)  # type: ignore[union-attr]  # all others have one
+
+
+def api_index(index: int, epoch: int, num_apis: int) -> int:
+    """What the rids of an api process begin with: of the one that replaces it they are others."""
+    return epoch * num_apis + index
+
+
+def api_of(rid: int, num_apis: int) -> int:
+    """Which api process a rid belongs to."""
+    return (rid >> RID_BITS) % num_apis
