@@ -272,6 +272,7 @@ class Gateway:
     def _restore(self) -> None:
         """The engine is whole. Who may have killed it goes first, and a few at a time; then all others."""
         self.outage = None
+        self._held = dict.fromkeys(sorted(self._held, key=lambda stream: stream.number))
         self._suspects.line_up(stream for stream in self._held if stream.num_deaths)
         for asked in self._questions.values():
             if not asked.answer.done():

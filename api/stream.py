@@ -44,6 +44,7 @@ class Stream:
 
     def __init__(self, gateway: Keeper, first_rid: int, orders: Sequence[Submit], arrived: float) -> None:
         self._gateway = gateway
+        self.number = first_rid  # streams in the order in which they came
         self.first_rid = first_rid
         self.arrived = arrived
         self.orders = orders

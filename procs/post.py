@@ -5,7 +5,7 @@ With several api processes, what is for one of them finds it by its rid, and wha
 
 from collections.abc import Mapping
 
-from ..config import EngineConfig
+from ..config import Config, EngineConfig
 from ..ipc.channel import Outbox
 from ..ipc.messages import RID_BITS, Message, Pulse, Snapshot, TextBatch
 from ..ipc.zmq_channel import ZmqContext
@@ -15,7 +15,7 @@ from .topology import apis, link, receivers
 class Mailman:
     """An engine that serves only `EngineClient`s has neither api nor detokenizer: what is for them is not sent."""
 
-    def __init__(self, name: str, config: EngineConfig, addresses: Mapping[str, str], context: ZmqContext) -> None:
+    def __init__(self, name: str, config: Config | EngineConfig, addresses: Mapping[str, str], context: ZmqContext) -> None:
         self._outboxes: dict[str, Outbox] = {
             receiver: context.outbox(addresses[receiver], link(name, receiver))
             for receiver in receivers(name, config)

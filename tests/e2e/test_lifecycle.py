@@ -144,21 +144,6 @@ def test_kill_9_of_the_supervisor_leaves_no_process(start: Start) -> None:
     wait_until(lambda: not any(c.is_running() and c.status() != "zombie" for c in children), "all are gone", 2.0)
 
 
-@pytest.mark.parametrize("name", ["worker", "detokenizer", "grammar"])
-def test_a_death_in_service_ends_everything_with_the_cause(start: Start, name: str) -> None:
-    server = start().wait_ready()
-    events: list[bytes] = []
-    thread = open_stream(server, events)
-    wait_until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream runs")
-    children = server.children()
-    children[name].kill()
-    assert server.process.wait(20) == 1
-    thread.join(10)
-    assert f"{name} was killed by SIGKILL" in server.log.read_text()
-    assert b"error" in events[-2] and events[-1] == b"<end of body>"
-    assert not [child for child in children.values() if child.is_running()]
-
-
 def test_a_death_while_starting_is_said(start: Start) -> None:
     server = start()
     wait_until(lambda: "tokenizer" in " ".join(server.children()), "the processes are there", 30.0)

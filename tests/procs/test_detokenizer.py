@@ -179,3 +179,48 @@ def test_the_end_of_the_prompt_has_its_special_tokens(actor: DetokenizerActor, s
     prompt = msgspec.structs.replace(opened(prompt_end=True), prompt_ids=ids_of("x" * 20) + m.ids_to_bytes([2, 1]))
     actor.handle([prompt, batch(m.Tokens(RID, ids_of("a")))])
     assert sent.chunks()[0].prompt_end == "x" * 14 + "</s><s>"
+
+
+def test_a_lost_output_goes_on_after_what_was_told(config: EngineConfig) -> None:
+    """Wherever it was lost: inside a character, inside what may become a stop string, or between."""
+    ids = ids_of("aé🙂b stoc stop d")
+    whole = play(config, [opened(stop=("stop",)), *batches(ids)])
+    assert whole[0] == "aé🙂b stoc " and len(whole[1]) < len(ids)
+    for at in range(0, len(whole[1]), 4):
+        before = play(config, [opened(stop=("stop",)), *batches(ids[:at])])
+        resumed = msgspec.structs.replace(opened(stop=("stop",)), resume_ids=before[1], resume_chars=len(before[0]))
+        after = play(config, [resumed, *batches(ids[at:])])
+        assert (before[0] + after[0], before[1] + after[1], after[2]) == whole, at
+
+
+def test_the_new_detokenizer_may_hold_back_what_was_told_before(actor: DetokenizerActor, sent: Sent) -> None:
+    resumed = msgspec.structs.replace(opened(stop=("abc",)), resume_ids=ids_of("xab"), resume_chars=3)
+    actor.handle([resumed, *batches(ids_of("dy"))])
+    assert "".join(chunk.text for chunk in sent.chunks()) == "dy"  # of "abd" two characters were told
+
+
+def test_a_replay_tells_everything_again(actor: DetokenizerActor, sent: Sent) -> None:
+    resumed = msgspec.structs.replace(opened(prompt=True), resume_ids=ids_of("xa"), resume_chars=-1)
+    actor.handle([resumed, *batches(ids_of("b"))])
+    first, second = sent.chunks()
+    assert (first.text, first.ids, second.text) == ("xa", ids_of("xa"), "b")
+    assert first.prompt is not None and second.prompt is None
+
+
+def test_after_a_reset_nothing_is_known(actor: DetokenizerActor, sent: Sent) -> None:
+    actor.handle([opened(), m.Reset(2, 1, ("core",), "It died.")])
+    assert not actor._outputs
+
+
+def batches(ids: bytes) -> list[m.TokenBatch]:
+    return [batch(m.Tokens(RID, ids[i : i + 4])) for i in range(0, len(ids), 4)]
+
+
+def play(config: EngineConfig, messages: list[m.ToDetokenizer]) -> tuple[str, bytes, str | None]:
+    """Text, ids and the reason of the end that come of it."""
+    sent = Sent()
+    actor = DetokenizerActor(config)
+    actor.start(sent)
+    actor.handle(messages)
+    chunks = sent.chunks()
+    return "".join(c.text for c in chunks), b"".join(c.ids for c in chunks), chunks[-1].finish if chunks else None

@@ -1,0 +1,119 @@
+"""Frames of another epoch: old ones are dropped, early ones wait, and a `Reset` stands between."""
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagewire.ipc.epochs import Epochs, Link
+from pagewire.ipc.messages import Cancel, Ping, Reset, StepPlan, ToCore, ToWorker
+from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox
+
+
+def reset(epoch: int, device: int = 1) -> Reset:
+    return Reset(epoch, device, ("tokenizer",), "It died.")
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc:///tmp/pw-{uuid.uuid4().hex[:8]}"
+
+
+class Ends:
+    """A mailbox, and processes of several epochs that send to it."""
+
+    def __init__(self, address: str, accepts: object = ToCore) -> None:
+        self.epochs = Epochs()
+        self.context = ZmqContext(epochs=self.epochs)
+        self.inbox: ZmqInbox[object] = self.context.inbox(address, accepts)
+        self.address = address
+        self.senders: list[ZmqContext] = []
+
+    def sender(self, epochs: Epochs, link: Link = Link.CHAIN):  # type: ignore[no-untyped-def]
+        context = ZmqContext(epochs=epochs)
+        self.senders.append(context)
+        return context.outbox(self.address, link)
+
+    def drain(self, num: int) -> list[object]:
+        messages: list[object] = []
+        while len(messages) < num:
+            assert self.inbox.wait(5.0)
+            messages += self.inbox.drain()
+        return messages
+
+    def close(self) -> None:
+        for context in (*self.senders, self.context):
+            context.close()
+        Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def ends(address: str) -> Iterator[Ends]:
+    ends = Ends(address)
+    yield ends
+    ends.close()
+
+
+def test_what_a_dead_process_sent_is_dropped_and_counted(ends: Ends) -> None:
+    supervisor, old = ends.sender(Epochs(), Link.CONTROL), ends.sender(Epochs())
+    supervisor.send(reset(2))
+    assert ends.drain(1) == [reset(2)]
+    old.send(Cancel((1,)))
+    new = ends.sender(Epochs(2))
+    new.send(Cancel((2,)))
+    assert ends.drain(1) == [Cancel((2,))]
+    supervisor.send(Ping())
+    assert ends.drain(1) == [Ping()] and ends.epochs.num_stale == 1
+
+
+def test_what_comes_early_waits_for_its_epoch(ends: Ends) -> None:
+    early, supervisor = ends.sender(Epochs(3)), ends.sender(Epochs(), Link.CONTROL)
+    early.send(Cancel((3,)))
+    supervisor.send(Ping())
+    assert ends.drain(1) == [Ping()]
+    supervisor.send(reset(2))
+    assert ends.drain(1) == [reset(2)]
+    supervisor.send(reset(3))
+    assert ends.drain(2) == [reset(3), Cancel((3,))]
+
+
+def test_a_reset_begins_a_list_of_its_own(ends: Ends) -> None:
+    supervisor = ends.sender(Epochs(), Link.CONTROL)
+    for message in (Ping(), reset(2), Ping(), reset(2), Ping()):
+        supervisor.send(message)
+    lists: list[list[object]] = []
+    while sum(map(len, lists)) < 4:
+        assert ends.inbox.wait(5.0)
+        if messages := ends.inbox.drain():
+            lists.append(messages)
+            assert reset(2) not in messages[1:]
+    # The second one says nothing new.
+    assert [message for messages in lists for message in messages] == [Ping(), reset(2), Ping(), Ping()]
+    assert ends.epochs.chain == 2 and not ends.inbox.has_more
+
+
+def test_a_death_elsewhere_leaves_the_device_alone(address: str) -> None:
+    ends = Ends(address, ToWorker)
+    try:
+        plan = StepPlan(1, (), b"", b"", b"", b"", b"")
+        core, supervisor = ends.sender(Epochs(), Link.DEVICE), ends.sender(Epochs(), Link.CONTROL)
+        supervisor.send(reset(2))
+        assert ends.drain(1) == [reset(2)]
+        core.send(plan)
+        assert ends.drain(1) == [plan]
+        supervisor.send(reset(3, device=2))
+        assert ends.drain(1) == [reset(3, device=2)]
+        core.send(plan)
+        supervisor.send(Ping())
+        assert ends.drain(1) == [Ping()]
+    finally:
+        ends.close()
+
+
+def test_what_is_no_frame_is_counted(ends: Ends) -> None:
+    sender = ends.sender(Epochs())
+    for data in (b"", b"\1\2", b"\x63\0\0\0\0rest"):
+        sender.send_bytes(data)
+    sender.send(Cancel((1,)))
+    assert ends.drain(1) == [Cancel((1,))] and ends.inbox.num_undecodable == 3

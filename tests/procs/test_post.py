@@ -1,0 +1,42 @@
+"""With several api processes everyone gets what is theirs."""
+
+import uuid
+from pathlib import Path
+
+from pagewire.config import Config
+from pagewire.ipc.messages import Accepted, Chunk, Pulse, TextBatch, ToApi
+from pagewire.ipc.reports import HistogramCounts
+from pagewire.ipc.zmq_channel import ZmqContext
+from pagewire.procs.post import Mailman, api_index, api_of
+
+
+def test_a_rid_leads_to_its_process_whatever_the_epoch() -> None:
+    indices = {api_index(index, epoch, 3) for index in range(3) for epoch in range(1, 50)}
+    assert len(indices) == 3 * 49
+    assert all(api_of(api_index(i, epoch, 3) << 40 | 12345, 3) == i for i in range(3) for epoch in (1, 2, 49))
+
+
+def test_news_are_dealt_out_and_reports_go_to_all() -> None:
+    context = ZmqContext()
+    addresses = {name: f"ipc:///tmp/pw-{uuid.uuid4().hex[:8]}" for name in ("api", "api-1", "core", "supervisor")}
+    try:
+        inboxes = [context.inbox(addresses[name], ToApi) for name in ("api", "api-1")]
+        post = Mailman("detokenizer", Config(model="x", api_processes=2), addresses, context).post
+        rids = [api_index(i, 1, 2) << 40 for i in range(2)]
+        pulse = Pulse("detokenizer", HistogramCounts((), (0,), 0.0))
+        post("api", TextBatch((Chunk(rids[0], "a", b""), Chunk(rids[1], "b", b""), Chunk(rids[0], "c", b""))))
+        post("api", Accepted(rids[1], 3))
+        post("api", pulse)
+        heard: list[list[object]] = []
+        for inbox, num in zip(inboxes, (2, 3), strict=True):
+            messages: list[object] = []
+            while len(messages) < num:
+                assert inbox.wait(5.0)
+                messages += inbox.drain()
+            heard.append(messages)
+        assert heard[0] == [TextBatch((Chunk(rids[0], "a", b""), Chunk(rids[0], "c", b""))), pulse]
+        assert heard[1] == [TextBatch((Chunk(rids[1], "b", b""),)), Accepted(rids[1], 3), pulse]
+    finally:
+        context.close()
+        for address in addresses.values():
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
