@@ -90,11 +90,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from .prepare import prepare
-    from .procs.launch import run
-    from .procs.supervisor import Supervisor
+    import uvloop
 
-    return run(Supervisor(prepare(read_settings(arguments)[0])))
+    from .prepare import prepare
+    from .procs.generations import Generations
+
+    return uvloop.run(Generations(read_settings(arguments)[0], prepare).run())
 
 
 def _explain(arguments: argparse.Namespace) -> int:

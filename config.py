@@ -270,6 +270,16 @@ def from_options(caller: str, options: Mapping[str, object]) -> Config:
         raise ConfigError(f"{caller}: {error}.") from error
 
 
+class ModelVersion(Struct, frozen=True):
+    """A model that a server has served, or serves."""
+
+    version: int  # from 1, in the order of their loading
+    root: str  # its folder
+    name: str
+    created: int  # when it was loaded, in seconds since 1970
+    state: Literal["serving", "retired"]
+
+
 class SamplingDefaults(Struct, frozen=True, kw_only=True):
     """How to sample where a client of the server does not say: what the model's authors recommend."""
 
@@ -392,6 +402,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     hang_timeout_s: float = 10.0
     outage_wait: float = 30.0
     api_processes: int = 1
+    versions: tuple[ModelVersion, ...] = ()
 
     @property
     def kv_model_key(self) -> bytes:

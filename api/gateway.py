@@ -255,6 +255,7 @@ class Gateway:
         lost = reset.lost if self.outage is None else tuple(dict.fromkeys((*self.outage.lost, *reset.lost)))
         self.outage = Outage(lost, reset.reason, since)
         kinds = {name.partition("-")[0] for name in reset.lost}
+        self.stats.lost.update(name.partition("-")[0] for name in reset.lost)
         streams = list(dict.fromkeys(self._streams.values()))
         killer = self._suspects.blame(s for s in streams if s not in self._held and s.was_with(kinds))
         if killer is not None:

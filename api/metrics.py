@@ -108,6 +108,13 @@ class Metrics:
         page.counters("request_success", "Sequences that ended, by reason.", "finished_reason", stats.finished)
         page.counters("request_aborts", "Sequences that were cut short, by cause.", "reason", stats.aborts)
         page.counters("request_errors", "Sequences refused or failed, by kind.", "reason", stats.errors)
+        page.counter(
+            "requests_resumed", "Sequences that the engine had lost and went on with.", self._gateway.num_resumed
+        )
+        lost = self._gateway.stats.lost
+        page.counters("processes_lost", "Processes that died or hung and were replaced, by kind.", "process", lost)
+        stale = {name: pulse.num_stale for name, pulse in self._gateway.pulses.items()}
+        page.counters("stale_frames", "Messages of what has died that were dropped.", "process", stale)
         page.counters("request_refused", "Requests that got an error, by its code.", "reason", stats.refused)
 
     def _steps(self, page: "_Page", core: Snapshot) -> None:

@@ -22,6 +22,7 @@ MAX_PIPELINED = 16  # requests that a client may send on a connection before it 
 MAX_FRAMING_BYTES = 64 << 10  # of a chunked body: sizes, extensions, trailers, besides what chunks of a few bytes need
 FRAMING_BYTES_A_BYTE = 8
 STALL_TIMEOUT_S = 60.0  # how long a client may leave what is sent to it unread
+_HANDOVER_LOOK_S = 0.05
 CLOSE_TIMEOUT_S = 5  # how long a stopping server waits for answers that have ended to leave
 
 
@@ -61,6 +62,17 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """For uvicorn."""
         yield
+
+    async def hand_over(self, grace_s: float) -> None:
+        """Another server has the socket now: accepts nothing more, answers on the connections that there are, each
+        answer being their last, and returns when none is left, or after `grace_s` seconds."""
+        for server in self.servers:
+            server.close()  # the socket itself is still the supervisor's
+        self.config.encoded_headers.append((b"connection", b"close"))  # uvicorn makes its defaults anew every second
+        self.server_state.default_headers.append((b"connection", b"close"))
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while self.server_state.connections and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_HANDOVER_LOOK_S)
 
 
 class BoundedHttp(HttpToolsProtocol):

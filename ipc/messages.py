@@ -9,7 +9,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     tokenizer, core ─Accepted, Failed, Snapshot, Pulse─▶ api         anyone ─Ready, Fault, Pong─▶ supervisor
     api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
     core ─Constrain, Drawn─▶ grammar ─Constrained, Masks─▶ core
-    supervisor ─Ping, Reset, Stop─▶ anyone       supervisor ─Serve, Restored─▶ api
+    supervisor ─Ping, Reset, Stop─▶ anyone       supervisor ─Serve, Restored, Swapped─▶ api ─Swap─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
@@ -47,6 +47,8 @@ from .supervision import Restored as Restored
 from .supervision import Serve as Serve
 from .supervision import Serving as Serving
 from .supervision import Stop as Stop
+from .supervision import Swap as Swap
+from .supervision import Swapped as Swapped
 
 SCHEMA_VERSION = 7
 
@@ -483,7 +485,8 @@ ToApi = (
     | Ping
     | Reset
     | Restored
+    | Swapped
     | Stop
 )
-ToSupervisor = Ready | Serving | Fault | Pong
+ToSupervisor = Ready | Serving | Fault | Pong | Swap
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

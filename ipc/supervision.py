@@ -74,3 +74,22 @@ class Stop(Struct, frozen=True, array_like=True, tag=True):
 
     grace_s: float
     reason: str
+    hands_over: bool = False  # to an api: another one has the port now; serve the connections that there are
+
+
+class Swap(Struct, frozen=True, array_like=True, tag=True):
+    """api → supervisor: serve another model, or this one otherwise. `Swapped` answers."""
+
+    name: str  # of the api process
+    number: int  # of its question
+    changes: bytes  # a JSON object of fields of `Config`
+    version: int | None = None  # go back to this one, with the changes
+    must_drain: bool = False  # do not try to have both in memory
+
+
+class Swapped(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → api: what becomes of a `Swap`."""
+
+    number: int
+    status: int  # of HTTP: 200, it is served; 202, it will be once open requests have ended; 4xx, 5xx: it is not
+    detail: str

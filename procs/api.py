@@ -15,13 +15,13 @@ import uvicorn
 
 from .. import __version__
 from ..api.app import create_app
-from ..api.gateway import Gateway
+from ..api.gateway import FromEngine, Gateway
 from ..api.request_end import Observer, log_request
 from ..api.server import HttpConfig, HttpServer
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..ipc.actor import Post
-from ..ipc.messages import Facts, Ping, Restored, Serve, Serving, Snapshot, Stop, ToApi
+from ..ipc.messages import Facts, Ping, Restored, Serve, Serving, Snapshot, Stop, Swap, Swapped, ToApi
 
 if TYPE_CHECKING:
     from ..api.tracing import Tracing
@@ -47,15 +47,19 @@ class _Server(HttpServer):
 class ApiActor:
     """HTTP ⇄ pipeline."""
 
-    def __init__(self, config: EngineConfig, *, http_fd: int, index: int = 0) -> None:
+    def __init__(self, config: EngineConfig, *, http_fd: int, name: str = "api", index: int = 0) -> None:
         """`http_fd`: a bound socket that does not listen yet, or on which other api processes listen. `index`: what its
         rids begin with."""
+        self._name = name
         self._config = config
         self._http_fd = http_fd
         self._index = index
         self._serving: asyncio.Task[None] | None = None
         self._heard_at = time.monotonic()  # the core's last report
         self._tracing: Tracing | None = None
+        self._hands_over = False  # when it stops
+        self._num_swaps = 0
+        self._swaps: dict[int, asyncio.Future[Swapped]] = {}  # asked for, and not answered
 
     def start(self, post: Post) -> Facts:
         """See `Actor`."""
@@ -80,7 +84,7 @@ class ApiActor:
 
     def handle(self, messages: list[ToApi]) -> None:
         """See `Actor`."""
-        news = []
+        news: list[FromEngine] = []
         for message in messages:
             match message:
                 case Serve():
@@ -89,7 +93,12 @@ class ApiActor:
                     self._heard_at = time.monotonic()
                     self._app.start()
                     self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
-                case Ping() | Stop():
+                case Swapped():
+                    if (swap := self._swaps.pop(message.number, None)) is not None and not swap.done():
+                        swap.set_result(message)
+                case Stop():
+                    self._hands_over = message.hands_over
+                case Ping():
                     pass
                 case _:
                     if isinstance(message, Snapshot | Restored):
@@ -100,11 +109,15 @@ class ApiActor:
 
     async def stop(self, grace_s: float) -> None:
         """See `Actor`."""
-        self._gateway.refuse("The server is shutting down.")
-        await self._app.stop()
-        if grace_s > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gateway.drained(), grace_s)
+        if self._hands_over:
+            await self._app.stop()
+            await self._server.hand_over(grace_s)
+        else:
+            self._gateway.refuse("The server is shutting down.")
+            await self._app.stop()
+            if grace_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._gateway.drained(), grace_s)
         self._gateway.close("The server is shutting down.")
         if self._serving is not None:
             self._server.should_exit = True
@@ -112,6 +125,15 @@ class ApiActor:
                 await asyncio.wait_for(self._serving, CLOSE_TIMEOUT_S)
         if self._tracing is not None:
             self._tracing.close()
+
+    async def swap(self, changes: bytes, version: int | None, must_drain: bool) -> Swapped:
+        """Has another model served, see `Swap`."""
+        self._num_swaps += 1
+        number = self._num_swaps
+        answer: asyncio.Future[Swapped] = asyncio.get_running_loop().create_future()
+        self._swaps[number] = answer
+        self._post("supervisor", Swap(self._name, number, changes, version, must_drain))
+        return await answer
 
     def _observers(self) -> list[Observer]:
         """Who is told of requests that have ended. Raises ConfigError."""

@@ -206,7 +206,7 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
             from .api import ApiActor
 
             first_rid = api_index(index(name), launch.epoch, config.api_processes)
-            actor = ApiActor(config, http_fd=launch.http_fd, index=first_rid)
+            actor = ApiActor(config, http_fd=launch.http_fd, name=name, index=first_rid)
         case _:
             raise ConfigError(f"There is no actor {name!r}; there are {', '.join(ACTORS)}.")
     return actor  # type: ignore[return-value]  # each accepts the union that its mailbox decodes

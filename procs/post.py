@@ -15,7 +15,9 @@ from .topology import apis, link, receivers
 class Mailman:
     """An engine that serves only `EngineClient`s has neither api nor detokenizer: what is for them is not sent."""
 
-    def __init__(self, name: str, config: Config | EngineConfig, addresses: Mapping[str, str], context: ZmqContext) -> None:
+    def __init__(
+        self, name: str, config: Config | EngineConfig, addresses: Mapping[str, str], context: ZmqContext
+    ) -> None:
         self._outboxes: dict[str, Outbox] = {
             receiver: context.outbox(addresses[receiver], link(name, receiver))
             for receiver in receivers(name, config)

@@ -33,6 +33,8 @@ from ..ipc.messages import (
     Serve,
     Serving,
     Stop,
+    Swap,
+    Swapped,
     ToSupervisor,
 )
 from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, check_address, make_run_folder, remove_run_folder
@@ -45,6 +47,7 @@ PING_INTERVAL_S = 0.5
 STOP_GRACE_S = 5.0  # for each actor, on top of what open requests are given
 FAULT_WAIT_S = 1.0  # how long a dead child's last words are waited for
 START_REPORT_S = 30.0  # a start that takes longer says now and then for whom it waits
+_HANDOVER_S = 600.0  # for open requests, when another model is served; idle connections end before
 STACKS_WAIT_S = 0.2  # for a process that hangs to print where it is
 
 
@@ -73,9 +76,14 @@ class Supervisor:
         addresses: dict[str, str] | None = None,
         keys: Keys | None = None,
         quiet: bool = False,
+        listening: Listening | None = None,
+        on_swap: Callable[[Swap], None] | None = None,
     ) -> None:
         """`actors`: those to start here (default: all). `addresses`: mailboxes that are not in this launch's own run
-        folder, and `ranks`, where the ranks of a tensor-parallel group meet. `quiet`: no timeline, no banner."""
+        folder, and `ranks`, where the ranks of a tensor-parallel group meet. `quiet`: no timeline, no banner.
+
+        With `listening` somebody else owns the door and the signals: see `Generations`. `on_swap` is told what an
+        admin asks for."""
         self._config = config
         self._names = names(config)
         self._actors = [name for name in self._names if actors is None or name in actors]
@@ -85,7 +93,13 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._dead: list[Child] = []  # in the order of their ends: who died first may have taken others along
         self._inbox: ZmqInbox[ToSupervisor] | None = None
-        self._http: Listening | None = None
+        self._http = listening
+        self._is_owned = listening is not None
+        self._on_swap = on_swap
+        self._may_serve = not self._is_owned
+        self._is_retired = self._is_over = False
+        self.is_ready = asyncio.Event()  # every actor is
+        self.failure: str | None = None  # why it ended by itself
         self._faults: dict[str, Fault] = {}
         self._url: str | None = None
         self._woken = asyncio.Event()
@@ -99,8 +113,8 @@ class Supervisor:
     async def run(self) -> int:
         """From start to stop. The exit code: 0 after a signal, 2 for what the user can mend, else 1."""
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+        for signum in () if self._is_owned else (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self.on_signal, signum)
         self._mark("configuration")
         self._run_folder = run_folder = make_run_folder()
         context = ZmqContext(self._keys)
@@ -116,17 +130,19 @@ class Supervisor:
             self._inbox = context.inbox(self._addresses["supervisor"], ToSupervisor)
             self._inbox.subscribe(loop, self._woken.set)
             self._outboxes = {name: context.outbox(self._addresses[name], Link.CONTROL) for name in self._actors}
-            if "api" in self._actors:
+            if "api" in self._actors and self._http is None:
                 self._http = Listening(self._config)
             await self._spawn(self._actors)
             self._mark("start of processes")
             return await self._supervise()
         except StartError as error:
+            self.failure = str(error)
             print(f"pagewire: {error}", file=sys.stderr)
             return max((fault.exit_code for fault in self._faults.values()), default=1)
         finally:
+            self._is_over = True
             await self._kill()
-            if self._http is not None:
+            if self._http is not None and not self._is_owned:
                 self._http.close()
             os.close(self._lifeline)
             os.close(self._lifeline_held)
@@ -182,14 +198,33 @@ class Supervisor:
             return await self._stop("stopped while starting")
         slowest = max(self._children.values(), key=lambda child: sum((child.facts or Facts()).timings.values()))
         self._mark(f"{slowest.name} ready")
+        self.is_ready.set()
+        await self._watch(lambda: self._may_serve or bool(self._signals))
         if self._http is not None:
             for name in self._apis:
                 self._outboxes[name].send(Serve())
             await self._until(lambda: self._url is not None, "the api did not open its port")
             self._mark("port open")
         self._announce(slowest)
-        await self._watch(lambda: bool(self._signals))
+        await self._watch(lambda: bool(self._signals) or self._is_retired)
+        if self._is_retired:
+            return await self._stop("another model is served now", grace_s=_HANDOVER_S, hands_over=True)
         return await self._stop(self._signals[0].name, grace_s=self._config.shutdown_timeout_s)
+
+    def serve(self) -> None:
+        """Opens the door, once everyone is ready."""
+        self._may_serve = True
+        self._woken.set()
+
+    def retire(self) -> None:
+        """Leaves the door to others, and ends when its connections have."""
+        self._is_retired = True
+        self._woken.set()
+
+    def answer(self, name: str, answer: Swapped) -> None:
+        """Tells an api what becomes of its `Swap`, if it is still there."""
+        if not self._is_over:
+            self._outboxes[name].send(answer)
 
     async def _until(self, condition: Callable[[], bool], what: str, *, name_the_late: bool = False) -> None:
         """Handles events until `condition()`. Raises StartError if a child dies or the deadline passes."""
@@ -301,7 +336,7 @@ class Supervisor:
     def _apis(self) -> list[str]:
         return [name for name in apis(self._config) if name in self._actors]
 
-    def _on_signal(self, signum: signal.Signals) -> None:
+    def on_signal(self, signum: signal.Signals) -> None:
         self._signals.append(signum)
         self._woken.set()
 
@@ -320,6 +355,10 @@ class Supervisor:
                     self._ready(message)
                 case Serving():
                     self._url = message.url
+                case Swap() if self._on_swap is not None:
+                    self._on_swap(message)
+                case Swap():
+                    self.answer(message.name, Swapped(message.number, 409, "This launch cannot swap its model."))
                 case Fault():
                     self._faults[message.name] = message
                 case Pong():
@@ -361,14 +400,14 @@ class Supervisor:
 
     # ── stop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _stop(self, reason: str, grace_s: float = 0.0) -> int:
+    async def _stop(self, reason: str, grace_s: float = 0.0, *, hands_over: bool = False) -> int:
         """Stops the actors from the door inwards, each with a deadline. While the api drains, whoever dies behind it is
         replaced as ever. A second signal ends everything at once."""
         num_signals = len(self._signals)
         doors = [self._children[name] for name in self._apis]
         for child in doors:
             child.may_end = True
-            self._outboxes[child.name].send(Stop(grace_s, reason))
+            self._outboxes[child.name].send(Stop(grace_s, reason, hands_over))
         deadline = time.monotonic() + grace_s + STOP_GRACE_S
 
         def is_drained() -> bool:

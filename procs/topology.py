@@ -35,10 +35,10 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
 }
 
 FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: (m.Ping, m.Reset, m.Stop) for name in ACTORS} | {
-    "api": (m.Serve, m.Ping, m.Reset, m.Restored, m.Stop)
+    "api": (m.Serve, m.Ping, m.Reset, m.Restored, m.Swapped, m.Stop)
 }
-TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Serving, m.Fault, m.Pong)
-"""What every actor may tell the supervisor (`Serving` only the api)."""
+TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Serving, m.Fault, m.Pong, m.Swap)
+"""What every actor may tell the supervisor (`Serving` and `Swap` only the api)."""
 
 
 FROM_CLIENT: tuple[type, ...] = (c.Hello, c.Generate, m.Cancel, c.Ack, c.Bye)

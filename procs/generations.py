@@ -1,0 +1,183 @@
+"""One launch over its life: the engine that serves, and the one that takes its place.
+
+Another model, or another version of it, is a whole engine of its own beside the first, with its own processes. Both
+share the socket that clients connect to: when the new one is ready, the old one stops accepting, serves the connections
+that it has to their end, and goes; the new one accepts. Where there is no room for both, the old one goes first, and
+clients wait in the socket's queue meanwhile.
+"""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from ..config import Config, EngineConfig, ModelVersion, from_options
+from ..errors import ConfigError, PagewireError
+from ..ipc.messages import Swap, Swapped
+from .listening import Listening
+from .supervisor import Supervisor
+
+_KV_BYTES = 4 << 30  # what a worker takes at most if nothing is said
+_PROCESSES_BYTES = 1 << 30  # of the processes themselves
+_SWAPPABLE = frozenset(
+    {
+        "model",
+        "revision",
+        "served_model_name",
+        "dtype",
+        "quantization",
+        "max_model_len",
+        "max_num_seqs",
+        "kv_cache_memory",
+        "chat_template",
+        "tool_call_parser",
+        "reasoning_parser",
+    }
+)
+
+
+class Generations:
+    """Of one `pagewire serve`. `run` is called once."""
+
+    def __init__(
+        self,
+        config: Config,
+        prepare: Callable[[Config], EngineConfig],
+    ) -> None:
+        """`prepare` may take long; it is called on a thread but for the first time."""
+        self._prepare = prepare
+        self._config = config
+        self._configs: dict[int, Config] = {}  # version → what was said to have it
+        self._versions: tuple[ModelVersion, ...] = ()
+        self._engine: Supervisor
+        self._running: dict[Supervisor, asyncio.Task[int]] = {}  # the one that serves, and those around it
+        self._swap: asyncio.Task[None] | None = None
+        self._signals: list[signal.Signals] = []
+
+    async def run(self) -> int:
+        """From start to stop. The exit code is that of the engine that served last."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        prepared = self._prepare(self._config)
+        self._listening = Listening(prepared)
+        try:
+            self._begin(self._config, prepared)
+            self._engine.serve()
+            return await self._watch()
+        finally:
+            self._listening.close()
+
+    async def _watch(self) -> int:
+        """Until the engine that serves has ended and no swap is under way."""
+        while True:
+            engine = self._engine
+            waiting = {self._running[engine], *([self._swap] if self._swap is not None else [])}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if self._swap is not None and self._swap.done():
+                self._swap.result()
+                self._swap = None
+            elif self._swap is not None:  # it may have ended for the other one, or by itself
+                await asyncio.wait({self._swap})
+            elif engine is self._engine:
+                for other in self._running:
+                    other.on_signal(signal.SIGTERM)
+                return max([await task for task in list(self._running.values())])
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        self._signals.append(signum)
+        for engine in self._running:
+            engine.on_signal(signum)
+
+    def _begin(self, config: Config, prepared: EngineConfig) -> Supervisor:
+        """Starts an engine, which does not serve yet."""
+        number = len(self._versions) + 1
+        self._configs[number] = config
+        retired = tuple(structs.replace(version, state="retired") for version in self._versions)
+        version = ModelVersion(number, prepared.model_path, prepared.served_model_names[0], int(time.time()), "serving")
+        self._versions = (*retired, version)
+        prepared = structs.replace(prepared, versions=self._versions)
+        engine = Supervisor(prepared, listening=self._listening, on_swap=self._on_swap)
+        self._running[engine] = asyncio.ensure_future(engine.run())
+        self._engine = engine
+        return engine
+
+    def _on_swap(self, swap: Swap) -> None:
+        engine = self._engine
+        if self._swap is not None or self._signals:
+            engine.answer(swap.name, Swapped(swap.number, 409, "Another model is being loaded, or the server stops."))
+            return
+        self._swap = asyncio.ensure_future(self._replace(engine, swap))
+
+    async def _replace(self, old: Supervisor, swap: Swap) -> None:
+        """Whatever goes wrong, some engine serves afterwards, if there is one that can."""
+        try:
+            config = self._changed(swap)
+            prepared = await asyncio.to_thread(self._prepare, config)
+        except PagewireError as error:
+            old.answer(swap.name, Swapped(swap.number, 400, str(error)))
+            return
+        before = self._config
+        if swap.must_drain or not _has_room(prepared):
+            old.answer(swap.name, Swapped(swap.number, 202, "The model is loaded when open requests have ended."))
+            old.retire()
+            await self._running.pop(old)
+            if not await self._try(config, prepared) and not self._signals:
+                print("pagewire: going back to the model before.", file=sys.stderr)
+                await self._try(before, await asyncio.to_thread(self._prepare, before))
+            return
+        versions = self._versions
+        engine = self._begin(config, prepared)
+        if not await self._is_up(engine):
+            detail = f"The model could not be loaded: {engine.failure or 'it was stopped.'}"
+            del self._running[engine]
+            self._engine, self._versions = old, versions
+            old.answer(swap.name, Swapped(swap.number, 422, detail))
+            return
+        self._config = config
+        old.answer(swap.name, Swapped(swap.number, 200, f"{prepared.served_model_names[0]} is served now."))
+        old.retire()
+        engine.serve()
+        self._running[old].add_done_callback(lambda _: self._running.pop(old, None))
+
+    async def _try(self, config: Config, prepared: EngineConfig) -> bool:
+        """Serves this one, if it comes up."""
+        engine = self._begin(config, prepared)
+        if not await self._is_up(engine):
+            return False
+        self._config = config
+        engine.serve()
+        return True
+
+    async def _is_up(self, engine: Supervisor) -> bool:
+        """Once it is ready, or has ended before."""
+        ready = asyncio.ensure_future(engine.is_ready.wait())
+        await asyncio.wait((ready, self._running[engine]), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        return engine.is_ready.is_set() and not self._running[engine].done()
+
+    def _changed(self, swap: Swap) -> Config:
+        """What is to be served. Raises ConfigError."""
+        config = self._config if swap.version is None else self._configs.get(swap.version)
+        if config is None:
+            raise ConfigError(f"There is no version {swap.version}; there are 1 to {len(self._versions)}.")
+        changes = msgspec.json.decode(swap.changes, type=dict[str, object])
+        if unknown := sorted(changes.keys() - _SWAPPABLE):
+            raise ConfigError(f"{unknown[0]} cannot be changed while serving; {', '.join(sorted(_SWAPPABLE))} can.")
+        return from_options("POST /admin/models", msgspec.to_builtins(config) | changes)
+
+
+def _has_room(config: EngineConfig) -> bool:
+    """Whether this engine fits beside the one that is there: both would hold their weights, their KV, and addresses."""
+    if config.device != "cpu" or config.client_address or config.kv_events or config.kv_connector:
+        return False
+    weights = sum(path.stat().st_size for path in Path(config.model_path).glob("*.safetensors"))
+    needed = 2 * weights + (config.kv_cache_memory or _KV_BYTES) + _PROCESSES_BYTES
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    available = sum(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    return needed <= available
