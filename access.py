@@ -25,15 +25,15 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_minute: Annotated[int, Meta(ge=1)] | None = None
 
 
-def read_key_file(path: Path) -> tuple[ApiKey, ...]:
+def read_key_file(path: Path, flag: str = "--api-key-file") -> tuple[ApiKey, ...]:
     """A line is a key and its own rates, if it has any: `KEY requests_per_minute=60 tokens_per_minute=90000`. Empty
     lines and those that begin with # count for nothing. Raises ConfigError, which names the line and never the key."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--api-key-file {path} is no UTF-8.") from error
+        raise ConfigError(f"{flag} {path} is no UTF-8.") from error
     found = []
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -43,11 +43,11 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
                 found.append(msgspec.convert({**rates, "key": words[0]}, ApiKey, strict=False))
             except (ValueError, msgspec.ValidationError) as error:
                 raise ConfigError(
-                    f"--api-key-file {path}, line {number}: after the key there may be requests_per_minute=N and "
+                    f"{flag} {path}, line {number}: after the key there may be requests_per_minute=N and "
                     "tokens_per_minute=N, and nothing else."
                 ) from error
     if not found:
-        raise ConfigError(f"--api-key-file {path} holds no key: everyone would be let in.")
+        raise ConfigError(f"{flag} {path} holds no key: everyone would be let in.")
     return tuple(found)
 
 

@@ -194,6 +194,13 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     api_key_file: Annotated[
         str | None, _doc("access", "a file of keys, one a line, each with rates of its own if need be")
     ] = None
+    admin_api_key: Annotated[tuple[str, ...], _doc("access", "key(s) for the paths of administrators alone")] = ()
+    admin_api_key_file: Annotated[
+        str | None, _doc("access", "a file of keys, one a line, for the paths of administrators alone")
+    ] = None
+    enable_sleep_mode: Annotated[
+        bool, _doc("access", "administrators may put the engine to sleep (POST /sleep) and wake it (POST /wake_up)")
+    ] = False
     requests_per_minute: Annotated[
         _Positive | None, _doc("access", "most requests of a key in a minute, or of all without keys")
     ] = None
@@ -330,6 +337,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     has_gpu: bool = False
     has_bfloat16: bool = True  # the CPU multiplies bfloat16 itself; without, float32 is several times faster
     api_keys: tuple[ApiKey, ...] = ()  # what the file of keys holds
+    admin_keys: tuple[ApiKey, ...] = ()  # what the file of administrators' keys holds
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -383,6 +391,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     ssl_ca_certs: str | None = None
     ssl_cert_reqs: int = 0
     api_keys: tuple[ApiKey, ...]
+    admin_keys: tuple[ApiKey, ...] = ()  # for the paths of administrators, and for nothing else
+    enable_sleep_mode: bool = False
     requests_per_minute: int | None = None  # without keys
     tokens_per_minute: int | None = None
     allowed_origins: tuple[str, ...] = ()

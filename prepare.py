@@ -39,4 +39,6 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     shown = "\n".join(templates.values())
     facts = replace(facts, tool_call_parser=tool_call_parser(shown), reasoning_parser=reasoning_parser(shown))
     keys = () if config.api_key_file is None else read_key_file(Path(config.api_key_file))
-    return facts, replace(machine_facts(), api_keys=keys)
+    file = config.admin_api_key_file
+    admin_keys = () if file is None else read_key_file(Path(file), "--admin-api-key-file")
+    return facts, replace(machine_facts(), api_keys=keys, admin_keys=admin_keys)

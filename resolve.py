@@ -29,6 +29,12 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     if config.tensor_parallel_size > 1 and (config.kv_connector or config.extension is not None):
         flag = "--kv-connector" if config.kv_connector else "--extension"
         raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
+    admin_keys = merge_keys((*map(ApiKey, config.admin_api_key), *machine.admin_keys), None, None)
+    users = {*config.api_key, *(key.key for key in machine.api_keys)}
+    if any(key.key in users for key in admin_keys):
+        raise ConfigError("An administrator's key is a user's as well; give administrators keys of their own.")
+    if config.enable_sleep_mode and not admin_keys:
+        raise ConfigError("--enable-sleep-mode is for administrators; give --admin-api-key or --admin-api-key-file.")
     check_tls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs, config.ssl_cert_reqs)
     check_origins(config.allowed_origins)
     if model.purpose.is_encoder:
@@ -89,6 +95,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         api_keys=merge_keys(
             (*map(ApiKey, config.api_key), *machine.api_keys), config.requests_per_minute, config.tokens_per_minute
         ),
+        admin_keys=admin_keys,
+        enable_sleep_mode=config.enable_sleep_mode,
         requests_per_minute=config.requests_per_minute,
         tokens_per_minute=config.tokens_per_minute,
         allowed_origins=config.allowed_origins,

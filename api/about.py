@@ -69,6 +69,8 @@ class AboutEndpoints:
         trouble = self._service.gateway.refusal or self._service.healthy()
         if trouble is None and core is not None and core.num_waiting >= self._service.config.max_queued_requests:
             trouble = f"The queue is full: {core.num_waiting} sequences wait."
+        if trouble is None and core is not None and core.is_asleep:
+            trouble = "The engine sleeps; requests wait until it is woken."
         if trouble is not None:
             raise as_http_error(RequestError("unavailable", trouble))
         await send_json(send, Status("ready"))

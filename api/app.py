@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ..config import EngineConfig
 from .about import AboutEndpoints
+from .admin import ADMIN_PATHS, AdminEndpoints, Sleeper
 from .anthropic.endpoints import AnthropicEndpoints
 from .batches.endpoints import BatchEndpoints
 from .batches.store import MAX_FILE_BYTES
@@ -60,6 +61,7 @@ def create_app(
     *,
     healthy: Callable[[], str | None],
     version: str,
+    sleeper: Sleeper,
     observers: Sequence[Observer] = (),
 ) -> "Edge":
     """The whole application. See `Service`."""
@@ -74,6 +76,7 @@ def create_app(
         "Tokens": TokenizeEndpoints(service).routes(),
         "Files and batches": batches.routes(),
         "The server": AboutEndpoints(service).routes(),
+        "Administration": AdminEndpoints(service, sleeper).routes(),
     }
     description = describe(sections, version=version, has_keys=bool(config.api_keys), open_paths=_OPEN_PATHS)
     router.routes += [
@@ -101,7 +104,10 @@ class Edge:
         self._batches = batches
         self._config = config
         self._stats = stats
-        self._keys = Keys(config, clock)
+        account = Account(config.requests_per_minute, config.tokens_per_minute, clock=clock)
+        self._keys = Keys(config.api_keys, account, clock)
+        self._admin_keys = Keys(config.admin_keys, account, clock)
+        self._admin_paths = ADMIN_PATHS if config.admin_keys else frozenset()
         self._origins = Origins(config)
 
     def start(self) -> None:
@@ -148,7 +154,8 @@ class Edge:
             return
         state = {**scope.get("state", {}), "salt": b"", "request_id": request.id}
         if scope["path"] not in _OPEN_PATHS:
-            caller = self._keys.caller(headers)
+            keys = self._admin_keys if scope["path"] in self._admin_paths else self._keys
+            caller = keys.caller(headers)
             state |= {"salt": caller.salt, "account": caller.account}
             if scope["method"] == "POST":
                 request.account = caller.account

@@ -2,9 +2,9 @@
 
 import hashlib
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from ..config import EngineConfig
+from ..access import ApiKey
 from .http_error import HttpError
 from .rate_limit import Account
 
@@ -18,16 +18,17 @@ class Caller:
 
 
 class Keys:
-    """All keys of the server."""
+    """Of users, or of administrators."""
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
-        rates = [(key.requests_per_minute, key.tokens_per_minute) for key in config.api_keys]
-        self._digests = [hashlib.sha256(key.key.encode()).digest() for key in config.api_keys]
+    def __init__(self, keys: Sequence[ApiKey], anyone: Account, clock: Callable[[], float]) -> None:
+        """`anyone`: pays for everybody if there are no keys."""
+        rates = [(key.requests_per_minute, key.tokens_per_minute) for key in keys]
+        self._digests = [hashlib.sha256(key.key.encode()).digest() for key in keys]
         self._callers = [
             Caller(digest[:16] if len(self._digests) > 1 else b"", Account(*rate, clock=clock))
             for digest, rate in zip(self._digests, rates, strict=True)
         ]
-        self._anyone = Caller(b"", Account(config.requests_per_minute, config.tokens_per_minute, clock=clock))
+        self._anyone = Caller(b"", anyone)
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
         """Raises HttpError 401."""

@@ -67,6 +67,9 @@ class Metrics:
         page.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", core.num_prompt_tokens)
         page.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", core.num_cached_tokens)
         page.counter("num_preemptions", "Sequences that gave their blocks back for a while.", core.num_preemptions)
+        text = "Steps that the device had no memory for, and that were tried again in smaller pieces."
+        page.counter("out_of_memory_steps", text, core.num_out_of_memory)
+        page.counter("kv_cache_repairs", "How often rows and blocks did not add up while idle.", core.num_mended)
         page.counter("spec_decode_num_drafts", "How often a sequence's next tokens were guessed.", core.num_drafts)
         page.counter("spec_decode_num_draft_tokens", "Tokens that were guessed.", core.num_draft_tokens)
         page.counter("spec_decode_num_accepted_tokens", "Guessed tokens that came true.", core.num_accepted_tokens)

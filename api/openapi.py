@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from .admin import ADMIN_PATHS
 from .http_error import AnthropicErrorBody, ErrorBody, speaks_anthropic
 from .openai.types import Message, Tool
 from .operation import Operation
@@ -45,6 +46,8 @@ def describe(
             described = {"tags": [section], **_operation(one, schemas)}
             if has_keys and one.path in open_paths:
                 described["security"] = []
+            if one.path in ADMIN_PATHS:
+                described["security"] = [{"bearer": []}]
             paths.setdefault(one.path_format, {})[one.method.lower()] = described
     return {
         "openapi": "3.1.0",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import uvloop
 
+from ..api.admin import Sleeper
 from ..api.app import create_app
 from ..api.gateway import Gateway
 from ..api.server import BoundedHttp, HttpConfig, HttpServer
@@ -103,7 +104,9 @@ async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_str
     """The real server with clients in a process of their own, who have the rids that the core was given."""
     orders: list[m.Submit] = []
     gateway = Gateway(lambda message: orders.append(message) if isinstance(message, m.Submit) else None)
-    settings = HttpConfig(create_app(gateway, config, healthy=lambda: None, version=""), config)
+    settings = HttpConfig(
+        create_app(gateway, config, healthy=lambda: None, version="", sleeper=Sleeper(lambda message: None)), config
+    )
     settings.http = _HalfMute
     server = HttpServer(settings)
     server_socket = socket.create_server(("127.0.0.1", 0), backlog=num_streams)

@@ -14,6 +14,7 @@ _RESOLVED = {
     "served_model_name": "served_model_names",
     "threads": "num_threads",
     "api_key": "api_keys",
+    "admin_api_key": "admin_keys",
 }  # setting → what it is called in EngineConfig, where that is something else
 _WIDE = 32  # characters of a value; longer ones stand out of their column
 _BEYOND = ("block_size", "vocab_size", "eos_token_ids", "sampling", "purpose")  # decided, but not settings
@@ -39,8 +40,9 @@ def settings(
     rows = []
     for name in (*Config.__struct_fields__, *_BEYOND):
         value = getattr(engine, _RESOLVED.get(name, name), getattr(config, name, None))
-        if name == "api_key":
-            value = f"{len(engine.api_keys)} of them" if engine.api_keys else None  # a log is no place for keys
+        if name in ("api_key", "admin_api_key"):  # a log is no place for keys
+            assert isinstance(value, tuple)
+            value = f"{len(value)} of them" if value else None
         reason = said.get(name) or _reason(name, config, engine, model, machine) or "default"
         rows.append((name, shown(value), reason))
     return rows

@@ -32,11 +32,15 @@ from .constraints import Masks as Masks
 from .prompts import ChatPrompt as ChatPrompt
 from .prompts import IdsPrompt as IdsPrompt
 from .prompts import PairPrompt as PairPrompt
+from .prompts import Pooling as Pooling
 from .prompts import TextPrompt as TextPrompt
 from .reports import Pulse as Pulse
 from .reports import Snapshot as Snapshot
 from .reports import TierSnapshot as TierSnapshot
 from .reports import Times as Times
+from .sleep import Sleep as Sleep
+from .sleep import Slept as Slept
+from .sleep import Wake as Wake
 from .supervision import Facts as Facts
 from .supervision import Fault as Fault
 from .supervision import Ping as Ping
@@ -130,17 +134,6 @@ class TextSpec(Struct, frozen=True, array_like=True):
     marks: tuple[str, ...] = ()  # special tokens to show although others are skipped
     prompt_end: bool = False  # send the text of the prompt's last ids back in the first `Chunk`, nothing skipped
     min_tokens: int = 0  # a stop string that is complete before so many tokens is only text
-
-
-class Pooling(Struct, frozen=True, array_like=True):
-    """What is wanted of a prompt instead of tokens: one vector, or the vectors of all its tokens."""
-
-    how: Literal[
-        "last", "mean", "cls", "all", "score"
-    ]  # cls: the first token's; score: what a cross-encoder's head says
-    is_normalized: bool = False  # of length 1
-    dimensions: Annotated[int, Meta(ge=1)] | None = None  # so many leading numbers are kept, before they are normalized
-    truncate: Annotated[int, Meta(ge=1)] | None = None  # so many leading tokens of the prompt are kept
 
 
 # ── api → tokenizer → core ───────────────────────────────────────────────────────────────────────────────────────────
@@ -282,6 +275,7 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     break_even: float = 0.5  # the share of guesses, between 0 and 1, that must come true for guessing to pay
     masked_rows: bytes = b""  # int32, of the rows that draw, those that may not draw everything
     masks: bytes = b""  # int32 [masked_rows × ⌈vocab / 32⌉], see `Masks.bits`
+    after_fault: bool = False  # the core knows of the last `StepResult.fault`, and nothing here depends on that step
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):
@@ -293,7 +287,11 @@ class RowLogprobs(Struct, frozen=True, array_like=True):
 
 
 class StepResult(Struct, frozen=True, array_like=True, tag=True):
-    """worker → core: what a plan's pass gave, in the plan's order."""
+    """worker → core: what a plan's pass gave, in the plan's order.
+
+    With `fault` it gave nothing: the rows of the plan are as good as never opened, and what it would have computed is
+    not to be read. Plans that follow are answered alike, without a pass, until one says `after_fault`. What a plan
+    tells the KV connector is done in any case."""
 
     step: int
     ids: bytes  # int32, those of each row with sample = 1; -1: the row's logits were not finite, fail that request
@@ -304,6 +302,7 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     num_drafts: int = 0  # rows that computed guesses
     num_draft_tokens: int = 0  # guesses
     vectors: dict[int, bytes] = {}  # index into the plan's rows → float32; empty: not finite, fail that request
+    fault: Literal["out_of_memory"] | None = None
 
 
 class Transferred(Struct, frozen=True, array_like=True, tag=True):
@@ -468,25 +467,16 @@ class Described(Struct, frozen=True, array_like=True, tag=True):
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
 
 ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Reset | Stop
-ToCore = Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Ping | Reset | Stop
+ToCore = (
+    Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Sleep | Wake | Slept
+    | Ping | Reset | Stop
+)  # fmt: skip
 ToGrammar = Constrain | Drawn | Ping | Reset | Stop
-ToWorker = OpenCache | StepPlan | Ping | Reset | Stop
+ToWorker = OpenCache | StepPlan | Sleep | Wake | Ping | Reset | Stop
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Stop
 ToApi = (
-    Accepted
-    | TextBatch
-    | Failed
-    | Snapshot
-    | Pulse
-    | Tokenized
-    | Detokenized
-    | Described
-    | Serve
-    | Ping
-    | Reset
-    | Restored
-    | Swapped
-    | Stop
-)
+    Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Slept
+    | Serve | Ping | Reset | Restored | Swapped | Stop
+)  # fmt: skip
 ToSupervisor = Ready | Serving | Fault | Pong | Swap
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

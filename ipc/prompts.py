@@ -1,6 +1,8 @@
-"""The shapes in which a prompt comes. `messages` has all names of this file."""
+"""The shapes of a prompt, and what may be wanted of one instead of tokens. `messages` has all names of this file."""
 
-from msgspec import Struct
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
 
 
 class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
@@ -32,3 +34,14 @@ class PairPrompt(Struct, frozen=True, array_like=True, tag="pair"):
 
     first: str
     second: str
+
+
+class Pooling(Struct, frozen=True, array_like=True):
+    """What is wanted of a prompt instead of tokens: one vector, or the vectors of all its tokens."""
+
+    how: Literal[
+        "last", "mean", "cls", "all", "score"
+    ]  # cls: the first token's; score: what a cross-encoder's head says
+    is_normalized: bool = False  # of length 1
+    dimensions: Annotated[int, Meta(ge=1)] | None = None  # so many leading numbers are kept, before they are normalized
+    truncate: Annotated[int, Meta(ge=1)] | None = None  # so many leading tokens of the prompt are kept

@@ -89,3 +89,6 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     num_draft_tokens: int = 0  # guesses
     num_accepted_tokens: int = 0  # of them, those that came true
     histograms: dict[str, HistogramCounts] = {}  # of steps, by the name that they have in /metrics
+    num_out_of_memory: int = 0  # steps that the device had no memory for, and that were tried again
+    num_mended: int = 0  # how often rows and blocks did not add up while nobody was served
+    is_asleep: bool = False  # memory is given back: see `Sleep`

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from .. import __version__
+from ..api.admin import Sleeper
 from ..api.app import create_app
 from ..api.gateway import FromEngine, Gateway
 from ..api.request_end import Observer, log_request
@@ -21,7 +22,7 @@ from ..api.server import HttpConfig, HttpServer
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..ipc.actor import Post
-from ..ipc.messages import Facts, Ping, Restored, Serve, Serving, Snapshot, Stop, Swap, Swapped, ToApi
+from ..ipc.messages import Facts, Ping, Reset, Restored, Serve, Serving, Slept, Snapshot, Stop, Swap, Swapped, ToApi
 
 if TYPE_CHECKING:
     from ..api.tracing import Tracing
@@ -69,6 +70,7 @@ class ApiActor:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a descriptor
         # Its warnings are of bytes that are no HTTP, as anyone can send; the supervisor tells when the port opens.
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
+        self._sleeper = Sleeper(lambda message: post("core", message))
         self._gateway = Gateway(
             lambda message: post("tokenizer", message),
             api_index=self._index,
@@ -77,7 +79,12 @@ class ApiActor:
         )
         self._socket = socket.socket(fileno=self._http_fd)
         self._app = create_app(
-            self._gateway, self._config, healthy=self._complaint, version=__version__, observers=self._observers()
+            self._gateway,
+            self._config,
+            healthy=self._complaint,
+            version=__version__,
+            sleeper=self._sleeper,
+            observers=self._observers(),
         )
         self._server = _Server(HttpConfig(self._app, self._config), self._on_listening)
         return Facts()
@@ -93,6 +100,8 @@ class ApiActor:
                     self._heard_at = time.monotonic()
                     self._app.start()
                     self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
+                case Slept():
+                    self._sleeper.hear(message)
                 case Swapped():
                     if (swap := self._swaps.pop(message.number, None)) is not None and not swap.done():
                         swap.set_result(message)
@@ -101,6 +110,8 @@ class ApiActor:
                 case Ping():
                     pass
                 case _:
+                    if isinstance(message, Reset):
+                        self._sleeper.interrupt(message.reason)
                     if isinstance(message, Snapshot | Restored):
                         self._heard_at = time.monotonic()
                     news.append(message)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from functools import partial
@@ -31,6 +32,8 @@ from ..ipc.messages import (
     Opened,
     Ping,
     Reset,
+    Sleep,
+    Slept,
     Snapshot,
     StepPlan,
     StepResult,
@@ -38,12 +41,17 @@ from ..ipc.messages import (
     StopHit,
     ToCore,
     Transferred,
+    Wake,
 )
 from ..ipc.zmq_channel import Keys
 from .client_port import CLIENT_RIDS, ClientPort
+from .idle_check import IdleCheck
 from .kv_events import KvEventPublisher
+from .sleep import SleepControl
 from .step_times import StepTimes
 from .topology import kind, workers
+
+log = logging.getLogger("pagewire")
 
 _ASK_AGAIN_S = 0.001  # until a KV connector that has not made up its mind is asked again
 _GRAMMAR_LOST = "The engine lost what it knew of the request's grammar; send the request again."
@@ -70,10 +78,17 @@ class CoreActor:
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
+        self._idle_check = IdleCheck()
 
     def start(self, post: Post) -> Facts:
         """See `Actor`."""
         self._post = post
+        self._sleep = SleepControl(
+            num_workers=len(self._workers),
+            tell_workers=self._tell_workers,
+            tell_api=self._tell_sleep,
+            record=self._record,
+        )
         if self._config.kv_events is not None:
             self._kv_events = KvEventPublisher(address=self._config.kv_events, replay=self._config.kv_events_replay)
         if self._config.client_address is not None:
@@ -115,6 +130,8 @@ class CoreActor:
                     self._record(message)
                     for rid in message.rids:
                         self.scheduler.stop_hit(rid)
+                case Sleep() | Wake() | Slept():
+                    self._sleep.hear(message)
                 case Ping():
                     self._report()
                 case Reset():
@@ -248,7 +265,7 @@ class CoreActor:
             kind, options = load_extension(config.extension)
             extension = kind.core(options)
         self._scheduler = trace.make_scheduler(config, num_blocks, connector, extension)
-        self._record(trace.Opened(structs.replace(config, api_keys=()), num_blocks))
+        self._record(trace.Opened(structs.replace(config, api_keys=(), admin_keys=()), num_blocks))
         early, self._early = self._early, []
         self.handle(list(early))
         if self._clients is not None:
@@ -273,6 +290,7 @@ class CoreActor:
         if has_lost_workers:
             self._record(trace.WorkerLost())
             scheduler.reset()
+            self._sleep.forget()
         requests = scheduler.roster.requests
         self._cancel(Cancel(tuple(rid for rid in requests if rid < CLIENT_RIDS)))
         bound = tuple(rid for rid, request in requests.items() if request.is_constrained)
@@ -300,7 +318,8 @@ class CoreActor:
             scheduler.expire(now)
         if (drawn := scheduler.constraints.take()) is not None:
             self._post("grammar", drawn)
-        while self._has_workers:
+        self._sleep.pause(scheduler)
+        while self._has_workers and not self._sleep.is_asleep:
             plan = scheduler.plan()
             self._record(trace.Planned(plan))
             if plan is None:
@@ -308,6 +327,8 @@ class CoreActor:
             if scheduler.num_in_flight == 1:
                 self._oldest_plan_at = time.monotonic()
             self._tell_workers(plan)
+        if self._has_workers:
+            self._sleep.settle(scheduler)
         news = scheduler.take_news()
         for item in news if self._clients is None else self._clients.sort(news):
             if isinstance(item, Opened):
@@ -323,9 +344,13 @@ class CoreActor:
                 asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
                 self._asks_again = True
 
-    def _tell_workers(self, message: OpenCache | StepPlan) -> None:
+    def _tell_workers(self, message: OpenCache | StepPlan | Sleep | Wake) -> None:
         for name in self._workers:
             self._post(name, message)
+
+    def _tell_sleep(self, message: Slept) -> None:
+        self._report()  # so that everyone who asks knows by then
+        self._post("api", message)
 
     def _ask_again(self) -> None:
         self._asks_again = False
@@ -335,6 +360,9 @@ class CoreActor:
         scheduler = self._scheduler
         if scheduler is None:
             return
+        if self._idle_check.is_due(scheduler) and (flaw := scheduler.mend()) is not None:
+            self._record(trace.Mended())
+            log.error("rows and KV blocks did not add up and are counted anew: %s", flaw)
         counters = scheduler.counters
         snapshot = Snapshot(
             step=scheduler.step,
@@ -351,6 +379,9 @@ class CoreActor:
             num_drafts=counters.num_drafts,
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_tokens=counters.num_accepted_tokens,
+            num_out_of_memory=counters.num_out_of_memory,
+            num_mended=counters.num_mended,
+            is_asleep=scheduler.is_paused,
             histograms={
                 "step_decode_rows": counters.step_decode_rows.report(),
                 "step_prompt_tokens": counters.step_prompt_tokens.report(),

@@ -14,7 +14,19 @@ from ..config import EngineConfig
 from ..engine.core.scheduler import Scheduler
 from ..errors import ConfigError
 from ..ipc.actor import Actor
-from ..ipc.messages import Accepted, Chunk, Failed, Message, OpenCache, Snapshot, StepPlan, TextBatch
+from ..ipc.messages import (
+    Accepted,
+    Chunk,
+    Failed,
+    Message,
+    OpenCache,
+    Sleep,
+    Slept,
+    Snapshot,
+    StepPlan,
+    TextBatch,
+    Wake,
+)
 from .core import CoreActor
 from .detokenizer import DetokenizerActor
 from .grammar import GrammarActor, load_grammars
@@ -93,6 +105,10 @@ class Inline:
                     self._worker.step(message)
                 elif isinstance(message, OpenCache):
                     self.facts = self._worker.open(message)
+                elif isinstance(message, Sleep):
+                    self._worker.sleep()
+                elif isinstance(message, Wake):
+                    self._worker.wake()
                 busy = True
             if self._worker.num_pending:
                 self._worker.answer(wait=not busy)
@@ -129,4 +145,4 @@ class Inline:
             case Failed():
                 self._on_failed(message)
             case _:
-                assert isinstance(message, Accepted | Snapshot), message
+                assert isinstance(message, Accepted | Snapshot | Slept), message

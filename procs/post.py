@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..config import Config, EngineConfig
 from ..ipc.channel import Outbox
-from ..ipc.messages import RID_BITS, Message, Pulse, Snapshot, TextBatch
+from ..ipc.messages import RID_BITS, Message, Pulse, Slept, Snapshot, TextBatch
 from ..ipc.zmq_channel import ZmqContext
 from .topology import apis, link, receivers
 
@@ -42,7 +42,7 @@ class Mailman:
                 for index, api in enumerate(self._apis):
                     if own := tuple(chunk for chunk in chunks if api_of(chunk.rid, num) == index):
                         api.send(TextBatch(own))
-            case Snapshot() | Pulse():
+            case Snapshot() | Pulse() | Slept():
                 for api in self._apis:
                     api.send(message)
             case _:

@@ -21,15 +21,16 @@ ACTORS: dict[str, object] = {
 
 EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("api", "tokenizer"): (m.Submit, m.Cancel, m.Tokenize, m.Detokenize, m.Describe),
+    ("api", "core"): (m.Sleep, m.Wake),
     ("tokenizer", "core"): (m.Enqueue, m.Cancel),
     ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described, m.Pulse),
-    ("core", "worker"): (m.OpenCache, m.StepPlan),
-    ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred),
+    ("core", "worker"): (m.OpenCache, m.StepPlan, m.Sleep, m.Wake),
+    ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept),
     ("core", "grammar"): (m.Constrain, m.Drawn),
     ("grammar", "core"): (m.Constrained, m.Masks),
     ("grammar", "api"): (m.Pulse,),
     ("core", "detokenizer"): (m.Opened, m.TokenBatch, m.Failed),
-    ("core", "api"): (m.Accepted, m.Failed, m.Snapshot, m.Pulse),
+    ("core", "api"): (m.Accepted, m.Failed, m.Snapshot, m.Pulse, m.Slept),
     ("detokenizer", "api"): (m.TextBatch, m.Failed, m.Pulse),
     ("detokenizer", "core"): (m.StopHit,),
 }

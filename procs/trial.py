@@ -105,7 +105,7 @@ class _Process:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # it imports what we do
         )
         theirs.close()
-        self._connection.send_bytes(_encode(structs.replace(config, api_keys=())))
+        self._connection.send_bytes(_encode(structs.replace(config, api_keys=(), admin_keys=())))
         self._deadline = time.monotonic() + START_LIMIT_S
         self.is_started = False
         self.rid: int | None = None  # whose grammar it compiles

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, assert_never
 
 from ..config import EngineConfig
 from ..engine.parallel.place import Place
+from ..errors import StartError
 from ..ipc.actor import Post
 from ..ipc.channel import Inbox
-from ..ipc.messages import CacheOffer, Facts, OpenCache, Ping, Reset, StepPlan, Stop, ToWorker
+from ..ipc.messages import CacheOffer, Facts, OpenCache, Ping, Reset, Sleep, Slept, StepPlan, Stop, ToWorker, Wake
 
 if TYPE_CHECKING:
     from ..engine.runner.runner import Runner
@@ -57,8 +58,11 @@ class Worker:
         self._post("core", CacheOffer(self._place.rank, runner.offer(), runner.block_bytes))
 
     def reset(self) -> None:
-        """The core has died: its rows and KV are nobody's. The next one is made the offer that the cache is."""
+        """The core has died: its rows and KV are nobody's. The next one is made the offer that the cache is, and knows
+        of no sleep."""
         self._started().forget()
+        if not self._started().wake():
+            raise StartError("There is not memory enough to wake up for a new core.")
         self._offer()
 
     def open(self, message: OpenCache) -> Facts:
@@ -93,6 +97,16 @@ class Worker:
             if self._place.rank == 0:
                 self._post("core", result)
         self.poll()
+
+    def sleep(self) -> None:
+        """Gives back what memory can be brought back. Nothing is pending."""
+        self._post("core", Slept(True, self._started().sleep(), rank=self._place.rank))
+
+    def wake(self) -> None:
+        """Brings it back, or stays asleep."""
+        is_awake = self._started().wake()
+        problem = "" if is_awake else "There is not memory enough to wake up; free some and try again."
+        self._post("core", Slept(not is_awake, problem=problem, rank=self._place.rank))
 
     def use_idle(self) -> bool:
         """Does something that makes later steps faster, if anything is left to do. Returns whether more is."""
@@ -138,6 +152,12 @@ def run(
                         has_idle_work = True
                     case OpenCache():
                         on_ready(worker.open(message))
+                        has_idle_work = True
+                    case Sleep():
+                        worker.sleep()
+                        has_idle_work = False
+                    case Wake():
+                        worker.wake()
                         has_idle_work = True
                     case Ping():
                         on_ping()

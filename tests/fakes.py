@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from zlib import crc32
 
+from msgspec import structs
+
 from pagewire.ipc.messages import (
     Constraint,
     Enqueue,
@@ -171,9 +173,10 @@ class FakeWorker:
         max_num_batched_tokens: int,
         carry_out: Callable[[bytes], None] | None = None,
         guess: "Callable[[FakeRow, int], Sequence[int]] | None" = None,
+        fits: Callable[[int], bool] = lambda num: True,
     ) -> None:
         """`carry_out`: the worker half of a KV connector, given what each plan tells it. `guess`: at most so many ids
-        that may come next in a row."""
+        that may come next in a row. `fits`: whether there is memory for a step of so many positions."""
         self.block_size = block_size
         self.block_bytes = KV_BYTES * block_size
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -181,8 +184,10 @@ class FakeWorker:
         self.rows: list[FakeRow | None] = [None] * max_num_seqs
         self.last_step: int | None = None
         self.fail_seeds: set[int] = set()  # requests whose logits are "not finite"
+        self.is_faulted = False  # until a plan says that the core knows
         self._carry_out = carry_out
         self._guess = guess
+        self._fits = fits
 
     def read_block(self, block: int) -> bytes:
         """What a block holds."""
@@ -197,6 +202,9 @@ class FakeWorker:
         """One step."""
         assert self.last_step is None or plan.step == self.last_step + 1, "plans must come in order"
         self.last_step = plan.step
+        if self.is_faulted and not plan.after_fault:
+            return self._drop(plan)
+        self.is_faulted = False
         for opened in plan.open:
             self.rows[opened.row] = FakeRow(opened)
         for row, block in zip(bytes_to_ids(plan.grow_rows), bytes_to_ids(plan.grow_blocks), strict=True):
@@ -215,6 +223,10 @@ class FakeWorker:
         most = sum(counts) + plan.num_speculative * plan.speculate
         assert most <= self.max_num_batched_tokens, "over the token budget"
         assert plan.num_speculative <= len(rows) and (plan.num_speculative > 0) == (plan.speculate > 0)
+        if rows and not self._fits(most):
+            for row, count in zip(rows, counts, strict=True):
+                self._spoil(self._row(row), count)
+            return self._drop(structs.replace(plan, kv=b""))
         masked = bytes_to_ids(plan.masked_rows)
         assert set(masked) <= {row for row, draws in zip(rows, plan.sample, strict=True) if draws}, "masks for nobody"
         masks = _allowed(masked, plan.masks)
@@ -275,6 +287,22 @@ class FakeWorker:
             num_guesses,
             vectors,
         )
+
+    def _drop(self, plan: StepPlan) -> StepResult:
+        """Answers a plan for which there was no memory, or that came after one: its rows are gone."""
+        self.is_faulted = True
+        if plan.kv:
+            assert self._carry_out is not None, "metadata without a connector"
+            self._carry_out(plan.kv)
+        for row in bytes_to_ids(plan.rows):
+            self.rows[row] = None
+        return StepResult(plan.step, b"", {}, {}, 1.0, fault="out_of_memory")
+
+    def _spoil(self, state: FakeRow, count: int) -> None:
+        """What a pass that broke off leaves in the positions that it was to compute."""
+        for position in range(state.num_computed, state.num_computed + count):
+            slot = self._slot(state, position)
+            self.memory[slot : slot + KV_BYTES] = b"\xee" * KV_BYTES
 
     def _speculate(self, state: FakeRow, guesses: list[int]) -> list[int]:
         """One position and these guesses after it, at once: the tokens drawn up to the first that was not guessed."""

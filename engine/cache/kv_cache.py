@@ -7,6 +7,9 @@ never read as a number. Attention masks what lies beyond a row's context, but a 
 - one more block, `zero_block`, is never written and pads block tables.
 """
 
+import ctypes
+import mmap
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +49,27 @@ class KvCache:
         # Not zeroed: the pages of memory behind it are then taken from the system only as blocks come into use.
         storage = torch.empty(size, dtype=shape.dtype, device=device)
         storage[:, :, self.zero_block].zero_()
-        self._storage = storage
+        self.storage = storage  # of all pages
+        self._num_bytes = storage.nbytes
         self.pages: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in storage]
+
+    def drop(self) -> None:
+        """Gives its memory back. Nobody reads or writes it until `restore`; whoever holds a page keeps it.
+
+        On a CPU the system takes the memory from behind the addresses, which C has been told. A GPU's pages lie
+        elsewhere when they are back."""
+        storage = self.storage.untyped_storage()
+        if storage.device.type == "cpu":
+            _give_back(storage.data_ptr(), storage.nbytes())
+        else:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """There is memory again, with anything in it. Raises torch.OutOfMemoryError."""
+        storage = self.storage.untyped_storage()
+        if storage.device.type != "cpu":
+            storage.resize_(self._num_bytes)
+        self.storage[:, :, self.zero_block].zero_()
 
     def clear(self, blocks: Tensor) -> None:
         """Zeroes these blocks in every layer. blocks: [n] int64."""
@@ -57,4 +79,15 @@ class KvCache:
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies whole blocks in every layer; all are read before any is written. sources, targets: [n] int64."""
-        self._storage.index_copy_(2, targets, self._storage.index_select(2, sources))
+        self.storage.index_copy_(2, targets, self.storage.index_select(2, sources))
+
+
+def _give_back(address: int, num_bytes: int) -> None:
+    """The system takes the memory behind these addresses, as far as they are whole pages; read again, they are zero.
+    Elsewhere than on Linux nothing happens."""
+    if sys.platform != "linux":
+        return
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

@@ -12,6 +12,7 @@ be copied, and gives way to the key of the full block.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from .eviction import RANKINGS, EvictionName, EvictionQueue
 from .kv_connector import Evicted
@@ -33,6 +34,7 @@ class BlockPool:
         self._by_key: dict[bytes, int] = {}  # key → the one block registered for it
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack, so that low blocks go first
         self._idle: dict[int, None] = {}  # the one that was released longest ago first
+        self._eviction: EvictionName = eviction
         self._queue = None if eviction == "lru" else EvictionQueue(RANKINGS[eviction]())  # of the idle ones' keys
         self._uses = [0] * num_blocks  # how often a keyed block was found; only counted for the queue
         self.evicted: list[Evicted] = []  # full blocks that `allocate` gave to others; whoever reads them clears them
@@ -172,17 +174,44 @@ class BlockPool:
             self.removed.append(key)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Asserts every invariant against the block tables that exist. For tests; linear in the pool."""
+        """Asserts that there is no flaw. For tests."""
+        flaw = self.flaw(tables)
+        assert flaw is None, flaw
+
+    def flaw(self, tables: Iterable[Sequence[int]]) -> str | None:
+        """Which invariant does not hold, given the block tables that exist. Linear in the pool."""
         holders = [0] * self.num_blocks
         for table in tables:
-            assert len(set(table)) == len(table), f"a block is twice in one table: {table}"
+            if len(set(table)) != len(table):
+                return f"a block is twice in one table: {table}"
             for block in table:
                 holders[block] += 1
-        assert holders == self._holders, "reference counts differ from the tables"
-        assert len(set(self._empty)) == len(self._empty), "a block is twice among the empty ones"
+        if holders != self._holders:
+            return "reference counts differ from the tables"
+        if len(set(self._empty)) != len(self._empty):
+            return "a block is twice among the empty ones"
         states = [{b for b, n in enumerate(holders) if n}, set(self._idle), set(self._empty)]
-        assert sum(map(len, states)) == self.num_blocks == len(set().union(*states)), "a block is lost or in two states"
-        idle_keys = {self._key[block] for block in self._idle}
-        assert self._queue is None or set(self._queue.keys()) == idle_keys, "an idle block is not up for eviction"
-        assert all(self._key[block] == key for key, block in self._by_key.items()), "the prefix index is torn"
-        assert sum(key is not None for key in self._key) == len(self._by_key), "a key is registered twice"
+        if not sum(map(len, states)) == self.num_blocks == len(set().union(*states)):
+            return "a block is lost or in two states"
+        if self._queue is not None and set(self._queue.keys()) != {self._key[block] for block in self._idle}:
+            return "an idle block is not up for eviction"
+        if not all(self._key[block] == key for key, block in self._by_key.items()):
+            return "the prefix index is torn"
+        if sum(key is not None for key in self._key) != len(self._by_key):
+            return "a key is registered twice"
+        return None
+
+    def rebuild(self, tables: Iterable[Sequence[int]]) -> None:
+        """Begins anew with the block tables that exist: they hold what they hold, nothing is found, and all other
+        blocks are empty."""
+        if self.removed is not None:
+            self.removed += [key for key, block in self._by_key.items() if self._place[block] != _PARTIAL]
+        self._by_key.clear()
+        self._key = [None] * self.num_blocks
+        self._idle.clear()
+        if self._queue is not None:
+            self._queue = EvictionQueue(RANKINGS[self._eviction]())
+        self._holders = [0] * self.num_blocks
+        for block in chain.from_iterable(tables):
+            self._holders[block] += 1
+        self._empty = [block for block in range(self.num_blocks - 1, -1, -1) if not self._holders[block]]

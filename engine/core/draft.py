@@ -1,6 +1,8 @@
 """A plan being made, and what is remembered of it until its result is applied."""
 
 from array import array
+from collections.abc import Iterator
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -26,6 +28,20 @@ class InFlight(NamedTuple):
     work: Work | None  # None: what it costs is not to be learnt from
     num_speculative: int
     speculate: int
+
+    def requests(self) -> Iterator[Request]:
+        """Whose rows they are, in the plan's order."""
+        return chain(self.decodes, self.others)
+
+    @property
+    def num_positions(self) -> int:
+        """Most that the step computes."""
+        return len(self.decodes) + self.num_speculative * self.speculate + sum(self.counts)
+
+    def emptied(self) -> "InFlight":
+        """The same rows with nothing to compute: the worker will drop the plan."""
+        none = [0] * (len(self.decodes) + len(self.others))
+        return InFlight(self.step, [], [*self.decodes, *self.others], none, none, None, 0, 0)
 
 
 class Draft:
@@ -69,7 +85,7 @@ class Draft:
             self.speculate,
         )
 
-    def finish(self, step: int, kv: bytes, extension: bytes) -> StepPlan:
+    def finish(self, step: int, kv: bytes, extension: bytes, after_fault: bool) -> StepPlan:
         """The message."""
         rows = array("i", map(_row, self.decodes))
         rows.extend(map(_row, self.others))
@@ -90,4 +106,5 @@ class Draft:
             break_even=self.break_even,
             masked_rows=ids_to_bytes([row for row, _ in self.masks]),
             masks=b"".join([mask for _, mask in self.masks]),
+            after_fault=after_fault,
         )

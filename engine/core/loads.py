@@ -83,9 +83,13 @@ class Loads:
         for key in list(islice(self._refused, max(0, len(self._refused) - _MOST_REFUSED))):
             del self._refused[key]
 
+    def requests(self) -> list[Request]:
+        """Whose loads are under way."""
+        return [request for request, _ in self._requests.values()]
+
     def forget(self) -> list[Request]:
         """The worker that carried them out is gone. Whose they were."""
-        requests = [request for request, _ in self._requests.values()]
+        requests = self.requests()
         self._requests.clear()
         self.keys.clear()
         return requests

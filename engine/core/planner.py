@@ -55,18 +55,18 @@ class Planner:
         self._cost = cost
         self._news = news
         self._counters = counters
-        self._block_size = block_size
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.block_size = block_size
+        self.budget = max_num_batched_tokens  # of a step; `Shortage` makes it smaller for a while
         self._itl_target_ms = itl_target_ms
         self._speculate = speculate
-        self._is_chunked = is_chunked
+        self.is_chunked = is_chunked
         self.break_even = CAUTIOUS  # see `StepPlan`; whoever learns what steps cost sets it
 
     def draft(self) -> Draft:
         """The next step, possibly empty."""
         roster = self._roster
         roster.sweep()
-        draft = Draft(self._max_num_batched_tokens)
+        draft = Draft(self.budget)
         rest = self._plan_decodes(draft)
         draft.work = Work(len(draft.decodes), sum(map(_num_planned, draft.decodes)), 0, 0)
         if self._loads is not None:
@@ -82,6 +82,18 @@ class Planner:
         self._admit(draft)
         self._pool.release(draft.pinned)
         return draft
+
+    def account(self, draft: Draft) -> None:
+        """The draft is sent: what it computes may be found, and who is served has got it."""
+        for request in draft.chunked:  # a single position fills a block only when its result is applied
+            self._prefix.commit(request)
+            if request.num_planned >= len(request.ids):
+                self._prefix.commit_beginning(request, len(request.ids) - 1)
+        if self._policy.counts_tokens:
+            for request in draft.decodes:
+                self._policy.serve(request.line, 1)
+            for request, count in zip(draft.others, draft.counts, strict=True):
+                self._policy.serve(request.line, count)
 
     def _plan_decodes(self, draft: Draft) -> list[Request]:
         """Plans the rows that need one position and no block: nearly every row of nearly every step. Returns the others
@@ -165,7 +177,7 @@ class Planner:
         draft.grow_blocks.extend(blocks)
         for request, block in zip(growing, blocks, strict=True):
             request.blocks.append(block)
-            request.room = min(request.end, request.room + self._block_size)
+            request.room = min(request.end, request.room + self.block_size)
             draft.grow_rows.append(request.row)
         draft.num_speculative = len(draft.decodes)
         draft.speculate = self._speculate if draft.decodes else 0
@@ -179,7 +191,7 @@ class Planner:
         draft.grow_blocks.extend(blocks)
         for request, block in zip(growing, blocks):  # noqa: B905  # those without a block are returned
             request.blocks.append(block)
-            request.room = min(request.end, request.room + self._block_size)
+            request.room = min(request.end, request.room + self.block_size)
             request.num_planned += 1
             request.num_total += 1
             request.num_in_flight += 1
@@ -229,7 +241,7 @@ class Planner:
         """Plans a running request that needs a block or has more than one position, as far as blocks allow."""
         if not request.has_work:
             return
-        have = (len(request.blocks) + self._pool.num_free) * self._block_size - request.num_planned
+        have = (len(request.blocks) + self._pool.num_free) * self.block_size - request.num_planned
         num = self._chunk(draft, request.num_planned, min(request.num_computable - request.num_planned, have))
         if num <= 0:
             return
@@ -273,8 +285,8 @@ class Planner:
         Beside streams that wait for their next token, as many as keep the step within the latency target; at least
         `_MIN_CHUNK` for the first prompt of a step, so that every prompt gets on. Otherwise what the budget allows.
         """
-        if not self._is_chunked:
-            return num if num <= draft.budget else 0
+        if not self.is_chunked:
+            return num if num <= draft.budget or not draft.num_rows else 0
         num = min(num, draft.budget)
         if self._itl_target_ms is None or draft.work.rows == 0 or num <= 1:
             return num
@@ -294,7 +306,7 @@ class Planner:
     def _admit(self, draft: Draft, ahead_of: Request | None = None) -> None:
         """Takes waiting requests in, strictly in their order, while rows, blocks and budget last; with `ahead_of`, only
         those that may interrupt that running one."""
-        roster, loads, size = self._roster, self._loads, self._block_size
+        roster, loads, size = self._roster, self._loads, self.block_size
         while draft.budget > 0 and (request := roster.waiting.first()) is not None:
             if draft.preempted or roster.num_leaving:
                 return  # those that leave come first
@@ -365,4 +377,4 @@ class Planner:
         self._news.add_item(request.as_opened())
 
     def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self.block_size)

@@ -48,6 +48,7 @@ class Roster:
         self.running: list[Request] = []  # by arrival: all that hold a row, and ended ones not yet swept
         self.num_leaving = 0  # of them
         self.held: dict[int, list[int]] = {}  # ended rid → blocks that the connector still reads
+        self._num_rows = num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self._has_ended = False  # somebody in running
 
@@ -127,6 +128,33 @@ class Roster:
             request.state = State.WAITING
             del self.running[bisect_left(self.running, request.arrival, key=_arrival)]
             self.waiting.add(request)
+
+    def loaded(self, request: Request, num_good: int) -> None:
+        """Its load is over: the first `num_good` blocks of it are there."""
+        request.num_in_flight -= 1
+        if request.state is State.LOADING:
+            request.state = State.RUNNING
+            num_hits = len(request.blocks) - request.num_loading
+            request.num_computed = request.num_planned = (num_hits + num_good) * request.block_size
+            self._prefix.commit(request)
+        elif request.num_in_flight == 0:
+            self.release(request)
+
+    def sent(self, rids: Iterable[int]) -> None:
+        """The connector no longer reads the blocks of these ended requests."""
+        for rid in rids:
+            self._pool.release(self.held.pop(rid))
+
+    def mend(self) -> str | None:
+        """While nobody is in: what is wrong with rows and blocks, which are then counted anew. None: nothing."""
+        flaw = self._pool.flaw(self.held.values())
+        if flaw is None and sorted(self.free_rows) != list(range(self._num_rows)):
+            flaw = f"{len(self.free_rows)} rows of {self._num_rows} are free and nobody is served"
+        if flaw is not None:
+            self._counters.num_mended += 1
+            self._pool.rebuild(self.held.values())
+            self.free_rows = list(range(self._num_rows - 1, -1, -1))
+        return flaw
 
     def reset(self, touched: Iterable[Request]) -> None:
         """Nothing is in flight, no KV is left, and whoever ran waits again. `touched`: by what was in flight."""

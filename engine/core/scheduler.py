@@ -41,6 +41,7 @@ from .policy import PolicyName, make_policy
 from .prefix import PrefixCache
 from .request import COMMIT_BLOCKS, Request, State
 from .roster import Roster
+from .shortage import Shortage
 from .speculation import num_drawn, num_until_end
 from .stats import Counters
 
@@ -91,6 +92,7 @@ class Scheduler:
         self.counters = Counters()
         self.prefix = PrefixCache(pool, block_size=block_size, enabled=prefix_caching, kv_events=kv_events)
         self.step = 0  # of the last plan
+        self.is_paused = False  # plans tell the KV connector what it has to know, and compute nothing
         self.deadlines = Deadlines()
         self._extension = extension
         self._news = News()
@@ -124,6 +126,7 @@ class Scheduler:
             speculate=speculate,
             is_chunked=is_chunked,
         )
+        self._shortage = Shortage(self._planner, self.roster, pool, self._loads, self.counters)
 
     # ── requests come and go ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -143,9 +146,14 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def is_busy(self) -> bool:
+        """A plan, a load or a send is under way."""
+        return bool(self._in_flight or self.roster.held or self._loads)
+
+    @property
     def asks_again(self) -> bool:
         """The connector has not made up its mind about a waiting request: `plan` is worth another call soon."""
-        return self._loads is not None and self._loads.asks_again
+        return self._loads is not None and self._loads.asks_again and not self.is_paused
 
     def add(self, message: Enqueue, now: float = 0.0) -> list[Accepted | Failed]:
         """Takes its sequences in, or refuses them all. `Accepted` is a promise of exactly one terminal message in the
@@ -227,7 +235,7 @@ class Scheduler:
         """The next step, or None if there is nothing to do or `depth` plans are in flight already."""
         if len(self._in_flight) >= self.depth:
             return None
-        return self._send(self._planner.draft())
+        return self._send(Draft(0) if self.is_paused else self._planner.draft())
 
     def _send(self, draft: Draft) -> StepPlan | None:
         """The plan, if there is anything in it, and what follows from its being sent."""
@@ -241,15 +249,7 @@ class Scheduler:
                 self.connector.take_events()  # nobody else does
         if not draft.num_rows and not kv:
             return None
-        for request in draft.chunked:  # a single position fills a block only when its result is applied
-            self.prefix.commit(request)
-            if request.num_planned >= len(request.ids):
-                self.prefix.commit_beginning(request, len(request.ids) - 1)
-        if self._policy.counts_tokens:
-            for request in draft.decodes:
-                self._policy.serve(request.line, 1)
-            for request, count in zip(draft.others, draft.counts, strict=True):
-                self._policy.serve(request.line, count)
+        self._planner.account(draft)
         self.step += 1
         self.counters.planned(len(draft.decodes), sum(draft.counts))
         learns = draft.work.prefill > 0 or self.step % _LEARN_EVERY == 0
@@ -259,7 +259,8 @@ class Scheduler:
             requests, counts = draft.decodes + draft.others, [1] * len(draft.decodes) + draft.counts
             starts = [r.num_planned - count for r, count in zip(requests, counts, strict=True)]
             extension = self._extension.extend(self.step, list(map(_rid, requests)), counts, starts)
-        return draft.finish(self.step, kv, extension)
+        after_fault, self._shortage.is_untold = self._shortage.is_untold, False
+        return draft.finish(self.step, kv, extension, after_fault)
 
     # ── apply ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -269,6 +270,11 @@ class Scheduler:
             expected = self._in_flight[0].step if self._in_flight else None
             raise ValueError(f"the worker answered step {result.step} where step {expected} was due")
         flight = self._in_flight.popleft()
+        self._news.close_batch()
+        if result.fault is not None:
+            self._shortage.take_back(flight, self._in_flight)
+            return
+        self._shortage.passed(flight)
         decodes, first = flight.decodes, flight.num_speculative
         drawn = bytes_to_ids(result.ids)
         nums = num_drawn(flight, result, len(drawn))
@@ -276,7 +282,6 @@ class Scheduler:
             self._cost.observe(with_guesses(flight.work, result.num_draft_tokens), result.device_ms)
             if first:
                 self._planner.break_even = self._cost.break_even(flight.work)
-        self._news.close_batch()
         guessed_rids, guessed_ids = array("q"), array("i")
         if first:
             self._apply_speculative(flight, nums, drawn, guessed_rids, guessed_ids)
@@ -469,20 +474,12 @@ class Scheduler:
         assert self._loads is not None and self.connector is not None, message
         self.connector.update_connector_output(message)
         for request, num_good in self._loads.finish(message):
-            request.num_in_flight -= 1
-            if request.state is State.LOADING:
-                request.state = State.RUNNING
-                num_hits = len(request.blocks) - request.num_loading
-                request.num_computed = request.num_planned = (num_hits + num_good) * self.block_size
-                self.prefix.commit(request)
-            elif request.num_in_flight == 0:
-                self.roster.release(request)
-        for rid in message.sent:
-            self.pool.release(self.roster.held.pop(rid))
+            self.roster.loaded(request, num_good)
+        self.roster.sent(message.sent)
 
     def reset(self) -> None:
         """The worker was replaced: its rows, its KV and everything in flight are gone. Who ran waits again."""
-        touched = [r for flight in self._in_flight for r in (*flight.decodes, *flight.others)]
+        touched = [r for flight in self._in_flight for r in flight.requests()]
         if self._loads is not None:
             touched += self._loads.forget()
         self._in_flight.clear()
@@ -490,3 +487,13 @@ class Scheduler:
         self.pool.forget_all()
         if self.connector is not None:
             self.connector.reset()
+
+    def empty(self) -> None:
+        """The memory of the KV is given to others while nothing is under way. Who ran waits again."""
+        assert not self.is_busy, "something is under way"
+        self.roster.reset(())
+        self.pool.forget_all()
+
+    def mend(self) -> str | None:
+        """Whether rows and blocks add up, while nobody is served; else what was wrong, and they do from now on."""
+        return self.roster.mend() if not self.roster.requests and not self.is_busy else None

@@ -8,6 +8,8 @@ class Counters:
 
     def __init__(self) -> None:
         self.num_preemptions = 0
+        self.num_out_of_memory = 0  # steps that the device had no memory for
+        self.num_mended = 0  # how often rows and blocks did not add up while nobody was served
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0

@@ -64,8 +64,25 @@ class WorkerLost(Struct, frozen=True, array_like=True, tag=True):
     """`reset` was called."""
 
 
+class Paused(Struct, frozen=True, array_like=True, tag=True):
+    """`is_paused` was set."""
+
+    is_paused: bool
+
+
+class Emptied(Struct, frozen=True, array_like=True, tag=True):
+    """`empty` was called."""
+
+
+class Mended(Struct, frozen=True, array_like=True, tag=True):
+    """`mend` was called, and something was wrong."""
+
+
 Event = (
     WorkerLost
+    | Paused
+    | Emptied
+    | Mended
     | Matched
     | Kept
     | Opened
@@ -235,6 +252,12 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
                 scheduler.allow(event)
             case WorkerLost():
                 scheduler.reset()
+            case Paused():
+                scheduler.is_paused = event.is_paused
+            case Emptied():
+                scheduler.empty()
+            case Mended():
+                scheduler.mend()
             case Matched():
                 connector.matches.append(event)
             case Kept():

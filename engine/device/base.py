@@ -25,6 +25,9 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Returns when everything launched so far is done."""
 
+    def trim(self) -> None:
+        """Lets others have the memory that nothing is kept in."""
+
 
 def choose_device(config: EngineConfig, *, place: Place) -> Device:
     """auto: CUDA if there is a device. Each rank of this machine has a CUDA device of its own; on a CPU they share the
@@ -44,3 +47,10 @@ def choose_device(config: EngineConfig, *, place: Place) -> Device:
     from .cpu import CpuDevice
 
     return CpuDevice(num_threads=config.num_threads, num_sharers=num_here)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether this is what torch, NumPy or Python say when there is no memory. On a CPU torch has no class for it."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        type(error) is RuntimeError and "you tried to allocate" in str(error)
+    )

@@ -35,6 +35,9 @@ class CpuDevice:
     def synchronize(self) -> None:
         pass
 
+    def trim(self) -> None:
+        pass
+
 
 def _machine_free(meminfo: Path) -> int:
     try:

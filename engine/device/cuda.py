@@ -31,3 +31,6 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()

@@ -16,7 +16,8 @@ class Recordings:
         self._work = work
         self._recorded: dict[Hashable, Work] = {}
         self._runs: dict[Hashable, int] = {}  # of shapes without a record
-        self._planned = dict.fromkeys(planned)
+        self._wanted = tuple(planned)
+        self._planned = dict.fromkeys(self._wanted)
 
     @property
     def num_recorded(self) -> int:
@@ -33,6 +34,12 @@ class Recordings:
         if runs == _OFTEN:
             self._record(shape)
 
+    def forget(self) -> None:
+        """What was recorded works on memory that is about to go. Everything is to be recorded again."""
+        self._recorded.clear()
+        self._runs.clear()
+        self._planned = dict.fromkeys(self._wanted)
+
     def next_shape(self) -> Hashable | None:
         """What to record next: of the shapes that were run, the one that was run most."""
         if self._runs:
@@ -45,6 +52,6 @@ class Recordings:
         self._record(shape)
 
     def _record(self, shape: Hashable) -> None:
-        self._recorded[shape] = self._queue.record(self._work(shape))
         self._runs.pop(shape, None)
-        self._planned.pop(shape, None)
+        self._planned.pop(shape, None)  # also if there is no memory for it: it is not tried again unasked
+        self._recorded[shape] = self._queue.record(self._work(shape))

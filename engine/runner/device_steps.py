@@ -173,6 +173,15 @@ class DeviceSteps:
         return replace(step.drawn, vectors=step.vectors).result(step.plan.step, step.done.ms_since(step.begun))
 
     def launch(self, plan: StepPlan) -> None:
+        slot = self._free.popleft()
+        try:
+            self._pending.append(self._launch(plan, slot))
+        except Exception:
+            self._queue.mark().wait()  # what was sent from the slot has arrived
+            self._free.append(slot)
+            raise
+
+    def _launch(self, plan: StepPlan, slot: _Slot) -> _Pending:
         rows = self._rows
         if plan.num_speculative or any(step.guesses.any() for step in self._pending):
             for step in self._pending:
@@ -185,7 +194,6 @@ class DeviceSteps:
             self._has_penalties[opened.row] = has_penalties(opened.sampling)
         rows.mask(plan)
         rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
-        slot = self._free.popleft()
         packet = slot.packet
         write_opens(plan.open, packet.opens)
         begun = self._queue.mark()
@@ -223,24 +231,25 @@ class DeviceSteps:
         for part in parts:
             self._recordings.run(part)
         done = self._fetched = self._queue.fetch(self._results(slot, len(draws.rows), parts))
-        self._pending.append(
-            _Pending(
-                plan=plan,
-                slot=slot,
-                begun=begun,
-                done=done,
-                draws=draws,
-                num_opens=self._num_opens[draws.rows],
-                num_logprobs=rows.num_logprobs[draws.rows],
-                guesses=guesses,
-                prompt_logprobs=told,
-                vectors=vectors,
-            )
-        )
         rows.num_computed[picked] = ends
         if not guesses.any():  # else `take_in` says how long the rows are
             rows.num_ids[draws.rows] = draws.ends + 1
             rows.ids[draws.rows, draws.ends] = -1  # only the device knows
+        return _Pending(
+            plan=plan,
+            slot=slot,
+            begun=begun,
+            done=done,
+            draws=draws,
+            num_opens=self._num_opens[draws.rows],
+            num_logprobs=rows.num_logprobs[draws.rows],
+            guesses=guesses,
+            prompt_logprobs=told,
+            vectors=vectors,
+        )
+
+    def forget_addresses(self) -> None:
+        self._recordings.forget()
 
     def use_idle(self) -> bool:
         # Ranks talk to each other in a step, so all would have to be idle at once; they record what runs often.

@@ -50,6 +50,9 @@ class EncoderSteps:
     def collect(self) -> StepResult:
         return self._results.popleft()
 
+    def forget_addresses(self) -> None:
+        pass
+
     def use_idle(self) -> bool:
         return False
 

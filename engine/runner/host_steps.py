@@ -65,6 +65,9 @@ class HostSteps:
     def collect(self) -> StepResult:
         return self._results.popleft()
 
+    def forget_addresses(self) -> None:
+        pass
+
     def use_idle(self) -> bool:
         return False
 

@@ -5,7 +5,9 @@ in turn; plans are answered in the order they were launched. The steps keep the 
 about a request is the core's.
 """
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...config import EngineConfig
-from ...ipc.messages import StepPlan, StepResult, Transferred, ids_to_bytes
+from ...ipc.messages import StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
 from ..attention.base import AttentionBackend
 from ..cache.kv_cache import KvCache
-from ..device.base import Device, choose_device
+from ..device.base import Device, choose_device, is_out_of_memory
+from ..device.sleep import Parked, storages_of
 from ..extension.load import load_extension
 from ..gpu.queue import Queue
 from ..kv_connector.attention import ConnectorAttention
@@ -33,6 +36,8 @@ from .steps import Steps
 if TYPE_CHECKING:
     from .device_steps import DeviceModel
     from .encoder_steps import EncoderModel
+
+log = logging.getLogger(__name__)
 
 _ALONE = Place()
 _TRANSFER_WAIT_S = 0.001  # between looks at KV transfers under way
@@ -69,6 +74,9 @@ class Runner:
         self._attention: AttentionBackend | None = None
         self._connector: WorkerConnector | None = None
         self._connector_attention: ConnectorAttention | None = None
+        self._order: deque[StepResult | None] = deque()  # of the plans launched; None: the steps have the result
+        self._parked = Parked()
+        self._is_faulted = False  # until a plan says that the core knows
 
     @classmethod
     def load(
@@ -116,7 +124,7 @@ class Runner:
     @property
     def num_pending(self) -> int:
         """Plans launched and not collected."""
-        return 0 if self._steps is None else self._steps.num_pending
+        return len(self._order)
 
     @property
     def num_transfers(self) -> int:
@@ -178,8 +186,9 @@ class Runner:
         )
 
     def launch(self, plan: StepPlan) -> None:
-        """Starts the plan; its result waits for `collect`."""
-        steps, connector = self._opened(), self._connector if plan.kv else None
+        """Starts the plan; its result waits for `collect`. One that there is no memory for is dropped, and the plans
+        that were made before the core knew are dropped with it."""
+        connector = self._connector if plan.kv else None
         if self._connector_attention is not None:
             self._connector_attention.is_active = connector is not None
         with torch.inference_mode():
@@ -189,7 +198,10 @@ class Runner:
                 connector.start_load_kv()
                 if self._connector_attention is None:
                     self._for_layers(connector.wait_for_layer_load)
-            steps.launch(plan)
+            self._is_faulted = (self._is_faulted and not plan.after_fault) or not self._has_memory_for(plan)
+            self._order.append(
+                StepResult(plan.step, b"", {}, {}, 0.0, fault="out_of_memory") if self._is_faulted else None
+            )
             if connector is not None:
                 if self._connector_attention is None:
                     self._device.synchronize()
@@ -198,28 +210,76 @@ class Runner:
 
     def forget(self) -> None:
         """Nobody waits for what was launched, nor for transfers under way. Rows are forgotten as others take them."""
+        self._is_faulted = False
         with torch.inference_mode():
             while self.num_pending:
-                self._opened().collect()
+                self.collect()
             while self.num_transfers:
                 if self.take_transferred() is None:
                     time.sleep(_TRANSFER_WAIT_S)
 
+    def _has_memory_for(self, plan: StepPlan) -> bool:
+        """Launches it. A group of ranks cannot go on alike when one of them has no memory: that ends the worker."""
+        try:
+            self._opened().launch(plan)
+        except Exception as error:
+            if self._group.size > 1 or not is_out_of_memory(error):
+                raise
+            num_tokens = sum(bytes_to_ids(plan.counts))
+            log.warning("step %d: no memory for %d tokens; the next steps are smaller", plan.step, num_tokens)
+            return False
+        return True
+
     def is_done(self) -> bool:
         """Whether `collect` has a result and would not have to wait for it."""
-        return self._opened().is_done()
+        return bool(self._order) and (self._order[0] is not None or self._opened().is_done())
 
     def collect(self) -> StepResult:
         """The result of the oldest plan that was launched. Raises IndexError if there is none."""
+        dropped = self._order.popleft()
+        if dropped is not None:
+            return dropped
         with torch.inference_mode():
             return self._opened().collect()
 
+    def sleep(self) -> int:
+        """Gives back the memory of the KV cache and, of a device with memory of its own, that of the weights, which
+        wait in the host's. Nothing is pending; what rows and blocks hold is lost. Returns bytes."""
+        cache = self._cache
+        assert cache is not None and not self._order, "asleep before it was open, or at work"
+        num_bytes = self._num_blocks * self._memory.block
+        self._opened().forget_addresses()
+        cache.drop()
+        if not isinstance(self._model, HostModel) or self._device.torch_device.type != "cpu":
+            num_bytes += self._parked.park(storages_of(self._model, self._device.torch_device, cache.storage))
+        self._device.trim()
+        return num_bytes
+
+    def wake(self) -> bool:
+        """Takes it again. False: there is too little memory, and it is still asleep."""
+        assert self._cache is not None, "it was never open"
+        try:
+            self._parked.restore()
+            self._cache.restore()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("no memory to wake up with: %s", error)
+            self._device.trim()
+            return False
+        return True
+
     def use_idle(self) -> bool:
-        """See `Steps.use_idle`."""
+        """See `Steps.use_idle`. What there is no memory for is left undone."""
         if self._steps is None:
             return False
-        with torch.inference_mode():
-            return self._steps.use_idle()
+        try:
+            with torch.inference_mode():
+                return self._steps.use_idle()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
 
     def take_transferred(self) -> Transferred | None:
         """KV transfers that are over and were not told before, if there are any."""

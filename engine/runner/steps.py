@@ -26,6 +26,9 @@ class Steps(Protocol):
     def collect(self) -> StepResult:
         """The result of the oldest plan that was launched. Raises IndexError if there is none."""
 
+    def forget_addresses(self) -> None:
+        """The memory of weights and cache goes, and comes back elsewhere."""
+
     def use_idle(self) -> bool:
         """Does a piece of work that makes later steps faster, if any is left. Returns whether more is. Called when no
         plan waits."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from pagewire.access import ApiKey
+from pagewire.api.admin import Sleeper
 from pagewire.api.app import create_app
 from pagewire.api.gateway import Gateway
 from pagewire.config import EngineConfig, SamplingDefaults
@@ -30,6 +31,9 @@ from pagewire.ipc.messages import (
     IdsPrompt,
     PairPrompt,
     PromptEcho,
+    Sleep,
+    Slept,
+    Snapshot,
     Submit,
     TextBatch,
     TextPrompt,
@@ -38,6 +42,7 @@ from pagewire.ipc.messages import (
     TokenLogprob,
     TopLogprob,
     Usage,
+    Wake,
     bytes_to_ids,
     ids_to_bytes,
 )
@@ -103,7 +108,10 @@ class FakeEngine:
         self.questions: list[Tokenize | Detokenize | Describe] = []
         self.open: dict[int, tuple[Submit, int]] = {}  # rid → its order and the next piece
         self.loop: asyncio.AbstractEventLoop | None = None  # once it has heard of a request
+        self.is_asleep = False
+        self.problem = ""  # why it does not wake up
         self.gateway = Gateway(self.post, clock=lambda: 0.0)
+        self.sleeper = Sleeper(self.rest)
 
     def post(self, message: Submit | Cancel | Tokenize | Detokenize | Describe) -> None:
         self.loop = asyncio.get_running_loop()
@@ -119,6 +127,12 @@ class FakeEngine:
                     self.open.pop(rid, None)
             case Tokenize() | Detokenize() | Describe():
                 self.loop.call_soon(self._answer, message)
+
+    def rest(self, message: Sleep | Wake) -> None:
+        """Tells what it is in a report and an answer, as the core does."""
+        self.is_asleep = isinstance(message, Sleep) or bool(self.problem)
+        self.gateway.handle([Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, is_asleep=self.is_asleep)])
+        asyncio.get_running_loop().call_soon(self.sleeper.hear, Slept(self.is_asleep, 1000, self.problem))
 
     def _answer(self, question: Tokenize | Detokenize | Describe) -> None:
         self.questions.append(question)
@@ -291,7 +305,9 @@ class Client:
 
 def make_app(engine: FakeEngine, healthy: Callable[[], str | None] = lambda: None, **config: Any) -> Any:
     config["api_keys"] = tuple(ApiKey(key) if isinstance(key, str) else key for key in config.get("api_keys", ()))
-    return create_app(engine.gateway, replace(CONFIG, **config), healthy=healthy, version="1.2.3")
+    return create_app(
+        engine.gateway, replace(CONFIG, **config), healthy=healthy, version="1.2.3", sleeper=engine.sleeper
+    )
 
 
 def run(work: Coroutine[Any, Any, T] | Awaitable[T]) -> T:

@@ -70,14 +70,23 @@ class Client:
     """One sequence: what it asked for, what it has been told."""
 
     def __init__(
-        self, rid: int, ask: Ask, *, max_len: int, fails: bool, stop_after: int | None, stumbles: bool
+        self,
+        rid: int,
+        ask: Ask,
+        *,
+        max_len: int,
+        fails: bool,
+        stop_after: int | None,
+        stumbles: bool,
+        may_be_too_large: bool,
     ) -> None:
         """`fails`: its logits are not finite. `stop_after`: output after which its text holds a stop string.
-        `stumbles`: its grammar may fail."""
+        `stumbles`: its grammar may fail. `may_be_too_large`: for the memory that there is at a time."""
         self.rid = rid
         self.ask = ask
         self.fails = fails
         self.stumbles = stumbles
+        self.may_be_too_large = may_be_too_large
         self.stop_after = stop_after
         room = max_len - len(ask.prompt)
         self.max_tokens = room if ask.max_tokens is None else min(room, ask.max_tokens)
@@ -150,9 +159,14 @@ class Client:
     def hear_failed(self, failed: Failed) -> None:
         """It has failed. Reasons that a client may be given are few."""
         assert self.is_open, f"{self.rid}: failed after the terminal message"
+        is_too_large = "memory" in failed.detail
         kinds = {"queue_full": True, "unavailable": self.ask.queue_timeout_s is not None}
         kinds |= {"internal": self.fails or self.stumbles, "invalid_request": not self.accepted}
-        assert failed.kind != "unavailable" or not self.opened, f"{self.rid}: expired although it was started"
+        if is_too_large:
+            kinds = {"unavailable": self.may_be_too_large}
+        assert failed.kind != "unavailable" or not self.opened or is_too_large, (
+            f"{self.rid}: expired although it was started"
+        )
         assert kinds.get(failed.kind, False), f"{self.rid}: failed without a reason: {failed}"
         self.end = failed.kind
 

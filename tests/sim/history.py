@@ -66,6 +66,9 @@ class History:
         self._is_awake = False  # the core has a wake-up coming
         self._routed: set[tuple[str, bytes]] = set()  # what a router believes to be cached where
         self._fail_seeds: set[int] = set()
+        self._faults: set[int] = set()  # steps that had no memory, of which the core does not know
+        self._num_short = 0  # steps until there is memory again
+        self._memory = 0  # positions that a step may have until then
         self._stumbles: dict[int, int] = {}  # rid → output after which its grammar fails
         setting = self._setting
         stem = [self.rng.randrange(VOCAB) for _ in range(30)]
@@ -75,6 +78,8 @@ class History:
             self._later(self.rng.random() * setting.span_s, lambda rid=i * 8 + 1: self._arrive(rid))
         for _ in range(setting.worker_losses):
             self._later(self.rng.random() * 0.1, self._lose_worker)
+        for _ in range(setting.naps):
+            self._later(self.rng.random() * 0.1, self._tire)
         for _ in range(setting.core_losses):
             self._later(self.rng.random() * 0.1, self._lose_core)
 
@@ -137,7 +142,13 @@ class History:
             stop_after = rng.randint(1, 6) if rng.random() < setting.stop_rate else None
             stumbles = ask.constraint is not None and rng.random() < 0.1
             client = Client(
-                rid + choice, ask, max_len=setting.max_len, fails=fails, stop_after=stop_after, stumbles=stumbles
+                rid + choice,
+                ask,
+                max_len=setting.max_len,
+                fails=fails,
+                stop_after=stop_after,
+                stumbles=stumbles,
+                may_be_too_large=setting.shortage_rate > 0,
             )
             if stumbles:
                 self._stumbles[client.rid] = rng.randint(0, 10)
@@ -215,6 +226,9 @@ class History:
             if self.rng.random() < self._setting.laziness:
                 self._wake(0.001)
                 break
+        else:
+            if scheduler.is_paused and not scheduler.is_busy:
+                self._sleep()
         check(scheduler, self._setting.max_num_seqs)
         self._check_content()
         self._hear_news()
@@ -255,6 +269,11 @@ class History:
                     f"step {message.step} is over: {list(bytes_to_ids(message.ids))} {list(message.num_drawn[::4])}"
                 )
                 scheduler.apply(message)
+                if message.step in self._faults:
+                    self._faults.remove(message.step)
+                    self._patience.start_again()
+                    if self._fairness is not None:
+                        self._fairness.start_again()
             case Masks():
                 nums = [len(part) // 8 for part in (message.rids, message.free, message.complete)]
                 self._say(f"{nums} may draw some, any and no token, {message.failed} failed")
@@ -291,13 +310,19 @@ class History:
         plan = scheduler.plan()
         if self._tell is not None and (plan is not None or scheduler.counters.num_preemptions > before):
             self._say(self._describe(plan))
-        firsts.check(plan is not None)
+        if not scheduler.is_paused:
+            firsts.check(plan is not None)
         if plan is None:
             return False
         assert scheduler.num_running <= self._setting.max_num_seqs, "more rows than there are"
         copies = bytes_to_ids(plan.copies)
         writes_are_exclusive(scheduler, copies[1::2])
+        knew = not self._worker.is_faulted or plan.after_fault
         result = self._worker.run(plan)
+        if self._worker.is_faulted:
+            self.seen["steps without memory" if knew else "steps after one without memory"] += 1
+            if knew:
+                self._faults.add(plan.step)
         check(scheduler, self._setting.max_num_seqs)
         self._check_content()
         self.seen["copies"] += len(copies) // 2
@@ -377,9 +402,11 @@ class History:
             max_num_batched_tokens=setting.budget,
             carry_out=self._carry_out,
             guess=self._guess,
+            fits=self._fits,
         )
         worker.memory[:] = self.rng.randbytes(len(worker.memory))
         worker.fail_seeds = self._fail_seeds
+        self._faults.clear()
         self._worker_half: WorkerHalf | None = None
         if setting.tier is not None:
             for kind, store in zip(setting.tier.kinds, self._stores, strict=True):
@@ -397,6 +424,17 @@ class History:
                 seen=self._count,
             )
         self._busy_until = self.now
+
+    def _fits(self, num: int) -> bool:
+        """Now and then there is memory for a few positions only, or for none."""
+        rng = self.rng
+        if self._num_short:
+            self._num_short -= 1
+        elif rng.random() < self._setting.shortage_rate:
+            self._num_short, self._memory = rng.randint(0, 8), rng.choice([0, 1, 2, 5, 9])
+        else:
+            return True
+        return num <= self._memory
 
     def _guess(self, row: FakeRow, num: int) -> list[int]:
         """What comes next in a row, as far as luck has it."""
@@ -428,6 +466,28 @@ class History:
         if self._worker_half is not None and (message := self._worker_half.take_finished()) is not None:
             self._post(message)
 
+    def _tire(self) -> None:
+        """Somebody wants it to sleep."""
+        self._say("it is to fall asleep")
+        self._scheduler.is_paused = True
+        self._wake(0.0)
+
+    def _sleep(self) -> None:
+        """Nothing is in flight: the memory goes to others, and comes back with anything in it."""
+        scheduler = self._scheduler
+        self.seen["naps"] += 1
+        self.seen["naps at work"] += scheduler.num_running > 0
+        self._say("it sleeps")
+        scheduler.empty()
+        self._worker.memory[:] = self.rng.randbytes(len(self._worker.memory))
+        self._worker.rows = [None] * self._setting.max_num_seqs
+        self._patience.start_again()
+        if self._fairness is not None:
+            self._fairness.start_again()
+        check(scheduler, self._setting.max_num_seqs)
+        scheduler.is_paused = False
+        self._wake(self.rng.random() * 0.01)
+
     def _lose_worker(self) -> None:
         """It dies and is replaced, with all its memory; what it had sent is thrown away with it."""
         self.seen["workers lost"] += 1
@@ -456,8 +516,10 @@ class History:
     # ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_content(self) -> None:
-        """Every block with a key holds what its key names."""
+        """Every block with a key holds what its key names, as far as the core can know."""
         worker = self._worker
+        if self._faults:
+            return
         for key, block in self._scheduler.pool._by_key.items():
             self._oracle.expect(key, worker.read_block(block))
 
@@ -470,6 +532,7 @@ class History:
         assert not self._grammar.outputs, "grammars are followed for nobody"
         assert scheduler.pool.num_free == setting.num_blocks, "blocks leaked"
         assert len(scheduler.roster.free_rows) == setting.max_num_seqs, "rows leaked"
+        assert scheduler.mend() is None, "something would have been mended"
         if self._fairness is not None:
             self.seen["tenants far ahead"] += self._fairness.num_ahead
         counters = scheduler.counters

@@ -104,8 +104,12 @@ def _copy_one_too_many(self: PrefixCache, request: Request):
     return found if found.source is None or is_last else found._replace(num_copied=found.num_copied + 1)
 
 
-def _forget_copies(self: Draft, step: int, kv: bytes, extension: bytes) -> StepPlan:
-    return replace(_draft_finish(self, step, kv, extension), copies=b"")
+def _forget_copies(self: Draft, *more) -> StepPlan:
+    return replace(_draft_finish(self, *more), copies=b"")
+
+
+def _know_every_fault(self: Draft, *more) -> StepPlan:
+    return replace(_draft_finish(self, *more), after_fault=True)
 
 
 def _more_budget(self: Draft, budget: int) -> None:
@@ -282,6 +286,9 @@ MUTANTS: dict[str, Patch] = {
     "a mask holds for more than one token": (Request, "allow", _any_mask_for_any_token),
     "a grammar is not told what was drawn": (Constraints, "draw", _nothing),
     "a grammar is followed after the end": (Constraints, "end", _nothing),
+    "what a step without memory computes is found": (BlockPool, "forget", _nothing),
+    "a step without memory has computed": (InFlight, "emptied", lambda self: self),
+    "plans go on from a step without memory": (Draft, "finish", _know_every_fault),
     "who wants log-probabilities gets guesses": (Request, "__init__", _speculate_for_all),
 }
 

@@ -116,6 +116,10 @@ class Fairness:
                 guesses = Touched(scheduler).num_guesses  # they may turn out wrong
                 self._left[a, b] = sum(max(0, r.end - r.num_planned + guesses.get(id(r), 0)) for r in running[b])
 
+    def start_again(self) -> None:
+        """What runs has to be computed again."""
+        self._left.clear()
+
 
 class Firsts:
     """Who comes first of those that run, before a plan is made."""

@@ -41,6 +41,8 @@ class Setting:
         self.luck = rng.choice([0.0, 0.5, 0.9, 1.0])  # how likely a guess is right
         self.constrained_share = rng.choice([0.0, 0.0, 0.4, 1.0])
         self.mask_s = rng.choice([0.0, 0.0002, 0.01])  # what a mask takes at most
+        self.shortage_rate = rng.choice([0.0, 0.0, 0.03, 0.2])  # how likely memory runs short with a step
+        self.naps = rng.choice([0, 0, 0, 1, 2])
         self.tier: TierOptions | None = None
         if rng.random() < 0.7:
             kinds = rng.choice(_TIERS)

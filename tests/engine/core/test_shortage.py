@@ -1,0 +1,238 @@
+"""Steps without memory, one rule a test; `tests/sim` plays them in every mixture."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import pytest
+from fakes import EOS, FakeWorker, all_tokens, enqueue, expected_output, kv_of
+from invariants import check
+
+from pagewire.engine.core.block_pool import BlockPool
+from pagewire.engine.core.kv_connector import Evicted, KvEvent, KvRequest
+from pagewire.engine.core.request import State
+from pagewire.engine.core.scheduler import Scheduler
+from pagewire.ipc.messages import (
+    Failed,
+    Pooling,
+    StepResult,
+    TierSnapshot,
+    TokenBatch,
+    Tokens,
+    Transferred,
+    bytes_to_ids,
+)
+
+SIZE = 4
+SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+PROMPTS = [list(range(1 + 20 * i, 14 + 21 * i)) for i in range(4)]
+
+
+class Engine:
+    """A scheduler and a worker with memory for steps of at most `most` positions; the news of all requests."""
+
+    def __init__(self, *, depth: int = 2, most: int = 1000, **more: object) -> None:
+        self.most = most
+        self.scheduler = Scheduler(
+            pool=BlockPool(num_blocks=64),
+            block_size=SIZE,
+            depth=depth,
+            max_model_len=100,
+            max_queued_requests=100,
+            max_queued_tokens=10**6,
+            eos_token_ids=(EOS,),
+            **SIZES,
+            **more,  # type: ignore[arg-type]
+        )
+        self.worker = FakeWorker(
+            num_blocks=64, block_size=SIZE, fits=lambda num: num <= self.most, carry_out=lambda metadata: None, **SIZES
+        )
+        self.sizes: list[int] = []  # positions of each plan
+        self.answers: deque[StepResult] = deque()
+        self.output: dict[int, list[int]] = {}
+        self.ends: dict[int, Tokens | Failed] = {}
+
+    def plan(self) -> bool:
+        """Plans as far as may be, and has the worker carry it out. Whether there was something."""
+        while (plan := self.scheduler.plan()) is not None:
+            self.sizes.append(sum(bytes_to_ids(plan.counts)))
+            self.answers.append(self.worker.run(plan))
+        return bool(self.answers)
+
+    def apply(self) -> StepResult:
+        """Takes the oldest answer in."""
+        answer = self.answers.popleft()
+        self.scheduler.apply(answer)
+        check(self.scheduler)
+        for item in self.scheduler.take_news():
+            if isinstance(item, Failed):
+                self.ends[item.rid] = item
+            for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
+                self.output.setdefault(tokens.rid, []).extend(bytes_to_ids(tokens.ids))
+                if tokens.finish is not None:
+                    self.ends[tokens.rid] = tokens
+        return answer
+
+    def serve(self) -> None:
+        """To the end."""
+        while self.plan():
+            self.apply()
+
+
+def expected(rid: int, prompt: list[int], num: int) -> list[int]:
+    return expected_output(prompt, num, 100, rid, True)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_everybody_gets_the_same_tokens_in_smaller_steps(depth):
+    engine = Engine(depth=depth)
+    for rid, prompt in enumerate(PROMPTS):
+        engine.scheduler.add(enqueue(rid, prompt, max_tokens=30, seed=rid, ignore_eos=True))
+    for _ in range(8):
+        engine.plan()
+        engine.apply()
+    engine.most = 3  # a step with all four rows is too large now
+    engine.serve()
+    assert engine.output == {rid: expected(rid, prompt, 30) for rid, prompt in enumerate(PROMPTS)}
+    assert engine.scheduler.counters.num_out_of_memory > 0
+    assert engine.scheduler.pool.num_free == 64
+
+
+def test_steps_are_halved_and_grow_again():
+    engine = Engine(depth=1, most=5)
+    engine.scheduler.add(enqueue(0, list(range(1, 80)), max_tokens=1, ignore_eos=True))
+    engine.serve()
+    assert engine.sizes[:4] == [32, 16, 8, 4]
+    assert engine.sizes[4:7] == [5, 6, 3], "a token more after each good step, and half after a bad one"
+    engine.most = 1000
+    engine.scheduler.add(enqueue(1, list(range(100, 199)), max_tokens=1, ignore_eos=True))
+    engine.serve()
+    assert engine.sizes[-6:-1] == [10, 11, 12, 13, 14]
+
+
+def test_a_request_that_is_too_large_alone_fails_alone():
+    engine = Engine(most=0)
+    engine.scheduler.add(enqueue(0, [1, 2, 3], seed=0, ignore_eos=True))
+    engine.scheduler.add(enqueue(1, [4, 5, 6], max_tokens=4, seed=1, ignore_eos=True))
+    while 0 not in engine.ends:
+        engine.plan()
+        engine.apply()
+    engine.most = 1000
+    engine.serve()
+    failed = engine.ends[0]
+    assert isinstance(failed, Failed) and failed.kind == "unavailable" and "no memory" in failed.detail
+    assert engine.output == {1: expected(1, [4, 5, 6], 4)}
+    assert engine.scheduler.pool.num_free == 64 and len(engine.scheduler.roster.free_rows) == 8
+
+
+def test_a_short_fault_fails_nobody():
+    """A request that decodes alone is tried again."""
+    engine = Engine(depth=1)
+    engine.scheduler.add(enqueue(0, [1, 2, 3], max_tokens=6, ignore_eos=True))
+    for _ in range(2):
+        engine.plan()
+        engine.apply()
+    engine.most = 0
+    for _ in range(2):
+        engine.plan()
+        assert engine.apply().fault is not None
+    engine.most = 1000
+    engine.serve()
+    assert engine.output == {0: expected(0, [1, 2, 3], 6)}
+
+
+def test_whole_texts_are_tried_one_by_one():
+    """Of an encoder, whose texts cannot be cut: the smaller budget holds for all but the first of a step."""
+    engine = Engine(most=20, is_chunked=False, prefix_caching=False)
+    for rid, length in enumerate([12, 13, 18, 25]):
+        engine.scheduler.add(enqueue(rid, list(range(1, length + 1)), pooling=Pooling("mean")))
+    engine.serve()
+    assert [isinstance(engine.ends[rid], Tokens) for rid in range(4)] == [True, True, True, False]
+
+
+def test_plans_that_were_on_their_way_are_no_faults_of_their_own():
+    engine = Engine(depth=3)
+    for rid, prompt in enumerate(PROMPTS):
+        engine.scheduler.add(enqueue(rid, prompt, max_tokens=20, seed=rid, ignore_eos=True))
+    engine.plan()
+    engine.apply()
+    engine.most = 1
+    engine.plan()
+    engine.most = 1000
+    for _ in range(2):  # good ones from before; what is planned meanwhile goes on from the bad one
+        assert engine.apply().fault is None
+        engine.plan()
+    assert [engine.apply().fault for _ in range(3)] == ["out_of_memory"] * 3
+    assert engine.scheduler.counters.num_out_of_memory == 1
+    engine.serve()
+    assert engine.output == {rid: expected(rid, prompt, 20) for rid, prompt in enumerate(PROMPTS)}
+
+
+class OneBlock:
+    """A connector that has the third block of one prompt, and loads it once."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.prompt = prompt
+        self.loading: list[int] = []
+        self.finished: list[tuple[int, int]] = []  # rid, how many positions were computed
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        has = request.rid == 1 and num_computed_tokens == 8 and not self.loading
+        return (SIZE if has else 0), True
+
+    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        self.loading.append(request.rid)
+
+    def build_connector_meta(self) -> bytes:
+        return b""
+
+    def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
+        self.finished.append((request.rid, request.num_computed))
+        return False
+
+    def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
+        pass
+
+    def update_connector_output(self, output: Transferred) -> None:
+        pass
+
+    def take_events(self) -> list[KvEvent]:
+        return []
+
+    def tiers(self) -> tuple[TierSnapshot, ...]:
+        return ()
+
+    def reset(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("what", ["loading", "loaded", "cancelled"])
+def test_who_has_found_what_was_not_computed_computes_it(what):
+    """A request has found two blocks that a step without memory was to fill, and has the third loaded."""
+    prompt = list(range(30, 46))
+    connector = OneBlock(prompt)
+    engine = Engine(depth=2, most=0, connector=connector)
+    scheduler = engine.scheduler
+    scheduler.add(enqueue(0, [*prompt[:8], 7, 8], max_tokens=5, seed=0, ignore_eos=True))
+    scheduler.add(enqueue(1, prompt, max_tokens=5, seed=1, ignore_eos=True))
+    engine.plan()
+    late = scheduler.roster.requests[1]
+    assert late.state is State.LOADING and connector.loading == [1], "it was admitted behind what is in flight"
+    engine.worker.write_block(late.blocks[2], kv_of(prompt)[8 * 4 : 12 * 4])
+    if what == "loaded":
+        scheduler.transferred(Transferred((1,), b"", ()))
+    if what == "cancelled":
+        scheduler.cancel(1)
+    while engine.answers:
+        assert engine.apply().fault is not None
+    if what != "loaded":
+        scheduler.transferred(Transferred((1,), b"", ()))
+    engine.most = 1000
+    engine.serve()
+    assert engine.output.pop(0) == expected(0, [*prompt[:8], 7, 8], 5)
+    if what == "cancelled":
+        assert connector.finished[0] == (1, 0), "nothing of it is offered to the connector"
+    else:
+        assert engine.output == {1: expected(1, prompt, 5)}

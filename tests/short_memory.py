@@ -1,0 +1,47 @@
+"""A plan extension whose attention has no memory for chosen calls: `short_memory:ShortMemory,every=N`."""
+
+from collections.abc import Sequence
+
+from pagewire.engine.extension.base import Options
+
+
+class ShortMemory:
+    """See `pagewire.engine.extension.base.Extension`."""
+
+    calls = 0  # of attention, since a test set it back
+
+    @staticmethod
+    def core(options: Options) -> "NothingToSay":
+        return NothingToSay()
+
+    @staticmethod
+    def wrap_attention(options: Options, backend, cache):
+        return ShortAttention(backend, every=int(options["every"]), cache=cache)
+
+
+class NothingToSay:
+    """See `PlanExtension`."""
+
+    def extend(self, step: int, rids: Sequence[int], counts: Sequence[int], starts: Sequence[int]) -> bytes:
+        return b""
+
+
+class ShortAttention:
+    """Writes rubbish over what it was to fill, and raises, with every so manieth call."""
+
+    def __init__(self, inner, *, every: int, cache) -> None:
+        self._inner = inner
+        self._every = every
+        self._cache = cache
+
+    def begin(self, step) -> None:
+        self._step = step
+        self._inner.begin(step)
+
+    def forward(self, layer, query, key, value, **more):
+        ShortMemory.calls += 1
+        if ShortMemory.calls % self._every == 0:
+            for pages in self._cache.pages[layer]:
+                pages.flatten(0, 1)[self._step.slots] = 1e4
+            raise MemoryError
+        return self._inner.forward(layer, query, key, value, **more)
