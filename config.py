@@ -198,6 +198,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     admin_api_key_file: Annotated[
         str | None, _doc("access", "a file of keys, one a line, for the paths of administrators alone")
     ] = None
+    enable_model_swap: Annotated[
+        bool, _doc("access", "administrators may have another model served (POST /admin/models)")
+    ] = False
     enable_sleep_mode: Annotated[
         bool, _doc("access", "administrators may put the engine to sleep (POST /sleep) and wake it (POST /wake_up)")
     ] = False
@@ -393,6 +396,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     api_keys: tuple[ApiKey, ...]
     admin_keys: tuple[ApiKey, ...] = ()  # for the paths of administrators, and for nothing else
     enable_sleep_mode: bool = False
+    enable_model_swap: bool = False
     requests_per_minute: int | None = None  # without keys
     tokens_per_minute: int | None = None
     allowed_origins: tuple[str, ...] = ()

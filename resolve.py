@@ -33,8 +33,10 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     users = {*config.api_key, *(key.key for key in machine.api_keys)}
     if any(key.key in users for key in admin_keys):
         raise ConfigError("An administrator's key is a user's as well; give administrators keys of their own.")
-    if config.enable_sleep_mode and not admin_keys:
-        raise ConfigError("--enable-sleep-mode is for administrators; give --admin-api-key or --admin-api-key-file.")
+    for flag in ("enable_sleep_mode", "enable_model_swap"):
+        if getattr(config, flag) and not admin_keys:
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name} is for administrators; give --admin-api-key or --admin-api-key-file.")
     check_tls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs, config.ssl_cert_reqs)
     check_origins(config.allowed_origins)
     if model.purpose.is_encoder:
@@ -97,6 +99,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         ),
         admin_keys=admin_keys,
         enable_sleep_mode=config.enable_sleep_mode,
+        enable_model_swap=config.enable_model_swap,
         requests_per_minute=config.requests_per_minute,
         tokens_per_minute=config.tokens_per_minute,
         allowed_origins=config.allowed_origins,

@@ -100,4 +100,5 @@ class AboutEndpoints:
             created=self._started,
             root=self._service.config.served_model_names[0],
             max_model_len=self._service.config.max_model_len,
+            versions=self._service.config.versions,
         )

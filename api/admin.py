@@ -18,7 +18,7 @@ from .http_error import HttpError
 from .operation import Operation
 from .service import Service, send_json
 
-ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping"})
+ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/admin/models"})
 
 
 class Sleeping(Struct, frozen=True):

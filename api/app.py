@@ -17,6 +17,7 @@ from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from ..config import EngineConfig
+from ..errors import PagewireError
 from .about import AboutEndpoints
 from .admin import ADMIN_PATHS, AdminEndpoints, Sleeper
 from .anthropic.endpoints import AnthropicEndpoints
@@ -27,6 +28,7 @@ from .http_error import HttpError, anthropic_error_body, as_http_error, error_bo
 from .keys import Keys
 from .openai.endpoints import OpenAIEndpoints
 from .openapi import Description, describe
+from .operation import Operation
 from .origins import Origins
 from .page import PAGE_FILES, PageFile
 from .pooling.endpoints import PoolingEndpoints
@@ -36,6 +38,7 @@ from .responses.endpoints import ResponsesEndpoints
 from .service import Service, send_body, too_large
 from .stats import Stats
 from .stream import ClientGone
+from .swapping import Swap, SwapEndpoints
 from .tokenizing import TokenizeEndpoints
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
@@ -62,6 +65,7 @@ def create_app(
     healthy: Callable[[], str | None],
     version: str,
     sleeper: Sleeper,
+    swap: Swap | None = None,
     observers: Sequence[Observer] = (),
 ) -> "Edge":
     """The whole application. See `Service`."""
@@ -76,7 +80,7 @@ def create_app(
         "Tokens": TokenizeEndpoints(service).routes(),
         "Files and batches": batches.routes(),
         "The server": AboutEndpoints(service).routes(),
-        "Administration": AdminEndpoints(service, sleeper).routes(),
+        "Administration": AdminEndpoints(service, sleeper).routes() + _swapping(service, swap),
     }
     description = describe(sections, version=version, has_keys=bool(config.api_keys), open_paths=_OPEN_PATHS)
     router.routes += [
@@ -85,6 +89,10 @@ def create_app(
         *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
     ]
     return Edge(router, batches, config=config, stats=gateway.stats)
+
+
+def _swapping(service: Service, swap: Swap | None) -> list[Operation]:
+    return [] if swap is None else SwapEndpoints(service, swap).routes()
 
 
 class Edge:
@@ -131,8 +139,10 @@ class Edge:
             request.status = _CLIENT_LEFT  # nobody is left to be told
         except Exception as error:
             http_error = self._from_router(error, scope) if isinstance(error, HTTPException) else as_http_error(error)
-            if http_error.status == 500:
+            if http_error.status == 500 and not isinstance(error, PagewireError):
                 log.exception("request %s failed", request.id)
+            elif http_error.status == 500:
+                log.warning("request %s failed: %s", request.id, http_error)
             if request.status:
                 raise
             self._stats.refused[http_error.code or str(http_error.status)] += 1

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
-_MOST_TURNS = 32  # in which all suspects come back; up to so many come one by one
+_MOST_TURNS = 8  # in which all suspects come back; up to so many come one by one
 _TOKENS = 4  # that each has to get; a death's last tokens were on their way through the pipeline
 _MOST_REMEMBERED = 256  # fingerprints of requests that have killed
 

@@ -84,6 +84,7 @@ class ApiActor:
             healthy=self._complaint,
             version=__version__,
             sleeper=self._sleeper,
+            swap=self.swap,
             observers=self._observers(),
         )
         self._server = _Server(HttpConfig(self._app, self._config), self._on_listening)

@@ -19,6 +19,7 @@ from msgspec import structs
 from ..config import Config, EngineConfig, ModelVersion, from_options
 from ..errors import ConfigError, PagewireError
 from ..ipc.messages import Swap, Swapped
+from ..machine import machine_facts
 from .listening import Listening
 from .supervisor import Supervisor
 
@@ -77,14 +78,10 @@ class Generations:
         """Until the engine that serves has ended and no swap is under way."""
         while True:
             engine = self._engine
-            waiting = {self._running[engine], *([self._swap] if self._swap is not None else [])}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if self._swap is not None and self._swap.done():
-                self._swap.result()
-                self._swap = None
-            elif self._swap is not None:  # it may have ended for the other one, or by itself
+            await asyncio.wait({self._running[engine]})
+            if self._swap is not None:  # it may have ended for the other one
                 await asyncio.wait({self._swap})
-            elif engine is self._engine:
+            if engine is self._engine:
                 for other in self._running:
                     other.on_signal(signal.SIGTERM)
                 return max([await task for task in list(self._running.values())])
@@ -113,6 +110,11 @@ class Generations:
             engine.answer(swap.name, Swapped(swap.number, 409, "Another model is being loaded, or the server stops."))
             return
         self._swap = asyncio.ensure_future(self._replace(engine, swap))
+        self._swap.add_done_callback(self._swapped)
+
+    def _swapped(self, task: asyncio.Task[None]) -> None:
+        self._swap = None
+        task.result()  # what is raised here is told by the loop
 
     async def _replace(self, old: Supervisor, swap: Swap) -> None:
         """Whatever goes wrong, some engine serves afterwards, if there is one that can."""
@@ -174,7 +176,8 @@ class Generations:
 
 def _has_room(config: EngineConfig) -> bool:
     """Whether this engine fits beside the one that is there: both would hold their weights, their KV, and addresses."""
-    if config.device != "cpu" or config.client_address or config.kv_events or config.kv_connector:
+    has_gpu = config.device == "cuda" or (config.device == "auto" and machine_facts().has_gpu)
+    if has_gpu or config.client_address or config.kv_events or config.kv_connector:
         return False
     weights = sum(path.stat().st_size for path in Path(config.model_path).glob("*.safetensors"))
     needed = 2 * weights + (config.kv_cache_memory or _KV_BYTES) + _PROCESSES_BYTES

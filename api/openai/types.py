@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
+from ...config import ModelVersion
+
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -399,6 +401,7 @@ class ModelCard(Struct, frozen=True):
     object: Literal["model"] = "model"
     owned_by: str = "pagewire"
     parent: None = None
+    versions: tuple[ModelVersion, ...] = ()  # that were served, and the one that is; none if nothing was ever swapped
 
 
 class ModelList(Struct, frozen=True):

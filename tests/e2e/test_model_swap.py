@@ -1,0 +1,75 @@
+"""Another model is served without another server: open streams end as they began, new requests get the new one."""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+from servers import ROOT, Server
+
+Start = Callable[..., Server]
+FLAGS = ("--enable-model-swap", "--admin-api-key", "admin", "--kv-cache-memory", "64M")
+ADMIN = {"Authorization": "Bearer admin"}
+LONG = {"prompt": "Count", "max_tokens": 1500, "ignore_eos": True, "stream": True, "temperature": 0}
+
+
+def read_stream(url: str, lines: list[str]) -> None:
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as response:
+        lines += [line for line in response.iter_lines() if line]
+
+
+def swap(server: Server, **fields: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/admin/models", json=fields, headers=ADMIN, timeout=60)
+
+
+def served(server: Server) -> dict[str, object]:
+    (card,) = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+    return card  # type: ignore[no-any-return]
+
+
+def ask(server: Server) -> int:
+    body = {"prompt": "a", "max_tokens": 2}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code
+
+
+def wait_for(server: Server, name: str) -> None:
+    deadline = time.monotonic() + 60
+    while served(server)["id"] != name:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_the_model_is_swapped_and_back(start: Start, tmp_path: Path) -> None:
+    server = start(*FLAGS).wait_ready()
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "demo_model", other)
+    wrong = swap(server, model=str(tmp_path / "nowhere"))
+    assert wrong.status_code == 400 and "nowhere" in wrong.json()["error"]["message"]
+    refused = swap(server, model=str(other), port=1)
+    assert refused.status_code == 400 and "port" in refused.json()["error"]["message"]
+    unknown = swap(server, version=7)
+    assert unknown.status_code == 400 and "version 7" in unknown.json()["error"]["message"]
+    plain = httpx.post(f"{server.url}/admin/models", json={"model": str(other)}, timeout=60)
+    assert plain.status_code == 401 and ask(server) == 200
+
+    lines: list[str] = []
+    reader = threading.Thread(target=read_stream, args=(server.url, lines))
+    reader.start()
+    while not lines and server.metric("pagewire:num_requests_running") == 0:
+        time.sleep(0.02)
+    answer = swap(server, model=str(other), served_model_name=["other"])
+    assert answer.status_code in (200, 202), answer.text  # 202 where there is no room for both
+    wait_for(server, "other")
+    assert ask(server) == 200
+    reader.join(60)
+    events = [line.removeprefix("data: ") for line in lines]
+    assert events[-1] == "[DONE]" and json.loads(events[0])["model"] == "pagewire-demo"
+    assert [version["state"] for version in served(server)["versions"]] == ["retired", "serving"]  # type: ignore[attr-defined]
+
+    assert swap(server, version=1, drain=True).status_code == 202
+    wait_for(server, "pagewire-demo")
+    assert ask(server) == 200
+    assert server.stop() == 0
