@@ -12,7 +12,6 @@ import contextlib
 import logging
 import secrets
 import shutil
-import sys
 import tempfile
 import time
 from array import array
@@ -24,6 +23,7 @@ from typing import Self, assert_never
 
 import msgspec
 
+from . import interpreter
 from .config import from_options
 from .errors import ConfigError, RequestError, StartError
 from .ipc.channel import ChannelFull
@@ -220,9 +220,9 @@ class EngineClient:
             shutil.rmtree(folder)
             raise
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
+            *interpreter.COMMAND,
             "pagewire.procs.embedded",
+            env=interpreter.environment(),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is this process's own affair
         )

@@ -20,8 +20,21 @@ ErrorKind = Literal[
 ]
 
 
+_MOST_CHARS = 1000  # of a sentence: what it quotes may have any length
+
+
 class PagewireError(Exception):
-    """Base of all errors raised on purpose. `str()` is one sentence that says what to do."""
+    """Base of all errors raised on purpose. `str()` is one sentence that says what to do.
+
+    It may quote a file or a request, so what would move a terminal's cursor or break a log's line is escaped."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) > _MOST_CHARS:
+            text = f"{text[: _MOST_CHARS - 100]} … {text[-97:]}"
+        if text.isprintable():
+            return text
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class ConfigError(PagewireError):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Generator, Iterator
 from urllib.parse import urlsplit
 
+from .. import interpreter
 from ..api.batches.format import error_message
 from ..errors import PagewireError, StartError
 
@@ -173,11 +174,13 @@ def _own_server(model: str | None) -> Iterator[RemoteServer]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "pagewire", "serve", *([model] if model else []), "--port", str(port)]
+    command = [*interpreter.COMMAND, "pagewire", "serve", *([model] if model else []), "--port", str(port)]
     print("starting a server …", file=sys.stderr)
     # What it says goes to a file: nobody would read a pipe, and a full one would stop it.
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True, env=interpreter.environment()
+        )
         try:
             server = RemoteServer(f"http://127.0.0.1:{port}", os.environ.get("PAGEWIRE_API_KEY"))
             deadline = time.monotonic() + _START_TIMEOUT_S

@@ -191,13 +191,14 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
 
             actor = CoreActor(config, keys=launch.keys, epoch=launch.epoch)
         case "grammar":
-            from .grammar import GrammarActor
+            from .grammar import GRAMMAR_BYTES, GrammarActor
 
-            actor = GrammarActor(config)
+            actor = GrammarActor(config, memory_bytes=GRAMMAR_BYTES)
         case "tokenizer":
+            from .limits import CpuLimit
             from .tokenizer import TokenizerActor
 
-            actor = TokenizerActor(config)
+            actor = TokenizerActor(config, limit=CpuLimit(), has_aside=True, is_replacement=launch.epoch > 1)
         case "detokenizer":
             from .detokenizer import DetokenizerActor
 

@@ -4,11 +4,12 @@ It also looks for stop strings, because only text can hold them: on a hit it tel
 core afterwards, and drops what the core still sends of that request.
 """
 
+from pathlib import Path
 from typing import assert_never
 
 from ..config import EngineConfig
 from ..engine.text.output import OutputText, render_logprobs
-from ..engine.text.tokenizer import Tokenizer
+from ..engine.text.tokenizer import Tokenizer, load_tokenizer
 from ..ipc.actor import Post
 from ..ipc.messages import (
     Chunk,
@@ -31,7 +32,6 @@ from ..ipc.messages import (
     Usage,
     bytes_to_ids,
 )
-from .tokenizer import load_text
 
 _NUM_END_IDS = 16  # of a prompt, whose text is its end
 
@@ -106,7 +106,7 @@ class DetokenizerActor:
     def start(self, post: Post) -> Facts:
         """See `Actor`."""
         self._post = post
-        self._tokenizer, _ = load_text(self._config)
+        self._tokenizer = load_tokenizer(Path(self._config.model_path))
         return Facts()
 
     def handle(self, messages: list[ToDetokenizer]) -> None:

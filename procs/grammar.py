@@ -18,12 +18,14 @@ from ..engine.text.tokenizer import Tokenizer, load_tokenizer
 from ..errors import ErrorKind, PagewireError, RequestError
 from ..ipc.actor import Post
 from ..ipc.messages import Constrain, Constrained, Drawn, Facts, Masks, Ping, Reset, Stop, ToGrammar, bytes_to_ids
-from .trial import Compiler, Load, Matcher, Outcome, Trial, Trials, num_words
+from .limits import return_memory, used_memory
+from .trial import Compiler, Load, Matcher, Outcome, Trials, num_words
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+GRAMMAR_BYTES = 2 << 30  # that all grammars of a server may take
 _LOOK_S = 0.001  # between looks at trials under way
 _TURN_S = 0.02  # spent on grammars that are through before sequences have their turn
 
@@ -62,7 +64,8 @@ class _Answer:
 class GrammarActor:
     """core → core."""
 
-    def __init__(self, config: EngineConfig, load: Load = load_grammars) -> None:
+    def __init__(self, config: EngineConfig, load: Load = load_grammars, *, memory_bytes: int | None = None) -> None:
+        """memory_bytes: that all grammars may take, in a process of their own."""
         self._config = config
         self._load = load
         self._trials = Trials(config, load)
@@ -74,6 +77,8 @@ class GrammarActor:
         self._mask: NDArray[np.int32]
         self._tokenizer: Tokenizer | None = None
         self._is_watching = False
+        self._memory_bytes = memory_bytes
+        self._other_bytes = 0  # of the process, before it held any grammar
 
     def start(self, post: Post) -> Facts:
         """See `Actor`."""
@@ -87,7 +92,7 @@ class GrammarActor:
             match message:
                 case Constrain():
                     self._tried[message.rid] = message
-                    self._trials.begin(message.rid, Trial(message.constraint, message.n))
+                    self._trials.begin(message.rid, message.constraint)
                 case Drawn():
                     for rid in memoryview(message.ended).cast("q"):
                         if rid in self._tried:
@@ -158,6 +163,7 @@ class GrammarActor:
         if outcome.kind is None:
             try:
                 compiler, tail = self._loaded(), self._tail(message)
+                self._check_memory(compiler)
                 self._matchers.update((rid, compiler.compile(message.constraint, tail)) for rid in rids)
             except PagewireError as error:
                 outcome = Outcome(error.kind if isinstance(error, RequestError) else "invalid_request", str(error))
@@ -193,6 +199,15 @@ class GrammarActor:
             log.exception("the grammar of request %d cannot go on", rid)
             answer.failed.append((rid, "internal", "The grammar of this request could not be followed any further."))
 
+    def _check_memory(self, compiler: Compiler) -> None:
+        """Raises RequestError if the grammars that are followed leave no room for another."""
+        if self._memory_bytes is None or used_memory() - self._other_bytes < self._memory_bytes:
+            return
+        compiler.forget()
+        return_memory()
+        if self._matchers and used_memory() - self._other_bytes >= self._memory_bytes:
+            raise RequestError("queue_full", "The grammars of open requests take all memory they may: try again later.")
+
     def _loaded(self) -> Compiler:
         """What all grammars need, when the first of them does."""
         if self._compiler is None:
@@ -200,6 +215,7 @@ class GrammarActor:
 
             self._mask = np.zeros(num_words(self._config), np.int32)
             self._compiler = self._load(self._config)
+            self._other_bytes = used_memory()
         return self._compiler
 
     def _tail(self, message: Constrain) -> str:

@@ -18,6 +18,7 @@ from functools import partial
 
 import msgspec
 
+from .. import interpreter
 from ..config import EngineConfig
 from ..errors import StartError
 from ..ipc.epochs import Link
@@ -175,8 +176,7 @@ class Supervisor:
             file.write(msgspec.json.encode(launch))
         for name in actors:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
+                *interpreter.COMMAND,
                 "pagewire.procs.child",
                 name,
                 str(launch_file),
@@ -482,7 +482,7 @@ def _environment(name: str, config: EngineConfig, *, ranks_are_here: bool) -> di
     off their cores, or sleep and be woken a hundred times a step: they spin for about a tenth of a millisecond. The
     malloc settings keep large buffers mapped, whose page faults would otherwise cost more than the copies into them.
     """
-    environment = dict(os.environ)
+    environment = interpreter.environment()
     if kind(name) == "worker":
         defaults = {
             "OMP_WAIT_POLICY": "passive",

@@ -1,6 +1,7 @@
 """The tokenizer process: prompts of every shape become token ids that fit the model, or a clear refusal.
 
-A prompt or a template that fails here fails its own request; nothing of it reaches the core.
+A prompt or a template that fails here fails its own request; nothing of it reaches the core. What might keep all others
+waiting is made in a process that may be killed (`aside.py`).
 """
 
 import logging
@@ -13,7 +14,7 @@ from typing import TypeVar, assert_never
 from msgspec.structs import asdict, replace
 
 from ..config import EngineConfig
-from ..engine.text.chat_template import ChatTemplate, load_chat_template
+from ..engine.text.chat_template import DEFAULT_MAX_CHARS, ChatTemplate, load_chat_template
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
 from ..errors import ConfigError, RequestError
 from ..ipc.actor import Post
@@ -41,17 +42,33 @@ from ..ipc.messages import (
     ToTokenizer,
     bytes_to_ids,
 )
+from .aside import MEMORY_BYTES, TOO_LARGE, Aside, cpu_s, too_slow
 from .checks import check_ids, check_min_tokens, check_parameters, check_task
+from .limits import CpuLimit, OutOfTime, limit_memory
 
 log = logging.getLogger("pagewire.tokenizer")
+T = TypeVar("T")
 Q = TypeVar("Q", Tokenize, Detokenize, Describe)
 
 
 class TokenizerActor:
     """api → core."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        limit: CpuLimit | None = None,
+        has_aside: bool = False,
+        is_replacement: bool = False,
+    ) -> None:
+        """limit: of each prompt, in a process of our own. has_aside: prompts may be made in other processes.
+        is_replacement: one before this has died, maybe of a prompt that comes again."""
         self._config = config
+        self._limit = limit
+        self._has_aside = has_aside
+        self._is_replacement = is_replacement
+        self._aside: Aside | None = None
         self._tokenizer: Tokenizer
         self._template: ChatTemplate
 
@@ -59,35 +76,48 @@ class TokenizerActor:
         """See `Actor`. Raises ConfigError if the model has no tokenizer that can be read."""
         self._post = post
         self._tokenizer, self._template = load_text(self._config)
+        if self._limit is not None:
+            limit_memory(2 * MEMORY_BYTES)  # much may be waiting here
+        if self._has_aside:
+            self._aside = Aside(self._config, post, is_wary=self._is_replacement)
         return Facts()
 
     def handle(self, messages: list[ToTokenizer]) -> None:
         """See `Actor`."""
         for message in messages:
             match message:
+                case Submit() | Tokenize() if self._aside is not None and self._aside.wants(message):
+                    self._aside.begin(message)
                 case Submit():
                     self._submit(message)
                 case Cancel():
-                    self._post("core", message)
+                    now = message if self._aside is None else self._aside.hold_back(message)
+                    if now.rids:
+                        self._post("core", now)
                 case Tokenize():
                     self._answer(message, self._tokenized)
                 case Detokenize():
                     self._answer(message, self._detokenized)
                 case Describe():
                     self._answer(message, self._described)
-                case Ping() | Reset() | Stop():
+                case Reset():
+                    if self._aside is not None:
+                        self._aside.close()  # who wants it still will ask again
+                case Ping() | Stop():
                     pass
                 case _:
                     assert_never(message)
 
     async def stop(self, grace_s: float) -> None:
         """See `Actor`."""
+        if self._aside is not None:
+            self._aside.close()
 
     def _submit(self, submit: Submit) -> None:
         taken = time.monotonic()
         try:
             check_task(self._config.purpose, submit.pooling)
-            ids, type_ids = self._prompt_ids(submit)
+            ids, type_ids = self._within_limits(submit.prompt, lambda: self._prompt_ids(submit))
             constraint = self._constraint(submit)
         except RequestError as error:
             self._fail(submit, Failed(0, error.kind, str(error)))
@@ -131,8 +161,20 @@ class TokenizerActor:
             log.exception("question %d could not be answered", question.rid)
             self._post("api", Failed(question.rid, "internal", "The text could not be converted."))
 
+    def _within_limits(self, prompt: TextPrompt | ChatPrompt | IdsPrompt | PairPrompt, work: Callable[[], T]) -> T:
+        """Raises RequestError if `work` takes too much time or memory."""
+        if self._limit is None:
+            return work()
+        try:
+            return self._limit.within(cpu_s(prompt), work)
+        except (OutOfTime, MemoryError) as error:
+            if self._aside is not None:
+                self._aside.beware()
+            text = TOO_LARGE if isinstance(error, MemoryError) else too_slow(prompt)
+            raise RequestError("invalid_request", text) from None
+
     def _tokenized(self, question: Tokenize) -> Tokenized:
-        ids = self._encode(question.prompt)
+        ids = self._within_limits(question.prompt, lambda: self._encode(question.prompt))
         pieces = tuple(map(self._tokenizer.token_text, ids)) if question.pieces else ()
         return Tokenized(question.rid, ids.tobytes(), pieces)
 
@@ -162,7 +204,11 @@ class TokenizerActor:
         if not source:
             return self._template
         try:
-            return ChatTemplate({"default": source}, self._tokenizer.special_tokens)
+            return ChatTemplate(
+                {"default": source},
+                self._tokenizer.special_tokens,
+                max_chars=_most_chars(self._config, self._tokenizer),
+            )
         except ConfigError as error:
             raise RequestError("invalid_request", f"chat_template: {error}") from None
 
@@ -186,6 +232,8 @@ class TokenizerActor:
             pair = self._tokenizer.encode_pair(submit.prompt.first, submit.prompt.second, max_tokens=max_tokens)
             ids, type_ids = array("i", pair[0]), bytes(pair[1])
         else:
+            if submit.truncate is None and max_tokens is None:
+                self._check_length(submit.prompt)
             ids = self._encode(submit.prompt, max_tokens)
         if not ids:
             raise RequestError("invalid_request", "The prompt is empty.")
@@ -203,6 +251,16 @@ class TokenizerActor:
             )
         return ids, type_ids
 
+    def _check_length(self, prompt: TextPrompt | ChatPrompt | IdsPrompt) -> None:
+        """Raises RequestError for a text that is too long whatever its tokens are, which saves making them."""
+        longest = self._config.max_model_len
+        if isinstance(prompt, TextPrompt) and len(prompt.text) > self._tokenizer.most_chars(longest):
+            raise RequestError(
+                "context_length_exceeded",
+                f"This model's maximum context length is {longest} tokens. However, the prompt has {len(prompt.text)} "
+                "characters, which are more. Shorten the prompt.",
+            )
+
     def _num_kept(self, truncate: int, max_tokens: int | None) -> int:
         if truncate == 0:
             raise RequestError("invalid_request", "truncate_prompt_tokens must be -1 or at least 1.")
@@ -215,4 +273,9 @@ def load_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:
     folder = Path(config.model_path)
     tokenizer = load_tokenizer(folder)
     operator_file = Path(config.chat_template) if config.chat_template else None
-    return tokenizer, load_chat_template(folder, tokenizer, operator_file)
+    return tokenizer, load_chat_template(folder, tokenizer, operator_file, max_chars=_most_chars(config, tokenizer))
+
+
+def _most_chars(config: EngineConfig, tokenizer: Tokenizer) -> int:
+    """Of a chat: what is longer than the model's context in any case is not made to its end."""
+    return min(DEFAULT_MAX_CHARS, tokenizer.most_chars(config.max_model_len))

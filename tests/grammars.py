@@ -6,7 +6,7 @@
 
 import json
 import os
-import time
+import signal
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class Follower:
     def __init__(self, rules: dict[str, Any]) -> None:
         self._rules = rules
         self._ids: list[int] = []
+        self._ballast = bytes(range(256)) * (16 << 12) if rules["fault"] == "large" else b""  # 16 MB
 
     def accept(self, ids: list[int]) -> None:
         self._ids += ids
@@ -64,14 +65,17 @@ class Cycles:
             case "refused":
                 raise RequestError("invalid_request", "This grammar is none.")
             case "hangs":
-                time.sleep(600)
+                sum(range(10**15))  # no sleep: it is the CPU's time that is limited
             case "swells":
                 bytearray(8 * 2**30)
             case "kills":
-                os.abort()
+                os.kill(os.getpid(), signal.SIGSEGV)
             case "bug":
                 raise KeyError("oh")
         return Follower(rules)
+
+    def forget(self) -> None:
+        pass
 
 
 def load(config: EngineConfig) -> Cycles:

@@ -16,12 +16,20 @@ from pagewire.procs import topology
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SHIPPED = {"tests", "bench", "tools", "build"}
-FREE = {"access", "config", "errors"}  # anyone may import these, and they import nothing of ours
+FREE = {
+    "access",
+    "config",
+    "errors",
+    "interpreter",
+    "model_files",
+}  # anyone may import these, and they import nothing of ours
 
 ALLOWED: dict[str, set[str]] = {
     "access": {"errors"},
     "config": {"access", "errors"},
     "errors": set(),
+    "interpreter": set(),
+    "model_files": {"errors"},
     "flags": set(),
     "machine": set(),
     "resolve": set(),

@@ -206,7 +206,7 @@ def test_numbers_that_are_none_fail_their_request(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({"modules.json": "[]"}, "lists the modules"),
-        ({"modules.json": "{"}, "no list of modules"),
+        ({"modules.json": "{"}, "modules.json is damaged"),
         ({"1_Pooling/config.json": '{"pooling_mode_max_tokens": true}'}, "pooling_mode_max_tokens; pagewire knows cls"),
         ({"1_Pooling/config.json": '{"pooling_mode": "weightedmean"}'}, "by weightedmean"),
         ({"1_Pooling/config.json": '{"pooling_mode": "mean", "include_prompt": false}'}, "include_prompt"),

@@ -17,26 +17,27 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         torch.set_num_threads(num_threads)
 
-    def available_memory(self) -> int:
-        """The least of what the machine has free and what the process's control group still allows."""
-        limits = [_machine_free(Path("/proc/meminfo"))]
-        group = Path("/sys/fs/cgroup")
-        limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-        if limit is not None and used is not None:
-            limits.append(limit - used)
-        return max(0, min(limits))
-
     def queue(self) -> None:
         return None
 
     def cache_memory(self, *, taken: int) -> int:
-        return min(int(_CACHE_SHARE * self.available_memory()), _CACHE_MOST) // self._num_sharers
+        return min(int(_CACHE_SHARE * available_memory()), _CACHE_MOST) // self._num_sharers
 
     def synchronize(self) -> None:
         pass
 
     def trim(self) -> None:
         pass
+
+
+def available_memory() -> int:
+    """Bytes: the least of what the machine has free and what the process's control group still allows."""
+    limits = [_machine_free(Path("/proc/meminfo"))]
+    group = Path("/sys/fs/cgroup")
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    if limit is not None and used is not None:
+        limits.append(limit - used)
+    return max(0, min(limits))
 
 
 def _machine_free(meminfo: Path) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import CheckpointError, ConfigError
-from .purpose import has_sigmoid
+from .purpose import has_sigmoid, refuse_own_code
 from .spec import ModelSpec
 
 _MOST_PADDING = 0.1  # of a batch's tokens
@@ -96,6 +96,7 @@ def load_encoder(spec: ModelSpec, folder: Path, *, dtype: torch.dtype, device: t
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # their config classes check values with exceptions of many kinds
+        refuse_own_code(folder, spec.architecture)
         raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {_first_line(error)}") from error
     if config.is_encoder_decoder:
         raise ConfigError(f"{spec.architecture} is an encoder with a decoder, and pagewire serves no such models.")
@@ -109,7 +110,7 @@ def load_encoder(spec: ModelSpec, folder: Path, *, dtype: torch.dtype, device: t
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # whatever a model of theirs makes of a config that lies, the answer is the same
         raise CheckpointError(f"{folder} cannot be loaded as {spec.architecture}: {_first_line(error)}") from error
     missing = sorted(key for key in info["missing_keys"] if is_scoring or not key.startswith("pooler."))
     unused = _UNUSED[-1:] if is_scoring else _UNUSED

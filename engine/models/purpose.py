@@ -12,6 +12,7 @@ import msgspec
 
 from ...config import Purpose, Task
 from ...errors import ConfigError
+from ...model_files import read_json, read_object
 
 # Architectures with a page of their own → the module of that page.
 NATIVE = {
@@ -72,7 +73,7 @@ def max_length(folder: Path, declared: int, config: _Fields) -> int:
         pad = config.get("pad_token_id", 1)
         declared -= (pad if isinstance(pad, int) else 1) + 1
     file = folder / "sentence_bert_config.json"
-    longest = _object(file).get("max_seq_length") if file.exists() else None
+    longest = (read_object(file) or {}).get("max_seq_length")
     if longest is None:
         return declared
     if isinstance(longest, bool) or not isinstance(longest, int) or longest < 1:
@@ -82,6 +83,15 @@ def max_length(folder: Path, declared: int, config: _Fields) -> int:
 
 # Their first position comes after the number of the padding token.
 _OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text"})
+
+
+def refuse_own_code(folder: Path, architecture: str) -> None:
+    """Raises ConfigError if what transformers does not know has its classes in its own folder, where they stay."""
+    if "auto_map" in _object(folder / "config.json"):
+        raise ConfigError(
+            f"{architecture} needs code from {folder} (auto_map in config.json), and pagewire never runs code that "
+            "comes with a model."
+        )
 
 
 def has_sigmoid(folder: Path) -> bool:
@@ -111,12 +121,10 @@ def _cross_encoder(folder: Path, config: _Fields) -> Purpose:
 def _modules(folder: Path) -> dict[str, str] | None:
     """Kind of part → its folder, if sentence-transformers made the checkpoint."""
     file = folder / "modules.json"
-    if not file.exists():
-        return None
     try:
-        modules = msgspec.json.decode(file.read_bytes(), type=list[_Module])
-    except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{file} is no list of modules: {error}.") from None
+        modules = read_json(file, list[_Module])
+    except FileNotFoundError:
+        return None
     parts = {module.type.rpartition(".")[2]: module.path for module in modules}
     known = ["Transformer", "Pooling", "Normalize"]
     if [*parts] not in (known[:2], known):
@@ -143,9 +151,7 @@ def _pooling(folder: Path, parts: Mapping[str, str]) -> Literal["last", "mean", 
 
 def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     file = folder / "config_sentence_transformers.json"
-    if not file.exists():
-        return {}, None
-    config = _object(file)
+    config = read_object(file) or {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ConfigError(f"{file} has prompts = {prompts!r}, which should map names to texts.")
@@ -155,7 +161,7 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 
 def _object(file: Path) -> dict[str, object]:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
-    except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{file} is not a valid JSON object: {error}.") from None
+    config = read_object(file)
+    if config is None:
+        raise ConfigError(f"{file} is missing.")
+    return config

@@ -6,18 +6,27 @@ the checkpoint. Every complaint is one sentence in a ConfigError.
 """
 
 import math
+import os
 from hashlib import sha256
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from ...config import ModelFacts, Purpose, SamplingDefaults
 from ...errors import ConfigError
+from ...model_files import open_file, read_file, read_object
 from ..quantization.scheme import Scheme, read_scheme
 from .purpose import causal_name, max_length, read_purpose
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+
+
+# More than any model has. What asks for more would take hours or all memory before it were seen to be wrong.
+_MOST_SIZE = 2**24
+_MOST_LAYERS = 2**10
+_MOST_EXPERTS = 2**17  # of all layers
+_MOST_POSITIONS = 2**27
+_MOST_NUMBER = 1e12
 
 
 class Rope(Struct, frozen=True, kw_only=True):
@@ -79,9 +88,11 @@ def read_spec(folder: Path) -> ModelSpec:
     """Reads config.json, and generation_config.json where there is one. Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"There is no model folder {folder}.")
-    config = _Fields(_read_json(folder / "config.json"), folder / "config.json")
-    generation_file = folder / "generation_config.json"
-    generation = _Fields(_read_json(generation_file) if generation_file.exists() else {}, generation_file)
+    read = read_object(folder / "config.json")
+    if read is None:
+        raise ConfigError(f"{folder} has no config.json, so it is not a model folder.")
+    config = _Fields(read, folder / "config.json")
+    generation = _Fields(read_object(folder / "generation_config.json") or {}, folder / "generation_config.json")
 
     architectures = config.raw.get("architectures")
     if not (isinstance(architectures, list) and architectures and all(isinstance(a, str) for a in architectures)):
@@ -91,7 +102,7 @@ def read_spec(folder: Path) -> ModelSpec:
     model_type = config.text("model_type", "")
 
     hidden_size = config.size("hidden_size", "n_embd", "d_model", "dim")
-    num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=_MOST_LAYERS)
     num_heads = config.size("num_attention_heads", "n_head", "n_heads")
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -103,8 +114,9 @@ def read_spec(folder: Path) -> ModelSpec:
     if head_dim % 2:
         raise ConfigError(f"{config.file} has a head_dim of {head_dim}, which is odd.")
     max_position = config.size(
-        "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length", default=2048
-    )
+        "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length",
+        default=2048, most=_MOST_POSITIONS,
+    )  # fmt: skip
     purpose = read_purpose(folder, config.raw, hidden_size=hidden_size)
     return ModelSpec(
         architecture=architecture,
@@ -137,6 +149,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
     """The part of a spec that the configuration depends on, and which checkpoint it is. Raises ConfigError."""
+    tells_apart = fingerprint(folder)  # which sees that every file can be read
     return ModelFacts(
         path=str(folder),
         name=name,
@@ -146,13 +159,13 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         dtype=spec.dtype,
         weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         * (1 if spec.scheme is None else spec.scheme.narrower),
-        fingerprint=fingerprint(folder),
+        fingerprint=tells_apart,
         sampling=spec.sampling,
         purpose=spec.purpose,
     )
 
 
-_MAX_HEADER_BYTES = 100 << 20  # what the safetensors format allows
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its format has it
 
 
 def fingerprint(folder: Path) -> str:
@@ -164,14 +177,14 @@ def fingerprint(folder: Path) -> str:
         digest.update(len(part).to_bytes(8, "little") + part)
 
     try:
-        add((folder / "config.json").read_bytes())
+        add(read_file(folder / "config.json"))
         for path in sorted(folder.glob("*.safetensors")):
-            status = path.stat()
-            add(path.name.encode())
-            add(f"{status.st_size} {status.st_mtime_ns}".encode())
-            with path.open("rb") as file:
+            with open(open_file(path), "rb") as file:
+                status = os.fstat(file.fileno())
+                add(os.fsencode(path.name))
+                add(f"{status.st_size} {status.st_mtime_ns}".encode())
                 length = int.from_bytes(file.read(8), "little")
-                add(file.read(min(length, _MAX_HEADER_BYTES)))
+                add(file.read(min(length, MAX_HEADER_BYTES)))
     except OSError as e:
         raise ConfigError(f"{e.filename} cannot be read: {e.strerror}.") from None
     return digest.hexdigest()
@@ -190,17 +203,6 @@ def _sampling_defaults(generation: "_Fields") -> SamplingDefaults:
     )
 
 
-def _read_json(file: Path) -> dict[str, object]:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
-    except FileNotFoundError:
-        raise ConfigError(f"{file.parent} has no {file.name}, so it is not a model folder.") from None
-    except OSError as e:
-        raise ConfigError(f"{file} cannot be read: {e.strerror}.") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{file} is not a valid JSON object: {e}.") from None
-
-
 class _Fields:
     """Typed access to one JSON object; every misfit names the file and the field. A null counts as absent."""
 
@@ -208,14 +210,18 @@ class _Fields:
         self.raw = raw
         self.file = file
 
-    def size(self, *names: str, default: int | None = None) -> int:
-        """A positive whole number under the first of `names` that is there."""
+    def size(self, *names: str, default: int | None = None, most: int = _MOST_SIZE) -> int:
+        """A positive whole number under the first of `names` that is there; by default a width or a count."""
         for name in names:
             value = self.raw.get(name)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a positive whole number.")
+            if value > most:
+                raise ConfigError(
+                    f"{self.file} has {name} = {value}; no model that pagewire can serve has over {most}."
+                )
             return value
         if default is None:
             raise ConfigError(f"{self.file} has no {names[0]}.")
@@ -227,7 +233,7 @@ class _Fields:
         value = self.raw.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_NUMBER:
             raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a positive number.")
         return float(value)
 
@@ -269,20 +275,24 @@ def _rope(config: _Fields, max_position: int) -> Rope:
     """transformers 5 writes everything into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
     scaling = config.part("rope_parameters") or config.part("rope_scaling") or _Fields({}, config.file)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    original = config.size(
-        "original_max_position_embeddings",
-        default=scaling.size("original_max_position_embeddings", default=max_position),
-    )
+    name = "original_max_position_embeddings"
+    default = scaling.size(name, default=max_position, most=_MOST_POSITIONS)
+    original = config.size(name, default=default, most=_MOST_POSITIONS)
     factor = scaling.number("factor", max_position / original if kind == "yarn" else 1.0)
     if any(isinstance(value, dict) for value in scaling.raw.values()):
         kind = "by layer"  # one set for each kind of layer: only the fallback knows such models
+    theta = scaling.number("rope_theta", config.number("rope_theta", 10_000.0))
+    low, high = scaling.number("low_freq_factor", 1.0), scaling.number("high_freq_factor", 4.0)
+    for name, value, least in (("rope_theta", theta, 1.0), ("high_freq_factor", high, low)):
+        if value <= least:
+            raise ConfigError(f"{config.file} has {name} = {value:g}, which should be more than {least:g}.")
     return Rope(
         kind=kind,
-        theta=scaling.number("rope_theta", config.number("rope_theta", 10_000.0)),
+        theta=theta,
         factor=factor,
         original_max_position=original,
-        low_freq_factor=scaling.number("low_freq_factor", 1.0),
-        high_freq_factor=scaling.number("high_freq_factor", 4.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
         beta_fast=scaling.number("beta_fast", 32.0),
         beta_slow=scaling.number("beta_slow", 1.0),
         attention_factor=_yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
@@ -311,7 +321,7 @@ def _windows(config: _Fields, model_type: str, num_layers: int) -> tuple[int | N
     everything: tuple[int | None, ...] = (None,) * num_layers
     if config.raw.get("sliding_window") is None or model_type not in _WINDOWED:
         return everything
-    window = config.size("sliding_window")
+    window = config.size("sliding_window", most=2**31 - 1)
     if model_type in ("mistral", "mixtral"):
         return (window,) * num_layers
     if not config.flag("use_sliding_window", False):
@@ -346,6 +356,10 @@ def _moe(config: _Fields, architecture: str, num_layers: int) -> Moe | None:
             layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
         case _:
             return None
+    if num_experts * num_layers > _MOST_EXPERTS:
+        raise ConfigError(
+            f"{config.file} has {num_experts} experts in each of {num_layers} layers, which are too many."
+        )
     if top_k > num_experts:
         raise ConfigError(f"{config.file} has num_experts_per_tok = {top_k}, but there are {num_experts} experts.")
     if not any(layers):

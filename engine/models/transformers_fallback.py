@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, PagewireError
 from ...kernels import reference
 from ..attention.base import AttentionBackend, AttentionStep
 from ..cache.kv_cache import KvShape
-from .purpose import NATIVE
+from .purpose import NATIVE, refuse_own_code
 from .spec import ModelSpec
 
 _NAME = "pagewire"
@@ -33,9 +33,10 @@ _UNKNOWN_TERMS = ("s_aux", "position_bias", "cu_seq_lens_q", "block_table")
 
 
 def load_fallback(
-    spec: ModelSpec, folder: Path, *, max_len: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, folder: Path, *, num_numbers: int, max_len: int, dtype: torch.dtype, device: torch.device
 ) -> tuple["TransformersModel", int]:
-    """(the model with its weights, their bytes). Raises ConfigError, CheckpointError."""
+    """(the model with its weights, their bytes). num_numbers: that the checkpoint's tensors hold. Raises ConfigError,
+    CheckpointError."""
     config = _config(spec, folder, max_len)
     transformers.AttentionInterface.register(_NAME, _attention)
     # Their functions are only partly typed.
@@ -44,6 +45,7 @@ def load_fallback(
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # what it would warn of is an error here, and raised below
     try:
+        _check_size(auto, config, num_numbers, spec.architecture)
         model, info = auto.from_pretrained(
             folder,
             config=config,
@@ -55,7 +57,9 @@ def load_fallback(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported in `info` like the rest
         )
-    except (OSError, RuntimeError, ValueError) as e:
+    except PagewireError:
+        raise
+    except Exception as e:  # whatever a model of theirs makes of a config that lies, the answer is the same
         raise CheckpointError(f"{folder} cannot be loaded as {spec.architecture}: {_first_line(e)}") from e
     for name, found, wanted in info["mismatched_keys"]:
         raise CheckpointError(
@@ -69,6 +73,17 @@ def load_fallback(
     model = model.to(device).eval().requires_grad_(False)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return TransformersModel(model, name=spec.architecture, dtype=dtype, device=device), weights
+
+
+def _check_size(auto: Any, config: Any, num_numbers: int, name: str) -> None:
+    """Before any memory is taken: transformers makes what the config asks for, and then looks whether it is there."""
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    if wanted > 2 * num_numbers:  # tied weights may be there once
+        raise CheckpointError(
+            f"The checkpoint holds {num_numbers:,} numbers, but config.json calls for {wanted:,} of them in {name}."
+        )
 
 
 class TransformersModel:
@@ -199,6 +214,7 @@ def _config(spec: ModelSpec, folder: Path, max_len: int) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as e:
+        refuse_own_code(folder, name)
         raise ConfigError(
             f"{name} is neither one of pagewire's own architectures ({', '.join(NATIVE)}) nor one that the installed "
             f"transformers {transformers.__version__} knows."

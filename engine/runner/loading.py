@@ -1,5 +1,6 @@
 """From a checkpoint to what runs plans: which model, on which kernels, with how much memory."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ from ...errors import ConfigError
 from ...kernels.quantized_weight import QuantizedWeight
 from ..cache.kv_cache import KvShape
 from ..device.base import Device
+from ..device.cpu import available_memory
 from ..gpu.queue import Queue
 from ..layers.linear import Linear
 from ..models import registry
@@ -21,11 +23,11 @@ from ..models.purpose import NATIVE
 from ..models.spec import ModelSpec
 from ..parallel.collectives import Group
 from ..weights.dummy import fill_dummy
-from ..weights.loader import load_weights, quantized_parameters
+from ..weights.loader import check_weights, load_weights, quantized_parameters
 from ..weights.mapping import checkpoint_targets
 from ..weights.reader import CheckpointReader
 from .backend import Backend, choose_backend
-from .memory import workspace_bytes
+from .memory import size, workspace_bytes
 
 if TYPE_CHECKING:
     from .device_steps import DeviceModel
@@ -80,6 +82,7 @@ def load_model(
         int8, is_deterministic = config.quantization == "int8", config.deterministic
         backend = choose_backend(torch_device, dtype, spec.dtype, int8=int8, is_deterministic=is_deterministic)
     _check_deterministic(config, spec, backend, is_on_device=why is None)
+    _check_positions(config, spec)
     decoder = registry.build_native(
         spec,
         max_len=config.max_model_len,
@@ -177,6 +180,16 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     return None
 
 
+def _check_positions(config: EngineConfig, spec: ModelSpec) -> None:
+    """A model may declare more positions than there is memory for, before any of them is used."""
+    table = 6 * 4 * config.max_model_len * spec.head_dim  # cosines and sines, and what they are made of, on the host
+    if table > (free := available_memory()):
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: the rotary tables of as many positions take {size(table)} while "
+            f"they are made, and {size(free)} are free."
+        )
+
+
 def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend, *, is_on_device: bool) -> None:
     if not config.deterministic:
         return
@@ -254,6 +267,7 @@ def _fill(
             kept = quantized_parameters(reader, targets, spec.scheme)
             linears = {f"{path}.weight": m for path, m in decoder.named_modules() if isinstance(m, Linear)}
             keep = {name: partial(_keep, linears[name], device) for name in kept & linears.keys()}
+        check_weights(reader, parameters, targets, scheme=spec.scheme, redundant=decoder.redundant)
         registry.allocate(decoder, device, without=keep.keys())
         load_weights(
             reader,
@@ -284,5 +298,8 @@ def _load_fallback(
     from ..models.transformers_fallback import load_fallback
 
     folder = Path(config.model_path)
-    CheckpointReader(folder).close()  # complains of damaged and missing files in our own words
-    return load_fallback(spec, folder, max_len=config.max_model_len, dtype=dtype, device=device)
+    with CheckpointReader(folder) as reader:  # complains of damaged and missing files in our own words
+        num_numbers = sum(math.prod(reader.shape(name)) for name in reader.names())
+    return load_fallback(
+        spec, folder, num_numbers=num_numbers, max_len=config.max_model_len, dtype=dtype, device=device
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -43,11 +44,32 @@ class _GenerationBlock(jinja2.ext.Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
+class _Generator(jinja2.compiler.CodeGenerator):
+    """Computes nothing while it compiles: what a template computes is then bounded by the limits of a request alone."""
+
+    def _output_child_to_const(
+        self,
+        node: jinja2.nodes.Expr,
+        frame: jinja2.compiler.Frame,
+        finalize: jinja2.compiler.CodeGenerator._FinalizeInfo,
+    ) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The environment that chat templates are written for."""
 
+    code_generator_class = _Generator
+
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,  # see `_Generator`
+            extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+        )
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -93,6 +115,8 @@ class ChatTemplate:
             self._templates = {name: _Compiled(environment, source) for name, source in sources.items()}
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"The chat template is no valid jinja: {error.message} (line {error.lineno}).") from None
+        except (RecursionError, MemoryError, SyntaxError, OverflowError):  # of Python's compiler, among others
+            raise ConfigError("The chat template is nested too deeply, or too large.") from None
 
     def encode(
         self,

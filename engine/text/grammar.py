@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Mask = NDArray[np.int32]
 """One bit for each token of the vocabulary, int32 [ceil(vocabulary / 32)]; 1: it may come."""
 
+_MOST_COMPILED = 64  # grammars that are kept
 _ONE_TOKEN = "\x02"  # stands before a text that is spelled, so that it is spelled as in the middle of another
 
 
@@ -57,6 +58,8 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = [id for id in eos_token_ids if id < vocab_size]
         self._vocabulary: llguidance.LLTokenizer | None = None  # None: there can be no grammars
+        # A grammar's text → its matcher before the first token, to be copied; the one asked for last at the end.
+        self._compiled: dict[str, llguidance.LLMatcher] = {}
         if tokenizer is not None and tokenizer.is_byte_exact:
             self._vocabulary = _make_vocabulary(tokenizer, vocab_size, self._eos_token_ids)
 
@@ -85,17 +88,29 @@ class Grammars:
         if self._vocabulary is None:
             raise RequestError("invalid_request", f"{what}: this model's tokens do not spell texts byte by byte.")
         limits = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-        answer_alone = replace(constraint, reasoning_starts=(), reasoning_ends=())
-        for part in dict.fromkeys((answer_alone, constraint)):
-            text = write_grammar(part, prompt_tail, tokenizer)
-            matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
-            if matcher.is_error():
-                raise RequestError("invalid_request", complaint(constraint, matcher.get_error()))
-            # Whether any text follows the answer's grammar shows in its first mask: `start: start` compiles, too.
-            matcher.compute_bitmask()
-            if matcher.is_error():
-                raise RequestError("invalid_request", f"{what} allows no text at all.")
-        return _Grammar(matcher, what, frozenset(self._eos_token_ids))
+        text = write_grammar(constraint, prompt_tail, tokenizer)
+        matcher = self._compiled.pop(text, None)
+        if matcher is None:
+            answer_alone = write_grammar(
+                replace(constraint, reasoning_starts=(), reasoning_ends=()), prompt_tail, tokenizer
+            )
+            for part in dict.fromkeys((answer_alone, text)):
+                matcher = llguidance.LLMatcher(self._vocabulary, part, log_level=0, limits=limits)
+                if matcher.is_error():
+                    raise RequestError("invalid_request", complaint(constraint, matcher.get_error()))
+                # Whether any text follows the answer's grammar shows in its first mask: `start: start` compiles, too.
+                matcher.compute_bitmask()
+                if matcher.is_error():
+                    raise RequestError("invalid_request", f"{what} allows no text at all.")
+            assert matcher is not None
+        self._compiled[text] = matcher
+        if len(self._compiled) > _MOST_COMPILED:
+            del self._compiled[next(iter(self._compiled))]
+        return _Grammar(matcher.deep_copy(), what, frozenset(self._eos_token_ids))
+
+    def forget(self) -> None:
+        """Frees what is kept in case that it is asked for again."""
+        self._compiled.clear()
 
 
 def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:

@@ -4,11 +4,12 @@ Templates are searched for the tags that a family of models is taught. Knows nei
 command line can ask before any process starts.
 """
 
-import json
+from contextlib import suppress
 from pathlib import Path
 
 from ...config import ReasoningParser, ToolCallParser
 from ...errors import ConfigError
+from ...model_files import read_object, read_text
 
 # The first whose strings are all in the template. Those that other families' templates may also mention come last.
 _CALLS: tuple[tuple[ToolCallParser, tuple[str, ...]], ...] = (
@@ -23,6 +24,7 @@ _CALLS: tuple[tuple[ToolCallParser, tuple[str, ...]], ...] = (
     ("llama3_json", ('{"name": function name, "parameters":',)),
     ("pythonic", ("<|python_start|>",)),
 )
+_MOST_CHARS = 1 << 20  # of a template; the longest have a twentieth
 _REASONING: tuple[tuple[ReasoningParser, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>", "<|message|>")),
     ("mistral", ("[THINK]",)),
@@ -44,13 +46,25 @@ def reasoning_parser(template: str) -> ReasoningParser:
 def read_templates(folder: Path, operator_file: Path | None = None) -> dict[str, str]:
     """Name → template of the checkpoint in `folder`, or `operator_file` instead. Raises ConfigError if one is damaged.
     Empty without any."""
+    templates = _read(folder, operator_file)
+    for name, source in templates.items():
+        if len(source) > _MOST_CHARS:
+            whose = operator_file or folder
+            raise ConfigError(f"The chat template {name!r} of {whose} has more than {_MOST_CHARS:,} characters.")
+    return templates
+
+
+def _read(folder: Path, operator_file: Path | None) -> dict[str, str]:
     if operator_file is not None:
-        return {"default": _read_text(operator_file)}
-    more = {path.stem: _read_text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        return {"default": _read_text(folder / "chat_template.jinja"), **more}
+        try:
+            return {"default": read_text(operator_file)}
+        except FileNotFoundError:
+            raise ConfigError(f"There is no chat template {operator_file}.") from None
+    more = {path.stem: read_text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    with suppress(FileNotFoundError):
+        return {"default": read_text(folder / "chat_template.jinja"), **more}
     for name in ("chat_template.json", "tokenizer_config.json"):
-        match read_json(folder / name).get("chat_template"):
+        match (read_object(folder / name) or {}).get("chat_template"):
             case str(source):
                 return {"default": source, **more}
             case list(entries):
@@ -63,23 +77,3 @@ def read_templates(folder: Path, operator_file: Path | None = None) -> dict[str,
             case dict(entries):
                 return {str(name): str(source) for name, source in entries.items()} | more
     return more
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The chat template {path} cannot be read: {error}.") from None
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a model's folder; empty if there is no such file. Raises ConfigError if it is damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: {error}.") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is damaged: it holds no JSON object.")
-    return value

@@ -11,15 +11,15 @@ the ids of the special token's text. A text without such strings takes the ordin
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import tokenizers
 
 from ...errors import ConfigError, RequestError
-from .template_files import read_json
+from ...model_files import read_file, read_object
 
 SENTINEL = "\ufdd0"  # a noncharacter that no text means; followed by one private-use character for each special token
 _SENTINEL_BASE = 0x10F000
@@ -54,7 +54,9 @@ class Tokenizer:
         self.eos_token = self.special_tokens.get("eos_token")
         self.bos_token_id = self._id_of(self.bos_token)
         self.eos_token_id = self._id_of(self.eos_token)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._longest = max(map(len, vocabulary), default=1)  # characters
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self._added_text = {id: token.content for id, token in added.items()}
@@ -73,13 +75,13 @@ class Tokenizer:
         """`text` as the library encodes it: special tokens in it are parsed. `max_tokens`: what is too much of the text
         is left out at its end. Raises RequestError if not even the special tokens around it fit."""
         with self._truncating(max_tokens, add_special_tokens):
-            return self._expand(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return self._expand(_safely(self._backend.encode, text, add_special_tokens=add_special_tokens).ids)
 
     def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
         """(ids, which of the texts each is of as the model counts them: 0 or 1). `max_tokens`: of the longer text, the
         end is left out. Raises RequestError as `encode` does."""
         with self._truncating(max_tokens, True, is_pair=True):
-            encoding = self._backend.encode(first, second)
+            encoding = _safely(self._backend.encode, first, second)
         ids, type_ids = encoding.ids, encoding.type_ids
         return self._expand(ids), [
             kind for id, kind in zip(ids, type_ids, strict=True) for _ in self._plain_ids_of.get(id, (id,))
@@ -99,6 +101,10 @@ class Tokenizer:
             yield
         finally:
             self._backend.no_truncation()
+
+    def most_chars(self, num_tokens: int) -> int:
+        """Of a text that so many tokens can spell."""
+        return num_tokens * self._longest
 
     def neutralize(self, text: str) -> str:
         """`text` with a sentinel in the place of each special token's string. For what a person wrote."""
@@ -185,7 +191,8 @@ class Tokenizer:
 
     def decode_window(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The library's own decoding, for vocabularies that are not byte exact."""
-        return self._backend.decode([id for id in ids if id < self.vocab_size], skip_special_tokens=skip_special_tokens)
+        known = [id for id in ids if id < self.vocab_size]
+        return _safely(self._backend.decode, known, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that this token adds in the middle of a text; nothing for an id that is no token."""
@@ -227,6 +234,21 @@ class Tokenizer:
             return self._added_text[id].encode()
         token = self._backend.id_to_token(id)
         return b"" if token is None else self._decoding.bytes_of(token)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _safely(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What the library returns. Where it panics, as some tokenizer.json make it, RuntimeError is raised: its own
+    exception is none that `except Exception` catches, so one prompt would end the process."""
+    try:
+        return call(*args, **kwargs)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's, which cannot be imported
+            raise
+        raise RuntimeError(f"the tokenizers library panicked: {error}") from None
 
 
 class _Decoding:
@@ -301,14 +323,17 @@ class _Decoding:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of the checkpoint in `folder`. Raises ConfigError if there is none or it is damaged."""
     path = folder / "tokenizer.json"
-    settings = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
-    if not path.is_file():
+    settings: dict[str, object] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        settings |= read_object(folder / name) or {}
+    try:
+        data = read_file(path)
+    except FileNotFoundError:
         return _load_with_transformers(folder, settings)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        return _safely(lambda: Tokenizer(tokenizers.Tokenizer.from_buffer(data), settings))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{path} is damaged: {error}.") from None
-    return Tokenizer(backend, settings)
 
 
 def _load_with_transformers(folder: Path, settings: Mapping[str, object]) -> Tokenizer:

@@ -51,28 +51,9 @@ def load_weights(
     told (bytes done, bytes in all), counted in the parameters' dtype. Raises CheckpointError, and ConfigError if ranks
     cannot share a quantized weight out.
     """
-    present = [name for name in reader.names() if name not in redundant and not _DERIVED.fullmatch(name)]
-    views = {name: _view(parameters, target) for name, target in targets.items()}
-    shapes = {name: _whole_shape(views[name], target.cut) for name, target in targets.items()}
-    quantized = _quantized(scheme, present, shapes)
-    needed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in shapes.items() if name not in quantized}
-    for stored in quantized.values():
-        needed |= stored.tensors
-
+    present, quantized = check_weights(reader, parameters, targets, scheme=scheme, redundant=redundant)
     place = {name: i for i, name in enumerate(present)}  # as the files have them
-    _refuse("lacks", [name for name in needed if name not in place], "the model needs")
-    left = [name for name in present if name not in needed and not (scheme is not None and is_unused(scheme, name))]
-    left = [name for name in left if not _is_idle_bias(reader, name, quantized)]
-    _refuse("holds", left, "the model has no place for")
-    for name, expected in needed.items():
-        if reader.shape(name) not in expected:
-            raise CheckpointError(
-                f"{name} has the shape {list(reader.shape(name))} in the checkpoint, but config.json calls for "
-                f"{' or '.join(str(list(shape)) for shape in expected)}."
-            )
-        if name in shapes and name not in quantized and reader.dtype(name).startswith("F8"):
-            raise CheckpointError(f"{name} has 8 bits, but the checkpoint has no scale for it.")
-
+    views = {name: _view(parameters, target) for name, target in targets.items()}
     collected = _Collected(targets, keep)
     total = sum(view.nbytes for view in views.values())
     done = 0
@@ -94,6 +75,40 @@ def load_weights(
             jobs.put(job, partial(take, name))
     collected.refuse_halves()
     return total
+
+
+def check_weights(
+    reader: CheckpointReader,
+    parameters: Mapping[str, Tensor],
+    targets: Mapping[str, Target],
+    *,
+    scheme: Scheme | None,
+    redundant: Sequence[str],
+) -> "tuple[list[str], dict[str, _Quantized]]":
+    """Compares names and shapes. The parameters need no memory: a config that lies could ask for any amount of it.
+
+    Returns the tensors that are there, as the files have them, and the weights that are quantized. Arguments and errors
+    are those of `load_weights`."""
+    present = [name for name in reader.names() if name not in redundant and not _DERIVED.fullmatch(name)]
+    shapes = {name: _whole_shape(_view(parameters, target), target.cut) for name, target in targets.items()}
+    quantized = _quantized(scheme, present, shapes)
+    needed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in shapes.items() if name not in quantized}
+    for stored in quantized.values():
+        needed |= stored.tensors
+    there = set(present)
+    _refuse("lacks", [name for name in needed if name not in there], "the model needs")
+    left = [name for name in present if name not in needed and not (scheme is not None and is_unused(scheme, name))]
+    left = [name for name in left if not _is_idle_bias(reader, name, quantized)]
+    _refuse("holds", left, "the model has no place for")
+    for name, expected in needed.items():
+        if reader.shape(name) not in expected:
+            raise CheckpointError(
+                f"{name} has the shape {list(reader.shape(name))} in the checkpoint, but config.json calls for "
+                f"{' or '.join(str(list(shape)) for shape in expected)}."
+            )
+        if name in shapes and name not in quantized and reader.dtype(name).startswith("F8"):
+            raise CheckpointError(f"{name} has 8 bits, but the checkpoint has no scale for it.")
+    return present, quantized
 
 
 def _load(

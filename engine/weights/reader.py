@@ -12,7 +12,9 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, ConfigError
+from ...model_files import read_json
+from .header import check_header
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -87,6 +89,7 @@ class CheckpointReader:
 
     def _open_file(self, file: Path) -> _File:
         try:
+            check_header(file)
             opened = cast(_File, self._stack.enter_context(safe_open(file, framework="pt", device="cpu")))
         except FileNotFoundError:
             raise CheckpointError(f"{file} is missing, although {_INDEX} names it.") from None
@@ -99,15 +102,12 @@ class CheckpointReader:
 def _files(folder: Path) -> dict[Path, set[str] | None]:
     """The files of the checkpoint, each with the tensors it should hold (None: whatever it holds)."""
     index = folder / _INDEX
-    if index.exists():
-        try:
-            weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-        except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as e:
-            raise CheckpointError(f"{index} is not a valid index: {e}.") from None
+    weight_map = _read_index(index)
+    if weight_map is not None:
         files: dict[Path, set[str] | None] = {}
         for name, file in weight_map.items():
-            if Path(file).name != file:
-                raise CheckpointError(f"{index} names {file!r}, which is not a file of its folder.")
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise CheckpointError(f"{index} names {file!r}, which is no safetensors file of its folder.")
             held = files.setdefault(folder / file, set())
             assert held is not None
             held.add(name)
@@ -117,3 +117,13 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise CheckpointError(f"{folder} holds its weights as pickle files only; convert them to safetensors.")
     raise CheckpointError(f"{folder} has no {_SINGLE} and no {_INDEX}.")
+
+
+def _read_index(index: Path) -> dict[str, str] | None:
+    """Tensor → file; None if there is no index."""
+    try:
+        return read_json(index, _Index).weight_map
+    except FileNotFoundError:
+        return None
+    except ConfigError as e:
+        raise CheckpointError(str(e)) from None

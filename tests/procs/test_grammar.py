@@ -6,12 +6,12 @@ from array import array
 from pathlib import Path
 
 import grammars
+import msgspec
 import numpy as np
 import pytest
 from engine_clients import Engine, address_in, until
 from fakes import EOS, VOCAB, bits_of, enqueue
 from grammars import cycle
-from msgspec.structs import replace
 
 from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
 from pagewire.ipc.messages import (
@@ -150,7 +150,7 @@ def test_streams_have_their_turn_between_two_grammars(tmp_path: Path, monkeypatc
         actor.start(lambda receiver, message: said.append(message))
         try:
             some = cycle([1, 2], [3])
-            actor._trials._pass(trial.Trial(some, 1))  # all of them are known to be grammars
+            actor._trials._remember(msgspec.msgpack.encode(some), trial.Outcome())  # all are known to be grammars
             actor.handle([Constrain(rid, 1, some, b"") for rid in range(1, 5)])
             assert said == [Constrained(1), Masks(rids(1), bits_of([1, 2]))]
             actor.handle([Drawn(rids(1), ids_to_bytes([1]), b"")])
@@ -194,19 +194,38 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(tmp_path: Path) -> None
     asyncio.run(scenario())
 
 
-def test_a_trial_is_remembered_for_as_many_choices_as_it_had() -> None:
-    model = ModelFacts(path="", name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), dtype="float32")
-    config = replace(resolve(Config(), model, MachineFacts(num_cores=1)), api_keys=("secret",))
-    trials = trial.Trials(config, grammars.load)
-    two, three = trial.Trial(SOME, 2), trial.Trial(SOME, 3)
-    trials._pass(two)
-    trials.begin(1, two)
-    assert trials.collect() == [(1, trial.Outcome())] and trials.num_pending == 0
-    trials.begin(2, three)
-    assert trials.num_pending == 1 and not trials._done
+def test_what_came_of_a_grammar_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = trial.Trials(config_in(Path()), grammars.load)
+    bad = trial.Outcome("invalid_request", "no")
+    trials._remember(msgspec.msgpack.encode(SOME), bad)
+    trials.begin(1, SOME)
+    assert trials.collect() == [(1, bad)] and trials.num_pending == 0
+    monkeypatch.setattr(trial, "_MOST_KNOWN_BYTES", 1000)
     for i in range(300):
-        trials._pass(trial.Trial(Constraint("regex", str(i)), 1))
-    assert len(trials._passed) == 256
+        trials._remember(msgspec.msgpack.encode(Constraint("regex", str(i) * 20)), bad)
+        trials._remember(msgspec.msgpack.encode(SOME), bad)
+    assert sum(map(len, trials._known)) == trials._num_bytes <= 1000
+    assert msgspec.msgpack.encode(SOME) in trials._known  # it was asked for again and again
+
+
+def test_grammars_together_have_a_limit_of_memory(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        actor = grammar.GrammarActor(config_in(tmp_path), grammars.load, memory_bytes=48 << 20)
+        said: list[Message] = []
+        actor.start(lambda receiver, message: said.append(message))
+        large = cycle([1], fault="large")
+        actor._trials._remember(msgspec.msgpack.encode(large), trial.Outcome())
+        actor.handle([Constrain(rid, 1, large, b"") for rid in range(6)])
+        await until(lambda: actor.num_pending == 0, "all are compiled or refused")
+        answers = [message for message in said if isinstance(message, Constrained)]
+        refused = [answer for answer in answers if answer.kind == "queue_full"]
+        assert len(answers) == 6 and 1 <= len(refused) <= 4 and "try again later" in refused[0].detail
+        said.clear()
+        actor.handle([Drawn(b"", b"", rids(*range(6))), Constrain(9, 1, large, b"")])  # there is room again
+        await until(lambda: actor.num_pending == 0, "it is compiled")
+        assert said[0] == Constrained(9)
+
+    asyncio.run(scenario())
 
 
 def test_an_idle_process_that_was_killed_is_replaced() -> None:
@@ -214,13 +233,13 @@ def test_an_idle_process_that_was_killed_is_replaced() -> None:
     trials = trial.Trials(resolve(Config(), model, MachineFacts(num_cores=1)), grammars.load)
     try:
         for i in range(2):
-            trials.begin(i, trial.Trial(cycle([i]), 1))
+            trials.begin(i, cycle([i]))
             deadline = time.monotonic() + 60
             while not (done := trials.collect()):
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
             assert done == [(i, trial.Outcome())]
-            (process,) = trials._processes
+            (process,) = trials._pool._processes
             process._process.kill()
             process._process.wait()
     finally:

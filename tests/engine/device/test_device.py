@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pagewire.config import Config, MachineFacts, ModelFacts
+from pagewire.engine.device import cpu
 from pagewire.engine.device.base import choose_device
-from pagewire.engine.device.cpu import CpuDevice
 from pagewire.engine.parallel.place import Place
 from pagewire.errors import ConfigError
 from pagewire.resolve import resolve
@@ -18,7 +18,7 @@ def _config(device):
 
 
 def test_ranks_on_cpus_share_the_memory(monkeypatch):
-    monkeypatch.setattr(CpuDevice, "available_memory", lambda self: 1000)
+    monkeypatch.setattr(cpu, "available_memory", lambda: 1000)
     alone = choose_device(_config("cpu"), place=Place())
     third = choose_device(_config("cpu"), place=Place(1, (0, 1, 2)))
     sizes = [device.cache_memory(taken=0) for device in (alone, third)]

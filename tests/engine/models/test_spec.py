@@ -223,7 +223,7 @@ def test_bad_folders(tmp_path):
         read_spec(tmp_path)
     for text in ("", "{", "[1]", "\xff"):
         (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-        with pytest.raises(ConfigError, match=r"config\.json is not a valid JSON object"):
+        with pytest.raises(ConfigError, match=r"config\.json is damaged"):
             read_spec(tmp_path)
 
 

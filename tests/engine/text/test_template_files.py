@@ -52,7 +52,7 @@ def test_prepare_asks_the_template_that_is_used(tmp_path: Path) -> None:
     operators.write_text(SHOWN["magistral"][0])
     shown = prepare(Config(chat_template=str(operators)))
     assert (shown.tool_call_parser, shown.reasoning_parser) == ("mistral", "mistral")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="There is no chat template"):
         prepare(Config(chat_template=str(tmp_path / "none.jinja")))
 
 

@@ -1,5 +1,6 @@
 """The tokenizer agrees with the `tokenizers` library, and what a person writes is never a control token."""
 
+import json
 import random
 
 import pytest
@@ -116,6 +117,21 @@ def test_tokens_that_only_the_config_declares(tmp_path) -> None:
 def test_a_damaged_file_is_one_sentence(tmp_path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match="damaged"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"],
+                   "continuing_subword_prefix": "##########"}},
+    ],
+)  # fmt: skip
+def test_what_makes_the_library_panic_is_one_sentence(tmp_path, part: dict[str, object]) -> None:
+    whole = json.loads(trained("byte_level")) | part
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is damaged: the tokenizers library panicked"):
         load_tokenizer(tmp_path)
 
 

@@ -161,7 +161,7 @@ def test_a_missing_shard(tmp_path):
 @pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../model.safetensors"}}'])
 def test_a_bad_index(folder, index):
     (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json (is not a valid index|names)"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json (is damaged|names)"):
         _load(folder)
 
 

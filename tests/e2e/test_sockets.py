@@ -1,0 +1,37 @@
+"""What an engine opens to others: the API's port, and nothing else."""
+
+import socket
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+def test_nothing_but_the_api_listens(start):
+    server = start("--tensor-parallel-size", "2").wait_ready()
+    everyone = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    assert len(everyone) >= 8  # the supervisor, two ranks, core, grammar, tokenizer, detokenizer, api
+    listeners, files = [], set()
+    for process in everyone:
+        name = " ".join(process.cmdline()).removeprefix("pagewire: ").strip()
+        for connection in process.net_connections("all"):
+            if connection.family == socket.AF_UNIX:
+                files.add(connection.laddr)
+            elif connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM:
+                listeners.append((name, connection.laddr))
+    others = [(name, at) for name, at in listeners if at != ("127.0.0.1", server.port)]
+    assert len(others) < len(listeners)
+    # Between CPUs the ranks talk over loopback; where they meet is a file of the run folder.
+    assert all(name.startswith("worker") and at.ip == "127.0.0.1" for name, at in others), others
+
+    (run_folder,) = server.run_root.glob("pagewire-*")
+    assert stat.S_IMODE(run_folder.stat().st_mode) == 0o700
+    sockets = [path for path in run_folder.iterdir() if path.is_socket()]
+    assert {path.name for path in sockets} >= {"core", "worker", "worker-1", "tokenizer", "api", "supervisor"}
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in [*sockets, run_folder / "launch.json"])
+    # No abstract names, which no folder guards, and nothing in other folders; unnamed ones are pairs.
+    assert {Path(file).parent for file in files if file} == {run_folder}
+    assert server.stop() == 0

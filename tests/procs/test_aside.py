@@ -1,0 +1,97 @@
+"""Which prompts are made aside, and in which order the core hears of them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import vocabulary
+from engine_clients import until
+from msgspec.structs import replace
+
+from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.ipc import messages as m
+from pagewire.procs.aside import Aside
+from pagewire.procs.tokenizer import TokenizerActor
+from pagewire.resolve import resolve
+
+TEXT = m.TextPrompt("hello")
+TEMPLATE = m.ChatPrompt(b'[{"role": "user", "content": "hi"}]', template="{{ messages[0].content }}")
+STUCK = replace(TEMPLATE, template="{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    facts = ModelFacts(path=str(vocabulary.add_tokenizer(tmp_path)), name="m", max_position=64, vocab_size=320,
+                       eos_token_ids=(2,), dtype="float32")  # fmt: skip
+    return resolve(Config(), facts, MachineFacts(num_cores=1))
+
+
+def submit(rid: int, prompt: m.TextPrompt | m.ChatPrompt | m.IdsPrompt, n: int = 1, attempt: int = 0) -> m.Submit:
+    return m.Submit(rid, n, prompt, m.Sampling(), m.Limits(4), m.TextSpec(), attempt=attempt)
+
+
+def test_what_is_made_aside(config: EngineConfig) -> None:
+    aside = Aside(config, lambda receiver, message: None)
+    long = m.TextPrompt("x" * (1 << 19))
+    assert [aside.wants(submit(1, prompt)) for prompt in (TEXT, TEMPLATE, long)] == [False, True, True]
+    assert aside.wants(m.Tokenize(1, TEMPLATE)) and not aside.wants(submit(1, TEXT, attempt=1))
+    wary = Aside(config, lambda receiver, message: None, is_wary=True)
+    assert wary.wants(submit(1, TEXT, attempt=1)) and not wary.wants(submit(1, TEXT))
+    aside.beware()
+    assert aside.wants(submit(1, TEXT)) and aside.wants(m.Tokenize(1, TEXT))
+    assert not aside.wants(submit(1, m.IdsPrompt(m.ids_to_bytes([5])))), "there is nothing to be made of ids"
+
+
+def play(config: EngineConfig, scenario: Callable[[TokenizerActor, list[m.Message]], Awaitable[None]]) -> None:
+    """With an actor, and what it says to core and api."""
+
+    async def run() -> None:
+        actor = TokenizerActor(config, has_aside=True)
+        said: list[m.Message] = []
+        actor.start(lambda receiver, message: said.append(message))
+        try:
+            await scenario(actor, said)
+        finally:
+            await actor.stop(0)
+
+    asyncio.run(run())
+
+
+def test_answers_are_those_that_are_made_here(config: EngineConfig) -> None:
+    async def scenario(actor: TokenizerActor, said: list[m.Message]) -> None:
+        here: list[m.Message] = []
+        plain = TokenizerActor(config)
+        plain.start(lambda receiver, message: here.append(message))
+        asked = [
+            submit(1, TEMPLATE, n=2),
+            m.Tokenize(5, TEMPLATE, pieces=True),
+            submit(6, replace(TEMPLATE, template="{{")),
+        ]
+        plain.handle(list(asked))
+        actor.handle([*asked, m.Cancel((2, 77))])
+        assert said == [m.Cancel((77,))], "what is cancelled aside waits for what it cancels"
+        await until(lambda: len(said) == 5, "all are answered", 60)
+        (enqueue, cancel, tokenized, failed), (as_here, *others) = said[1:], here
+        assert isinstance(enqueue, m.Enqueue) and isinstance(as_here, m.Enqueue)
+        assert replace(enqueue, times=as_here.times) == as_here and cancel == m.Cancel((2,))
+        assert [tokenized, failed] == others
+
+    play(config, scenario)
+
+
+def test_who_is_given_up_in_time_is_not_made(config: EngineConfig) -> None:
+    async def scenario(actor: TokenizerActor, said: list[m.Message]) -> None:
+        actor.handle([submit(rid, STUCK, n=2) for rid in (10, 20, 30, 40)])
+        actor.handle([m.Cancel((30,)), m.Cancel((31, 40, 41))])  # of which nobody has heard yet
+        actor.handle([submit(50, TEMPLATE), m.Cancel(())])
+        await until(lambda: any(isinstance(message, m.Enqueue) for message in said), "the last one is made", 60)
+        failed = [message for message in said if isinstance(message, m.Failed)]
+        assert {message.rid for message in failed} <= {10, 11, 20, 21} and len(failed) >= 2
+        assert all("takes more than 2 s" in message.detail for message in failed)
+        assert not any(isinstance(message, m.Cancel) for message in said)
+        actor.handle([submit(60, STUCK), m.Reset(2, 2, ("core",), "It died."), submit(60, TEMPLATE)])  # begins anew
+        await until(lambda: any(getattr(message, "rid", 0) == 60 for message in said), "it is made", 60)
+        assert isinstance(said[-1], m.Enqueue)
+
+    play(config, scenario)
