@@ -215,9 +215,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[str, ...],
         _doc("access", "web pages that may use this server besides its own: https://host, or * for any (CORS)"),
     ] = ()
-    max_body_size: Annotated[int, _doc("limits", "longest body of a request, in bytes; 16M is 16777216", ge=1)] = (
-        16777216
-    )
+    max_body_size: Annotated[
+        int, _doc("limits", "longest body of a request, in bytes, up to 128M; 16M is 16777216", ge=1, le=134217728)
+    ] = 16777216
     max_head_size: Annotated[
         int,
         _doc("limits", "longest head of a request, in bytes: its line and headers, of which there may be 100", ge=1024),

@@ -155,6 +155,7 @@ class Edge:
     async def _serve(self, request: "_Request", scope: Scope, receive: Receive) -> None:
         headers = request.headers
         _check_head(scope, headers)
+        self._origins.check_name(headers.get(b"host", b""))
         request.extra = self._origins.headers(headers)
         if scope["method"] == "OPTIONS" and (answer := self._origins.preflight(headers)) is not None:
             await request.send_empty(204, answer)
@@ -187,9 +188,10 @@ class Edge:
             raise HttpError(415, "Compressed bodies are not accepted.")
 
     def _bounded(self, receive: Receive, max_bytes: int) -> Receive:
-        """The same with bounds on the body: raises HttpError if it is too large or too slow. A file has more time."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.body_timeout_s * max(1.0, max_bytes / self._config.max_body_size)
+        """The same with bounds on the body: raises HttpError if it is too large or too slow. A file has more time,
+        but no more for a pause in it."""
+        loop, most_s = asyncio.get_running_loop(), self._config.body_timeout_s
+        deadline = loop.time() + most_s * max(1.0, max_bytes / self._config.max_body_size)
         num_bytes: int | None = 0  # None: it is whole
 
         async def receive_in_bounds() -> Message:
@@ -197,7 +199,7 @@ class Edge:
             if num_bytes is None:
                 return await receive()
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(min(deadline, loop.time() + most_s)):
                     message = await receive()
             except TimeoutError:
                 raise HttpError(408, "The body did not arrive in time.", headers=_CLOSE) from None
@@ -269,6 +271,10 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
     is_old = scope.get("http_version", "1.1") == "1.0"  # the only one without a Host
     if not _HOST.fullmatch(headers.get(b"host", b"")) and not (is_old and b"host" not in headers):
         raise HttpError(400, "The Host header is not valid.")
+    if (
+        is_old and b"transfer-encoding" in headers
+    ):  # which it does not know: where its body ends would be anyone's guess
+        raise HttpError(400, "HTTP/1.0 has no Transfer-Encoding.")
 
 
 def _below(root_path: str, scope: Scope) -> Scope:

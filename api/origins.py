@@ -7,7 +7,6 @@ tells in `Origin` whose page it is. Programs that are no browsers send none.
 import ipaddress
 import re
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from ..config import EngineConfig
 from .http_error import HttpError
@@ -33,9 +32,25 @@ class Origins:
 
     def __init__(self, config: EngineConfig) -> None:
         self._allowed = frozenset(origin.rstrip("/").lower().encode() for origin in config.allowed_origins)
-        # A page of any name can have that name lead to this machine, and be of the same origin then. Where nobody but
-        # this machine's people should reach the server, and nothing else tells them apart, no such name is trusted.
-        self._trusts_names = bool(config.api_keys) or config.uds is not None or not _is_loopback(config.host)
+        self._names = frozenset(_name(origin.partition(b"://")[2]) for origin in self._allowed)
+        # A page of any name can have that name lead to this machine (DNS rebinding), and is of the same origin then.
+        # Where nobody but this machine's people should reach the server, and nothing else tells them apart, no name is
+        # trusted that others decide about.
+        self._trusts_names = (
+            bool(config.api_keys) or config.uds is not None or not _is_loopback(config.host) or b"*" in self._allowed
+        )
+
+    def check_name(self, host: bytes) -> None:
+        """Raises HttpError 403 if the server is asked under a name that could be anyone's. `host`: the header."""
+        if self._trusts_names or not host:  # browsers always send one
+            return
+        name = _name(host)
+        if not (_is_loopback(name) or _is_address(name) or name.endswith(".localhost") or name in self._names):
+            raise HttpError(
+                403,
+                "A server without keys that listens on loopback answers to localhost, addresses and the names in "
+                "--allowed-origins only.",
+            )
 
     def headers(self, headers: Mapping[bytes, bytes]) -> Headers:
         """What the answer must carry for the page to read it. Raises HttpError 403."""
@@ -50,8 +65,7 @@ class Origins:
                 (b"access-control-expose-headers", _EXPOSED),
                 (b"vary", b"origin"),
             )
-        host = origin.partition(b"://")[2].lower()
-        if host != headers.get(b"host", b"").lower() or not (self._trusts_names or _is_sure(host)):
+        if origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower():
             raise HttpError(403, "Requests from other origins are not allowed; see --allowed-origins.")
         return ()
 
@@ -67,17 +81,19 @@ class Origins:
         )
 
 
+def _name(host: bytes) -> str:
+    """Without the port and the brackets of an address."""
+    text = host.decode("latin-1").lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
+
+
 def _is_loopback(name: str) -> bool:
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
 
 
-def _is_sure(host: bytes) -> bool:
-    """An address, or this machine's own name: nobody elsewhere decides where it leads."""
-    name = urlsplit("//" + host.decode("latin-1")).hostname or ""
+def _is_address(name: str) -> bool:
     try:
-        return name == "localhost" or bool(ipaddress.ip_address(name))
+        ipaddress.ip_address(name)
     except ValueError:
         return False
+    return True

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from ..config import EngineConfig
-from .http_error import HttpError, error_body
+from .http_error import HttpError, anthropic_error_body, error_body, speaks_anthropic
 from .sse import DIRECT
 from .tls import tls_context
 
@@ -83,6 +83,7 @@ class BoundedHttp(HttpToolsProtocol):
     _in_head = False
     _in_body = False
     _num_head_bytes = 0
+    _has_begun = False  # a request, within the bytes that are being read
     _num_body_bytes = 0
     _num_framing_bytes = 0  # that came after the head and are no body
     _refusal: HttpError | None = None  # why the parser was stopped
@@ -110,12 +111,14 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         was_in_body, before = self._in_body, self._num_body_bytes
+        self._has_begun = False
         super().data_received(data)
         if self.transport.is_closing():
             return
         if self._in_head:
-            # The parser tells of a header only when it is whole, so what it still holds is counted here.
-            self._num_head_bytes += len(data)
+            # The parser tells of a header only when it is whole, so what it still holds is counted here. What came with
+            # the head's first bytes may be of a request before it.
+            self._num_head_bytes += 0 if self._has_begun else len(data)
             if self._num_head_bytes > MAX_URL_BYTES + self._limits.max_head_size:
                 self._refusal = HttpError(431, "The request head is too large.")
                 self.send_400_response("")
@@ -128,7 +131,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {DIRECT: self}  # type: ignore[dict-item]  # ours alone: no dict of plain values
-        self._in_head = True
+        self._in_head = self._has_begun = True
         self._num_head_bytes = self._num_body_bytes = self._num_framing_bytes = 0
         self._set_timer(self._limits.head_timeout_s)
 
@@ -187,7 +190,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.write(b"".join([b"%x\r\n%b\r\n" % (len(part), part) for part in parts]))
 
     def send_400_response(self, msg: str) -> None:
-        """For uvicorn: what the parser did not take is answered in OpenAI's shape, too, unless that would be read as a
+        """For uvicorn: what the parser did not take is answered in the API's shape, too, unless that would be read as a
         part of an answer that is under way."""
         cycle = self.cycle
         if (
@@ -196,7 +199,8 @@ class BoundedHttp(HttpToolsProtocol):
             or (self._in_body and not (cycle.response_started or self.pipeline))
         ):
             error = self._refusal or HttpError(400, "The request is no valid HTTP.")
-            body = error_body(error)
+            path = self.url.partition(b"?")[0].decode("latin-1").removeprefix(self._limits.root_path)
+            body = anthropic_error_body(error) if speaks_anthropic(path) else error_body(error)
             head = (
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             )

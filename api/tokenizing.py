@@ -40,7 +40,7 @@ class TokenizeAnswer(Struct, frozen=True):
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     """POST /detokenize: special tokens are shown."""
 
-    tokens: Annotated[list[TokenId], Meta(max_length=2**22)]
+    tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
     model: str | None = None
 
 

@@ -11,12 +11,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from .messages import MOST_CHOICES as MOST_CHOICES
 from .messages import Accepted, Cancel, Constraint, Failed, Limits, RowLogprobs, Sampling, Snapshot, Tokens
 
 PROTOCOL = 1
-
-MOST_CHOICES = 128
-"""Of one prompt."""
 
 Rid = Annotated[int, Meta(ge=0, lt=2**53)]
 """A client's own number of a sequence, unlike those it has open: what every language's numbers can hold."""
@@ -45,8 +43,8 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     priority: int = 0
-    salt: bytes = b""  # keeps prefix-cache entries of different owners apart
-    tenant: str = ""
+    salt: Annotated[bytes, Meta(max_length=256)] = b""  # keeps prefix-cache entries of different owners apart
+    tenant: Annotated[str, Meta(max_length=512)] = ""
     resume_ids: bytes = b""  # int32
     constraint: Constraint | None = None
 

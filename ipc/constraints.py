@@ -5,24 +5,34 @@
     core ─Constrain, Drawn─▶ grammar ─Constrained, Masks─▶ core
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ..errors import ErrorKind
 
 MOST_GRAMMAR_BYTES = 1 << 18  # of `Constraint.text`
+MOST_BAD_SEQUENCES = 2048  # a bad word at the start of a text and after a space
+_Mark = Annotated[str, Meta(max_length=256)]
 
 
 class Constraint(Struct, frozen=True, array_like=True):
     """What the output must keep to besides the model's own taste. Compiled and followed by the grammar process."""
 
     kind: Literal["none", "json_schema", "json_object", "regex", "choice", "lark"] = "none"  # none: only what follows
-    text: str = ""  # the schema as JSON, the pattern, the choices as a JSON list, the grammar
-    reasoning_ends: tuple[str, ...] = ()  # the grammar starts after the first of these; (): at once
-    reasoning_starts: tuple[str, ...] = ()  # what opens reasoning in an output (a prompt may have opened it already)
-    thinking_budget: int | None = None  # tokens of reasoning after which its end is forced
-    bad_words: tuple[bytes, ...] = ()  # int32 ids of each sequence that must not appear
+    text: Annotated[str, Meta(max_length=MOST_GRAMMAR_BYTES)] = (
+        ""  # the schema as JSON, the pattern, the choices as a JSON list, the grammar
+    )
+    reasoning_ends: Annotated[
+        tuple[_Mark, ...], Meta(max_length=16)
+    ] = ()  # the grammar starts after the first of these; (): at once
+    reasoning_starts: Annotated[
+        tuple[_Mark, ...], Meta(max_length=16)
+    ] = ()  # what opens reasoning in an output (a prompt may have opened it already)
+    thinking_budget: Annotated[int, Meta(ge=0)] | None = None  # tokens of reasoning after which its end is forced
+    bad_words: Annotated[
+        tuple[Annotated[bytes, Meta(max_length=8192)], ...], Meta(max_length=MOST_BAD_SEQUENCES)
+    ] = ()  # int32 ids of each sequence that must not appear
     lark_marks: tuple[str, ...] = ()  # in a lark text, what its rules mark0, mark1 … stand for; else, what comes first
 
 

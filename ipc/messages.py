@@ -77,7 +77,13 @@ def bytes_to_ids(data: bytes) -> "array[int]":
 # ── what a request asks for ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+MOST_CHOICES = 128  # of one prompt
 MOST_BIASES = 1024  # of a request; a GPU has room for as many in each row
+MOST_STOP_TOKENS = 1024
+MOST_ALLOWED_TOKENS = 4096
+MOST_BAD_WORDS = 1024
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
+StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class Sampling(Struct, frozen=True, array_like=True):
@@ -94,7 +100,7 @@ class Sampling(Struct, frozen=True, array_like=True):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # noise is keyed by (seed, output position)
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # None: none; n: the sampled token's and the n best
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same for every prompt position but the first
-    allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; (): anything
+    allowed_token_ids: Annotated[tuple[int, ...], Meta(max_length=MOST_ALLOWED_TOKENS)] = ()  # no other; (): any
 
     def __post_init__(self) -> None:
         numbers = (
@@ -117,7 +123,9 @@ class Limits(Struct, frozen=True, array_like=True):
     """When the core ends a request by itself."""
 
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # None: to the end of the context; 0: score the prompt only
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own eos ids
+    stop_token_ids: Annotated[
+        tuple[int, ...], Meta(max_length=MOST_STOP_TOKENS)
+    ] = ()  # besides the model's own eos ids
     ignore_eos: bool = False
     queue_timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # fail rather than wait longer for a row
     min_tokens: Annotated[int, Meta(ge=0)] = 0  # no eos or stop token is drawn before so many tokens were
@@ -126,7 +134,7 @@ class Limits(Struct, frozen=True, array_like=True):
 class TextSpec(Struct, frozen=True, array_like=True):
     """What the detokenizer does with a request's ids. It rides through the core untouched."""
 
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
     include_stop: bool = False  # keep the matched stop string in the text
     skip_special_tokens: bool = True
     detokenize: bool = True  # False: ids only, `Chunk.text` stays empty
@@ -143,7 +151,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     """api → tokenizer: `n` sequences of one prompt, with the rids `rid` … `rid + n - 1` and seeds `seed + i`."""
 
     rid: int
-    n: Annotated[int, Meta(ge=1)]
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
     prompt: TextPrompt | ChatPrompt | IdsPrompt | PairPrompt
     sampling: Sampling
     limits: Limits
@@ -153,7 +161,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     tenant: str = ""  # who shares the engine fairly: the API key's digest or the `user` of the request
     truncate: Annotated[int, Meta(ge=-1)] | None = None  # keep so many of the prompt's last tokens; -1: all that fit
     constraint: Constraint | None = None
-    bad_words: tuple[str, ...] = ()  # texts; the tokenizer adds their ids to the constraint
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MOST_BAD_WORDS)] = ()  # texts; see `Constraint`
     pooling: Pooling | None = None  # with n = 1 and max_tokens = 0; the answer is `Chunk.vector`
     resume_ids: bytes = b""  # see `Enqueue`
     resume_chars: Annotated[int, Meta(ge=-1)] = 0
@@ -175,7 +183,7 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     priority: int = 0
     salt: bytes = b""
     tenant: str = ""
-    n: Annotated[int, Meta(ge=1)] = 1
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
     resume_ids: bytes = b""
     constraint: Constraint | None = None
     times: Times = Times()  # so far

@@ -31,7 +31,10 @@ from .messages import Message, Reset
 
 M = TypeVar("M")
 
-_MAX_MESSAGE_BYTES = 64 * 2**20
+# ZeroMQ hangs up on whoever sends more, without a word. Between our own processes nothing comes near: the largest body
+# (`Config.max_body_size`) becomes at most seven times as much. What clients of the core may send, its types bound.
+_MAX_MESSAGE_BYTES = 2**30
+_MAX_CLIENT_MESSAGE_BYTES = 64 * 2**20
 _MAX_PATH_BYTES = 107  # of a socket's path, unix(7)
 _HIGH_WATER_MARK = 100_000  # messages; the engine's own bounds are far below
 _LINGER_MS = 500  # how long closing waits for the other end to take what is queued
@@ -142,7 +145,7 @@ class ZmqContext:
         socket = self._context.socket(kind)
         socket.linger = _LINGER_MS
         socket.set_hwm(_HIGH_WATER_MARK)
-        socket.maxmsgsize = _MAX_MESSAGE_BYTES
+        socket.maxmsgsize = _MAX_CLIENT_MESSAGE_BYTES if kind in (zmq.ROUTER, zmq.DEALER) else _MAX_MESSAGE_BYTES
         if self._keys is not None and address.startswith("tcp://"):
             socket.curve_publickey = self._keys.public.encode()
             socket.curve_secretkey = self._keys.secret.encode()
@@ -228,6 +231,7 @@ class ZmqOutbox:
 
     def send_bytes(self, data: bytes) -> None:
         """Queues bytes as they are. Raises ChannelFull."""
+        assert len(data) <= _MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes for {self._address}"
         try:
             self._socket.send(data, zmq.DONTWAIT)
         except zmq.Again as error:

@@ -37,6 +37,7 @@ from ..ipc.messages import (
     Stop,
 )
 from ..ipc.zmq_channel import Keys, ZmqContext
+from .log_lines import write_log_lines
 from .loop_lag import LoopLag
 from .post import Mailman, api_index
 from .topology import ACTORS, index, kind
@@ -222,7 +223,7 @@ def main(name: str, launch_file: str) -> int:
     dump_stacks_on_quit()
     volunteer(_OOM_SCORES.get(kind(name), 0))
     _set_title(name)
-    logging.basicConfig(format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
+    write_log_lines(name)
     epochs = Epochs(launch.epoch, launch.device_epoch)
     context = ZmqContext(launch.keys, epochs)
     post = Mailman(name, launch.config, launch.addresses, context).post

@@ -195,11 +195,12 @@ class ClientPort:
         session = self._sessions.get(peer)
         try:
             if len(frames) != 2:
-                raise ValueError(f"{len(frames) - 1} frames where a message has one")
+                raise msgspec.ValidationError(f"{len(frames) - 1} frames where a message has one")
             message = self._decoder.decode(frames[1])
         except DecodeError as error:
-            if session is None or len(frames) != 2 or not self._refuse(session, frames[1], error, asked):
-                self._part(peer, f"That is no message of this protocol: {error}.", asked)
+            why = str(error) if isinstance(error, msgspec.ValidationError) else "it cannot be read"
+            if session is None or len(frames) != 2 or not self._refuse(session, frames[1], why, asked):
+                self._part(peer, f"That is no message of this protocol: {why}.", asked)
             return
         if isinstance(message, Hello):
             self._greet(peer, message, asked)
@@ -273,7 +274,7 @@ class ClientPort:
             try:
                 check_ids(vocab_size, field, bytes_to_ids(data))
             except ValueError as error:
-                raise RequestError("invalid_request", f"{field} must be int32: {error}.") from error
+                raise RequestError("invalid_request", f"{field} must be int32, four bytes each.") from error
         check_task(self._config.purpose, None)
         check_parameters(vocab_size, message.sampling, message.limits, message.constraint)
         check_min_tokens(self._config.eos_token_ids, message.sampling, message.limits)
@@ -288,7 +289,7 @@ class ClientPort:
         room = self._welcome.max_model_len - len(message.prompt_ids) // 4
         return room if message.limits.max_tokens is None else min(room, message.limits.max_tokens)
 
-    def _refuse(self, session: _Session, data: bytes, error: Exception, asked: list[Enqueue | Cancel]) -> bool:
+    def _refuse(self, session: _Session, data: bytes, why: str, asked: list[Enqueue | Cancel]) -> bool:
         """Fails the request alone if `data` is one with a value out of bounds."""
         try:
             fields = msgspec.msgpack.decode(data)
@@ -299,7 +300,7 @@ class ClientPort:
                 rids = range(rid, rid + n)
                 if any(rid in session.rids for rid in rids):
                     return False
-                session.failed += [Failed(rid, "invalid_request", f"Generate: {error}.") for rid in rids]
+                session.failed += [Failed(rid, "invalid_request", f"Generate: {why}.") for rid in rids]
                 self._flush(session, asked)
                 return True
         return False

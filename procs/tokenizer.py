@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, assert_never
+from typing import Literal, TypeVar, assert_never
 
 from msgspec.structs import asdict, replace
 
@@ -46,9 +46,16 @@ from .aside import MEMORY_BYTES, TOO_LARGE, Aside, cpu_s, too_slow
 from .checks import check_ids, check_min_tokens, check_parameters, check_task
 from .limits import CpuLimit, OutOfTime, limit_memory
 
+# Longest text that is encoded: what so many bytes a token can hold. Some vocabularies have tokens of a hundred blanks,
+# but nobody means megabytes of blanks, and encoding them would take seconds.
+_BYTES_A_TOKEN = 16
+_ALWAYS_ENCODED_BYTES = 1 << 20
+
 log = logging.getLogger("pagewire.tokenizer")
 T = TypeVar("T")
 Q = TypeVar("Q", Tokenize, Detokenize, Describe)
+Kept = Literal["all", "start", "end"]
+"""Of a prompt that is too long."""
 
 
 class TokenizerActor:
@@ -174,7 +181,7 @@ class TokenizerActor:
             raise RequestError("invalid_request", text) from None
 
     def _tokenized(self, question: Tokenize) -> Tokenized:
-        ids = self._within_limits(question.prompt, lambda: self._encode(question.prompt))
+        ids = self._within_limits(question.prompt, lambda: self._encode(question.prompt, "all"))
         pieces = tuple(map(self._tokenizer.token_text, ids)) if question.pieces else ()
         return Tokenized(question.rid, ids.tobytes(), pieces)
 
@@ -187,18 +194,38 @@ class TokenizerActor:
     def _described(self, question: Describe) -> Described:
         return Described(question.rid, self._tokenizer.special_tokens, self._template.source)
 
-    def _encode(self, prompt: TextPrompt | ChatPrompt | IdsPrompt, max_tokens: int | None = None) -> "array[int]":
+    def _encode(
+        self, prompt: TextPrompt | ChatPrompt | IdsPrompt, kept: Kept, max_tokens: int | None = None
+    ) -> "array[int]":
         match prompt:
             case TextPrompt(text, add_special_tokens):
+                text = self._within_reach(text, kept)
                 return array("i", self._tokenizer.encode(text, add_special_tokens, max_tokens=max_tokens))
             case ChatPrompt():
                 fields = asdict(prompt)
                 template = self._template_of(fields.pop("template"))
-                return array("i", template.encode(self._tokenizer, **fields))
+                rendered = template.render(**fields, neutralize=self._tokenizer.neutralize)
+                return array("i", self._tokenizer.encode_rendered(self._within_reach(rendered, kept)))
             case IdsPrompt(data):
                 return bytes_to_ids(data)[:max_tokens]
             case _:
                 assert_never(prompt)
+
+    def _within_reach(self, text: str, kept: Kept) -> str:
+        """`text` without what would be cut off anyway, because nobody else has a turn while it is encoded. Raises
+        RequestError where nothing may be cut off, and it cannot fit."""
+        longest = self._config.max_model_len
+        most = min(self._tokenizer.most_bytes(longest), max(_ALWAYS_ENCODED_BYTES, _BYTES_A_TOKEN * longest))
+        num_bytes = len(text.encode())
+        if num_bytes <= most:
+            return text
+        if kept == "all":
+            raise RequestError(
+                "context_length_exceeded",
+                f"This model's maximum context length is {longest} tokens, so that prompts of up to {most} bytes are "
+                f"taken. However, the prompt has {num_bytes} bytes. Shorten the prompt.",
+            )
+        return text[:most] if kept == "start" else text[-most:]
 
     def _template_of(self, source: str) -> ChatTemplate:
         if not source:
@@ -221,6 +248,7 @@ class TokenizerActor:
             for word in submit.bad_words
             for before in ("", " ")
             if (ids := self._tokenizer.encode(before + word.lstrip(" "), add_special_tokens=False))
+            and max(ids) < self._config.vocab_size  # others are never drawn
         ]
         return replace(submit.constraint or Constraint(), bad_words=tuple(dict.fromkeys(spelled)))
 
@@ -228,13 +256,13 @@ class TokenizerActor:
         """The prompt's ids, and for a pair which text each is of. Raises RequestError if the request cannot be
         served."""
         max_tokens, type_ids = None if submit.pooling is None else submit.pooling.truncate, b""
+        kept: Kept = "start" if max_tokens is not None else "end" if submit.truncate is not None else "all"
         if isinstance(submit.prompt, PairPrompt):
-            pair = self._tokenizer.encode_pair(submit.prompt.first, submit.prompt.second, max_tokens=max_tokens)
+            texts = [self._within_reach(text, kept) for text in (submit.prompt.first, submit.prompt.second)]
+            pair = self._tokenizer.encode_pair(*texts, max_tokens=max_tokens)
             ids, type_ids = array("i", pair[0]), bytes(pair[1])
         else:
-            if submit.truncate is None and max_tokens is None:
-                self._check_length(submit.prompt)
-            ids = self._encode(submit.prompt, max_tokens)
+            ids = self._encode(submit.prompt, kept, max_tokens)
         if not ids:
             raise RequestError("invalid_request", "The prompt is empty.")
         check_ids(self._config.vocab_size, "prompt", ids)  # a tokenizer may have more tokens than its model
@@ -250,16 +278,6 @@ class TokenizerActor:
                 f"{', and at least one is to be generated' if generates else ''}. Shorten the prompt.",
             )
         return ids, type_ids
-
-    def _check_length(self, prompt: TextPrompt | ChatPrompt | IdsPrompt) -> None:
-        """Raises RequestError for a text that is too long whatever its tokens are, which saves making them."""
-        longest = self._config.max_model_len
-        if isinstance(prompt, TextPrompt) and len(prompt.text) > self._tokenizer.most_chars(longest):
-            raise RequestError(
-                "context_length_exceeded",
-                f"This model's maximum context length is {longest} tokens. However, the prompt has {len(prompt.text)} "
-                "characters, which are more. Shorten the prompt.",
-            )
 
     def _num_kept(self, truncate: int, max_tokens: int | None) -> int:
         if truncate == 0:

@@ -24,8 +24,10 @@ def read_request(line: bytes) -> BatchRequest:
     """Raises ValueError that says, as a sentence, what is wrong."""
     try:
         request = _decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.ValidationError as error:
         raise ValueError(f"{error}.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError("this is no JSON.") from error
     if request.method != "POST" or request.url not in URLS:
         raise ValueError(
             f"{request.method[:20]} {request.url[:80]} is no request of a batch; there are POST {', '.join(URLS)}."

@@ -10,13 +10,20 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from ...config import ModelVersion
+from ...ipc.messages import (
+    MOST_ALLOWED_TOKENS,
+    MOST_BAD_WORDS,
+    MOST_BIASES,
+    MOST_CHOICES,
+    MOST_STOP_TOKENS,
+    BadWord,
+    StopString,
+)
 
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
-BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -78,7 +85,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """What chat and completions have in common."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -88,16 +95,16 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     stop: StopString | StopStrings | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MOST_BIASES)] | None = None
 
     # What vLLM's users send in extra_body.
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MOST_ALLOWED_TOKENS)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     use_beam_search: bool | None = None
@@ -122,7 +129,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     guided_whitespace_pattern: str | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no bound
     thinking_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # the same, as others call it
-    bad_words: Annotated[list[BadWord], Meta(max_length=1024)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MOST_BAD_WORDS)] | None = None
 
     # Accepted and ignored: they change nothing about the answer.
     metadata: object = None
@@ -223,7 +230,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
 
     # Understood and refused.
     suffix: object = None

@@ -5,7 +5,7 @@ it is planned to draw only once the mask for that very position is here (`Reques
 """
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from ...ipc.messages import Drawn, Failed, Masks, Tokens
 from .request import Request
@@ -43,7 +43,12 @@ def allow(message: Masks, requests: Mapping[int, Request]) -> Iterator[tuple[Req
     size = len(message.bits) // len(rids) if rids else 0
     for i, rid in enumerate(rids):
         if (request := requests.get(rid)) is not None:
-            request.allow(message.bits[i * size : (i + 1) * size])
+            mask = message.bits[i * size : (i + 1) * size]
+            if _leaves_any(mask, request.sampling.allowed_token_ids):
+                request.allow(mask)
+            else:
+                detail = "allowed_token_ids leaves no token that the format or bad_words allow."
+                yield request, Failed(rid, "invalid_request", detail)
     for rid in memoryview(message.free).cast("q"):
         if (request := requests.get(rid)) is not None:
             request.allow(b"")
@@ -53,3 +58,8 @@ def allow(message: Masks, requests: Mapping[int, Request]) -> Iterator[tuple[Req
     for rid, kind, detail in message.failed:
         if (request := requests.get(rid)) is not None:
             yield request, Failed(rid, kind, detail)
+
+
+def _leaves_any(mask: bytes, allowed: Collection[int]) -> bool:
+    """Whether a mask has one of these tokens; without any of them everything is allowed."""
+    return not allowed or any(mask[token >> 3] >> (token & 7) & 1 for token in allowed)

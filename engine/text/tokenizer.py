@@ -23,6 +23,7 @@ from ...model_files import read_file, read_object
 
 SENTINEL = "\ufdd0"  # a noncharacter that no text means; followed by one private-use character for each special token
 _SENTINEL_BASE = 0x10F000
+_INEXACT_BYTES = 256  # that a token may stand for where blanks vanish and long words are one unknown token
 
 LeadingSpace = Literal["keep", "strip", "strip_token"]
 """What decoding does at the very start of a text: nothing; drop one space; drop all spaces of the first token."""
@@ -61,6 +62,9 @@ class Tokenizer:
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self._added_text = {id: token.content for id, token in added.items()}
         self._decoding = _Decoding.of(backend)
+        self._longest_token = max(
+            self._decoding.longest(vocabulary), *(len(text.encode()) for text in self._added_text.values()), 1
+        )
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
         self._whole_texts: dict[int, str | None] = {}
@@ -70,6 +74,10 @@ class Tokenizer:
         self._add_sentinels([added[id].content for id in sorted(self.special_ids) if added[id].content])
 
     # ── to ids ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def most_bytes(self, num_tokens: int) -> int:
+        """A text of more UTF-8 bytes is more tokens: it need not be encoded, which takes microseconds for each."""
+        return num_tokens * (self._longest_token if self.is_byte_exact else max(self._longest_token, _INEXACT_BYTES))
 
     def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
         """`text` as the library encodes it: special tokens in it are parsed. `max_tokens`: what is too much of the text
@@ -149,8 +157,7 @@ class Tokenizer:
             assert id is not None and id >= self.vocab_size, f"the sentinel of {text!r} has id {id}"
             self._plain_ids_of[id] = plain[text]
         if plain:
-            # Literal strings only, longest first, so that a token wins over those that it contains.
-            self._specials = re.compile("|".join(re.escape(text) for text in sorted(plain, key=len, reverse=True)))
+            self._specials = re.compile(_any_of(plain))
 
     def _encode_plain(self, text: str) -> list[int]:
         """Needs `encode_special_tokens`. Some vocabularies hold a special token's string as an ordinary entry too; it
@@ -303,6 +310,10 @@ class _Decoding:
             exact=exact and decoder is not None,
         )
 
+    def longest(self, vocabulary: Iterable[str]) -> int:
+        """At least as many bytes as any entry stands for. Cheap: it is asked at each start, of all of them."""
+        return max((len(token) if self._byte_level else len(token.encode()) for token in vocabulary), default=1)
+
     def bytes_of(self, token: str) -> bytes:
         if self._byte_level:
             values = [_BYTE_OF.get(char) for char in token]
@@ -315,6 +326,32 @@ class _Decoding:
                 pass  # an ordinary token that only looks like one
         old, new = self._replaced
         return (token.replace(old, new) if old else token).encode()
+
+
+_Tree = dict[str, "_Tree"]
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A regular expression for the longest of `texts` that stands at a place.
+
+    A tree of their characters: hundreds of special tokens begin alike, and as a plain list each of them would be tried
+    at every place of a text that is made of such beginnings."""
+    root: _Tree = {}
+    for text in texts:
+        node = root
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}  # a text ends here
+    return _pattern(root)
+
+
+def _pattern(node: _Tree) -> str:
+    stem = ""
+    while len(node) == 1 and "" not in node:
+        ((char, node),) = node.items()
+        stem += re.escape(char)
+    branches = "|".join(re.escape(char) + _pattern(rest) for char, rest in node.items() if char)
+    return stem + (f"(?:{branches}){'?' if '' in node else ''}" if branches else "")
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────

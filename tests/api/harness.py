@@ -18,6 +18,7 @@ from pagewire.api.app import create_app
 from pagewire.api.gateway import Gateway
 from pagewire.config import EngineConfig, SamplingDefaults
 from pagewire.errors import ErrorKind
+from pagewire.ipc.codec import Decoder, encode
 from pagewire.ipc.messages import (
     Accepted,
     Cancel,
@@ -41,6 +42,7 @@ from pagewire.ipc.messages import (
     Tokenized,
     TokenLogprob,
     TopLogprob,
+    ToTokenizer,
     Usage,
     Wake,
     bytes_to_ids,
@@ -48,6 +50,7 @@ from pagewire.ipc.messages import (
 )
 
 T = TypeVar("T")
+_tokenizers: Decoder[ToTokenizer] = Decoder(ToTokenizer)
 
 CONFIG = EngineConfig(
     model_path="model",
@@ -117,6 +120,7 @@ class FakeEngine:
         self.loop = asyncio.get_running_loop()
         match message:
             case Submit():
+                assert _tokenizers.decode(encode(message)) == message, "the mailbox would drop it"
                 self.submits.append(message)
                 rids = range(message.rid, message.rid + message.n)
                 self.open.update({rid: (message, 0) for rid in rids})

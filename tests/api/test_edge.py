@@ -94,11 +94,14 @@ def test_strange_hosts(host: str) -> None:
     assert request(FakeEngine(), "/health", headers={"host": host}).status == 400
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "my-host.example.org"])
+SURE = ["localhost", "LocalHost:8000", "a.localhost", "127.0.0.1:8000", "192.168.1.9", "[::1]:8000"]
+
+
+@pytest.mark.parametrize("host", [*SURE, "my-host.example.org", "evil.localhost.example"])
 def test_good_hosts(host: str) -> None:
-    assert request(FakeEngine(), "/health", headers={"host": host}).status == 200
     same = {"host": host, "origin": f"http://{host}"}
     assert request(FakeEngine(), "/health", headers=same, host="0.0.0.0").status == 200
+    assert request(FakeEngine(), "/health", headers={"host": host}).status == (200 if host in SURE else 403)
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1"])
@@ -108,13 +111,20 @@ def test_other_origins(origin: str) -> None:
 
 def test_a_name_that_was_made_to_lead_here() -> None:
     """Its pages are of our origin then, as far as a browser can tell."""
-    rebound = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
-    allowed = ("http://evil.example:8000",)
     key = {"authorization": "Bearer one"}
-    assert request(FakeEngine(), "/v1/models", headers=rebound).status == 403
-    assert request(FakeEngine(), "/v1/models", headers=rebound, allowed_origins=allowed).status == 200
-    assert request(FakeEngine(), "/v1/models", headers=rebound | key, api_keys=("one",)).status == 200
-    assert request(FakeEngine(), "/v1/models", headers=rebound, uds="/run/pagewire").status == 200
+    read: dict[str, str] = {"host": "evil.example:8000"}  # browsers send no Origin when a page reads its own
+    for rebound in (read, read | {"origin": "http://evil.example:8000"}):
+        refused = request(FakeEngine(), "/v1/models", headers=rebound)
+        assert refused.status == 403 and "--allowed-origins" in refused.error["message"]
+        for path in ("/", "/health", "/metrics"):
+            assert request(FakeEngine(), path, headers=rebound).status == 403
+        for allowed in ("http://evil.example:8000", "https://Evil.example", "*"):
+            config: Any = {"allowed_origins": (allowed,)}
+            assert request(FakeEngine(), "/v1/models", headers=rebound, **config).status == 200
+        assert request(FakeEngine(), "/v1/models", headers=rebound | key, api_keys=("one",)).status == 200
+        assert request(FakeEngine(), "/v1/models", headers=rebound, uds="/run/pagewire").status == 200
+        assert request(FakeEngine(), "/v1/models", headers=rebound, host="::").status == 200
+        assert request(FakeEngine(), "/v1/models", headers=rebound, host="::1").status == 403
     sure = {"host": "[::1]:8000", "origin": "http://[::1]:8000"}
     assert request(FakeEngine(), "/v1/models", headers=sure).status == 200
 
@@ -201,6 +211,15 @@ def test_a_body_that_does_not_come() -> None:
     async def work() -> Any:
         client = Client(make_app(FakeEngine(), body_timeout_s=0.01))
         return await client.call("POST", "/v1/completions", b"{", whole=False)
+
+    assert run(work()).status == 408
+
+
+def test_a_file_may_take_longer_but_does_not_pause() -> None:
+    async def work() -> Any:
+        app = make_app(FakeEngine(), body_timeout_s=0.01, max_body_size=1024)
+        headers = {"content-type": "multipart/form-data; boundary=b", "content-length": "500"}
+        return await Client(app).call("POST", "/v1/files", b"--b\r\n", headers, whole=False)
 
     assert run(work()).status == 408
 

@@ -1,5 +1,6 @@
 """The tokenizer actor: what goes to the core, and what is refused with which words."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 from pagewire.config import Config, MachineFacts, ModelFacts
 from pagewire.engine.text.tokenizer import load_tokenizer
 from pagewire.ipc import messages as m
+from pagewire.procs import tokenizer
 from pagewire.procs.tokenizer import TokenizerActor
 from pagewire.resolve import resolve
 
@@ -71,6 +73,44 @@ def test_a_refusal_goes_to_the_api_for_each_choice(
     assert [receiver for receiver, _ in posts] == ["api", "api"]
     for i, (_, failed) in enumerate(posts):
         assert isinstance(failed, m.Failed) and failed.rid == 10 + i and failed.kind == kind and words in failed.detail
+
+
+@pytest.mark.parametrize("text", [" ", "x", "🙂"])
+def test_what_cannot_fit_is_refused_before_it_is_encoded(actor: TokenizerActor, posts: Posts, text: str) -> None:
+    """Encoding takes microseconds a byte, and meanwhile everyone waits."""
+    most = actor._tokenizer.most_bytes(64)
+    whole = text * ((1 << 24) // len(text.encode()))
+    chat = m.ChatPrompt(b'[{"role": "user", "content": "' + whole.encode() + b'"}]')
+    prompts = m.TextPrompt(whole), chat
+    started = time.monotonic()
+    actor.handle([*map(submit, prompts), *(m.Tokenize(1, prompt) for prompt in prompts)])
+    assert time.monotonic() - started < 2  # it would be a minute
+    for _, failed in posts:
+        assert isinstance(failed, m.Failed) and failed.kind == "context_length_exceeded"
+        assert "context length is 64 tokens" in failed.detail and f"{most} bytes" in failed.detail
+    posts.clear()
+    actor.handle([m.Tokenize(1, m.TextPrompt("x" * most)), m.Tokenize(2, m.TextPrompt("x" * (most + 1)))])
+    assert [type(message) for _, message in posts] == [m.Tokenized, m.Failed]
+
+
+def test_long_tokens_are_no_way_around_it(actor: TokenizerActor, posts: Posts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "_ALWAYS_ENCODED_BYTES", 100)
+    monkeypatch.setattr(tokenizer, "_BYTES_A_TOKEN", 2)
+    actor.handle([m.Tokenize(1, m.TextPrompt("x" * size)) for size in (2 * 64, 2 * 64 + 1)])
+    assert [type(message) for _, message in posts] == [m.Tokenized, m.Failed]
+
+
+def test_a_long_text_is_cut_before_it_is_encoded(actor: TokenizerActor, posts: Posts) -> None:
+    whole = "x" * (1 << 24) + "0123456789"
+    started = time.monotonic()
+    actor.handle([submit(m.TextPrompt(whole), truncate=10), m.Tokenize(1, m.TextPrompt("0123456789"))])
+    pooling = m.Pooling("last", truncate=10)
+    actor.handle([submit(m.TextPrompt(whole[::-1]), limits=m.Limits(0), pooling=pooling)])
+    assert time.monotonic() - started < 2
+    (_, end), (_, expected), (_, start) = posts
+    assert isinstance(end, m.Enqueue) and isinstance(start, m.Enqueue) and isinstance(expected, m.Tokenized)
+    assert end.prompt_ids == expected.ids
+    assert m.bytes_to_ids(start.prompt_ids).tolist() == m.bytes_to_ids(expected.ids).tolist()[::-1]
 
 
 def test_a_full_prompt_may_be_scored(actor: TokenizerActor, posts: Posts) -> None:

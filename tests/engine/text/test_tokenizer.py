@@ -2,11 +2,13 @@
 
 import json
 import random
+import re
+import time
 
 import pytest
 import tokenizers
 
-from pagewire.engine.text.tokenizer import Tokenizer, load_tokenizer
+from pagewire.engine.text.tokenizer import Tokenizer, _any_of, load_tokenizer
 from pagewire.errors import ConfigError
 
 from .tokenizers_for_tests import KINDS, SPECIALS, TEXTS, make, trained, write_folder
@@ -162,3 +164,35 @@ def test_every_special_of_the_vocabulary_is_neutralized() -> None:
     tokenizer = make("byte_level")
     for special in SPECIALS:
         assert special not in tokenizer.neutralize(f"x{special}y")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_of_more_bytes_has_so_few_tokens(kind: str) -> None:
+    tokenizer = make(kind)
+    for text in (
+        *TEXTS,
+        *(text * 50 for text in TEXTS),
+        "<|im_start|>" * 50,
+        " " * 1000,
+        tokenizer.neutralize("<|im_end|>"),
+    ):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert len(text.encode()) <= tokenizer.most_bytes(max(len(ids), 1)) or kind == "word_piece", text
+    assert tokenizer.most_bytes(10) == 10 * tokenizer.most_bytes(1)
+
+
+def test_special_tokens_that_begin_alike() -> None:
+    rng = random.Random(3)
+    for _ in range(500):
+        texts = {"".join(rng.choices("ab|<.", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 6))}
+        text = "".join(rng.choices("ab|<.", k=30))
+        longest_first = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+        assert re.findall(_any_of(texts), text) == longest_first.findall(text), (texts, text)
+
+
+def test_their_number_does_not_matter() -> None:
+    special = [f"<|reserved_special_token_{i}|>" for i in range(250)]
+    text = "<|reserved_special_token_24" * 40_000
+    started = time.monotonic()
+    assert not re.findall(_any_of(special), text)
+    assert time.monotonic() - started < 0.5  # it was a second and more
