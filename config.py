@@ -263,9 +263,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         _doc("server", "processes that serve HTTP on the one port; limits and rates are each one's own", ge=1, le=64),
     ] = 1
-    shutdown_timeout_s: Annotated[
-        float, _doc("server", "how long open requests may go on after SIGTERM, in seconds", ge=0)
-    ] = 0.0
+    drain_timeout: Annotated[
+        float,
+        _doc("server", "how long open requests may go on after SIGTERM, in seconds; a second signal: no longer", ge=0),
+    ] = 60.0
 
 
 def from_options(caller: str, options: Mapping[str, object]) -> Config:
@@ -412,7 +413,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     enable_log_requests: bool = False
     otlp_traces_endpoint: str | None = None
     start_timeout_s: float
-    shutdown_timeout_s: float
+    drain_timeout: float
     hang_timeout_s: float = 10.0
     outage_wait: float = 30.0
     api_processes: int = 1

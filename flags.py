@@ -124,5 +124,5 @@ def _choices(kind: object) -> tuple[object, ...]:
 def _metavar(flag: str, kind: object) -> str:
     text = str(kind)
     if "float" in text:
-        return "MS" if flag.endswith("-ms") else "SECONDS" if flag.endswith("-s") else "SHARE"
+        return "MS" if flag.endswith("-ms") else "SHARE" if flag.endswith("-utilization") else "SECONDS"
     return "N" if "int" in text else "TEXT"

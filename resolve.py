@@ -115,7 +115,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         enable_log_requests=config.enable_log_requests,
         otlp_traces_endpoint=config.otlp_traces_endpoint,
         start_timeout_s=config.start_timeout_s,
-        shutdown_timeout_s=config.shutdown_timeout_s,
+        drain_timeout=config.drain_timeout,
         hang_timeout_s=config.hang_timeout_s,
         outage_wait=config.outage_wait,
         api_processes=config.api_processes,

@@ -57,11 +57,10 @@ class AboutEndpoints:
         await send_json(send, self._card(self._service.model_name(scope["path_params"]["id"])))
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /health: 200 while the engine answers and new requests are taken."""
-        trouble = self._service.gateway.refusal or self._service.healthy()
-        if trouble is not None:
+        """GET /health: 200 while the engine answers. A server that lets its last requests finish must not be killed."""
+        if (trouble := self._service.healthy()) is not None:
             raise as_http_error(RequestError("unavailable", trouble))
-        await send_json(send, Status("ok"))
+        await send_json(send, Status("ok" if self._service.gateway.refusal is None else "draining"))
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /ready: 200 while a new request would be taken; a full queue is no reason to kill a server."""

@@ -36,7 +36,6 @@ from .rate_limit import Account
 from .request_end import Observer
 from .responses.endpoints import ResponsesEndpoints
 from .service import Service, send_body, too_large
-from .stats import Stats
 from .stream import ClientGone
 from .swapping import Swap, SwapEndpoints
 from .tokenizing import TokenizeEndpoints
@@ -88,7 +87,7 @@ def create_app(
         Route("/openapi.json", Description(description), methods=["GET"]),
         *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
     ]
-    return Edge(router, batches, config=config, stats=gateway.stats)
+    return Edge(router, batches, config=config, gateway=gateway)
 
 
 def _swapping(service: Service, swap: Swap | None) -> list[Operation]:
@@ -104,14 +103,14 @@ class Edge:
         batches: BatchEndpoints,
         *,
         config: EngineConfig,
-        stats: Stats,
+        gateway: Gateway,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock`: of the rates."""
         self._app = app
         self._batches = batches
         self._config = config
-        self._stats = stats
+        self._gateway = gateway
         account = Account(config.requests_per_minute, config.tokens_per_minute, clock=clock)
         self._keys = Keys(config.api_keys, account, clock)
         self._admin_keys = Keys(config.admin_keys, account, clock)
@@ -145,9 +144,10 @@ class Edge:
                 log.warning("request %s failed: %s", request.id, http_error)
             if request.status:
                 raise
-            self._stats.refused[http_error.code or str(http_error.status)] += 1
+            self._gateway.stats.refused[http_error.code or str(http_error.status)] += 1
             body = anthropic_error_body(http_error) if request.is_anthropic else error_body(http_error)
-            await send_body(request.send, http_error.status, body, headers=http_error.headers)
+            headers = (*http_error.headers, *self._when_to_retry(http_error))
+            await send_body(request.send, http_error.status, body, headers=headers)
         finally:
             if self._config.access_log and not (request.status < 400 and scope["path"] in _POLLED_PATHS):
                 access.info("%s", request.line(time.monotonic() - started))
@@ -211,6 +211,12 @@ class Edge:
             return message
 
         return receive_in_bounds
+
+    def _when_to_retry(self, error: HttpError) -> Headers:
+        """What every 429 and 503 tells: when a rate allows more, or when what is open now will be done."""
+        if error.status not in (429, 503) or any(name == b"retry-after" for name, _ in error.headers):
+            return ()
+        return ((b"retry-after", b"%d" % self._gateway.retry_after_s),)
 
     def _from_router(self, error: HTTPException, scope: Scope) -> HttpError:
         """No such path, or not with this method: a path may have a route for each of its methods."""

@@ -37,6 +37,7 @@ from ..ipc.messages import (
     Tokenized,
     Usage,
 )
+from .drain_rate import DrainRate
 from .http_error import HttpError, ShuttingDown
 from .journal import fingerprint
 from .stats import Stats
@@ -81,14 +82,17 @@ class Gateway:
         api_index: int = 0,
         outage_wait_s: float = 30.0,
         most_held: int = 10_000,
+        most_open: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`post` sends to the tokenizer process; it must neither block nor raise. `outage_wait_s`: how long a request
-        without an answer waits for an engine that is not whole. `most_held`: sequences that may wait for it."""
+        without an answer waits for an engine that is not whole. `most_held`: sequences that may wait for it.
+        `most_open`: that it can run and let wait; more would be refused there, which costs less here."""
         self._post = post
         self._clock = clock
         self._outage_wait_s = outage_wait_s
         self._most_held = most_held
+        self._most_open = most_open
         self._next_rid = api_index << RID_BITS
         self.unflushed: dict[ShortWay, None] = {}  # those that took news since `handle` began, for `Stream`
         self._streams: dict[int, Stream] = {}  # every rid that has not ended
@@ -100,6 +104,7 @@ class Gateway:
         self._refusal: str | None = None  # why nothing new is taken
         self._idle = asyncio.Event()
         self._idle.set()
+        self._drain_rate = DrainRate(clock())
         self.snapshot: Snapshot | None = None  # the core's last word
         self.pulses: dict[str, Pulse] = {}  # the last one of each process
         self.stats = Stats()
@@ -124,6 +129,13 @@ class Gateway:
         """Why new requests are refused, if they are."""
         return self._refusal
 
+    @property
+    def retry_after_s(self) -> int:
+        """When who is refused now may come again: what is open here, or in the whole engine, will be done by then."""
+        core = self.snapshot
+        num_ahead = max(len(self._streams), core.num_running + core.num_waiting if core is not None else 0)
+        return self._drain_rate.retry_after_s(num_ahead)
+
     def submit(self, orders: Sequence[Submit]) -> Stream:
         """Sends `orders` on, each with rids of its own (theirs are ignored). The stream's choices are theirs in order.
 
@@ -134,9 +146,14 @@ class Gateway:
         if self._suspects.are_known and self._suspects.has_killed(fingerprint(orders)):
             raise RequestError("internal", _KILLED)
         num_choices = sum(order.n for order in orders)
+        if self._most_open is not None and self._streams and len(self._streams) + num_choices > self._most_open:
+            self.stats.errors["queue_full"] += num_choices
+            raise RequestError("queue_full", f"{len(self._streams)} sequences are open already; try again later.")
         if self._is_holding and sum(len(held.open_rids) for held in self._held) + num_choices > self._most_held:
             raise RequestError("queue_full", "Too many requests wait for the engine, a part of which is replaced.")
-        stream = Stream(self, self._next_rid, orders, self._clock())
+        now = self._clock()
+        self._drain_rate.note(now, is_busy=True)
+        stream = Stream(self, self._next_rid, orders, now)
         self._next_rid += num_choices
         self._streams.update(dict.fromkeys(stream.open_rids, stream))
         self._idle.clear()
@@ -359,6 +376,7 @@ class Gateway:
             self.stats.max_generation_tokens.observe(longest)
         stream.accept(rid)
         del self._streams[rid]
+        self._drain_rate.note(now, is_busy=bool(self._streams), num_ended=usage is not None)
         self._note_idle()
 
     async def _ask(self, question: Question) -> Answer:

@@ -23,6 +23,7 @@ ErrorCode = Literal[
     "queue_full",
     "rate_limit_exceeded",
     "request_timeout",
+    "client_too_slow",
     "engine_unavailable",
     "shutting_down",
 ]
@@ -82,8 +83,8 @@ class HttpError(PagewireError):
         self.status = status
         self.code: ErrorCode | None = code
         self.param = param
-        is_told = any(name == b"retry-after" for name, _ in headers)
-        self.headers = headers if is_told else (*headers, *_retry_headers(status))
+        # The same request would fail again. When to come again after 429 or 503 is the edge's to say.
+        self.headers = (*headers, (b"x-should-retry", b"false")) if status in (500, 504) else headers
 
     def with_names(self, names: Mapping[str, str]) -> "HttpError":
         """The same in the words of another API, whose own names for fields `names` has."""
@@ -106,7 +107,8 @@ def as_http_error(error: Exception) -> HttpError:
         case HttpError():
             return error
         case ShuttingDown():
-            return HttpError(503, str(error), code="shutting_down")
+            # Who connects anew finds another server, or the next one.
+            return HttpError(503, str(error), code="shutting_down", headers=((b"connection", b"close"),))
         case RequestError():
             status, code = _OF_KIND[error.kind]
             return HttpError(status, str(error), code=code)
@@ -133,11 +135,3 @@ def anthropic_error_body(error: HttpError) -> bytes:
 def speaks_anthropic(path: str) -> bool:
     """Whether errors at `path` have Anthropic's shape."""
     return path.startswith("/v1/messages")
-
-
-def _retry_headers(status: int) -> tuple[tuple[bytes, bytes], ...]:
-    if status in (429, 503):
-        return ((b"retry-after", b"1"),)
-    if status in (500, 504):
-        return ((b"x-should-retry", b"false"),)  # the same request would fail again
-    return ()

@@ -1,6 +1,8 @@
 """uvicorn's settings, and what its fast protocol lacks: bounds on what a client may send, and on its time for it."""
 
 import asyncio
+import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -22,6 +24,7 @@ MAX_PIPELINED = 16  # requests that a client may send on a connection before it 
 MAX_FRAMING_BYTES = 64 << 10  # of a chunked body: sizes, extensions, trailers, besides what chunks of a few bytes need
 FRAMING_BYTES_A_BYTE = 8
 STALL_TIMEOUT_S = 60.0  # how long a client may leave what is sent to it unread
+MAX_UNSENT_BYTES = 128 << 10  # of a connection, that the kernel holds; by itself it takes megabytes
 _HANDOVER_LOOK_S = 0.05
 CLOSE_TIMEOUT_S = 5  # how long a stopping server waits for answers that have ended to leave
 
@@ -57,6 +60,14 @@ class HttpConfig(uvicorn.Config):
 
 class HttpServer(uvicorn.Server):
     """Leaves the process's signals alone: its owner sets `should_exit`."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """For uvicorn. Connections inherit what is set here."""
+        for listening in sockets or ():
+            if sys.platform == "linux" and listening.family != socket.AF_UNIX:
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_TIMEOUT_S * 1000))
+        await super().startup(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -11,8 +11,10 @@ from typing import Protocol
 import msgspec
 
 from ..ipc.messages import Chunk, Submit, Times
+from .http_error import HttpError
 from .journal import entries
 from .timeline import EndedSequence, Timeline, together
+from .unread import MOST_UNREAD_BYTES, Unread
 
 
 class ClientGone(Exception):
@@ -65,6 +67,7 @@ class Stream:
         self._first_of_prompts = set(starts)  # indices: of each prompt its first choice
         self._unanswered = set(self.open_rids)  # of which the engine has said nothing yet
         self._news: list[tuple[int, Chunk]] = []
+        self._unread = Unread()  # what came after them while the reader waits for its client
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._short_way: ShortWay | None = None  # only while a reader waits
@@ -72,7 +75,7 @@ class Stream:
     @property
     def finished(self) -> bool:
         """Everything has been read and nothing more will come."""
-        return not self.open_rids and not self._news and self._error is None
+        return not (self.open_rids or self._news or self._unread) and self._error is None
 
     @property
     def num_unanswered(self) -> int:
@@ -100,12 +103,12 @@ class Stream:
 
         `short_way` is offered every chunk while this waits. Raises RequestError when the request has failed,
         ClientGone."""
-        if not self._news and self._error is None:
+        if not (self._news or self._unread) and self._error is None:
             self._short_way = short_way
             await self._wait()
-        if not self._news and self._error is not None:
+        if not (self._news or self._unread) and self._error is not None:
             raise self._error
-        news, self._news = self._news, []
+        news, self._news = self._news + self._unread.take(), []
         return news
 
     def wake(self) -> None:
@@ -121,6 +124,7 @@ class Stream:
     def end(self, error: Exception) -> None:
         """Cuts it off: the reader gets `error`, and nothing of what it has not read yet."""
         self._news.clear()
+        self._unread.clear()
         self._gateway.end(self, error)
 
     def send(self) -> list[Submit]:
@@ -187,9 +191,15 @@ class Stream:
         way = self._short_way
         if way is not None and way.take(index, chunk):
             self._gateway.unflushed[way] = None
-        elif self._error is None:
+        elif self._error is not None:
+            pass
+        elif self._waiter is not None and not self._unread:
             self._news.append((index, chunk))
             self.wake()
+        else:  # the reader is on its way to a client that does not keep up
+            self._unread.add(index, chunk)
+            if self._unread.num_bytes > MOST_UNREAD_BYTES:
+                self.end(HttpError(408, "Too much of the answer was left unread.", code="client_too_slow"))
 
     def fail(self, error: Exception) -> None:
         """For the gateway: nothing more will come. The first error stands."""

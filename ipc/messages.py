@@ -158,7 +158,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     text: TextSpec
     priority: int = 0  # lower is served first
     salt: bytes = b""  # keeps prefix-cache entries of different owners apart
-    tenant: str = ""  # who shares the engine fairly: the API key's digest or the `user` of the request
+    tenant: str = ""  # who shares the engine fairly: the API key's digest, else the `user` of the request
     truncate: Annotated[int, Meta(ge=-1)] | None = None  # keep so many of the prompt's last tokens; -1: all that fit
     constraint: Constraint | None = None
     bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MOST_BAD_WORDS)] = ()  # texts; see `Constraint`

@@ -72,6 +72,7 @@ class CoreActor:
         self._kv_events: KvEventPublisher | None = None
         self._early: list[Enqueue | Cancel] = []  # what came before the worker's offer
         self._unsure: dict[int, Enqueue] = {}  # rid → what is not taken in before its grammar is known to be one
+        self._unsure_since: dict[int, float] = {}  # first rid of such a request → when it came
         self._given_up: set[int] = set()  # of them, those that were cancelled since
         self._workers = workers(config.tensor_parallel_size)
         self._offers: dict[int, CacheOffer] = {}  # of each rank that is here
@@ -116,7 +117,7 @@ class CoreActor:
                     self._early.append(message)
                 case Enqueue():
                     if message.constraint is None:
-                        self._add(message)
+                        self._add(message, time.monotonic())
                     else:
                         self._constrain(message)
                 case Constrained():
@@ -159,11 +160,10 @@ class CoreActor:
         if self._scheduler is not None and self._scheduler.connector is not None:
             self._scheduler.connector.close()
 
-    def _add(self, message: Enqueue) -> bool:
+    def _add(self, message: Enqueue, arrived: float) -> bool:
         """Whether it was accepted."""
-        now = time.monotonic()
-        self._record(trace.Arrived(message, now))
-        replies = self.scheduler.add(message, now)
+        self._record(trace.Arrived(message, arrived))
+        replies = self.scheduler.add(message, arrived)
         for reply in replies:
             self._reply(reply)
         return isinstance(replies[0], Accepted)
@@ -188,6 +188,7 @@ class CoreActor:
                 self._reply(structs.replace(refusal, rid=rid))
             return
         self._unsure.update(dict.fromkeys(rids, message))
+        self._unsure_since[message.rid] = time.monotonic()
         self._ask_grammar(message)
 
     def _ask_grammar(self, message: Enqueue) -> None:
@@ -201,6 +202,7 @@ class CoreActor:
         if message is None:  # asked for in vain: everyone began anew
             return
         rids = range(message.rid, message.rid + message.n)
+        arrived = self._unsure_since.pop(message.rid)
         given_up = self._given_up.intersection(rids)
         self._given_up -= given_up
         for rid in rids:
@@ -208,7 +210,7 @@ class CoreActor:
         if answer.kind is not None:
             for rid in rids:
                 self._reply(Failed(rid, answer.kind, answer.detail))
-        elif not self._add(message):
+        elif not self._add(message, arrived):  # the wait for the grammar is a wait
             for rid in rids:
                 self.scheduler.constraints.end(rid)
         elif given_up:
@@ -280,6 +282,7 @@ class CoreActor:
         """A process has died. The api will submit its requests again; what the core's own clients asked for goes on."""
         self._early.clear()
         self._unsure = {rid: message for rid, message in self._unsure.items() if rid >= CLIENT_RIDS}
+        self._unsure_since = {rid: at for rid, at in self._unsure_since.items() if rid in self._unsure}
         self._given_up.intersection_update(self._unsure)
         has_lost_workers = any(kind(name) == "worker" for name in reset.lost)
         if has_lost_workers:

@@ -209,7 +209,7 @@ class Supervisor:
         await self._watch(lambda: bool(self._signals) or self._is_retired)
         if self._is_retired:
             return await self._stop("another model is served now", grace_s=_HANDOVER_S, hands_over=True)
-        return await self._stop(self._signals[0].name, grace_s=self._config.shutdown_timeout_s)
+        return await self._stop(self._signals[0].name, grace_s=self._config.drain_timeout)
 
     def serve(self) -> None:
         """Opens the door, once everyone is ready."""

@@ -44,7 +44,7 @@ def test_flags_become_typed_values() -> None:
         (["--port", "eighty"], "--port: expected int, got str."),
         (["--max-num-seqs", "0"], "--max-num-seqs: expected int >= 1."),
         (["--kv-cache-memory", "much"], "'much' is not a number or a size such as 512M, 2G or 8k."),
-        (["--shutdown-timeout-s", "-1"], "--shutdown-timeout-s: expected float >= 0.0."),
+        (["--drain-timeout", "-1"], "--drain-timeout: expected float >= 0.0."),
     ],
 )
 def test_a_wrong_flag_gives_one_sentence(argv: list[str], sentence: str) -> None:

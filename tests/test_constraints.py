@@ -60,11 +60,12 @@ class Service:
         max_tokens: int = 16,
         n: int = 1,
         ignore_eos: bool = True,
+        queue_timeout_s: float | None = None,
     ) -> int:
         """Its first rid."""
         rid = self._next_rid
         self._next_rid += n
-        limits = Limits(max_tokens, ignore_eos=ignore_eos)
+        limits = Limits(max_tokens, ignore_eos=ignore_eos, queue_timeout_s=queue_timeout_s)
         submit = Submit(rid, n, IdsPrompt(ids_to_bytes(prompt)), sampling, limits, TextSpec(), constraint=constraint)
         self.engine.post("tokenizer", submit)
         return rid
@@ -131,6 +132,15 @@ def test_all_that_is_drawn_obeys_and_nobody_else_notices(folder: Path, serve: Ca
     rid = alone.ask(PROMPTS[1], grammar, HOT)
     alone.run()
     assert alone.output(rid) == outputs[3]  # the seed's own tokens, whoever is beside it
+
+
+def test_the_wait_for_a_grammar_is_a_wait(serve: Callable[..., Service]) -> None:
+    service = serve()
+    rid = service.ask(PROMPTS[0], cycle(*SETS), queue_timeout_s=0.01)  # it is tried out in a process that has to start
+    patient = service.ask(PROMPTS[0], cycle(*SETS), queue_timeout_s=600)
+    service.run()
+    assert service.failed[rid].kind == "unavailable" and "0.01 s" in service.failed[rid].detail
+    assert len(service.output(patient)) == 16 and service.at_rest()
 
 
 def test_choices_and_prompts_in_pieces(serve: Callable[..., Service]) -> None:

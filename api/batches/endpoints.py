@@ -1,5 +1,6 @@
 """/v1/files and /v1/batches."""
 
+import asyncio
 import secrets
 import shutil
 import time
@@ -96,7 +97,7 @@ class BatchEndpoints:
             id, file = self._store.new_file()
             try:
                 with file:
-                    shutil.copyfileobj(upload.file, file, _PIECE_BYTES)
+                    await asyncio.to_thread(shutil.copyfileobj, upload.file, file, _PIECE_BYTES)
                 body = self._store.keep(_owner(scope), id, (upload.filename or "batch.jsonl")[:255], "batch")
             except BaseException:
                 self._store.drop(id)
@@ -127,7 +128,7 @@ class BatchEndpoints:
         headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(body.bytes).encode())]
         with self._store.content(body.id).open("rb") as file:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            while piece := file.read(_PIECE_BYTES):
+            while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 

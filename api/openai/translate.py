@@ -262,7 +262,7 @@ def _orders(
         prompt_end=grammar is not None,
         min_tokens=limits.min_tokens,
     )
-    tenant = request.user or salt.hex()
+    tenant = salt.hex() or request.user or ""  # whoever has a key shares as its owner, whatever names it sends
     if request.cache_salt is not None:
         salt = hashlib.sha256(salt + b"/" + request.cache_salt.encode()).digest()[:16]
     return [

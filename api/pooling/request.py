@@ -116,7 +116,7 @@ def _orders(
             text=TextSpec(detokenize=False),
             priority=request.priority or 0,
             salt=salt,
-            tenant=request.user or salt.hex(),
+            tenant=salt.hex() or request.user or "",
             pooling=pooling,
         )
         for prompt in prompts

@@ -79,7 +79,7 @@ CONFIG = EngineConfig(
     port=0,
     api_keys=(),
     start_timeout_s=1.0,
-    shutdown_timeout_s=0.0,
+    drain_timeout=0.0,
 )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from typing import Any
 
 from msgspec.structs import replace
@@ -27,6 +28,9 @@ class Served:
         self._server = HttpServer(self._config)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
+        while not self._server.started:  # what connects before has nothing of what the server sets on its socket
+            assert self._thread.is_alive()
+            time.sleep(0.001)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=self._config.get_loop_factory()) as runner:

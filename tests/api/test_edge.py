@@ -76,6 +76,19 @@ def test_two_keys_never_share_a_prefix() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}), ("/v1/embeddings", {"input": "hi"})],
+)
+def test_a_key_has_one_fair_share_whatever_names_it_sends(path: str, body: dict[str, Any]) -> None:
+    tenants = set()
+    for key, user in (("first", "a"), ("first", "b"), ("second", "a")):
+        engine = FakeEngine()
+        request(engine, path, {**body, "user": user}, headers={"authorization": f"Bearer {key}"}, **KEYS)
+        tenants.add((key, engine.submits[0].tenant))
+    assert len(tenants) == len({tenant for _, tenant in tenants}) == 2
+
+
+@pytest.mark.parametrize(
     ("sent", "echoed"),
     [("abc-123", True), ("x" * 128, True), ("x" * 129, False), ("", False), ("a b", False), ("é", False)],
 )

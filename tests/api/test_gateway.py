@@ -1,11 +1,14 @@
 """The gateway: news reach their streams, every rid ends once, the engine hears of a leaving client once."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from pagewire.api.gateway import Gateway
+from pagewire.api.http_error import HttpError
 from pagewire.api.stream import ClientGone
+from pagewire.api.unread import MOST_UNREAD_BYTES
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import (
     Accepted,
@@ -13,11 +16,16 @@ from pagewire.ipc.messages import (
     Chunk,
     Failed,
     Limits,
+    PromptEcho,
     Sampling,
+    Snapshot,
     Submit,
     TextBatch,
     TextPrompt,
     TextSpec,
+    Times,
+    TokenLogprob,
+    TopLogprob,
     Usage,
 )
 
@@ -30,8 +38,9 @@ def order(n: int = 1) -> Submit:
     return Submit(0, n, TextPrompt("x"), Sampling(), Limits(), TextSpec())
 
 
-def chunk(rid: int, text: str = "x", finish: str | None = None) -> Chunk:
-    return Chunk(rid, text, b"\1\0\0\0", finish=finish, usage=USAGE if finish else None)  # type: ignore[arg-type]
+def chunk(rid: int, text: str = "x", finish: str | None = None, **more: Any) -> Chunk:
+    usage = USAGE if finish else None
+    return Chunk(rid, text, b"\1\0\0\0", finish=finish, usage=usage, **more)  # type: ignore[arg-type]
 
 
 class Box:
@@ -104,6 +113,82 @@ def test_the_short_way_is_for_news_while_the_reader_waits() -> None:
         assert [c.text for _, c in await reader] == ["e", "f"] and way.num_flushes == 1
 
     run(work())
+
+
+def test_news_for_a_client_that_does_not_keep_up_are_put_together() -> None:
+    logprob = TokenLogprob(TopLogprob(1, "x", b"x", -0.5), ())
+    echo, times = PromptEcho(b"", "hi"), Times(1.0, 2.0, 3.0)
+
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order(2)])
+        box.gateway.handle([Accepted(BASE, 1), Accepted(BASE + 1, 1)])
+        first = chunk(BASE, "a", logprobs=(logprob,), prompt=echo, times=times, prompt_end="p")
+        box.gateway.handle([TextBatch((first, chunk(BASE + 1, "1")))])
+        box.gateway.handle([TextBatch((chunk(BASE, "b", logprobs=(logprob,)), chunk(BASE + 1, "2", "length")))])
+        box.gateway.handle([TextBatch((chunk(BASE, "c", "stop", stop_reason="."),))])
+        assert not stream.finished
+        (zero, one), (index, other) = await stream.news()
+        assert (zero, one.text, one.ids, one.logprobs) == (0, "abc", b"\1\0\0\0" * 3, (logprob,) * 2)
+        assert (one.prompt, one.prompt_end, one.times) == (echo, "p", times)
+        assert (one.finish, one.stop_reason, one.usage) == ("stop", ".", USAGE)
+        assert (index, other.text, other.finish) == (1, "12", "length") and stream.finished
+
+    run(work())
+
+
+def test_what_is_left_unread_is_bounded() -> None:
+    async def work() -> None:
+        box = Box()
+        slow, other = box.gateway.submit([order()]), box.gateway.submit([order()])
+        text = "x" * 1000
+        for _ in range(MOST_UNREAD_BYTES // 1004):
+            box.gateway.handle([TextBatch((chunk(BASE, text),))])
+        assert not box.cancelled
+        box.gateway.handle([TextBatch((chunk(BASE, text), chunk(BASE + 1)))])
+        assert box.cancelled == [(BASE,)] and box.gateway.stats.aborts["client_too_slow"] == 1
+        with pytest.raises(HttpError) as error:
+            await slow.news()
+        assert (error.value.status, error.value.code) == (408, "client_too_slow")
+        assert len(await other.news()) == 1
+
+    run(work())
+
+
+def test_much_at_once_is_no_fault_of_a_reader_that_waits() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order()])
+        reader = asyncio.create_task(stream.news())
+        await asyncio.sleep(0)
+        box.gateway.handle([TextBatch(tuple(chunk(BASE, "x" * MOST_UNREAD_BYTES) for _ in range(3)))])
+        assert len(await reader) == 3 and not box.cancelled
+
+    run(work())
+
+
+def test_what_the_engine_would_refuse_is_not_sent_there() -> None:
+    posted: list[object] = []
+    gateway = Gateway(posted.append, most_open=4)
+    gateway.submit([order(5)])  # alone, it is the engine's to say
+    gateway = Gateway(posted.append, most_open=4)
+    gateway.submit([order(3)])
+    with pytest.raises(RequestError, match="3 sequences") as error:
+        gateway.submit([order(), order()])
+    assert error.value.kind == "queue_full" and len(posted) == 2 and gateway.stats.errors["queue_full"] == 2
+    gateway.submit([order()])
+
+
+def test_when_to_come_again_is_how_long_the_others_take() -> None:
+    box = Box()
+    box.gateway.submit([order(30)])
+    assert box.gateway.retry_after_s == 1
+    for i in range(10):
+        box.now += 0.5
+        box.gateway.handle([TextBatch((chunk(BASE + i, finish="stop"),))])
+    assert box.gateway.retry_after_s == 10, "twenty are left, two a second"
+    box.gateway.handle([Snapshot(1, 10, 50, 0, 0, 0, 0, 0, 0, 0.0)])
+    assert box.gateway.retry_after_s == 30, "other clients' requests are before us, too"
 
 
 def test_admission_waits_for_every_sequence() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 
 import openai
@@ -150,6 +151,32 @@ def test_a_client_that_does_not_read_is_cut(served: Served, monkeypatch: pytest.
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(request_bytes(b'{"prompt": "x", "stream": true}'))
         assert cancels.seen.wait(10)
+
+
+def test_a_client_that_stops_reading_for_a_while_gets_all_of_it(served: Served) -> None:
+    served.engine.pieces = [f"{i:9} " for i in range(3000)]
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(request_bytes(b'{"prompt": "x", "stream": true}', b"connection: close"))
+        received = connection.recv(100)
+        while served.engine.open:  # the engine is done before its client goes on
+            time.sleep(0.01)
+        while part := connection.recv(1 << 16):
+            received += part
+    body = received.partition(b"\r\n\r\n")[2]
+    events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == "".join(served.engine.pieces)
+    assert len(events) < len(served.engine.pieces), "what was not read was put together"
+
+
+def test_the_kernel_holds_little_for_a_client_that_does_not_read(served: Served) -> None:
+    served.engine.pieces = ["x" * 1000] * 2000
+    served.engine.cancels = cancels = Noticing()
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(request_bytes(b'{"prompt": "x", "stream": true}'))
+        assert cancels.seen.wait(10), "2 MB were taken off our hands"
+        received = b""
+        while b'"client_too_slow"' not in received:
+            received += connection.recv(1 << 16)
 
 
 def test_a_connection_is_used_again(served: Served) -> None:

@@ -145,7 +145,9 @@ def test_after_closing_new_requests_are_refused() -> None:
     engine.gateway.close("The server is shutting down.")
     answer = chat(engine)
     assert answer.status == 503 and answer.error["code"] == "shutting_down" and not engine.submits
-    assert request(engine, "/health").status == 503
+    assert request(engine, "/ready").status == 503 and answer.headers["connection"] == "close"
+    health = request(engine, "/health")
+    assert health.status == 200 and health.json == {"status": "draining"}, "who drains is no corpse"
 
 
 def test_keep_alive_comments_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,62 @@
+"""What SIGTERM promises: not ready at once, nothing lost that was open, new requests sent away, a clean end."""
+
+import http.client
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from servers import Server, wait_until
+
+pytestmark = pytest.mark.e2e
+Start = Callable[..., Server]
+NUM_TOKENS = 1500
+
+
+def ask(server: Server, answers: list[tuple[int, bytes]], *, is_stream: bool) -> None:
+    """One completion of so many tokens, read to its end: status and body."""
+    body = {"prompt": "hello", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": is_stream, "temperature": 0}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    answers.append((response.status, response.read()))
+    connection.close()
+
+
+def status_of(connection: http.client.HTTPConnection, path: str, body: str | None = None) -> tuple[int, dict[str, str]]:
+    connection.request("GET" if body is None else "POST", path, body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    response.read()
+    return response.status, {name.lower(): value for name, value in response.getheaders()}
+
+
+def test_sigterm_loses_nothing(start: Start) -> None:
+    server = start().wait_ready()  # with the default of --drain-timeout
+    answers: list[tuple[int, bytes]] = []
+    threads = [threading.Thread(target=ask, args=(server, answers), kwargs={"is_stream": i < 3}) for i in range(6)]
+    idle = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    assert status_of(idle, "/ready")[0] == 200
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: server.metric("pagewire:num_requests_running") == 6, "six requests run")
+    signalled = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    while status_of(idle, "/ready")[0] == 200:
+        time.sleep(0.02)
+    assert time.monotonic() - signalled < 0.5, "not ready within half a second"
+    assert status_of(idle, "/health")[0] == 200, "who drains must not be killed"
+    status, headers = status_of(idle, "/v1/completions", '{"prompt": "x", "max_tokens": 1}')
+    assert status == 503 and 1 <= int(headers["retry-after"]) <= 60 and headers["connection"] == "close"
+    assert not answers, "they are still open"
+    for thread in threads:
+        thread.join(60)
+    assert server.process.wait(10) == 0, server.log.read_text()
+    idle.close()
+    assert [status for status, _ in answers] == [200] * 6
+    bodies = [body for _, body in answers]
+    plain = {json.loads(body)["usage"]["completion_tokens"] for body in bodies if body.startswith(b"{")}
+    streams = [body for body in bodies if body.startswith(b"data: ")]
+    assert plain == {NUM_TOKENS} and len(streams) == 3
+    assert all(body.endswith(b"data: [DONE]\n\n") and b'"finish_reason":"length"' in body for body in streams)
