@@ -1,12 +1,14 @@
 """The `pagewire` command. What a subcommand needs is imported when it runs."""
 
 import argparse
+import logging
 import sys
 
 from . import __version__
 from .commands import batch, completion, doctor, talk, tokenize, top
 from .errors import ConfigError, PagewireError
 from .flags import add_flags, read_settings
+from .route.config import add_route_flags
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,6 +26,12 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--explain", action="store_true", help="print every resolved setting, why, and the memory plan; serve nothing"
     )
+    route = commands.add_parser(
+        "route",
+        help="one door in front of several servers",
+        description="Shares requests out among servers of the same model, and goes on elsewhere when one of them goes.",
+    )
+    add_route_flags(route)
     chat = commands.add_parser(
         "chat",
         help="talk to a model in the terminal",
@@ -61,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         match arguments.command:
             case "serve":
                 return _explain(arguments) if arguments.explain else _serve(arguments)
+            case "route":
+                return _route(arguments)
             case "chat":
                 return talk.chat(arguments)
             case "complete":
@@ -93,9 +103,30 @@ def _serve(arguments: argparse.Namespace) -> int:
     import uvloop
 
     from .prepare import prepare
+
+    config = read_settings(arguments)[0]
+    if config.data_parallel_size > 1:
+        from .route.replicas import Replicas
+
+        _log_as("route")
+        return uvloop.run(Replicas(prepare(config)).run())
     from .procs.generations import Generations
 
-    return uvloop.run(Generations(read_settings(arguments)[0], prepare).run())
+    return uvloop.run(Generations(config, prepare).run())
+
+
+def _route(arguments: argparse.Namespace) -> int:
+    import uvloop
+
+    from .route.config import read_route
+    from .route.serve import run
+
+    _log_as("route")
+    return uvloop.run(run(read_route(arguments)))
+
+
+def _log_as(name: str) -> None:
+    logging.basicConfig(format=f"%(asctime)s {name}: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -81,6 +81,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensor_parallel_size: Annotated[
         int, _doc("engine", "ranks that share the model out, a process and a device each", ge=1, le=64)
     ] = 1
+    data_parallel_size: Annotated[
+        int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
+    ] = 1
     max_num_seqs: Annotated[int, _doc("engine", "most requests that run at once", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
         _Positive | None,
@@ -169,14 +172,14 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, shared out", ge=0)
     ] = 0
 
-    host: Annotated[str, _doc("server", "address to listen on")] = "127.0.0.1"
-    port: Annotated[int, _doc("server", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
-    uds: Annotated[str | None, _doc("server", "a Unix socket to listen on, for its owner alone, instead of a port")] = (
+    host: Annotated[str, _doc("door", "address to listen on")] = "127.0.0.1"
+    port: Annotated[int, _doc("door", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
+    uds: Annotated[str | None, _doc("door", "a Unix socket to listen on, for its owner alone, instead of a port")] = (
         None
     )
     root_path: Annotated[
         str,
-        _doc("server", "the path under which a proxy shows this server, such as /llm, whether it cuts it off or not"),
+        _doc("door", "the path under which a proxy shows this server, such as /llm, whether it cuts it off or not"),
     ] = ""
     ssl_certfile: Annotated[
         str | None, _doc("access", "speak TLS with this certificate, and those above it, in PEM form")
@@ -199,10 +202,10 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str | None, _doc("access", "a file of keys, one a line, for the paths of administrators alone")
     ] = None
     enable_model_swap: Annotated[
-        bool, _doc("access", "administrators may have another model served (POST /admin/models)")
+        bool, _doc("server", "administrators may have another model served (POST /admin/models)")
     ] = False
     enable_sleep_mode: Annotated[
-        bool, _doc("access", "administrators may put the engine to sleep (POST /sleep) and wake it (POST /wake_up)")
+        bool, _doc("server", "administrators may put the engine to sleep (POST /sleep) and wake it (POST /wake_up)")
     ] = False
     requests_per_minute: Annotated[
         _Positive | None, _doc("access", "most requests of a key in a minute, or of all without keys")
@@ -235,7 +238,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     request_timeout_s: Annotated[
         _PositiveFloat | None, _doc("limits", "how long a request may take in all, in seconds (default: no bound)")
     ] = None
-    access_log: Annotated[bool, _doc("server", "a line for each request in the log, without prompts and keys")] = True
+    access_log: Annotated[bool, _doc("door", "a line for each request in the log, without prompts and keys")] = True
     batch_folder: Annotated[
         str | None,
         _doc("server", "keep files and batches here, and go on with them at the next start (default: gone at the end)"),
@@ -257,7 +260,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 10.0
     outage_wait: Annotated[
         float,
-        _doc("server", "how long new requests wait while a process is replaced, in seconds, before they get 503", ge=0),
+        _doc("door", "how long new requests wait while a process is replaced, in seconds, before they get 503", ge=0),
     ] = 30.0
     api_processes: Annotated[
         int,
@@ -265,7 +268,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 1
     drain_timeout: Annotated[
         float,
-        _doc("server", "how long open requests may go on after SIGTERM, in seconds; a second signal: no longer", ge=0),
+        _doc("door", "how long open requests may go on after SIGTERM, in seconds; a second signal: no longer", ge=0),
     ] = 60.0
 
 
@@ -344,7 +347,34 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     admin_keys: tuple[ApiKey, ...] = ()  # what the file of administrators' keys holds
 
 
-class EngineConfig(Struct, frozen=True, kw_only=True):
+class DoorConfig(Struct, frozen=True, kw_only=True):
+    """Where a server listens, who may come in, and what a client may send; a router has it as well as an engine."""
+
+    host: str
+    port: int
+    uds: str | None = None
+    root_path: str = ""  # empty, or begins with a slash and does not end with one
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    api_keys: tuple[ApiKey, ...]
+    admin_keys: tuple[ApiKey, ...] = ()  # for the paths of administrators, and for nothing else
+    requests_per_minute: int | None = None  # without keys
+    tokens_per_minute: int | None = None
+    allowed_origins: tuple[str, ...] = ()
+    max_body_size: int = 16 << 20
+    max_head_size: int = 32 << 10
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    timeout_keep_alive: int = 75
+    request_timeout_s: float | None = None
+    access_log: bool = True
+    outage_wait: float = 30.0
+    drain_timeout: float
+
+
+class EngineConfig(DoorConfig, frozen=True, kw_only=True):
     """The whole truth that every process receives."""
 
     model_path: str
@@ -352,6 +382,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     dtype: Dtype
     device: Literal["auto", "cpu", "cuda"]
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     quantization: Literal["int8"] | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int
@@ -386,36 +417,14 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool = False
     tool_call_parser: ToolCallParser = "hermes"
     reasoning_parser: ReasoningParser = "none"
-    host: str
-    port: int
-    uds: str | None = None
-    root_path: str = ""  # empty, or begins with a slash and does not end with one
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    ssl_ca_certs: str | None = None
-    ssl_cert_reqs: int = 0
-    api_keys: tuple[ApiKey, ...]
-    admin_keys: tuple[ApiKey, ...] = ()  # for the paths of administrators, and for nothing else
     enable_sleep_mode: bool = False
     enable_model_swap: bool = False
-    requests_per_minute: int | None = None  # without keys
-    tokens_per_minute: int | None = None
-    allowed_origins: tuple[str, ...] = ()
-    max_body_size: int = 16 << 20
-    max_head_size: int = 32 << 10
-    head_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    timeout_keep_alive: int = 75
-    request_timeout_s: float | None = None
-    access_log: bool = True
     batch_folder: str | None = None
     metrics_prefix: Literal["pagewire", "vllm"] = "pagewire"
     enable_log_requests: bool = False
     otlp_traces_endpoint: str | None = None
     start_timeout_s: float
-    drain_timeout: float
     hang_timeout_s: float = 10.0
-    outage_wait: float = 30.0
     api_processes: int = 1
     versions: tuple[ModelVersion, ...] = ()
 

@@ -23,7 +23,7 @@ _SIZES = {
 }  # may be written 2G, 8k
 
 
-_GROUPS = ("model", "engine", "server", "access", "limits")
+_GROUPS = ("model", "engine", "door", "server", "access", "limits")
 
 
 def add_flags(parser: argparse.ArgumentParser, *, groups: Sequence[str] = _GROUPS) -> None:

@@ -5,8 +5,10 @@
 
 from urllib.parse import urlsplit
 
+from msgspec.structs import asdict
+
 from .access import ApiKey, check_origins, check_root_path, check_tls, merge_keys
-from .config import Config, Dtype, EngineConfig, MachineFacts, ModelFacts
+from .config import Config, DoorConfig, Dtype, EngineConfig, MachineFacts, ModelFacts
 from .errors import ConfigError
 
 
@@ -29,16 +31,11 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     if config.tensor_parallel_size > 1 and (config.kv_connector or config.extension is not None):
         flag = "--kv-connector" if config.kv_connector else "--extension"
         raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
-    admin_keys = merge_keys((*map(ApiKey, config.admin_api_key), *machine.admin_keys), None, None)
-    users = {*config.api_key, *(key.key for key in machine.api_keys)}
-    if any(key.key in users for key in admin_keys):
-        raise ConfigError("An administrator's key is a user's as well; give administrators keys of their own.")
+    door = resolve_door(config, machine.api_keys, machine.admin_keys)
     for flag in ("enable_sleep_mode", "enable_model_swap"):
-        if getattr(config, flag) and not admin_keys:
+        if getattr(config, flag) and not door.admin_keys:
             name = flag.replace("_", "-")
             raise ConfigError(f"--{name} is for administrators; give --admin-api-key or --admin-api-key-file.")
-    check_tls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs, config.ssl_cert_reqs)
-    check_origins(config.allowed_origins)
     if model.purpose.is_encoder:
         _check_encoder(config, model)
     dtype = _choose_dtype(config, model, machine)
@@ -52,6 +49,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         dtype=dtype,
         device=config.device,
         tensor_parallel_size=config.tensor_parallel_size,
+        data_parallel_size=config.data_parallel_size,
         quantization=config.quantization,
         load_format=config.load_format,
         max_model_len=max_model_len,
@@ -76,7 +74,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         speculative=config.speculative,
         deterministic=config.deterministic,
         client_address=config.client_address,
-        num_threads=config.threads or max(1, machine.num_cores // config.tensor_parallel_size),
+        num_threads=config.threads
+        or max(1, machine.num_cores // (config.tensor_parallel_size * config.data_parallel_size)),
         vocab_size=model.vocab_size,
         model_fingerprint=model.fingerprint,
         eos_token_ids=model.eos_token_ids,
@@ -86,6 +85,29 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         trust_request_chat_template=config.trust_request_chat_template,
         tool_call_parser=model.tool_call_parser if config.tool_call_parser == "auto" else config.tool_call_parser,
         reasoning_parser=model.reasoning_parser if config.reasoning_parser == "auto" else config.reasoning_parser,
+        **asdict(door),
+        enable_sleep_mode=config.enable_sleep_mode,
+        enable_model_swap=config.enable_model_swap,
+        batch_folder=config.batch_folder,
+        metrics_prefix=config.metrics_prefix,
+        enable_log_requests=config.enable_log_requests,
+        otlp_traces_endpoint=config.otlp_traces_endpoint,
+        start_timeout_s=config.start_timeout_s,
+        hang_timeout_s=config.hang_timeout_s,
+        api_processes=config.api_processes,
+    )
+
+
+def resolve_door(config: Config, file_keys: tuple[ApiKey, ...], admin_file_keys: tuple[ApiKey, ...]) -> DoorConfig:
+    """The part that a router has as well. `file_keys`, `admin_file_keys`: what the files of keys hold. Raises
+    ConfigError."""
+    admin_keys = merge_keys((*map(ApiKey, config.admin_api_key), *admin_file_keys), None, None)
+    users = {*config.api_key, *(key.key for key in file_keys)}
+    if any(key.key in users for key in admin_keys):
+        raise ConfigError("An administrator's key is a user's as well; give administrators keys of their own.")
+    check_tls(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs, config.ssl_cert_reqs)
+    check_origins(config.allowed_origins)
+    return DoorConfig(
         host=config.host,
         port=config.port,
         uds=config.uds,
@@ -95,11 +117,9 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         ssl_ca_certs=config.ssl_ca_certs,
         ssl_cert_reqs=config.ssl_cert_reqs,
         api_keys=merge_keys(
-            (*map(ApiKey, config.api_key), *machine.api_keys), config.requests_per_minute, config.tokens_per_minute
+            (*map(ApiKey, config.api_key), *file_keys), config.requests_per_minute, config.tokens_per_minute
         ),
         admin_keys=admin_keys,
-        enable_sleep_mode=config.enable_sleep_mode,
-        enable_model_swap=config.enable_model_swap,
         requests_per_minute=config.requests_per_minute,
         tokens_per_minute=config.tokens_per_minute,
         allowed_origins=config.allowed_origins,
@@ -110,15 +130,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         timeout_keep_alive=config.timeout_keep_alive,
         request_timeout_s=config.request_timeout_s,
         access_log=config.access_log,
-        batch_folder=config.batch_folder,
-        metrics_prefix=config.metrics_prefix,
-        enable_log_requests=config.enable_log_requests,
-        otlp_traces_endpoint=config.otlp_traces_endpoint,
-        start_timeout_s=config.start_timeout_s,
-        drain_timeout=config.drain_timeout,
-        hang_timeout_s=config.hang_timeout_s,
         outage_wait=config.outage_wait,
-        api_processes=config.api_processes,
+        drain_timeout=config.drain_timeout,
     )
 
 

@@ -11,12 +11,13 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from ..config import EngineConfig
+from ..config import DoorConfig, EngineConfig
 from ..errors import PagewireError
 from .about import AboutEndpoints
 from .admin import ADMIN_PATHS, AdminEndpoints, Sleeper
@@ -36,12 +37,13 @@ from .rate_limit import Account
 from .request_end import Observer
 from .responses.endpoints import ResponsesEndpoints
 from .service import Service, send_body, too_large
+from .stats import Stats
 from .stream import ClientGone
 from .swapping import Swap, SwapEndpoints
 from .tokenizing import TokenizeEndpoints
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
-_FILES_PATH = "/v1/files"
+FILES_PATH = "/v1/files"
 _POLLED_PATHS = _OPEN_PATHS | {"/metrics", "/load"}  # no news while they are answered well
 _ONCE = frozenset(
     {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length", b"content-encoding"}
@@ -87,43 +89,57 @@ def create_app(
         Route("/openapi.json", Description(description), methods=["GET"]),
         *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
     ]
-    return Edge(router, batches, config=config, gateway=gateway)
+    return Edge(router, batches, config=config, stats=gateway.stats, retry_after_s=lambda: gateway.retry_after_s)
 
 
 def _swapping(service: Service, swap: Swap | None) -> list[Operation]:
     return [] if swap is None else SwapEndpoints(service, swap).routes()
 
 
+class Background(Protocol):
+    """What goes on without a client."""
+
+    def start(self) -> None:
+        """The server is there."""
+
+    async def stop(self) -> None:
+        """It will not be any more."""
+
+
 class Edge:
-    """The outermost application."""
+    """The outermost application, of an engine's server as of a router."""
 
     def __init__(
         self,
         app: Router,
-        batches: BatchEndpoints,
+        background: Background,
         *,
-        config: EngineConfig,
-        gateway: Gateway,
+        config: DoorConfig,
+        stats: Stats,
+        retry_after_s: Callable[[], int],
+        admin_paths: frozenset[str] = ADMIN_PATHS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: of the rates."""
+        """`retry_after_s`: after how many seconds who is refused for a while may try again. `admin_paths`: for
+        administrators, where there are any. `clock`: of the rates."""
         self._app = app
-        self._batches = batches
+        self._background = background
         self._config = config
-        self._gateway = gateway
+        self._stats = stats
+        self._retry_after_s = retry_after_s
         account = Account(config.requests_per_minute, config.tokens_per_minute, clock=clock)
         self._keys = Keys(config.api_keys, account, clock)
         self._admin_keys = Keys(config.admin_keys, account, clock)
-        self._admin_paths = ADMIN_PATHS if config.admin_keys else frozenset()
+        self._admin_paths = admin_paths if config.admin_keys else frozenset()
         self._origins = Origins(config)
 
     def start(self) -> None:
         """The engine is there: begins what goes on without a client."""
-        self._batches.start()
+        self._background.start()
 
     async def stop(self) -> None:
         """Ends it."""
-        await self._batches.stop()
+        await self._background.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -144,7 +160,7 @@ class Edge:
                 log.warning("request %s failed: %s", request.id, http_error)
             if request.status:
                 raise
-            self._gateway.stats.refused[http_error.code or str(http_error.status)] += 1
+            self._stats.refused[http_error.code or str(http_error.status)] += 1
             body = anthropic_error_body(http_error) if request.is_anthropic else error_body(http_error)
             headers = (*http_error.headers, *self._when_to_retry(http_error))
             await send_body(request.send, http_error.status, body, headers=headers)
@@ -171,7 +187,7 @@ class Edge:
             if scope["method"] == "POST":
                 request.account = caller.account
                 caller.account.take_request()
-        max_bytes = MAX_FILE_BYTES if scope["path"] == _FILES_PATH else self._config.max_body_size
+        max_bytes = MAX_FILE_BYTES if scope["path"] == FILES_PATH else self._config.max_body_size
         self._check_body(headers, max_bytes)
         scope["state"] = state
         await self._app(scope, self._bounded(receive, max_bytes), request.send)
@@ -216,7 +232,7 @@ class Edge:
         """What every 429 and 503 tells: when a rate allows more, or when what is open now will be done."""
         if error.status not in (429, 503) or any(name == b"retry-after" for name, _ in error.headers):
             return ()
-        return ((b"retry-after", b"%d" % self._gateway.retry_after_s),)
+        return ((b"retry-after", b"%d" % self._retry_after_s()),)
 
     def _from_router(self, error: HTTPException, scope: Scope) -> HttpError:
         """No such path, or not with this method: a path may have a route for each of its methods."""

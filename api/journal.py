@@ -20,7 +20,8 @@ class Entry:
 
     def __init__(self, order: Submit) -> None:
         self.order = order
-        self.ids = bytearray(order.resume_ids)  # int32
+        # int32; what the engine is asked to tell again comes as news
+        self.ids = bytearray(order.resume_ids if order.resume_chars >= 0 else b"")
         self.num_chars = max(0, order.resume_chars)
         self.has_told = False  # what only the first chunk holds was delivered
 

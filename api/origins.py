@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 
-from ..config import EngineConfig
+from ..config import DoorConfig
 from .http_error import HttpError
 
 _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}(,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}){0,63}")
@@ -30,7 +30,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 class Origins:
     """What is allowed to whom."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: DoorConfig) -> None:
         self._allowed = frozenset(origin.rstrip("/").lower().encode() for origin in config.allowed_origins)
         self._names = frozenset(_name(origin.partition(b"://")[2]) for origin in self._allowed)
         # A page of any name can have that name lead to this machine (DNS rebinding), and is of the same origin then.

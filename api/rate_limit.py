@@ -8,7 +8,7 @@ HTTP but the headers' names, and no clock but the one it is given.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import assert_never
 
 from ..ipc.messages import ChatPrompt, IdsPrompt, PairPrompt, Submit, TextPrompt
@@ -71,14 +71,17 @@ class Account:
             _check(self._requests, 1, "requests")
             self._requests.take(1)
 
-    @contextmanager
-    def hold(self, orders: Sequence[Submit]) -> Iterator[Hold]:
+    def hold(self, orders: Sequence[Submit]) -> AbstractContextManager[Hold]:
         """While `orders` are served. Raises HttpError 429, with the time to wait."""
+        return self.hold_tokens(sum(map(estimated_tokens, orders)))
+
+    @contextmanager
+    def hold_tokens(self, estimate: int) -> Iterator[Hold]:
+        """While a request is served that needs so many, as far as can be told. Raises HttpError 429."""
         hold = Hold()
         if self._tokens is None:
             yield hold
             return
-        estimate = sum(map(estimated_tokens, orders))
         _check(self._tokens, estimate, "tokens")
         self._tokens.take(estimate)
         try:

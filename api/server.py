@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from ..config import EngineConfig
+from ..config import DoorConfig
 from .http_error import HttpError, anthropic_error_body, error_body, speaks_anthropic
 from .sse import DIRECT
 from .tls import tls_context
@@ -32,7 +32,7 @@ CLOSE_TIMEOUT_S = 5  # how long a stopping server waits for answers that have en
 class HttpConfig(uvicorn.Config):
     """uvicorn's settings, and ours beside them for `BoundedHttp`."""
 
-    def __init__(self, app: ASGIApp, config: EngineConfig) -> None:
+    def __init__(self, app: ASGIApp, config: DoorConfig) -> None:
         """Raises ConfigError if TLS's files cannot be used."""
         super().__init__(
             app,
@@ -49,7 +49,7 @@ class HttpConfig(uvicorn.Config):
             timeout_keep_alive=config.timeout_keep_alive,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
-        self.engine = config
+        self.door = config
         self._tls = tls_context(config)
 
     def load(self) -> None:
@@ -109,7 +109,7 @@ class BoundedHttp(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._limits = config.engine
+        self._limits = config.door
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)

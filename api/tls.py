@@ -2,11 +2,11 @@
 
 import ssl
 
-from ..config import EngineConfig
+from ..config import DoorConfig
 from ..errors import ConfigError
 
 
-def tls_context(config: EngineConfig) -> ssl.SSLContext | None:
+def tls_context(config: DoorConfig) -> ssl.SSLContext | None:
     """None without a certificate. Raises ConfigError, which names the file that cannot be used."""
     if config.ssl_certfile is None:
         return None

@@ -4,7 +4,7 @@ these, so that chat, responses and messages cannot read the same output differen
 
 from collections.abc import Sequence
 
-from ..ipc.messages import Chunk
+from ..ipc.messages import Chunk, bytes_to_ids
 from .parsers.events import CallArguments, CallStart, Event, Reasoning, Text
 from .parsers.lexer import Grammar, Lexer
 
@@ -36,11 +36,13 @@ class Turn:
             return (Text(chunk.text),) if chunk.text else ()
         if self._lexer is None:
             self._lexer = Lexer(self._grammar, chunk.prompt_end or "")
-        reasoned = self._lexer.reasons
-        events = self._lexer.push(chunk.text)
-        if reasoned or self._lexer.reasons or any(isinstance(event, Reasoning) for event in events):
-            # Its tags count as well, as with OpenAI; of a step that drew several tokens, all count or none.
-            self.num_reasoning += len(chunk.ids) // _ID_BYTES
+        if chunk.lengths:  # what is told again came one by one
+            events, start = [], 0
+            for length in bytes_to_ids(chunk.lengths):
+                events += self._push(self._lexer, chunk.text[start : start + length], 1)
+                start += length
+        else:
+            events = self._push(self._lexer, chunk.text, len(chunk.ids) // _ID_BYTES)
         if chunk.finish is not None:
             events += self._lexer.flush()
         kept: list[Event] = []
@@ -57,3 +59,11 @@ class Turn:
                     if self._parallel or self.num_calls == 1:
                         kept.append(event)
         return kept
+
+    def _push(self, lexer: Lexer, text: str, num_ids: int) -> list[Event]:
+        reasoned = lexer.reasons
+        events = lexer.push(text)
+        if reasoned or lexer.reasons or any(isinstance(event, Reasoning) for event in events):
+            # Its tags count as well, as with OpenAI; of a step that drew several tokens, all count or none.
+            self.num_reasoning += num_ids
+        return events

@@ -48,11 +48,11 @@ class Engine:
 
     def __init__(self, url: str, processes: dict[str, psutil.Process]) -> None:
         self.url = url
-        self._processes = processes
+        self.processes = processes
 
     def cpu_s(self) -> dict[str, tuple[float, float]]:
         """Seconds in user and kernel mode so far, by process."""
-        return {name: process.cpu_times()[:2] for name, process in self._processes.items()}
+        return {name: process.cpu_times()[:2] for name, process in self.processes.items()}
 
 
 @contextmanager

@@ -423,6 +423,7 @@ class Chunk(Struct, frozen=True, array_like=True):
     prompt_end: str | None = None  # in the first chunk, if `TextSpec.prompt_end`
     times: Times | None = None  # in the first chunk
     vector: bytes = b""  # see `Tokens`
+    lengths: bytes = b""  # int32, parallel to ids, of what is told again: characters of `text` that each gave
 
 
 class TextBatch(Struct, frozen=True, array_like=True, tag=True):

@@ -23,6 +23,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..ipc.actor import Post
 from ..ipc.messages import Facts, Ping, Reset, Restored, Serve, Serving, Slept, Snapshot, Stop, Swap, Swapped, ToApi
+from .listening import shown_address
 
 if TYPE_CHECKING:
     from ..api.tracing import Tracing
@@ -163,13 +164,7 @@ class ApiActor:
         return observers
 
     def _on_listening(self) -> None:
-        if self._config.uds is not None:
-            url = f"unix:{self._config.uds}"
-        else:
-            host, port = self._socket.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
-            url = f"http{'' if self._config.ssl_certfile is None else 's'}://{shown}:{port}"
-        self._post("supervisor", Serving(url))
+        self._post("supervisor", Serving(shown_address(self._config, self._socket)))
 
     def _complaint(self) -> str | None:
         """What is wrong with the engine, for /health. A busy engine is not a dead one."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import assert_never
 
 from ..config import EngineConfig
-from ..engine.text.output import OutputText, render_logprobs
+from ..engine.text.output import OutputText, Piece, render_logprobs
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
 from ..ipc.actor import Post
 from ..ipc.messages import (
@@ -31,6 +31,7 @@ from ..ipc.messages import (
     TopLogprob,
     Usage,
     bytes_to_ids,
+    ids_to_bytes,
 )
 
 _NUM_END_IDS = 16  # of a prompt, whose text is its end
@@ -48,6 +49,7 @@ class _Output:
         "prompt",
         "prompt_end",
         "prompt_logprobs",
+        "resumed",
         "text",
         "times",
     )
@@ -78,8 +80,12 @@ class _Output:
             min_ids=spec.min_tokens,
         )
         # What a sequence had when the engine lost it is read again, one by one as it came.
-        resumed = bytes_to_ids(opened.resume_ids)
-        text = "".join(self.text.push(resumed[i : i + 1]).text for i in range(len(resumed)))
+        self.resumed: list[Piece] = []
+        for id in bytes_to_ids(opened.resume_ids):
+            self.resumed.append(self.text.push((id,)))
+            if self.resumed[-1].stop is not None:
+                break
+        text = "".join(piece.text for piece in self.resumed)
         self.ahead = text[max(opened.resume_chars, 0) :]  # of the text, not told yet
         self.num_told = max(0, opened.resume_chars - len(text))  # characters still to come that were told before
 
@@ -118,7 +124,7 @@ class DetokenizerActor:
                 case Opened():
                     opened = self._outputs[message.rid] = _Output(self._tokenizer, message)
                     if message.resume_chars < 0:
-                        chunks.append(self._replay(opened))
+                        chunks.append(self._replay(opened, hits))
                 case TokenBatch():
                     self._push_columns(message, chunks, hits)
                     for tokens in message.tokens:
@@ -212,14 +218,29 @@ class DetokenizerActor:
         output.prompt_end = output.times = None
         output.has_told = not output.num_told
 
-    def _replay(self, output: _Output) -> Chunk:
-        """All that a resumed sequence had, for a client that has heard nothing of it."""
-        opened = output.opened
-        text, prompt = output.untold(""), self._take_prompt(output)
+    def _replay(self, output: _Output, hits: list[int]) -> Chunk:
+        """All that a resumed sequence had, for a client that has heard nothing of it. It may end there: nobody but who
+        resumes it has looked for stop strings."""
+        opened, pieces = output.opened, output.resumed
+        lengths = ids_to_bytes([len(piece.text) for piece in pieces])
+        stop = pieces[-1].stop if pieces else None
+        if stop is not None:
+            output.ended = True
+            hits.append(opened.rid)
         chunk = Chunk(
-            opened.rid, text, opened.resume_ids, None, prompt, None, None, None, output.prompt_end, output.times
+            rid=opened.rid,
+            text=output.untold(""),
+            ids=opened.resume_ids[: len(lengths)],
+            prompt=self._take_prompt(output),
+            finish=None if stop is None else "stop",
+            stop_reason=stop,
+            usage=None if stop is None else Usage(opened.num_prompt, output.text.num_ids, opened.num_cached),
+            prompt_end=output.prompt_end,
+            times=output.times,
+            lengths=lengths,
         )
         output.prompt_end = output.times = None
+        output.resumed = []
         return chunk
 
     @staticmethod

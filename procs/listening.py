@@ -9,14 +9,14 @@ import socket
 import stat
 from pathlib import Path
 
-from ..config import EngineConfig
+from ..config import DoorConfig
 from ..errors import ConfigError
 
 
 class Listening:
     """The socket. Raises ConfigError if it cannot be had."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: DoorConfig) -> None:
         """A port or, with `uds`, a file that only its owner may connect to."""
         self._path = None if config.uds is None else Path(config.uds).absolute()
         self._socket = _port(config.host, config.port) if self._path is None else _file(self._path)
@@ -34,6 +34,15 @@ class Listening:
                 if self._path.stat().st_ino == self._inode:
                     self._path.unlink()
         self._socket.close()
+
+
+def shown_address(config: DoorConfig, sock: socket.socket) -> str:
+    """Where clients on this machine find the server."""
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = sock.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
+    return f"http{'' if config.ssl_certfile is None else 's'}://{shown}:{port}"
 
 
 def _port(host: str, port: int) -> socket.socket:

@@ -30,6 +30,7 @@ class CompletionReply(Reply):
         model: str,
         created: int,
         orders: Sequence[Submit],
+        num_candidates: int,
         n: int | None = None,
         include_usage: bool = False,
         continuous_usage: bool = False,
@@ -40,9 +41,9 @@ class CompletionReply(Reply):
         has_token_ids: bool = False,
         has_timings: bool = False,
     ) -> None:
-        """`n`: how many of each prompt's outputs are the answer, if not all. `names_ids`: log-probabilities name tokens
-        by their ids."""
-        self._num_candidates = orders[0].n
+        """`num_candidates`: outputs of each prompt. `n`: how many of them are the answer, if not all. `names_ids`:
+        log-probabilities name tokens by their ids."""
+        self._num_candidates = num_candidates
         self._n = n or self._num_candidates
         self._id = new_id("cmpl-")
         self._model = model
@@ -54,9 +55,7 @@ class CompletionReply(Reply):
         self._has_timings = has_timings
         self._timings: TimingsBody | msgspec.UnsetType = msgspec.UNSET  # until the request has ended
         self._usage = UsageCount(self._num_candidates)
-        self._choices = [
-            _Choice(order, echo, has_logprobs, names_ids) for order in orders for _ in range(self._num_candidates)
-        ]
+        self._choices = [_Choice(order, echo, has_logprobs, names_ids) for order in orders for _ in range(order.n)]
         # Most events carry a piece of text and nothing else: two constants around an encoded string.
         self._is_simple = not (echo or has_logprobs or has_token_ids or continuous_usage)
         head = f'"id":{json_text(self._id)},"object":"text_completion","created":{created},"model":{json_text(model)}'
@@ -225,6 +224,8 @@ class _Choice:
                     self._append(rows, position)
         for position in chunk.logprobs or ():
             self._append(rows, position)
+        if chunk.lengths:  # what is told again has no log-probabilities
+            self._offset += len(chunk.text)
         return rows if rows.tokens else None
 
     def _append(self, rows: CompletionLogprobs, position: TokenLogprob) -> None:

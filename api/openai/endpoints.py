@@ -16,7 +16,7 @@ from ..service import Service, read_json, send_body, too_slow, while_connected
 from .beams import answer_with_beams
 from .chat import ChatReply
 from .completions import CompletionReply
-from .translate import chat_orders, completion_orders, decode_body, final_words, output_grammar
+from .translate import chat_orders, completion_orders, decode_body, final_words, num_candidates, output_grammar
 from .types import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest, GenerationRequest
 
 
@@ -79,6 +79,7 @@ class OpenAIEndpoints:
             model=model,
             created=int(time.time()),
             orders=orders,
+            num_candidates=num_candidates(request),
             n=request.n or 1,
             include_usage=_includes_usage(request),
             continuous_usage=_tells_usage_continuously(request),

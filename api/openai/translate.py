@@ -25,6 +25,7 @@ from ...ipc.messages import (
 )
 from ..constraints import chat_constraint, completion_constraint
 from ..http_error import HttpError
+from ..journal import entries
 from ..parsers.lexer import Grammar
 from ..parsers.registry import find_grammar
 from .types import ChatRequest, CompletionRequest, GenerationRequest, Message, Tool
@@ -105,7 +106,7 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
     if max_tokens == 0:
         raise HttpError(400, "max_tokens must be at least 1.", param="max_tokens")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _orders(
+    orders = _orders(
         request,
         [prompt],
         n=request.n or 1,
@@ -116,6 +117,7 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
         grammar=output_grammar(request, config),
         constraint=chat_constraint(request, tools, config),
     )
+    return _resumed(request, orders, config.vocab_size)
 
 
 def chat_prompt(request: ChatRequest, config: EngineConfig) -> ChatPrompt:
@@ -166,7 +168,7 @@ def completion_orders(request: CompletionRequest, config: EngineConfig, salt: by
     if max_tokens == 0 and not request.echo:
         raise HttpError(400, "max_tokens must be at least 1 unless echo is true.", param="max_tokens")
     chooses = best_of > (request.n or 1)  # by log-probability
-    return _orders(
+    orders = _orders(
         request,
         prompts,
         n=best_of,
@@ -180,6 +182,7 @@ def completion_orders(request: CompletionRequest, config: EngineConfig, salt: by
         defaults=config.sampling,
         constraint=completion_constraint(request),
     )
+    return _resumed(request, orders, config.vocab_size)
 
 
 def num_candidates(request: CompletionRequest) -> int:
@@ -208,6 +211,32 @@ def _prompts(request: CompletionRequest) -> list[TextPrompt | IdsPrompt]:
     if texts:
         return [TextPrompt(text, add_special_tokens) for text in texts]
     return [IdsPrompt(ids_to_bytes(part)) for part in lists]
+
+
+def _resumed(request: ChatRequest | CompletionRequest, orders: list[Submit], vocab_size: int) -> list[Submit]:
+    """An order for each choice that is to begin with ids which another engine has drawn, and to say them, too."""
+    token_ids, name = request.resume_token_ids, "resume_token_ids"
+    if token_ids is None:
+        return orders
+    if request.use_beam_search or (
+        isinstance(request, CompletionRequest) and num_candidates(request) > (request.n or 1)
+    ):
+        raise HttpError(400, f"{name} cannot be used where outputs are compared.", param=name)
+    choices = entries(orders)
+    if len(token_ids) != len(choices):
+        raise HttpError(400, f"{name} must have a list for each choice, which makes {len(choices)}.", param=name)
+    longest = max(token_ids, key=len)
+    if orders[0].limits.max_tokens is not None and len(longest) > orders[0].limits.max_tokens:
+        raise HttpError(400, f"{name} has {len(longest)} tokens of a choice, more than max_tokens.", param=name)
+    for ids in token_ids:
+        if ids and max(ids) >= vocab_size:
+            raise HttpError(
+                400, f"{name} has token id {max(ids)}, and the vocabulary ends at {vocab_size - 1}.", param=name
+            )
+    return [
+        replace(choice.order, resume_ids=ids_to_bytes(ids), resume_chars=-1 if ids else 0)
+        for choice, ids in zip(choices, token_ids, strict=True)
+    ]
 
 
 def _or(value: T | None, default: T) -> T:

@@ -215,6 +215,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     echo: bool | None = None  # an answer that goes on with the final message begins with that message's text
     chat_template: Annotated[str, Meta(min_length=1, max_length=1 << 20)] | None = None  # if the operator trusts it
     verbosity: str | None = None
+    resume_token_ids: list[list[TokenId]] | None = None  # what each choice is known to begin with
 
     # Understood and refused.
     audio: object = None
@@ -231,6 +232,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     best_of: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    resume_token_ids: list[list[TokenId]] | None = None  # what each choice is known to begin with
 
     # Understood and refused.
     suffix: object = None

@@ -30,6 +30,10 @@ class Admission(Struct, frozen=True):
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt alone has "
                 f"{num_prompt}. Shorten it, or start the server with more --max-model-len or --kv-cache-memory.",
             )
+        num_resumed = len(message.resume_ids) // 4
+        if num_resumed > (room if asked is None else min(room, asked)):
+            detail = f"The output is to begin with {num_resumed} tokens, more than max_tokens or the context allow."
+            return Failed(rid, "invalid_request", detail)
         price = message.n * (num_prompt + (room if asked is None else min(room, asked)))
         if price > self.max_queued_tokens or message.n > self.max_queued_requests:
             detail = (

@@ -46,7 +46,7 @@ def choose_device(config: EngineConfig, *, place: Place) -> Device:
         raise ConfigError("--device cuda was asked for, but torch sees no CUDA device here.")
     from .cpu import CpuDevice
 
-    return CpuDevice(num_threads=config.num_threads, num_sharers=num_here)
+    return CpuDevice(num_threads=config.num_threads, num_sharers=num_here * config.data_parallel_size)
 
 
 def is_out_of_memory(error: Exception) -> bool:

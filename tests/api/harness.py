@@ -109,7 +109,7 @@ class FakeEngine:
         self.submits: list[Submit] = []
         self.cancels: list[int] = []
         self.questions: list[Tokenize | Detokenize | Describe] = []
-        self.open: dict[int, tuple[Submit, int]] = {}  # rid → its order and the next piece
+        self.open: dict[int, tuple[Submit, int]] = {}  # rid → its order and the next piece; -1: what it resumes
         self.loop: asyncio.AbstractEventLoop | None = None  # once it has heard of a request
         self.is_asleep = False
         self.problem = ""  # why it does not wake up
@@ -123,7 +123,7 @@ class FakeEngine:
                 assert _tokenizers.decode(encode(message)) == message, "the mailbox would drop it"
                 self.submits.append(message)
                 rids = range(message.rid, message.rid + message.n)
-                self.open.update({rid: (message, 0) for rid in rids})
+                self.open.update({rid: (message, -1 if message.resume_chars < 0 else 0) for rid in rids})
                 self.loop.call_soon(self._admit, list(rids))
             case Cancel(rids=gone):
                 self.cancels.extend(gone)
@@ -173,6 +173,10 @@ class FakeEngine:
                 del self.open[rid]
                 self.gateway.handle([Failed(rid, "internal", "A worker failed.")])
                 continue
+            if step < 0:
+                chunks.append(self._resumed(rid, order))
+                self.open[rid] = (order, self._step_after(order))
+                continue
             chunks.append(self._chunk(rid, order, step))
             if step + 1 >= len(self.pieces) or order.pooling is not None:
                 del self.open[rid]
@@ -182,6 +186,17 @@ class FakeEngine:
         if self.open and not self.hold:
             asyncio.get_running_loop().call_soon(self._step)
 
+    def _resumed(self, rid: int, order: Submit) -> Chunk:
+        text = "".join(map(chr, bytes_to_ids(order.resume_ids)))
+        prompt = self._echo(order) if order.text.prompt else None
+        prompt_end = self.prompt_end if order.text.prompt_end else None
+        lengths = ids_to_bytes([1] * len(text))
+        return Chunk(rid, text, order.resume_ids, prompt=prompt, prompt_end=prompt_end, lengths=lengths)
+
+    def _step_after(self, order: Submit) -> int:
+        ends = [sum(map(len, self.pieces[:step])) for step in range(len(self.pieces))]
+        return ends.index(len(order.resume_ids) // 4)
+
     def _chunk(self, rid: int, order: Submit, step: int) -> Chunk:
         if order.pooling is not None:
             vector = array("f", self.vectors[rid % len(self.vectors)]).tobytes()
@@ -190,9 +205,9 @@ class FakeEngine:
         chunk = Chunk(rid, text, ids_to_bytes([ord(char) for char in text]))
         if order.sampling.logprobs is not None:
             chunk = replace(chunk, logprobs=tuple(position(char, order.sampling.logprobs) for char in text))
-        if step == 0 and order.text.prompt:
+        if step == 0 and order.text.prompt and not order.resume_ids:
             chunk = replace(chunk, prompt=self._echo(order))
-        if step == 0 and order.text.prompt_end:
+        if step == 0 and order.text.prompt_end and not order.resume_ids:
             chunk = replace(chunk, prompt_end=self.prompt_end)
         if step + 1 >= len(self.pieces):
             usage = Usage(3, sum(map(len, self.pieces)), 1)

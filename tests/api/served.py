@@ -17,9 +17,11 @@ from .harness import CONFIG, FakeEngine, make_app
 class Served:
     """Ends with `stop`, or as a context."""
 
-    def __init__(self, listener: socket.socket | None = None, **config: Any) -> None:
+    def __init__(
+        self, listener: socket.socket | None = None, *, engine: FakeEngine | None = None, **config: Any
+    ) -> None:
         """`listener`: bound; default: a free port. `config`: what differs from `CONFIG`."""
-        self.engine = FakeEngine(["Hel", "lo ", "🙂"])
+        self.engine = engine or FakeEngine(["Hel", "lo ", "🙂"])
         self._socket = listener or socket.create_server(("127.0.0.1", 0))
         self._socket.listen()
         self.port: int = 0 if self._socket.family == socket.AF_UNIX else self._socket.getsockname()[1]

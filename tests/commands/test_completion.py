@@ -32,7 +32,7 @@ def bash(folder: Path, text: str, line: str) -> list[str]:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = script("bash", capsys)
-    commands = {"serve", "chat", "complete", "tokenize", "run-batch", "top", "doctor", "replay", "completion"}
+    commands = {"serve", "route", "chat", "complete", "tokenize", "run-batch", "top", "doctor", "replay", "completion"}
     assert commands <= set(bash(tmp_path, text, "pagewire "))
     assert sorted(bash(tmp_path, text, "pagewire to")) == ["tokenize", "top"]
     assert "--max-num-seqs" in bash(tmp_path, text, "pagewire serve --max-n")

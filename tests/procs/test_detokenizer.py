@@ -224,3 +224,30 @@ def play(config: EngineConfig, messages: list[m.ToDetokenizer]) -> tuple[str, by
     actor.handle(messages)
     chunks = sent.chunks()
     return "".join(c.text for c in chunks), b"".join(c.ids for c in chunks), chunks[-1].finish if chunks else None
+
+
+def replayed(text: str, **spec: object) -> m.Opened:
+    return msgspec.structs.replace(opened(**spec), resume_ids=ids_of(text), resume_chars=-1)
+
+
+def test_a_resumed_output_is_told_from_its_beginning(actor: DetokenizerActor, sent: Sent) -> None:
+    actor.handle([replayed("aé🙂b")])
+    (chunk,) = sent.chunks()
+    assert (chunk.text, chunk.ids, chunk.finish) == ("aé🙂b", ids_of("aé🙂b"), None)
+    assert m.bytes_to_ids(chunk.lengths).tolist() == [1, 0, 1, 0, 0, 0, 1, 1]
+    actor.handle([batch(m.Tokens(RID, ids_of("c")))])
+    assert [c.text for c in sent.chunks()[1:]] == ["c"] and not sent.chunks()[1].lengths
+
+
+def test_a_resumed_output_ends_at_the_stop_string_that_is_in_it(actor: DetokenizerActor, sent: Sent) -> None:
+    actor.handle([replayed("abcdef", stop=("cd",)), batch(m.Tokens(RID, ids_of("g")))])
+    (chunk,) = sent.chunks()
+    assert (chunk.text, chunk.ids, chunk.finish, chunk.stop_reason) == ("ab", ids_of("abcd"), "stop", "cd")
+    assert chunk.usage == m.Usage(3, 4, 0)
+    assert ("core", m.StopHit((RID,))) in sent.posts
+
+
+def test_a_stop_string_may_begin_in_what_was_resumed(actor: DetokenizerActor, sent: Sent) -> None:
+    actor.handle([replayed("abc", stop=("cd",)), batch(m.Tokens(RID, ids_of("d")))])
+    told, last = sent.chunks()
+    assert (told.text, last.text, last.stop_reason) == ("ab", "", "cd")

@@ -364,6 +364,14 @@ def test_a_request_that_was_lost_goes_on_where_it_was(num_delivered: int) -> Non
     assert news[-1].finish == "length" and news[-1].usage is not None and news[-1].usage.num_output == 8
 
 
+def test_an_output_cannot_be_known_to_be_longer_than_it_may_be() -> None:
+    scheduler = make()
+    for rid, max_tokens in ((1, 4), (2, None)):
+        known = [5] * (5 if max_tokens else scheduler.max_model_len - 2)
+        (refused,) = scheduler.add(enqueue(rid, [1, 2, 3], max_tokens=max_tokens, resume_ids=known))
+        assert isinstance(refused, Failed) and refused.kind == "invalid_request" and f"{len(known)}" in refused.detail
+
+
 def test_a_new_worker_is_given_everything_again() -> None:
     scheduler = make(depth=2)
     worker = worker_for(scheduler)

@@ -1,0 +1,226 @@
+"""The router's application: what it answers itself, and everything else, which the engines answer.
+
+The same `Edge` as an engine's stands before it: heads, origins, keys, rates and bodies are checked here once.
+"""
+
+import asyncio
+from collections import Counter
+
+import msgspec
+from msgspec import Struct
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from .. import __version__
+from ..api.app import FILES_PATH, Edge
+from ..api.http_error import HttpError, ShuttingDown, as_http_error
+from ..api.metrics import CONTENT_TYPE
+from ..api.rate_limit import Account
+from ..api.service import Endpoint, send_body, send_json, too_slow, while_connected
+from ..api.stats import Stats
+from ..api.stream import ClientGone
+from ..errors import ConfigError
+from .ask import Ask, Upload
+from .config import RouteConfig
+from .engines import EngineState, Fleet
+from .metrics import render, together
+from .relay import Answer, Relay
+
+_ENGINES_PATH = "/admin/engines"
+_RETRY_AFTER_S = 1  # an engine that says otherwise is heard
+
+
+class Health(Struct, frozen=True):
+    status: str
+    engines: list[EngineState]
+
+
+class Load(Struct, frozen=True):
+    server_load: int
+    num_engines: int
+
+
+class Change(Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /admin/engines: one of the two."""
+
+    add: str | None = None
+    remove: str | None = None
+
+
+class RouterApp:
+    """Everything behind the edge."""
+
+    def __init__(self, fleet: Fleet, config: RouteConfig) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._stats = Stats()  # the edge's
+        self._relay = Relay(fleet, outage_wait_s=config.outage_wait, root_path=config.root_path)
+        self._anyone = Account()  # what is open without a key
+        self._open: Counter[Account] = Counter()
+        self._ends: set[asyncio.Timeout] = set()  # of the open requests: when they are to end
+        self._refusal: str | None = None  # why nothing new is taken
+        self._idle = asyncio.Event()
+        self._removals: set[asyncio.Task[None]] = set()
+
+    def edge(self) -> Edge:
+        """The whole application."""
+        own = {
+            "/health": self.health,
+            "/ready": self.ready,
+            "/load": self.load,
+            "/metrics": self.metrics,
+            "/version": self.version,
+            _ENGINES_PATH: self.engines,
+        }
+        routes = [Route(path, Endpoint(call), methods=["GET"]) for path, call in own.items()]
+        routes.append(Route(_ENGINES_PATH, Endpoint(self.change_engines), methods=["POST"]))
+        routes.append(Route("/{path:path}", Endpoint(self.pass_on)))
+        router = Router(routes, redirect_slashes=False)
+        return Edge(
+            router,
+            self._fleet,
+            config=self._config,
+            stats=self._stats,
+            retry_after_s=lambda: _RETRY_AFTER_S,
+            admin_paths=frozenset({_ENGINES_PATH}),
+        )
+
+    def refuse(self, reason: str) -> None:
+        """From now on, new requests get 503 with this sentence; open ones go on."""
+        self._refusal = reason
+
+    async def drained(self) -> None:
+        """Returns when no request is open."""
+        while self._ends:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def close(self) -> None:
+        """Ends what is open, in good form."""
+        now = asyncio.get_running_loop().time()
+        for end in self._ends:
+            end.reschedule(now)
+
+    # ── what the engines answer ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Any path that is not the router's own."""
+        if scope["path"].startswith("/admin/"):
+            raise HttpError(404, "Ask each engine for this itself.", code="not_found")
+        if self._refusal is not None:
+            raise ShuttingDown(self._refusal)
+        account: Account = scope["state"].get("account", self._anyone)
+        most = self._config.max_open_requests
+        if most is not None and self._open[account] >= most:
+            raise HttpError(
+                429, f"There are {most} requests open already, and no more may be.", code="rate_limit_exceeded"
+            )
+        self._open[account] += 1
+        try:
+            answer = Answer(scope, send)
+            if scope["path"] == FILES_PATH and scope["method"] == "POST":
+                upload = Ask("POST", FILES_PATH, b"", b"", upload=Upload(receive))
+                await self._bounded(upload, scope, answer)
+                return
+            ask = Ask(scope["method"], scope["path"], await _read(receive), scope["state"]["salt"])
+            with account.hold_tokens(ask.num_tokens if scope["method"] == "POST" else 0) as hold:
+                hold.num_tokens = ask.num_tokens
+                hold.num_tokens = await while_connected(receive, self._bounded(ask, scope, answer))
+        finally:
+            self._open[account] -= 1
+            if not self._open[account]:
+                del self._open[account]
+
+    async def _bounded(self, ask: Ask, scope: Scope, answer: Answer) -> int:
+        """The relay, until the request's time or the server's is over."""
+        limit_s = self._config.request_timeout_s
+        end: asyncio.Timeout | None = None
+        try:
+            async with asyncio.timeout(limit_s) as end:
+                self._ends.add(end)
+                return await self._relay.serve(ask, scope, answer)
+        except TimeoutError:
+            error = too_slow(limit_s or 0.0) if self._refusal is None else as_http_error(ShuttingDown(self._refusal))
+            if not answer.has_started:
+                raise error from None
+            await answer.fail(error)
+            return ask.num_tokens
+        finally:
+            if end is not None:
+                self._ends.discard(end)
+            self._idle.set()
+
+    # ── what the router answers ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /health: 200 while the router runs; and how its engines are."""
+        states = [engine.state() for engine in self._fleet.engines]
+        await send_json(send, Health("ok" if any(state.ready for state in states) else "no engine", states))
+
+    async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /ready: 200 while a new request would be taken."""
+        if self._refusal is not None:
+            raise ShuttingDown(self._refusal)
+        if not any(engine.is_able for engine in self._fleet.engines):
+            raise HttpError(503, "No engine takes requests at the moment.", code="engine_unavailable")
+        await send_json(send, {"status": "ready"})
+
+    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /load: requests that are open here."""
+        await send_json(send, Load(len(self._ends), len(self._fleet.engines)))
+
+    async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /metrics: the router's own, and those of engines that have no port to be asked at."""
+        page = render(self._fleet, self._relay.stats, self._stats, num_open=len(self._ends))
+        page += together(await self._fleet.pages())
+        await send_body(send, 200, page, content_type=CONTENT_TYPE.encode())
+
+    async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /version"""
+        await send_json(send, {"version": __version__})
+
+    async def engines(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /admin/engines"""
+        self._check_admin()
+        await send_json(send, [engine.state() for engine in self._fleet.engines])
+
+    async def change_engines(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /admin/engines: one more engine, or one less, which keeps what it has until that has ended."""
+        self._check_admin()
+        try:
+            change = msgspec.json.decode(await _read(receive), type=Change)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            change = Change()
+        if (change.add is None) == (change.remove is None):
+            raise HttpError(400, 'The body must be {"add": URL} or {"remove": URL}.')
+        if change.add is not None:
+            try:
+                self._fleet.add(change.add)
+            except ConfigError as error:
+                raise HttpError(400, str(error), param="add") from None
+        elif change.remove is not None:
+            engine = self._fleet.find(change.remove)
+            if engine is None:
+                raise HttpError(404, "There is no such engine.", code="not_found", param="remove")
+            removal = asyncio.create_task(self._fleet.remove(engine))
+            self._removals.add(removal)
+            removal.add_done_callback(self._removals.discard)
+            await asyncio.sleep(0)  # so that the answer shows it
+        await send_json(send, [engine.state() for engine in self._fleet.engines])
+
+    def _check_admin(self) -> None:
+        """Whose key it is was checked at the edge, if there are any."""
+        if not self._config.admin_keys:
+            raise HttpError(404, "This needs a router that was started with --admin-api-key.", code="not_found")
+
+
+async def _read(receive: Receive) -> bytes:
+    """The whole body. Raises ClientGone."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body)

@@ -1,0 +1,126 @@
+"""One request as the router sees it: what it may be sent for again, and how an engine goes on with its stream.
+
+A stream of chat or completions is asked for with token ids and with a seed, so that another engine can go on exactly
+where one broke off; the client sees neither unless it asked for them. Bodies that are no valid requests are passed on
+as they are: to say what is wrong with them is the engine's part.
+"""
+
+import math
+import re
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import msgspec
+from msgspec import Raw, Struct
+from starlette.types import Receive
+
+from ..api.stream import ClientGone
+from .prefixes import prefix_blocks
+
+_STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions")
+_HOME_PATHS = re.compile(r"/v1/(files|batches)(/|$)")  # what the first engine keeps, files and all
+_RESPONSE_PATH = re.compile(r"/v1/responses/([^/]{1,128})")
+_UNSAID_OUTPUT = 256  # tokens that a request which names no limit is taken to write
+_SEEDS = 2**62
+
+
+class _Fields(Struct):
+    """What is read of a body; of another shape it is the engine's to refuse."""
+
+    stream: bool | None = None
+    n: int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    use_beam_search: bool | None = None
+    return_token_ids: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    timeout: float | None = None
+    messages: Raw = msgspec.field(default_factory=Raw)
+    prompt: Raw = msgspec.field(default_factory=Raw)
+    input: Raw = msgspec.field(default_factory=Raw)
+    system: Raw = msgspec.field(default_factory=Raw)
+    tools: Raw = msgspec.field(default_factory=Raw)
+
+
+class Upload:
+    """A body that is too large to be kept."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.was_left = False  # its client has gone before the end
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """As they come in, once. Raises ClientGone."""
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.was_left = True
+                raise ClientGone
+            yield message.get("body", b"")
+            more = message.get("more_body", False)
+
+
+class Ask:
+    """A request with its whole body, or with the `upload` that brings it."""
+
+    def __init__(self, method: str, path: str, body: bytes, salt: bytes, *, upload: Upload | None = None) -> None:
+        """`path`: without the query. `salt`: keeps the prompts of different clients apart, as the engines do."""
+        self.upload = upload
+        self.is_repeatable = not (_HOME_PATHS.match(path) and method != "GET")
+        self.is_for_home = _HOME_PATHS.match(path) is not None
+        found = _RESPONSE_PATH.match(path)
+        self.response_id = found[1] if found else None  # a stored response that it is about
+        self.makes_response = path == "/v1/responses"
+        self.body = body
+        self.can_go_on = False  # with a `Journal`
+        self.shows_ids = False  # the client asked for them
+        self.num_choices = 1
+        self.num_tokens = len(body) // 4 + 1  # that it may take, about
+        self.blocks: list[int] = []
+        self.patience_s = math.inf  # how long it wants to wait for an engine to take it
+        self._fields: dict[str, Raw] = {}
+        if method != "POST":
+            return
+        try:
+            fields = msgspec.json.decode(body, type=_Fields)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return
+        self.response_id = self.response_id or fields.previous_response_id
+        if fields.timeout is not None:
+            self.patience_s = fields.timeout
+        num_prompts = 1
+        if prompts := _several(fields.prompt):
+            num_prompts = len(prompts)
+        self.num_choices = num_prompts * max(1, fields.n or 1)
+        longest = fields.max_completion_tokens or fields.max_tokens or fields.max_output_tokens
+        self.num_tokens += self.num_choices * (_UNSAID_OUTPUT if longest is None else max(0, longest))
+        prompt = b"".join(bytes(part) for part in (fields.system, fields.messages, fields.prompt, fields.input))
+        self.blocks = prefix_blocks(salt + bytes(fields.tools), prompt)
+        # Prompts of one request draw with seeds of their own unless one was asked for, and it has no way to say them.
+        is_sure = num_prompts == 1 or fields.seed is not None or fields.temperature == 0
+        if path in _STREAMED_PATHS and fields.stream and not fields.use_beam_search and is_sure:
+            self.can_go_on = True
+            self.shows_ids = bool(fields.return_token_ids)
+            self._fields = msgspec.json.decode(body, type=dict[str, Raw]) | {"return_token_ids": Raw(b"true")}
+            if fields.seed is None:
+                self._fields["seed"] = Raw(b"%d" % secrets.randbelow(_SEEDS))
+            self.body = msgspec.json.encode(self._fields)
+
+    def go_on(self, token_ids: Mapping[int, Sequence[int]]) -> bytes:
+        """The body that asks for the rest. `token_ids`: choice → what its client has."""
+        if not any(token_ids.values()):
+            return self.body
+        resumed = [list(token_ids.get(index, ())) for index in range(self.num_choices)]
+        return msgspec.json.encode(self._fields | {"resume_token_ids": Raw(msgspec.json.encode(resumed))})
+
+
+def _several(prompt: Raw) -> list[object]:
+    """The prompts of a completion request that has a list of them."""
+    if not bytes(prompt).lstrip().startswith(b"["):
+        return []
+    found: list[object] = msgspec.json.decode(prompt)
+    return found if found and not isinstance(found[0], int) else []

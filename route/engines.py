@@ -1,0 +1,304 @@
+"""The engines behind a router: whether each takes requests, how busy it is, and which of them gets the next one.
+
+Each engine is asked twice a second whether it is ready. One that says no, that cannot be reached, or that broke off an
+answer gets nothing new until it says yes again; what it has is left to it. One that says nothing at all for a while is
+given up: what it has goes elsewhere.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import ssl
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from ..errors import ConfigError
+from .prefixes import Prefixes
+
+CHECK_INTERVAL_S = 0.5
+CHECK_TIMEOUT_S = 2.0
+SILENT_LIMIT_S = 10.0  # a busy engine's door still answers
+CONNECT_TIMEOUT_S = 5.0
+_SLACK = 4  # requests that an engine may have more than the idlest and still get those whose beginning it knows
+
+log = logging.getLogger("pagewire.route")
+
+
+class _Load(Struct):
+    """What is read of an engine's /load."""
+
+    server_load: int
+
+
+class _Error(Struct):
+    message: str
+
+
+class _Complaint(Struct):
+    """What is read of an engine's answer when it is not ready."""
+
+    error: _Error
+
+
+class EngineState(Struct, frozen=True):
+    """One engine as /health and /admin/engines tell of it."""
+
+    url: str
+    ready: bool
+    trouble: str | None
+    since_s: float  # how long it has been like that
+    open: int
+
+
+class Engine:
+    """One engine and what is known of it. Made on the loop that uses it."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, url: str, *, cacert: str | None = None) -> None:
+        """`url`: http://, https:// or unix:PATH. Raises ConfigError."""
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        connector: aiohttp.BaseConnector
+        if parts.scheme == "unix" and parts.path and not parts.netloc:
+            self.base = "http://localhost"
+            connector = aiohttp.UnixConnector(parts.path, limit=0)
+        elif parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment):
+            self.base = self.url
+            tls = parts.scheme == "https" and cacert is not None
+            connector = aiohttp.TCPConnector(limit=0, ssl=_tls(cacert) if tls else True)
+        else:
+            raise ConfigError(f"{url} is no address of an engine; write http://host:port, or unix:/path.")
+        self.session = aiohttp.ClientSession(
+            connector=connector,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        )
+        self.incarnation = next(self._numbers)  # another one after each death: its KV has gone
+        self.is_leaving = False  # it is to get nothing new, whatever it says
+        self.trouble: str | None = "It has not been asked yet."  # None: it takes requests
+        self.num_open = 0  # requests of this router
+        self.num_foreign = 0  # requests of others, as it last said
+        self.num_sent = 0
+        self.num_ejections = 0
+        self.checked = asyncio.Event()  # again, at once
+        self._since = self._heard_at = time.monotonic()
+        self._attempts: set[asyncio.Timeout] = set()
+
+    @property
+    def is_able(self) -> bool:
+        """Whether it gets new requests."""
+        return self.trouble is None and not self.is_leaving
+
+    @property
+    def load(self) -> int:
+        return self.num_open + self.num_foreign
+
+    def state(self) -> EngineState:
+        trouble = "It is leaving." if self.is_leaving else self.trouble
+        return EngineState(self.url, trouble is None, trouble, time.monotonic() - self._since, self.num_open)
+
+    @contextlib.contextmanager
+    def attempt(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """While it has a request. `limit` runs out when the engine is given up."""
+        self.num_open += 1
+        self.num_sent += 1
+        self._attempts.add(limit)
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+            self._attempts.discard(limit)
+
+    def eject(self, trouble: str) -> None:
+        """It gets nothing new until a check goes well."""
+        if self.trouble is None:
+            self.num_ejections += 1
+            self._since = time.monotonic()
+            log.warning("engine %s gets nothing new: %s", self.url, trouble)
+        self.trouble = trouble
+
+    def lost(self, trouble: str) -> None:
+        """It broke something off: it may be gone, and a check will tell."""
+        self.eject(trouble)
+        self.incarnation = next(self._numbers)
+        self.checked.set()
+
+    async def check(self, key: str | None) -> None:
+        """Asks it once. `key`: for its load, if it wants one."""
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                async with self.session.get(self.base + "/ready") as response:
+                    status, body = response.status, await response.read()
+                async with self.session.get(self.base + "/load", headers=_bearer(key)) as response:
+                    load = await response.read() if response.status == 200 else b""
+        except TimeoutError:
+            self.eject("It does not answer.")
+        except aiohttp.ClientConnectorError:
+            self.eject("It cannot be reached.")
+        except (aiohttp.ClientError, OSError):
+            self.eject("It ends connections.")
+        else:
+            self._heard_at = time.monotonic()
+            if load:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    self.num_foreign = max(0, msgspec.json.decode(load, type=_Load).server_load - self.num_open)
+            if status == 200:
+                self._admit()
+            else:
+                self.eject(_complaint(status, body))
+        if time.monotonic() - self._heard_at > SILENT_LIMIT_S:
+            self._give_up()
+
+    async def metrics(self, key: str | None) -> str:
+        """Its /metrics page; empty if it has none to show now."""
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                async with self.session.get(self.base + "/metrics", headers=_bearer(key)) as response:
+                    return await response.text() if response.status == 200 else ""
+        return ""
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    def _admit(self) -> None:
+        if self.trouble is not None:
+            self._since = time.monotonic()
+            log.warning("engine %s is ready", self.url)
+        self.trouble = None
+
+    def _give_up(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for limit in self._attempts:
+            limit.reschedule(now)
+        self._attempts.clear()
+
+
+class Fleet:
+    """All engines of one router."""
+
+    def __init__(self, urls: Sequence[str], *, cacert: str | None = None, key: str | None = None) -> None:
+        """`key`: see `Engine.check`. Raises ConfigError."""
+        self._cacert = cacert
+        self._key = key
+        self._prefixes = Prefixes()
+        self._watchers: dict[Engine, asyncio.Task[None]] = {}
+        self._waiters: set[asyncio.Future[None]] = set()
+        self.engines: list[Engine] = []
+        self.num_prefix_blocks: Counter[str] = Counter(asked=0, met=0)
+        for url in urls:
+            self.engines.append(Engine(url, cacert=cacert))
+
+    def start(self) -> None:
+        """See `Background`."""
+        for engine in self.engines:
+            self._watch(engine)
+
+    async def stop(self) -> None:
+        """See `Background`."""
+        for engine in list(self.engines):
+            await self._forget(engine)
+
+    def find(self, url: str) -> Engine | None:
+        return next((engine for engine in self.engines if engine.url == url.rstrip("/")), None)
+
+    def add(self, url: str) -> Engine:
+        """One more; it gets requests once it is ready. One that was leaving stays. Raises ConfigError."""
+        engine = self.find(url)
+        if engine is None:
+            engine = Engine(url, cacert=self._cacert)
+            self.engines.append(engine)
+            self._watch(engine)
+        engine.is_leaving = False
+        engine.checked.set()
+        return engine
+
+    async def remove(self, engine: Engine) -> None:
+        """It gets nothing new, and goes when it has nothing left."""
+        engine.is_leaving = True
+        while engine.is_leaving and engine.num_open:
+            await asyncio.sleep(CHECK_INTERVAL_S / 5)
+        if engine.is_leaving and engine in self.engines:
+            await self._forget(engine)
+
+    def choose(self, blocks: Sequence[int], avoid: Collection[Engine]) -> Engine | None:
+        """Who gets a request with these blocks: whoever has seen most of them, of those that are not much busier than
+        the idlest. None: nobody takes any."""
+        able = [engine for engine in self.engines if engine.is_able and engine not in avoid]
+        if not able:
+            return None
+        idlest = min(engine.load for engine in able)
+        matches = self._prefixes.matches(blocks)
+        chosen = min(
+            (engine for engine in able if engine.load <= 2 * idlest + _SLACK),
+            key=lambda engine: (-matches.get(engine.incarnation, 0), engine.load, engine.num_sent),
+        )
+        self.num_prefix_blocks["asked"] += len(blocks)
+        self.num_prefix_blocks["met"] += matches.get(chosen.incarnation, 0)
+        self._prefixes.add(blocks, chosen.incarnation)
+        return chosen
+
+    async def news(self, deadline: float) -> bool:
+        """Waits for a check to end. False: the loop's clock has reached `deadline`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await waiter
+        except TimeoutError:
+            return False
+        finally:
+            self._waiters.discard(waiter)
+        return True
+
+    async def pages(self) -> dict[str, str]:
+        """The /metrics of engines that nobody else can ask, because they are on a socket of this launch, by address."""
+        hidden = [engine for engine in self.engines if engine.url.startswith("unix:")]
+        pages = await asyncio.gather(*(engine.metrics(self._key) for engine in hidden))
+        return {engine.url: page for engine, page in zip(hidden, pages, strict=True)}
+
+    def _watch(self, engine: Engine) -> None:
+        self._watchers[engine] = asyncio.create_task(self._check_on(engine))
+
+    async def _check_on(self, engine: Engine) -> None:
+        while True:
+            engine.checked.clear()
+            await engine.check(self._key)
+            for waiter in self._waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_INTERVAL_S):
+                    await engine.checked.wait()
+
+    async def _forget(self, engine: Engine) -> None:
+        self.engines.remove(engine)
+        if (watcher := self._watchers.pop(engine, None)) is not None:
+            watcher.cancel()
+        await engine.close()
+
+
+def _complaint(status: int, body: bytes) -> str:
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(body, type=_Complaint).error.message[:200]
+    return f"It is not ready (status {status})."
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _tls(cacert: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=cacert)
+    except OSError as error:
+        raise ConfigError(f"--cacert {cacert} cannot be used: {error.strerror or error}.") from error

@@ -1,0 +1,334 @@
+"""The way of one request to an engine and of its answer back, over as many engines as it takes.
+
+What the client has not seen a byte of is asked for again. A stream of which it has seen some goes on with the help of
+its `Journal`, if it is one that can. Owns the decision what is tried again and when to stop trying; `engines` decides
+where.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+from starlette.types import Scope, Send
+from yarl import URL
+
+from ..api.http_error import HttpError, anthropic_error_body, as_http_error, error_body, speaks_anthropic
+from ..api.sse import DIRECT, DirectWriter, as_event
+from ..api.stream import ClientGone
+from ..errors import PagewireError
+from .ask import Ask
+from .engines import Engine, Fleet
+from .journal import Journal, StreamDiffers
+
+MOST_FRUITLESS = 2  # engines that break a request off without having said anything new: it may be why
+_MAX_WHOLE_BYTES = 64 << 20  # of an answer that can be kept until it is complete; larger ones pass through
+_MAX_RESPONSE_IDS = 100_000
+_GONE_CODES = ("engine_unavailable", "shutting_down")
+_DONE = b"data: [DONE]"
+
+# What belongs to one connection only, and what the router says itself.
+_HOP_HEADERS = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade"}
+_OWN_HEADERS = _HOP_HEADERS | {"transfer-encoding", "content-length", "expect", "host", "origin", "date", "server"}
+_OWN_HEADERS |= {"x-request-id", "request-id"}
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class RelayStats:
+    """What the relay has seen since it started."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[str] = Counter()  # by status
+        self.retries = 0  # requests that were sent again before a first byte
+        self.resumes = 0  # streams that another engine went on with
+        self.resumed_tokens = 0  # that those engines were told of
+        self.failures: Counter[str] = Counter({"no_engine": 0, "fruitless": 0, "broken_off": 0})
+
+
+class _Refused(Exception):
+    """The engine does not take it now; another one may."""
+
+    def __init__(self, status: int, headers: Headers, body: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self.body = body
+
+
+class _Lost(Exception):
+    """The engine broke it off."""
+
+    def __init__(self, *, may_be_why: bool = True) -> None:
+        """`may_be_why`: the request has reached the engine, and may be why it ended."""
+        self.may_be_why = may_be_why
+
+
+class Answer:
+    """What goes to the client."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._send = send
+        self._writer: DirectWriter | None = scope.get("extensions", {}).get(DIRECT)
+        self._is_anthropic = speaks_anthropic(scope["path"])
+        self.status = 0  # until it has begun
+        self.has_ended = False
+
+    @property
+    def has_started(self) -> bool:
+        return self.status > 0
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.end(body)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        if not self.has_started:
+            self.status = status
+            await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def write(self, parts: list[bytes]) -> None:
+        """More of a stream: at once while the client keeps up."""
+        if self._writer is not None and self._writer.keeps_up():
+            self._writer.write_parts(parts)
+        else:
+            await self._send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+
+    async def end(self, last: bytes = b"") -> None:
+        self.has_ended = True
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def fail(self, error: HttpError) -> None:
+        """Of a stream that has begun: the error is its last event."""
+        if not self.has_ended:
+            event = b"event: error\n" + as_event(anthropic_error_body(error)) if self._is_anthropic else None
+            await self.end(event or as_event(error_body(error)))
+
+
+class _EventError(Struct):
+    code: str | None = None
+
+
+class _ErrorEvent(Struct):
+    error: _EventError
+
+
+class Relay:
+    """All requests of one router."""
+
+    def __init__(self, fleet: Fleet, *, outage_wait_s: float, root_path: str = "") -> None:
+        """`outage_wait_s`: how long a request waits while no engine takes it. `root_path`: what paths may begin with
+        here and do not there."""
+        self._fleet = fleet
+        self._root = root_path.encode()
+        self._outage_wait_s = outage_wait_s
+        self._home_of: OrderedDict[str, Engine] = OrderedDict()  # stored response → who has it
+        self.stats = RelayStats()
+
+    async def serve(self, ask: Ask, scope: Scope, answer: Answer) -> int:
+        """Answers one request. Returns the tokens it took, as far as that can be told. Raises HttpError."""
+        journal = Journal(shows_ids=ask.shows_ids) if ask.can_go_on else None
+        try:
+            await self._serve(ask, scope, answer, journal)
+        except PagewireError as error:
+            if not answer.has_started:
+                raise
+            await answer.fail(as_http_error(error))
+        self.stats.requests[str(answer.status)] += 1
+        return ask.num_tokens if journal is None else journal.num_prompt + journal.num_ids
+
+    async def _serve(self, ask: Ask, scope: Scope, answer: Answer, journal: Journal | None) -> None:
+        loop = asyncio.get_running_loop()
+        avoid: set[Engine] = set()
+        refusal: _Refused | None = None
+        num_fruitless, num_ids = 0, 0
+        deadline: float | None = None
+        while True:
+            engine = self._engine(ask, avoid)
+            if engine is None:
+                if refusal is not None and refusal.status == 429 and not answer.has_started:
+                    await answer.whole(refusal.status, refusal.headers, refusal.body)
+                    return
+                deadline = deadline or loop.time() + min(self._outage_wait_s, ask.patience_s)
+                if not await self._fleet.news(deadline):
+                    self.stats.failures["no_engine"] += 1
+                    raise HttpError(503, "No engine takes requests at the moment.", code="engine_unavailable")
+                avoid.clear()
+                continue
+            try:
+                await self._attempt(engine, ask, scope, answer, journal)
+                return
+            except _Refused as refused:
+                refusal = refused
+                avoid.add(engine)
+                engine.checked.set()
+                self.stats.retries += not answer.has_started
+            except StreamDiffers:
+                self.stats.failures["broken_off"] += 1
+                raise HttpError(500, "The engine has gone, and another one answers something else.") from None
+            except _Lost as lost:
+                engine.lost("It broke an answer off.")
+                if (answer.has_started and journal is None) or (lost.may_be_why and not ask.is_repeatable):
+                    self.stats.failures["broken_off"] += 1
+                    raise _gone("The engine that had the request has gone.") from None
+                if journal is not None and journal.num_ids > num_ids:
+                    num_fruitless, num_ids, deadline = 0, journal.num_ids, None
+                elif lost.may_be_why:
+                    num_fruitless, deadline = num_fruitless + 1, None
+                if num_fruitless >= MOST_FRUITLESS:
+                    self.stats.failures["fruitless"] += 1
+                    raise _gone("Two engines have gone while they had this request; it is not tried again.") from None
+                if journal is not None and answer.has_started:
+                    self.stats.resumes += 1
+                    self.stats.resumed_tokens += journal.restart()
+                else:
+                    self.stats.retries += 1
+
+    def _engine(self, ask: Ask, avoid: set[Engine]) -> Engine | None:
+        """Who gets it now; None: nobody takes it."""
+        if ask.is_for_home:
+            home = self._fleet.engines[0] if self._fleet.engines else None
+        else:
+            home = self._home_of.get(ask.response_id or "")
+        if home is not None and home in self._fleet.engines:
+            return home if home.is_able and home not in avoid else None
+        return self._fleet.choose(ask.blocks, avoid)
+
+    async def _attempt(self, engine: Engine, ask: Ask, scope: Scope, answer: Answer, journal: Journal | None) -> None:
+        """Raises _Refused, _Lost, StreamDiffers."""
+        body = ask.body if journal is None else ask.go_on(journal.token_ids())
+        upload = None if ask.upload is None else ask.upload.parts()
+        try:
+            async with asyncio.timeout(None) as limit:
+                with engine.attempt(limit):
+                    async with engine.session.request(
+                        scope["method"],
+                        _url(engine, scope, self._root),
+                        headers=_request_headers(scope),
+                        data=upload or body or None,
+                    ) as response:
+                        await self._answer(response, engine, ask, answer, journal)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            raise _Lost(may_be_why=False) from None
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            if ask.upload is not None and ask.upload.was_left:
+                raise ClientGone from None
+            raise _Lost from None
+
+    async def _answer(
+        self,
+        response: aiohttp.ClientResponse,
+        engine: Engine,
+        ask: Ask,
+        answer: Answer,
+        journal: Journal | None,
+    ) -> None:
+        headers = _response_headers(response)
+        is_stream = response.content_type == "text/event-stream"
+        if is_stream and response.status == 200:
+            await answer.start(200, headers)
+            if journal is not None:
+                await _go_through(response, answer, journal)
+            else:
+                await self._pass_on(response, engine, ask, answer)
+        elif not answer.has_started and (response.content_length or 0) > _MAX_WHOLE_BYTES:
+            await answer.start(response.status, headers)
+            await self._pass_on(response, engine, ask, answer)
+        else:
+            body = await response.read()
+            if response.status == 503 or (response.status == 429 and b'"queue_full"' in body):
+                raise _Refused(response.status, headers, body)
+            if answer.has_started:
+                raise HttpError(500, "The engine has gone, and another one cannot go on.")
+            self._note_response(ask, engine, body)
+            await answer.whole(response.status, headers, body)
+
+    async def _pass_on(self, response: aiohttp.ClientResponse, engine: Engine, ask: Ask, answer: Answer) -> None:
+        is_noted = False
+        async for data in response.content.iter_any():
+            if not is_noted:
+                is_noted = True
+                self._note_response(ask, engine, data)
+            await answer.write([data])
+        await answer.end()
+
+    def _note_response(self, ask: Ask, engine: Engine, data: bytes) -> None:
+        """Remembers who has a stored response; its id is at the beginning of the answer."""
+        if not ask.makes_response:
+            return
+        _, found, rest = data.partition(b'"id":"resp_')
+        if found:
+            self._home_of["resp_" + rest.partition(b'"')[0].decode("latin-1")] = engine
+            if len(self._home_of) > _MAX_RESPONSE_IDS:
+                self._home_of.popitem(last=False)
+
+
+async def _go_through(response: aiohttp.ClientResponse, answer: Answer, journal: Journal) -> None:
+    """Sends what is new of a stream's events. Raises _Lost if they end before the stream does."""
+    rest = b""
+    async for data in response.content.iter_any():
+        *events, rest = (rest + data).split(b"\n\n")
+        fresh: list[bytes] = []
+        for event in events:
+            if event.startswith(b'data: {"error"'):
+                if (code := _error_code(event)) in _GONE_CODES:
+                    await _flush(answer, fresh)
+                    raise _Lost(may_be_why=code != "shutting_down")
+                await answer.end(b"".join(fresh) + event + b"\n\n")
+            elif event == _DONE:
+                await answer.end(b"".join(fresh) + event + b"\n\n")
+            elif event.startswith(b"data: "):
+                told = journal.take(event[6:])
+                if told is not None:
+                    fresh.append(as_event(told))
+                continue
+            else:  # a comment, which keeps the connection alive
+                fresh.append(event + b"\n\n")
+                continue
+            fresh.clear()
+        await _flush(answer, fresh)
+    if not answer.has_ended:
+        raise _Lost
+
+
+async def _flush(answer: Answer, parts: list[bytes]) -> None:
+    if parts and not answer.has_ended:
+        await answer.write(parts)
+
+
+def _error_code(event: bytes) -> str | None:
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(event[6:], type=_ErrorEvent).error.code
+    return None
+
+
+def _gone(message: str) -> HttpError:
+    return HttpError(503, message, code="engine_unavailable")
+
+
+def _url(engine: Engine, scope: Scope, root: bytes) -> URL:
+    """The same path and query there, byte for byte."""
+    path: bytes = scope["raw_path"]
+    if root and path.startswith(root + b"/"):
+        path = path.removeprefix(root)
+    query = b"?" + scope["query_string"] if scope["query_string"] else b""
+    return URL(engine.base + (path + query).decode("latin-1"), encoded=True)
+
+
+def _request_headers(scope: Scope) -> list[tuple[str, str]]:
+    found = _kept((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+    return [*found, ("x-request-id", scope["state"]["request_id"])]
+
+
+def _response_headers(response: aiohttp.ClientResponse) -> Headers:
+    kept = _kept((name.lower(), value) for name, value in response.headers.items())
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in kept]
+
+
+def _kept(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [
+        (name, value)
+        for name, value in headers
+        if not (name in _OWN_HEADERS or name.startswith(("x-ratelimit-", "access-control-")))
+    ]

@@ -1,0 +1,81 @@
+"""Whole engines that go beneath streams: behind a router of its own, and behind that of one launch."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from servers import wait_until
+
+from pagewire.bench import route
+from pagewire.bench.route_engines import Process, bodies, differences, read_streams
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+ENGINE = ("serve", "--threads", "1", "--no-access-log", "--kv-cache-memory", "32M")
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(stack: ExitStack, folder: Path, *command: str) -> Process:
+    process = Process(folder, *command)
+    stack.callback(process.close)
+    return process.start()
+
+
+def test_kill_9_of_a_whole_engine_loses_no_stream(started: ExitStack, tmp_path: Path) -> None:
+    engines = [start(started, tmp_path / f"engine{i}", *ENGINE) for i in range(2)]
+    urls = ",".join(engine.url for engine in engines)
+    router = start(started, tmp_path / "router", "route", "--engines", urls, "--no-access-log")
+    for process in (*engines, router):
+        process.wait_ready()
+    asked = bodies(16, 80)
+    expected = asyncio.run(read_streams(engines[0].url, asked, [0]))
+    assert not any(told.error for told in expected) and len({tuple(told.texts) for told in expected}) > 8
+    route.wait_until_all_ready(router, 2)
+    assert not differences(expected, asyncio.run(read_streams(router.url, asked, [0]))), "undisturbed"
+    told = asyncio.run(route.killed_beneath(router, engines[1], asked, after=600))
+    assert not differences(expected, told), router.log.read_text()
+    metrics = router.metrics()
+    assert metrics["pagewire_router_resumes_total"] > 0 and metrics["pagewire_router_engine_ready"] == 1
+
+
+def test_engines_of_one_launch_are_replaced_and_restarted_under_load(started: ExitStack, tmp_path: Path) -> None:
+    launch = start(started, tmp_path, *ENGINE, "--data-parallel-size", "2")
+    launch.wait_ready()
+    asked = bodies(6, 40)
+    expected = asyncio.run(read_streams(launch.url, asked, [0]))
+    assert not any(told.error for told in expected)
+
+    async def served_until(log_line: str) -> int:
+        """Streams again and again until the launch says so. How often."""
+        for num in range(1, 1000):
+            assert not differences(expected, await read_streams(launch.url, asked, [0])), launch.log.read_text()
+            if log_line in launch.log.read_text():
+                return num
+            await asyncio.sleep(0.3)  # two cores have an engine to start
+        raise AssertionError(launch.log.read_text())
+
+    os.kill(launch.process.pid, signal.SIGHUP)
+    assert asyncio.run(served_until("every engine was started again")) > 2
+    victim = launch.process.children()[0]
+    actors = victim.children()
+    victim.kill()
+    asyncio.run(served_until("another one is started"))
+    everyone = [*actors, *launch.process.children(recursive=True)]
+    started_at = time.monotonic()
+    assert launch.stop() == 0, launch.log.read_text()
+    assert time.monotonic() - started_at < 20
+    wait_until(lambda: not any(is_alive(process) for process in everyone), "nobody is left behind")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,43 @@
+"""Blocks of prompts, and who has seen them."""
+
+from pagewire.route.prefixes import BLOCK_BYTES, MAX_BLOCKS, Prefixes, prefix_blocks
+
+LONG = bytes(range(256)) * 64
+
+
+def test_equal_beginnings_have_equal_blocks() -> None:
+    whole = prefix_blocks(b"", LONG)
+    assert len(whole) == len(LONG) // BLOCK_BYTES and len(set(whole)) == len(whole)
+    other = prefix_blocks(b"", LONG[: 5 * BLOCK_BYTES + 7] + b"?" * 1000)
+    assert other[:5] == whole[:5] and other[5] != whole[5]
+    assert prefix_blocks(b"another owner", LONG)[0] != whole[0]
+
+
+def test_a_part_of_a_block_is_none() -> None:
+    assert prefix_blocks(b"", LONG[: BLOCK_BYTES - 1]) == []
+    assert len(prefix_blocks(b"", b"x" * BLOCK_BYTES * (MAX_BLOCKS + 9))) == MAX_BLOCKS
+
+
+def test_the_longest_beginning_is_found() -> None:
+    prefixes = Prefixes()
+    prefixes.add([1, 2, 3, 4], holder=7)
+    prefixes.add([1, 2, 8], holder=9)
+    assert prefixes.matches([1, 2, 3, 5]) == {7: 3, 9: 2}
+    assert prefixes.matches([2, 3]) == {7: 2, 9: 1}  # a block's number says what is before it; here it does not
+    assert prefixes.matches([5, 1]) == {} and prefixes.matches([]) == {}
+
+
+def test_who_lacks_a_block_does_not_come_in_again_behind_it() -> None:
+    prefixes = Prefixes()
+    prefixes.add([1, 2, 3], holder=7)
+    prefixes.add([3], holder=9)
+    prefixes.add([1], holder=9)
+    assert prefixes.matches([1, 2, 3]) == {7: 3, 9: 1}
+
+
+def test_the_ends_of_what_was_used_longest_ago_are_forgotten_first() -> None:
+    prefixes = Prefixes(capacity=4)
+    prefixes.add([1, 2, 3], holder=7)
+    prefixes.add([4, 5], holder=8)
+    assert prefixes.matches([1, 2, 3]) == {7: 2}
+    assert prefixes.matches([4, 5]) == {8: 2}
