@@ -47,6 +47,7 @@ from .ipc.zmq_channel import ZmqContext, ZmqDealer, read_keys
 WINDOW = 64  # `News` on the way
 MOST_LOSSES = 2  # more of the engine, until a request that got nothing meanwhile is taken for the reason
 SILENCE_LIMIT_S = 3.0  # the core is heard twice a second
+_DOUBT_S = 1.0  # of silence, after which we ask: a core that took the place of ours says that it does not know us
 _STOP_LIMIT_S = 30.0  # for an engine of one's own to end
 _TICK_S = 0.25
 _HELLO_AGAIN_S = 1.0
@@ -228,7 +229,7 @@ class EngineClient:
         )
         assert process.stdin is not None and config.client_address is not None
         process.stdin.write(msgspec.json.encode(config) + b"\n")
-        client = cls(config.client_address, process=process, folder=folder, reconnect_s=0.0)
+        client = cls(config.client_address, process=process, folder=folder)
         await client._wait_welcome(config.start_timeout_s)
         return client
 
@@ -365,6 +366,8 @@ class EngineClient:
                 self._fail_all(RequestError("unavailable", reason))
             if self._is_welcome and now - self._heard_at > SILENCE_LIMIT_S:
                 self._lose("It is silent.")
+            elif self._is_welcome and now - self._heard_at > _DOUBT_S:
+                self._send(Ack(self._seq))
             elif not self._is_welcome and now - self._said_at > _HELLO_AGAIN_S and self._goodbye:
                 self._connect()
             if self._lost_at is not None and self._first.done() and now - self._lost_at > self._reconnect_s:

@@ -44,6 +44,23 @@ def distribution(
         _save(figure, path)
 
 
+def dots(
+    path: Path, title: str, unit: str, values: Mapping[str, Sequence[float]], *, marks: Mapping[str, float]
+) -> None:
+    """A line for each name, and on it a dot for each of its values."""
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(6.5, 1.5 + 0.3 * len(values)), layout="constrained")
+        for line, numbers in enumerate(values.values()):
+            axes.plot(numbers, [line] * len(numbers), "o", color=_COLORS[0], markersize=4, alpha=0.5)
+        most = max(*marks.values(), *(max(numbers) for numbers in values.values()))
+        axes.set(title=title, xlabel=unit, xlim=(0, 1.05 * most), ylim=(len(values) - 0.5, -0.5))
+        axes.set_yticks(range(len(values)), list(values))
+        for name, x in marks.items():
+            axes.axvline(x, color="black", linewidth=0.8, linestyle=":")
+            axes.text(x, -0.4, f" {name}", va="top", fontsize=8)
+        _save(figure, path)
+
+
 def panels(
     path: Path,
     title: str,

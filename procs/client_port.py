@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import assert_never
 
 import msgspec
@@ -408,6 +408,15 @@ class ClientPort:
         except PeerGone:
             return False
         return True
+
+    def begin_anew(self, lost: Iterable[int]) -> set[int]:
+        """The engine has lost these of our rids, and others' that are of no concern here: parts with those who asked
+        for them, who come back and go on where they were. What is to be cancelled with them."""
+        sessions = {owner[0].peer: owner[0] for rid in lost if (owner := self._owners.get(rid)) is not None}
+        asked: list[Enqueue | Cancel] = []
+        for peer in sessions:
+            self._part(peer, "A part of the engine has died and is replaced.", asked)
+        return {rid for message in asked if isinstance(message, Cancel) for rid in message.rids}
 
     # ── sessions end ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -54,7 +54,6 @@ from .topology import kind, workers
 log = logging.getLogger("pagewire")
 
 _ASK_AGAIN_S = 0.001  # until a KV connector that has not made up its mind is asked again
-_GRAMMAR_LOST = "The engine lost what it knew of the request's grammar; send the request again."
 _NUM_TAIL_IDS = 64  # of a prompt: whether it ends within reasoning
 
 
@@ -279,11 +278,9 @@ class CoreActor:
         return len(self._offers) == len(self._workers)
 
     def _reset(self, reset: Reset) -> None:
-        """A process has died. The api will submit its requests again; what the core's own clients asked for goes on."""
+        """A process has died. The api will submit its requests again, and so will the core's own clients whose requests
+        are lost with a worker, or with what the grammar process knew of them; others of theirs go on."""
         self._early.clear()
-        self._unsure = {rid: message for rid, message in self._unsure.items() if rid >= CLIENT_RIDS}
-        self._unsure_since = {rid: at for rid, at in self._unsure_since.items() if rid in self._unsure}
-        self._given_up.intersection_update(self._unsure)
         has_lost_workers = any(kind(name) == "worker" for name in reset.lost)
         if has_lost_workers:
             self._offers.clear()
@@ -295,15 +292,17 @@ class CoreActor:
             scheduler.reset()
             self._sleep.forget()
         requests = scheduler.roster.requests
-        self._cancel(Cancel(tuple(rid for rid in requests if rid < CLIENT_RIDS)))
-        bound = tuple(rid for rid, request in requests.items() if request.is_constrained)
-        masks = Masks(b"", b"", failed=tuple((rid, "unavailable", _GRAMMAR_LOST) for rid in bound))
-        self._record(masks)
-        scheduler.allow(masks)
+        gone = {rid for rid in requests if rid < CLIENT_RIDS}
+        if self._clients is not None:
+            lost = [rid for rid, request in requests.items() if has_lost_workers or request.is_constrained]
+            gone.update(self._clients.begin_anew((*lost, *self._unsure)))
+            for rid in (rid for rid in self._unsure if rid >= CLIENT_RIDS):
+                self._clients.reply(Failed(rid, "unavailable", reset.reason))
+        self._unsure.clear()
+        self._unsure_since.clear()
+        self._given_up.clear()
+        self._cancel(Cancel(tuple(sorted(gone & requests.keys()))))
         scheduler.constraints.take()  # the grammar process has forgotten them all
-        for rid, message in self._unsure.items():
-            if rid == message.rid:
-                self._ask_grammar(message)
         news = scheduler.take_news()
         if self._clients is not None:
             self._clients.sort(news)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from servers import ROOT, Server, wait_until
 
 from pagewire import LLM, EngineClient, SamplingParams
 from pagewire.engine.text.tokenizer import load_tokenizer
+from pagewire.engine_client import Generation
 from pagewire.errors import RequestError, StartError
 from pagewire.ipc.messages import Constraint, Limits, Sampling
 
@@ -85,14 +87,44 @@ def test_an_engine_of_ones_own(expected: list[list[int]]) -> None:
             assert [(await g.ids())[0] for g in generations] == expected
             last = client.generate([1], limits=Limits(ignore_eos=True))
             engine = psutil.Process(client._process.pid)  # type: ignore[union-attr]
-            for child in engine.children():
-                if "core" in " ".join(child.cmdline()):
-                    child.kill()
-            with pytest.raises(RequestError, match="engine"):
+            engine.kill()
+            with pytest.raises(RequestError, match="engine has ended"):
                 await last.ids()
             folder = client._folder
         assert folder is not None and not folder.exists()
         assert not psutil.pid_exists(engine.pid)
+
+    asyncio.run(scenario())
+
+
+def test_deaths_of_the_engine_cost_a_pause() -> None:
+    """The core dies, later the worker; what was open ends as if nothing had been, each token once."""
+
+    def ask(client: EngineClient) -> list[Generation]:
+        limits = Limits(max_tokens=400, ignore_eos=True)
+        asked = [client.generate(PROMPTS[i % 3], Sampling(temperature=i % 2, seed=i), limits) for i in range(6)]
+        asked.append(client.generate(PROMPTS[0], Sampling(temperature=1.0, seed=9), limits, n=2))
+        bound = Constraint("regex", "[a-z ]{600}")
+        return [*asked, client.generate(PROMPTS[1], Sampling(seed=3), Limits(max_tokens=200), constraint=bound)]
+
+    async def scenario() -> None:
+        async with await EngineClient.start(threads=1, kv_cache_memory="64M") as client:
+            undisturbed = [await generation.ids() for generation in ask(client)]
+            engine = psutil.Process(client._process.pid)  # type: ignore[union-attr]
+            for victim, most_s in (("core", 5.0), ("worker", 30.0)):
+                generations = ask(client)
+                news = [await anext(generation) for generation in generations]
+                assert all(tokens.finish is None for _, tokens in news)
+                (process,) = [p for p in engine.children() if victim in " ".join(p.cmdline())]
+                process.kill()
+                killed_at = time.monotonic()
+                while any(generation._news for generation in generations):  # what came before
+                    for generation in generations:
+                        generation._news.clear()
+                await anext(generations[0])
+                assert time.monotonic() - killed_at < most_s
+                assert [await generation.ids() for generation in generations] == undisturbed, victim
+                assert not process.is_running()
 
     asyncio.run(scenario())
 

@@ -1,0 +1,132 @@
+"""Processes die and hang beneath open streams, and nothing of these is lost: the small version of `bench.chaos`."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from servers import ROOT, Server
+
+from pagewire.bench import chaos
+from pagewire.bench.chaos_streams import requests
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+STREAMS, TOKENS = 16, 96
+HANG_S = 2.0
+POISON_LEN = 700  # far beyond what the streams reach
+
+
+def experiment(server: chaos.Server, *, streams: int = STREAMS) -> chaos.Experiment:
+    """One that knows what its streams are told when nothing happens."""
+    found = chaos.Experiment(requests(streams, TOKENS), HANG_S, TOKENS, random.Random(1))
+    asyncio.run(found.undisturbed(server))
+    return found
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[chaos.Server]:
+    with chaos.serving([]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def streams(server: chaos.Server) -> chaos.Experiment:
+    return experiment(server)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "detokenizer", "core", "grammar", "api"])
+def test_a_killed_process_costs_a_pause(server: chaos.Server, streams: chaos.Experiment, kind: str) -> None:
+    figures = asyncio.run(streams.round(server, kind, signal.SIGKILL))
+    assert streams.complaints == []
+    assert figures["open"] > 0 and (figures["newcomers"] > 0 or figures["newcomers refused"] > 0)
+
+
+def test_a_frozen_worker_is_replaced(tmp_path: Path) -> None:
+    """By the benchmark itself, which ends with an error if anything is lost or changed."""
+    flags = ["--kinds", "worker", "--signals", "STOP", "--rounds", "1", "--hang-timeout", str(HANG_S)]
+    size = ["--streams", str(STREAMS), "--tokens", str(TOKENS)]
+    chaos.main([*flags, *size, "--json", str(tmp_path / "chaos.json"), "--plots", str(tmp_path)])
+    control, row = json.loads((tmp_path / "chaos.json").read_text())["rows"]
+    assert (control["name"], row["name"]) == (chaos.NOTHING, "worker STOP")
+    assert row["figures"]["longest pause s"][0] > HANG_S / 2
+    assert (tmp_path / "chaos.png").stat().st_size > 0
+
+
+def test_the_instrument_notices_what_is_not_the_same(server: chaos.Server, streams: chaos.Experiment) -> None:
+    """Another seed, another temperature, one token less: each is seen."""
+    for change in ({"seed": 5, "temperature": 1.0}, {"max_tokens": TOKENS - 1}, {"stream_options": {}}):
+        asked = [
+            chaos.Request(request.path, request.body | (change if i == 0 else {}))
+            for i, request in enumerate(streams.asked[:2])
+        ]
+        other = chaos.Experiment(asked, HANG_S, TOKENS, random.Random(1), streams.expected[:2], streams.newcomer)
+        figures = asyncio.run(other.round(server, chaos.NOTHING, signal.SIGKILL))
+        assert figures["failed"] + figures["differing"] == 1 and len(other.complaints) == 1
+
+
+def test_too_many_deaths_end_the_server(start: Callable[..., Server]) -> None:
+    server = start().wait_ready()
+    victims = []
+    while server.process.poll() is None and len(victims) < 8:
+        with suppress(KeyError, psutil.Error):
+            tokenizer = server.children()["tokenizer"]
+            if tokenizer not in victims:
+                tokenizer.kill()
+                victims.append(tokenizer)
+        time.sleep(0.02)
+    assert server.process.wait(20) == 1
+    assert len(victims) == 6
+    log = server.log.read_text()
+    assert "6 processes have died within 60 s" in log
+    assert log.count(" s  tokenizer was killed by SIGKILL") == 6
+
+
+def ask(server: chaos.Server, prompt: list[int]) -> tuple[int, dict[str, Any]]:
+    """Status and body."""
+    body = json.dumps({"prompt": prompt, "max_tokens": 4}).encode()
+    url = f"http://{server.host}:{server.port}/v1/completions"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_a_request_that_kills_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{ROOT / 'tests'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setenv("PYTHONPATH", path)
+    poison = [300 + i % 100 for i in range(POISON_LEN)]
+    with chaos.serving(["--extension", f"suicidal_attention:Suicidal,context={POISON_LEN}"]) as server:
+        streams = experiment(server, streams=8)
+
+        async def beside() -> tuple[list[chaos.Answer], tuple[int, dict[str, Any]]]:
+            answers, reads = streams.open_streams(server)
+            while not all(choice.ids for answer in answers for choice in answer.choices):
+                await asyncio.sleep(0.01)
+            told = await asyncio.to_thread(ask, server, poison)
+            await asyncio.gather(*reads)
+            return answers, told
+
+        worker = server.victim("worker")
+        answers, (status, told) = asyncio.run(beside())
+        assert [answer.failure for answer in answers] == [""] * 8
+        assert [a.difference(b) for a, b in zip(answers, streams.expected, strict=True)] == [""] * 8
+        assert status == 500 and "died twice" in told["error"]["message"]
+        survivor = server.victim("worker")
+        assert survivor.pid != worker.pid
+
+        assert ask(server, poison) == (status, told)
+        assert server.victim("worker") == survivor
+        assert ask(server, poison[: POISON_LEN // 2])[0] == 200

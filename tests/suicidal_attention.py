@@ -1,0 +1,40 @@
+"""An extension whose attention kills its own process when it sees a long context: a request that no engine survives.
+
+`--extension suicidal_attention:Suicidal,context=700`.
+"""
+
+import os
+import signal
+
+from pagewire.engine.attention.base import AttentionBackend, AttentionStep
+from pagewire.engine.cache.kv_cache import KvCache
+from pagewire.engine.extension.base import Options
+
+
+class Suicidal:
+    """See `pagewire.engine.extension.base.Extension`."""
+
+    @staticmethod
+    def core(options: Options) -> "Silent":
+        return Silent()
+
+    @staticmethod
+    def wrap_attention(options: Options, backend: AttentionBackend, cache: KvCache) -> AttentionBackend:
+        return SuicidalAttention(backend, int(options["context"]))
+
+
+class Silent:
+    def extend(self, step: int, rids: object, counts: object, starts: object) -> bytes:
+        return b""
+
+
+class SuicidalAttention:
+    def __init__(self, inner: AttentionBackend, context: int) -> None:
+        self._inner = inner
+        self._context = context
+        self.forward = inner.forward
+
+    def begin(self, step: AttentionStep) -> None:
+        if step.context_lens.max() >= self._context:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._inner.begin(step)
