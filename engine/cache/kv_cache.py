@@ -3,7 +3,9 @@
 Who owns which block is the core's business. This file knows one rule of its own: memory that no request has written is
 never read as a number. Attention masks what lies beyond a row's context, but a masked NaN still spoils the sum, so
 
-- a block is cleared when a row starts to fill it (`clear`), and
+- a block is cleared when a row starts to fill it (`clear`),
+- the rest of one is, when a row goes on in the middle of it, behind what was copied there or what a step without memory
+  has left (`clear_rest`), and
 - one more block, `zero_block`, is never written and pads block tables.
 """
 
@@ -44,6 +46,7 @@ class KvCache:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.zero_block = num_blocks
+        self._is_head_major = head_major
         inner = (shape.num_kv_heads, block_size) if head_major else (block_size, shape.num_kv_heads)
         size = (shape.num_layers, 2, num_blocks + 1, *inner, shape.head_dim)
         # Not zeroed: the pages of memory behind it are then taken from the system only as blocks come into use.
@@ -76,6 +79,11 @@ class KvCache:
         for keys, values in self.pages:
             keys.index_fill_(0, blocks, 0)
             values.index_fill_(0, blocks, 0)
+
+    def clear_rest(self, block: int, first: int) -> None:
+        """Zeroes the positions of the block from `first` on, in every layer."""
+        pages = self.storage[:, :, block]
+        (pages[..., first:, :] if self._is_head_major else pages[:, :, first:]).zero_()
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies whole blocks in every layer; all are read before any is written. sources, targets: [n] int64."""

@@ -193,6 +193,11 @@ class Request:
         return min(num, self.end)
 
     @property
+    def starts_again(self) -> bool:
+        """Its numbers were not finite, and may be when it has computed all of them itself."""
+        return self.is_poisoned and self.state is State.LEAVING
+
+    @property
     def has_work(self) -> bool:
         """There is something that a plan could compute of it."""
         return self.state is State.RUNNING and self.num_planned < self.num_computable

@@ -107,6 +107,13 @@ class Roster:
         if request.num_in_flight == 0:
             self.release(request)
 
+    def start_again(self, request: Request) -> None:
+        """It is preempted, and what steps in flight give of it counts for nothing."""
+        if request.state is State.RUNNING:
+            request.state = State.LEAVING
+            self.num_leaving += 1
+            request.settle()
+
     def release(self, request: Request) -> None:
         """Gives row and blocks back, and a preempted request its place in the line. Nothing in flight touches it."""
         assert request.num_in_flight == 0, request.rid
@@ -126,6 +133,7 @@ class Roster:
         if request.state is State.LEAVING:
             self.num_leaving -= 1
             request.state = State.WAITING
+            request.is_poisoned = False
             del self.running[bisect_left(self.running, request.arrival, key=_arrival)]
             self.waiting.add(request)
 

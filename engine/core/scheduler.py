@@ -37,6 +37,7 @@ from .kv_events import KvCacheEvent, event_of_tier
 from .loads import Loads
 from .news import Item, News
 from .planner import Planner
+from .poison import poison
 from .policy import PolicyName, make_policy
 from .prefix import PrefixCache
 from .request import COMMIT_BLOCKS, Request, State
@@ -352,7 +353,7 @@ class Scheduler:
                     request.num_total -= len(tokens) - num
                     del tokens[num:]  # what comes after its end is nothing
                     if token < 0 and not request.is_poisoned:
-                        self._poison(request)
+                        poison(request, self.pool, self._loads, self.roster)
             else:
                 computed = request.num_computed + 1
                 if computed < request.mark and token not in request.stops and token >= 0:
@@ -399,8 +400,11 @@ class Scheduler:
         request.num_in_flight -= 1
         is_plain, is_finite = False, not tokens or tokens[-1] >= 0
         if not is_finite and not request.is_poisoned:
-            self._poison(request)
-        if request.state is not State.ENDED:
+            poison(request, self.pool, self._loads, self.roster)
+        if request.starts_again:  # what was in flight then is nothing
+            request.num_planned -= count
+            request.num_total -= len(tokens)
+        elif request.state is not State.ENDED:
             start = request.num_computed
             request.num_computed += count
             if prompt_logprobs is not None:
@@ -409,8 +413,9 @@ class Scheduler:
                 if request.max_tokens == 0 and request.num_computed == request.end:
                     word = request.last_word(prompt_logprobs, vector)
                     if isinstance(word, Failed):
-                        self._poison(request)
-                    self.roster.end(request, word)
+                        poison(request, self.pool, self._loads, self.roster)
+                    if not request.starts_again:
+                        self.roster.end(request, word)
                 elif prompt_logprobs is not None:
                     self._news.add(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
             elif is_finite:
@@ -424,13 +429,6 @@ class Scheduler:
         if request.num_in_flight == 0 and request.state in (State.ENDED, State.LEAVING):
             self.roster.release(request)
         return is_plain
-
-    def _poison(self, request: Request) -> None:
-        """Its KV gives numbers that are not finite. Whoever found it would fail as well."""
-        request.is_poisoned = True
-        self.pool.forget(request.blocks)
-        if self._loads is not None:
-            self._loads.refuse(request)
 
     def _apply_tokens(
         self,

@@ -79,9 +79,17 @@ class HostSteps:
         self._rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
         started = time.perf_counter()
         copy_blocks(plan, self._cache)
+        self._clear_rests(plan)
         drawn = self._run(plan)
         self._synchronize()
         self._results.append(drawn.result(plan.step, (time.perf_counter() - started) * 1000))
+
+    def _clear_rests(self, plan: StepPlan) -> None:
+        """A row that goes on in the middle of a block may find anything behind it, numbers that are none included."""
+        for row in plan.open:
+            place, first = divmod(row.num_computed, self._config.block_size)
+            if first:
+                self._cache.clear_rest(int(self._rows.blocks[row.row, place]), first)
 
     def _run(self, plan: StepPlan) -> Drawn:
         """What the pass gave, and the rows brought up to date."""

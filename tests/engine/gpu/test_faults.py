@@ -1,19 +1,19 @@
-"""A device that has no memory for some steps, before and after their kernels have run; and one that sleeps."""
+"""A device that has no memory for some steps, before and after their kernels have run; one that sleeps; and rows whose
+numbers are not finite."""
 
 import random
 
 import checkpoints
+import not_finite
 import pytest
 import torch
-from fakes import all_tokens, enqueue
-from runner_driver import engine_config
+from engine_loop import Loop
+from fakes import enqueue
 
-from pagewire.engine.core.trace import make_scheduler
 from pagewire.engine.gpu.queue import EagerQueue
-from pagewire.engine.runner.runner import Runner
-from pagewire.ipc.messages import TokenBatch, bytes_to_ids
 
-NUM_BLOCKS = 64
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the queues are a CPU's")
+SMALL = {"max_num_batched_tokens": 24, "max_num_seqs": 4}  # each is a program to interpret
 
 
 class ShortQueue(EagerQueue):
@@ -37,35 +37,26 @@ class ShortQueue(EagerQueue):
         return super().fetch(pairs)
 
 
-def serve(folder, queue, *, naps: tuple[int, ...] = (), **flags) -> tuple[dict[int, list[int]], int]:
-    """(tokens, faults) of sampled requests with prompts in pieces, two steps in flight. naps: after which steps."""
-    config = engine_config(folder, max_num_batched_tokens=24, max_num_seqs=4, pipeline_depth=2, **flags)
-    runner = Runner.load(config, queue=queue)
-    runner.open_cache(NUM_BLOCKS)
-    scheduler = make_scheduler(config, NUM_BLOCKS)
+def requests():
+    """Sampled, with a prompt in pieces."""
     rng = random.Random(3)
-    for rid, length in enumerate((3, 30)):
-        prompt = [rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(length)]
-        scheduler.add(enqueue(rid, prompt, max_tokens=4, seed=rid, ignore_eos=True))
-    output: dict[int, list[int]] = {}
-    while True:
-        while (plan := scheduler.plan()) is not None:
-            runner.launch(plan)
-            scheduler.is_paused = scheduler.step in naps
-        if scheduler.is_paused and not runner.num_pending:
-            scheduler.empty()
-            _sleep(runner)
-            scheduler.is_paused = False
-            continue
-        if not runner.num_pending:
-            break
-        assert runner.is_done()
-        scheduler.apply(runner.collect())
-        for item in scheduler.take_news():
-            for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
-                output.setdefault(tokens.rid, []).extend(bytes_to_ids(tokens.ids))
-    assert scheduler.pool.num_free == NUM_BLOCKS
-    return output, scheduler.counters.num_out_of_memory
+    prompts = [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(length)] for length in (3, 30)]
+    return [enqueue(rid, prompt, max_tokens=4, seed=rid, ignore_eos=True) for rid, prompt in enumerate(prompts)]
+
+
+def test_steps_without_memory_and_sleep_change_no_token(checkpoint):
+    folder = checkpoint("qwen3", num_hidden_layers=1)
+    loop = Loop(folder, queue=EagerQueue(torch.device("cpu")), **SMALL)
+    expected = loop.serve(requests())
+    assert len({tuple(ids) for ids in expected.values()}) == 2
+    loop.scheduler.pool.forget_all()
+    loop.naps, loop.nap = [loop.scheduler.step + 3], lambda: _sleep(loop.runner)
+    assert loop.serve(requests()) == expected
+    assert loop.scheduler.counters.num_out_of_memory == 0
+
+    loop = Loop(folder, queue=ShortQueue(sends={2, 6}, fetches={3, 7}), **SMALL)
+    assert loop.serve(requests()) == expected
+    assert loop.scheduler.counters.num_out_of_memory == 4
 
 
 def _sleep(runner) -> None:
@@ -81,11 +72,7 @@ def _sleep(runner) -> None:
     assert runner.wake()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the queue is a CPU's")
-def test_steps_without_memory_change_no_token(checkpoint):
-    folder = checkpoint("qwen3", num_hidden_layers=1)
-    expected, num_faults = serve(folder, EagerQueue(torch.device("cpu")))
-    assert num_faults == 0 and len({tuple(ids) for ids in expected.values()}) == 2
-    queue = ShortQueue(sends={2, 6}, fetches={3, 7})
-    assert serve(folder, queue) == (expected, 4)
-    assert serve(folder, EagerQueue(torch.device("cpu")), naps=(3,)) == (expected, 0)
+@pytest.mark.filterwarnings("ignore:All-NaN")
+def test_rows_that_are_not_finite_fail_alone(checkpoint, tmp_path):
+    folder = not_finite.poisoned(checkpoint("qwen3", num_hidden_layers=1, tie_word_embeddings=False), tmp_path / "m")
+    not_finite.check(Loop(folder, queue=EagerQueue(torch.device("cpu")), **SMALL), 2, most=3)

@@ -1,0 +1,69 @@
+"""A real scheduler and a real runner, and nothing between them: what an engine does without text and processes."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fakes import all_tokens
+from runner_driver import engine_config
+
+from pagewire.engine.core.trace import make_scheduler
+from pagewire.engine.gpu.queue import Queue
+from pagewire.engine.runner.runner import Runner
+from pagewire.ipc.messages import Drawn, Enqueue, Failed, Masks, TokenBatch, bytes_to_ids
+
+NUM_BLOCKS = 64
+
+
+class Loop:
+    """`serve` may be called several times; the prefix cache stays."""
+
+    def __init__(self, folder: Path, *, queue: Queue | None = None, naps: Sequence[int] = (), **flags: Any) -> None:
+        """`naps`: steps after which `nap` is called when nothing is in flight."""
+        config = engine_config(folder, pipeline_depth=2, **flags)
+        self.runner = Runner.load(config, queue=queue)
+        self.runner.open_cache(NUM_BLOCKS)
+        self.scheduler = make_scheduler(config, NUM_BLOCKS)
+        self.naps = naps
+        self.nap: Callable[[], None] = lambda: None
+        self._everything = b"\xff" * (4 * -(-config.vocab_size // 32))  # as a mask
+
+    def serve(self, requests: Sequence[Enqueue]) -> dict[int, list[int] | Failed]:
+        """The output of each request, or why it has none. Grammars allow everything."""
+        scheduler, runner = self.scheduler, self.runner
+        output: dict[int, list[int] | Failed] = {}
+        for message in requests:
+            scheduler.add(message)
+            if message.constraint is not None:
+                self._allow([message.rid])
+        while True:
+            if (drawn := scheduler.constraints.take()) is not None:
+                self._allow(self._rids(drawn))
+            while (plan := scheduler.plan()) is not None:
+                runner.launch(plan)
+                scheduler.is_paused = scheduler.step in self.naps
+            if not runner.num_pending:
+                if not scheduler.is_paused:
+                    break
+                scheduler.empty()
+                self.nap()
+                scheduler.is_paused = False
+                continue
+            assert runner.is_done()
+            scheduler.apply(runner.collect())
+            for item in scheduler.take_news():
+                if isinstance(item, Failed):
+                    output[item.rid] = item
+                for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
+                    so_far = output.setdefault(tokens.rid, [])
+                    assert isinstance(so_far, list), "news after it has failed"
+                    so_far.extend(bytes_to_ids(tokens.ids))
+        assert scheduler.pool.num_free == NUM_BLOCKS
+        return output
+
+    def _allow(self, rids: Sequence[int]) -> None:
+        self.scheduler.allow(Masks(b"".join(rid.to_bytes(8, "little") for rid in rids), self._everything * len(rids)))
+
+    def _rids(self, drawn: Drawn) -> list[int]:
+        ended = set(memoryview(drawn.ended).cast("q"))
+        return [rid for rid in memoryview(drawn.rids).cast("q") if rid not in ended]
