@@ -36,6 +36,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         if getattr(config, flag) and not door.admin_keys:
             name = flag.replace("_", "-")
             raise ConfigError(f"--{name} is for administrators; give --admin-api-key or --admin-api-key-file.")
+    if config.api_processes > 1 and config.batch_folder is not None:
+        raise ConfigError("Batches belong to one process; leave --batch-folder or --api-processes out.")
     if model.purpose.is_encoder:
         _check_encoder(config, model)
     dtype = _choose_dtype(config, model, machine)

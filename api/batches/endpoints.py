@@ -31,15 +31,18 @@ class BatchEndpoints:
 
     def __init__(self, service: Service, app: ASGIApp) -> None:
         """`app`: answers the requests of batches. Raises ConfigError if the folder cannot be used."""
-        self._store = BatchStore(service.config.batch_folder)
         config = service.config
+        self._is_alone = config.api_processes == 1
+        self._store = BatchStore(config.batch_folder)
         self._runner = BatchRunner(
             self._store, app, concurrency=min(64, config.max_num_seqs), max_bytes=config.max_body_size
         )
         self._decoder = msgspec.json.Decoder(CreateBatch)
 
     def routes(self) -> list[Operation]:
-        """Paths, and who answers there."""
+        """Paths, and who answers there. With several api processes nobody: the next request may reach another one."""
+        if not self._is_alone:
+            return []
         return [
             Operation(
                 *("POST", "/v1/files", self.upload, "Keep a file of requests"),
