@@ -289,6 +289,8 @@ class Gateway:
 
     def _restore(self) -> None:
         """The engine is whole. Who may have killed it goes first, and a few at a time; then all others."""
+        if self.outage is None:
+            return
         self.outage = None
         self._held = dict.fromkeys(sorted(self._held, key=lambda stream: stream.number))
         self._suspects.line_up(stream for stream in self._held if stream.num_deaths)

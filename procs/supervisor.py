@@ -106,7 +106,7 @@ class Supervisor:
         self._woken = asyncio.Event()
         self._signals: list[signal.Signals] = []
         self._marks: list[tuple[str, float]] = []  # phase of the start → when it ended
-        self._epoch = self._device_epoch = 1
+        self._epoch = self._device_epoch = self._restored = 1  # the last: of which the api has been told
         self._deaths = Deaths()
         self._lost_at: dict[str, float] = {}  # who is being replaced → since when
         self._looked_at = 0.0  # when who hangs was last looked for
@@ -326,8 +326,10 @@ class Supervisor:
         behind = [child for child in self._children.values() if kind(child.name) != "api"]
         if any(child.facts is None or child.epoch < self._epoch for child in behind):
             return
-        for name in self._apis:
-            self._outboxes[name].send(Restored(self._epoch))
+        if self._restored < self._epoch:
+            self._restored = self._epoch
+            for name in self._apis:
+                self._outboxes[name].send(Restored(self._epoch))
         for name in [name for name in self._lost_at if self._children[name].facts is not None]:
             passed_s = time.monotonic() - self._lost_at.pop(name)
             print(f"pagewire: {name} is replaced, {passed_s:.1f} s after it was lost.", file=sys.stderr, flush=True)
