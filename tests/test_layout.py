@@ -100,7 +100,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels",
         "ipc.messages",
     },
-    "procs": {"procs", "ipc", "engine", "api", "flags", "prepare", "__init__"},
+    "procs": {"procs", "ipc", "engine", "api", "flags", "machine", "prepare", "__init__"},
     "route": {
         "route",
         "api",
