@@ -20,7 +20,7 @@ def serve_log_lines(log: str) -> list[str]:
 def test_a_small_run(tmp_path: Path) -> None:
     server = Server(tmp_path, *hostile.FLAGS[:-1], "--enable-log-requests").wait_ready()
     try:
-        arguments = hostile.parse(["--count", "300", "--seed", "7"])
+        arguments = hostile.parse(["--count", "300", "--seed", "7", "--limit-s", "60"])
         report = hostile.run(server.url, server.process.pid, arguments)
         assert not report.wrong, "\n".join(report.wrong)
         outcomes = [tally.outcomes for tally in report.tallies.values()]

@@ -82,9 +82,9 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(actor: TokenizerActor, 
     whole = text * ((1 << 24) // len(text.encode()))
     chat = m.ChatPrompt(b'[{"role": "user", "content": "' + whole.encode() + b'"}]')
     prompts = m.TextPrompt(whole), chat
-    started = time.monotonic()
+    started = time.process_time()
     actor.handle([*map(submit, prompts), *(m.Tokenize(1, prompt) for prompt in prompts)])
-    assert time.monotonic() - started < 2  # it would be a minute
+    assert time.process_time() - started < 2  # it would be a minute
     for _, failed in posts:
         assert isinstance(failed, m.Failed) and failed.kind == "context_length_exceeded"
         assert "context length is 64 tokens" in failed.detail and f"{most} bytes" in failed.detail
@@ -102,11 +102,11 @@ def test_long_tokens_are_no_way_around_it(actor: TokenizerActor, posts: Posts, m
 
 def test_a_long_text_is_cut_before_it_is_encoded(actor: TokenizerActor, posts: Posts) -> None:
     whole = "x" * (1 << 24) + "0123456789"
-    started = time.monotonic()
+    started = time.process_time()
     actor.handle([submit(m.TextPrompt(whole), truncate=10), m.Tokenize(1, m.TextPrompt("0123456789"))])
     pooling = m.Pooling("last", truncate=10)
     actor.handle([submit(m.TextPrompt(whole[::-1]), limits=m.Limits(0), pooling=pooling)])
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
     (_, end), (_, expected), (_, start) = posts
     assert isinstance(end, m.Enqueue) and isinstance(start, m.Enqueue) and isinstance(expected, m.Tokenized)
     assert end.prompt_ids == expected.ids

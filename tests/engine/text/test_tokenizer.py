@@ -193,6 +193,6 @@ def test_special_tokens_that_begin_alike() -> None:
 def test_their_number_does_not_matter() -> None:
     special = [f"<|reserved_special_token_{i}|>" for i in range(250)]
     text = "<|reserved_special_token_24" * 40_000
-    started = time.monotonic()
+    started = time.process_time()
     assert not re.findall(_any_of(special), text)
-    assert time.monotonic() - started < 0.5  # it was a second and more
+    assert time.process_time() - started < 0.5  # it was a second and more
