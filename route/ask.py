@@ -5,6 +5,7 @@ where one broke off; the client sees neither unless it asked for them. Bodies th
 as they are: to say what is wrong with them is the engine's part.
 """
 
+import contextlib
 import math
 import re
 import secrets
@@ -83,18 +84,17 @@ class Ask:
         self.blocks: list[int] = []
         self.patience_s = math.inf  # how long it wants to wait for an engine to take it
         self._fields: dict[str, Raw] = {}
-        if method != "POST":
-            return
-        try:
-            fields = msgspec.json.decode(body, type=_Fields)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return
+        if method == "POST":
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                self._read(path, salt)
+
+    def _read(self, path: str, salt: bytes) -> None:
+        """Raises what msgspec does if the body is not what it should be; then it is passed on as it is."""
+        fields = msgspec.json.decode(self.body, type=_Fields)
+        num_prompts = len(_several(fields.prompt)) or 1
         self.response_id = self.response_id or fields.previous_response_id
         if fields.timeout is not None:
             self.patience_s = fields.timeout
-        num_prompts = 1
-        if prompts := _several(fields.prompt):
-            num_prompts = len(prompts)
         self.num_choices = num_prompts * max(1, fields.n or 1)
         longest = fields.max_completion_tokens or fields.max_tokens or fields.max_output_tokens
         self.num_tokens += self.num_choices * (_UNSAID_OUTPUT if longest is None else max(0, longest))
@@ -103,12 +103,12 @@ class Ask:
         # Prompts of one request draw with seeds of their own unless one was asked for, and it has no way to say them.
         is_sure = num_prompts == 1 or fields.seed is not None or fields.temperature == 0
         if path in _STREAMED_PATHS and fields.stream and not fields.use_beam_search and is_sure:
-            self.can_go_on = True
-            self.shows_ids = bool(fields.return_token_ids)
-            self._fields = msgspec.json.decode(body, type=dict[str, Raw]) | {"return_token_ids": Raw(b"true")}
+            self._fields = msgspec.json.decode(self.body, type=dict[str, Raw]) | {"return_token_ids": Raw(b"true")}
             if fields.seed is None:
                 self._fields["seed"] = Raw(b"%d" % secrets.randbelow(_SEEDS))
             self.body = msgspec.json.encode(self._fields)
+            self.shows_ids = bool(fields.return_token_ids)
+            self.can_go_on = True
 
     def go_on(self, token_ids: Mapping[int, Sequence[int]]) -> bytes:
         """The body that asks for the rest. `token_ids`: choice → what its client has."""

@@ -98,12 +98,16 @@ class Replicas:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError if it asks for what only one engine can have."""
-        alone: dict[str, object] = {"--client-address": config.client_address, "--kv-events": config.kv_events}
-        alone |= {"--record-trace": config.record_trace}
-        alone |= {"--enable-sleep-mode": config.enable_sleep_mode or None}
-        alone |= {"--enable-model-swap": config.enable_model_swap or None}
-        alone |= {f"--kv-connector {spec}": spec for spec in config.kv_connector if spec.startswith(("disk", "p2p"))}
-        if asked := [flag for flag, value in alone.items() if value is not None]:
+        alone = {
+            "--client-address": config.client_address,
+            "--kv-events": config.kv_events,
+            "--record-trace": config.record_trace,
+            "--enable-sleep-mode": config.enable_sleep_mode,
+            "--enable-model-swap": config.enable_model_swap,
+        }
+        asked = [flag for flag, value in alone.items() if value]
+        asked += [f"--kv-connector {spec}" for spec in config.kv_connector if spec.startswith(("disk", "p2p"))]
+        if asked:
             raise ConfigError(f"{asked[0]} is one engine's own; leave it or --data-parallel-size out.")
         self._config = config
         self._replicas: list[Replica] = []

@@ -49,6 +49,37 @@ def test_everything_is_passed_through(stack: ExitStack) -> None:
     assert router.ask("/v1/files").json["data"] == []
 
 
+def test_what_is_no_request_is_the_engine_s_to_refuse(stack: ExitStack) -> None:
+    engines = behind(stack, FakeEngine(PIECES))
+    router = stack.enter_context(Routed(*engines))
+    stream = b'"stream": true'
+    deep, numbers = b"[" * 3000 + b"]" * 3000, b"1e999, 123456789012345678901234567890, 0.5"
+    for prompt in (
+        deep,
+        b"[" + numbers + b"]",
+        b'["\\ud800"]',
+        b'"\xff"',
+        b"[[1], 2]",
+        b"[]",
+        b"null",
+        b"{}",
+        b'["a", 1]',
+    ):
+        for body in (b'{"prompt": %b, %b}' % (prompt, stream), b'{"messages": %b, %b}' % (prompt, stream)):
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                answer = router.ask(path, body)
+                assert answer.status == 400 and answer.json["error"]["message"], (path, body[:80])
+    for body in (
+        b'{"prompt": "x", "stream": 1}',
+        b'{"prompt": "x", "n": 1e30, %b}' % stream,
+        b"[]",
+        b"\xff",
+        b"",
+        b'{"\xff": 1, "prompt": "x", %b}' % stream,
+    ):
+        assert router.ask("/v1/completions", body).status == 400, body
+
+
 @pytest.mark.parametrize(("return_token_ids", "logprobs"), [(False, None), (False, 2), (True, 0)])
 def test_a_stream_is_what_it_is_without_a_router(
     stack: ExitStack, return_token_ids: bool, logprobs: int | None
@@ -259,9 +290,8 @@ def test_a_client_that_leaves_is_forgotten_everywhere(stack: ExitStack) -> None:
     engines = behind(stack, engine)
     router = stack.enter_context(Routed(*engines))
     body = json.dumps({"prompt": "abc", **STREAM}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    )
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    head += "content-type: application/json\r\n"
     port = int(router.url.rpartition(":")[2])
     deadline = time.monotonic() + 10
     with socket.create_connection(("127.0.0.1", port)) as client:

@@ -1,0 +1,55 @@
+"""What a router is told, and what several engines of one launch cannot be told."""
+
+import argparse
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pagewire.errors import ConfigError
+from pagewire.route.config import RouteConfig, add_route_flags, read_route
+from pagewire.route.replicas import Replicas
+
+from ..api.harness import CONFIG
+
+
+def read(*argv: str) -> RouteConfig:
+    parser = argparse.ArgumentParser()
+    add_route_flags(parser)
+    return read_route(parser.parse_args(argv))
+
+
+def test_a_router_has_the_door_of_a_server() -> None:
+    config = read("--engines", "http://a:1/, unix:/b", "--api-key", "k", "--admin-api-key", "r", "--outage-wait", "3")
+    assert config.engines == ("http://a:1", "unix:/b")
+    assert [key.key for key in config.api_keys] == ["k"] and [key.key for key in config.admin_keys] == ["r"]
+    assert config.outage_wait == 3 and config.port == 8000
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--engines", ","],
+        ["--engines", "http://a:1,http://a:1/"],
+        ["--engines", "http://a:1", "--max-open-requests", "0"],
+        ["--engines", "http://a:1", "--root-path", "x"],
+        ["--engines", "http://a:1", "--ssl-certfile", "/nothing"],
+    ],
+)
+def test_what_cannot_be_is_said(argv: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        read(*argv)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("client_address", "ipc:///x"),
+        ("record_trace", "x"),
+        ("enable_model_swap", True),
+        ("kv_connector", ("host,size=1G", "disk,path=x")),
+    ],
+)
+def test_what_only_one_engine_can_have_is_refused_for_several(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=field.replace("_", "-")):
+        Replicas(replace(CONFIG, **{field: value}))
