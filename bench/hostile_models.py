@@ -27,7 +27,7 @@ from typing import Any
 from ..engine.weights.source import DEMO_MODEL
 
 LIMIT_S = 10.0
-SERVE_LIMIT_S = 20.0  # of the command, most of which are imports
+SERVE_LIMIT_S = 60.0  # of the command, which imports much, beside whatever else the machine does
 _START_LIMIT_S = 60.0
 _JUDGE_BYTES = 6 << 30  # that one may allocate: who believes a header's sizes asks for more
 _JSON_FILES = ("config.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -320,7 +320,8 @@ class Judge:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def __call__(self, folder: Path) -> Verdict:
+    def start(self) -> None:
+        """Has it import everything, if it is not there."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--judge"],
@@ -329,7 +330,9 @@ class Judge:
                 stderr=subprocess.DEVNULL,
                 text=True,
             )
-            self._ask(DEMO_MODEL, _START_LIMIT_S)
+            assert self._ask(DEMO_MODEL, _START_LIMIT_S).kind == "served"
+
+    def __call__(self, folder: Path) -> Verdict:
         return self._ask(folder, LIMIT_S)
 
     def _ask(self, folder: Path, limit_s: float) -> Verdict:
@@ -382,6 +385,7 @@ def verdicts(bases: list[Path], scratch: Path, seed: int, numbers: range) -> Ite
     try:
         for number in numbers:
             what = make_mutant(bases, scratch / "mutant", seed, number)
+            ask.start()
             started = time.perf_counter()
             verdict = ask(scratch / "mutant")
             yield number, what, time.perf_counter() - started, verdict
@@ -413,7 +417,8 @@ def main(argv: list[str] | None = None) -> int:
             num_faults += verdict.is_fault
             if verdict.is_fault or arguments.verbose:
                 print(f"{number:5} {what} → {verdict.kind} after {seconds:.2f} s {verdict.text}", flush=True)
-        for number in numbers[:: max(1, arguments.count // max(1, arguments.serve))][: arguments.serve]:
+        # One kind of change after another.
+        for number in [numbers[i * (len(bases) + 1) % len(numbers)] for i in range(arguments.serve)]:
             what = make_mutant(bases, scratch / "mutant", arguments.seed, number)
             verdict = serve(scratch / "mutant")
             num_faults += verdict.is_fault
