@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ from .report import Row, machine, write_json
 KINDS = ("tokenizer", "detokenizer", "core", "grammar", "worker", "api")
 NOTHING = "nothing"  # a round in which no process is touched: what the instrument sees then is its own
 _START_TIMEOUT_S = 120.0
-_STORM = (5, 61.0)  # most deaths in so many seconds; more end a server
+_MOST_DEATHS = 5  # of one server: more in a minute would end it
 _PAUSE_S = 0.25  # a shorter time without a token is no interruption
 _NEWCOMER_S = 0.2  # between newcomers
 _NEWCOMER_LIMIT_S = 40.0
@@ -55,7 +54,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
         self.host = "127.0.0.1"
-        self.deaths: deque[float] = deque(maxlen=_STORM[0])
+        self.num_deaths = 0
         command = [sys.executable, "-m", "pagewire", "serve", "--port", str(self.port), "--threads", "1"]
         self.process = subprocess.Popen(
             [*command, "--no-access-log", *flags], stdin=subprocess.DEVNULL, start_new_session=True
@@ -191,8 +190,6 @@ class Experiment:
 
     async def round(self, server: Server, kind: str, signum: signal.Signals) -> dict[str, float]:
         """One signal beneath open streams; its figures."""
-        while kind != NOTHING and len(server.deaths) == _STORM[0] and time.monotonic() < server.deaths[0] + _STORM[1]:
-            await asyncio.sleep(0.1)
         answers, reads = self.open_streams(server)
         enough = self.rng.randint(3, max(3, self.num_tokens * 2 // 3))
         while any(not answer.ended for answer in answers):
@@ -208,7 +205,7 @@ class Experiment:
         if kind != NOTHING:
             victim = server.victim(kind)
             victim.send_signal(signum)
-            server.deaths.append(signalled)
+            server.num_deaths += 1
         forgiven_until = outage.began + _API_LIMIT_S if kind == "api" else 0.0
         watches = [
             asyncio.ensure_future(watch_ready(server, outage)),
@@ -344,7 +341,11 @@ def main(argv: list[str] | None = None) -> None:
             hang = ["--hang-timeout-s", f"{arguments.hang_timeout:g}"] if signum == signal.SIGSTOP else []
             while len(row.figures.get("failed", ())) < arguments.rounds:
                 with serving([*common, *hang]) as server:
-                    while len(row.figures.get("failed", ())) < arguments.rounds and server.process.poll() is None:
+                    while (
+                        len(row.figures.get("failed", ())) < arguments.rounds
+                        and server.process.poll() is None
+                        and server.num_deaths < _MOST_DEATHS
+                    ):
                         row.add(**asyncio.run(experiment.round(server, kind, signum)))
                     if server.process.poll() is not None:
                         experiment.complain(f"{row.name}: the server ended with {server.process.returncode}")
