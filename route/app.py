@@ -4,6 +4,7 @@ The same `Edge` as an engine's stands before it: heads, origins, keys, rates and
 """
 
 import asyncio
+import time
 from collections import Counter
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from .. import __version__
 from ..api.app import FILES_PATH, Edge
+from ..api.drain_rate import DrainRate
 from ..api.http_error import HttpError, ShuttingDown, as_http_error
 from ..api.metrics import CONTENT_TYPE
 from ..api.rate_limit import Account
@@ -27,7 +29,6 @@ from .metrics import render, together
 from .relay import Answer, Relay
 
 _ENGINES_PATH = "/admin/engines"
-_RETRY_AFTER_S = 1  # an engine that says otherwise is heard
 
 
 class Health(Struct, frozen=True):
@@ -57,6 +58,7 @@ class RouterApp:
         self._relay = Relay(fleet, outage_wait_s=config.outage_wait, root_path=config.root_path)
         self._anyone = Account()  # what is open without a key
         self._open: Counter[Account] = Counter()
+        self._drain_rate = DrainRate(time.monotonic())  # for who is refused here; what an engine says of itself stands
         self._ends: set[asyncio.Timeout] = set()  # of the open requests: when they are to end
         self._refusal: str | None = None  # why nothing new is taken
         self._idle = asyncio.Event()
@@ -81,7 +83,7 @@ class RouterApp:
             self._fleet,
             config=self._config,
             stats=self._stats,
-            retry_after_s=lambda: _RETRY_AFTER_S,
+            retry_after_s=lambda: self._drain_rate.retry_after_s(sum(self._open.values())),
             admin_paths=frozenset({_ENGINES_PATH}),
         )
 
@@ -116,6 +118,7 @@ class RouterApp:
                 429, f"There are {most} requests open already, and no more may be.", code="rate_limit_exceeded"
             )
         self._open[account] += 1
+        self._drain_rate.note(time.monotonic(), is_busy=True)
         try:
             answer = Answer(scope, send)
             if scope["path"] == FILES_PATH and scope["method"] == "POST":
@@ -130,6 +133,7 @@ class RouterApp:
             self._open[account] -= 1
             if not self._open[account]:
                 del self._open[account]
+            self._drain_rate.note(time.monotonic(), is_busy=bool(self._open), num_ended=scope["method"] == "POST")
 
     async def _bounded(self, ask: Ask, scope: Scope, answer: Answer) -> int:
         """The relay, until the request's time or the server's is over."""
