@@ -296,4 +296,4 @@ def load_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:
 
 def _most_chars(config: EngineConfig, tokenizer: Tokenizer) -> int:
     """Of a chat: what is longer than the model's context in any case is not made to its end."""
-    return min(DEFAULT_MAX_CHARS, tokenizer.most_chars(config.max_model_len))
+    return min(DEFAULT_MAX_CHARS, tokenizer.most_bytes(config.max_model_len))

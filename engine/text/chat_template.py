@@ -208,7 +208,8 @@ class ChatTemplate:
             for part in template.generate(variables):
                 num_chars += len(part)
                 if num_chars > self._max_chars:
-                    raise RequestError("invalid_request", f"The chat is longer than {self._max_chars} characters.")
+                    detail = f"The chat is longer than {self._max_chars} characters, too long for this model's context."
+                    raise RequestError("context_length_exceeded", detail)
                 parts.append(part)
         except jinja2.TemplateError as error:
             sentence = " ".join((error.message or "no reason given").split())[:_MAX_REASON].rstrip(".")

