@@ -37,7 +37,7 @@ from ..ipc.messages import (
     Stop,
 )
 from ..ipc.zmq_channel import Keys, ZmqContext
-from .log_lines import write_log_lines
+from .log_lines import escaped, write_log_lines
 from .loop_lag import LoopLag
 from .post import Mailman, api_index
 from .topology import ACTORS, index, kind
@@ -228,7 +228,11 @@ def main(name: str, launch_file: str) -> int:
     context = ZmqContext(launch.keys, epochs)
     post = Mailman(name, launch.config, launch.addresses, context).post
 
+    is_ready = False
+
     def on_ready(facts: Facts) -> None:
+        nonlocal is_ready
+        is_ready = True
         timings = {"python": python_s, **facts.timings}
         timings["rest"] = max(0.0, process_age_s() - sum(timings.values()))
         gc.freeze()  # what the start has made stays; no collection shall look through it again
@@ -246,8 +250,11 @@ def main(name: str, launch_file: str) -> int:
             uvloop.run(run_actor(name, make_actor(name, launch), epochs, inbox, post, on_ready))
     except Exception as error:
         code = exit_code(error)
-        trace = "" if isinstance(error, PagewireError) else traceback.format_exc()
-        summary = str(error) if isinstance(error, PagewireError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, PagewireError):
+            summary, trace = str(error), ""
+        else:  # its words may hold what a user wrote, once there are users
+            summary = type(error).__name__ if is_ready else escaped(f"{type(error).__name__}: {error}")
+            trace = "".join(traceback.format_tb(error.__traceback__))
         with contextlib.suppress(ChannelFull):
             post("supervisor", Fault(name, summary, trace, code))
     context.close()
