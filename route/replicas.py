@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from .. import interpreter
 from ..access import ApiKey
 from ..config import DoorConfig, EngineConfig
 from ..errors import ConfigError, StartError
@@ -59,7 +60,7 @@ class Replica:
             file.write(msgspec.json.encode(launch))
 
     async def start(self) -> None:
-        environment = dict(os.environ)
+        environment = interpreter.environment()
         if self._config.device == "cuda":
             visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(1024)))
             size = self._config.tensor_parallel_size
@@ -67,7 +68,7 @@ class Replica:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         self.is_stopping = False
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "pagewire.route.replicas", str(self._file)),
+            *(*interpreter.COMMAND, "pagewire.route.replicas", str(self._file)),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(self._lifeline_fd,),
             env=environment,
