@@ -87,6 +87,11 @@ class Stream:
         """Tokens of the longest choice that has ended."""
         return max((ended.usage.num_output for ended in self.ended if ended.usage is not None), default=0)
 
+    @property
+    def num_output(self) -> int:
+        """Tokens of output that were delivered."""
+        return sum(len(entry.ids) for entry in self.entries) >> 2
+
     def timeline(self) -> Timeline:
         """How the time of the whole request passed, once every choice has ended."""
         return together([ended.timeline for ended in self.ended])

@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
-_MOST_TURNS = 8  # in which all suspects come back; up to so many come one by one
+_MOST_TURNS = 8  # in which those come back that had hardly begun; up to so many come one by one
+_MOST_SEASONED_TURNS = 3  # in which the others do: what kills mostly does so early
+_SEASONED = 16  # tokens of output that somebody has who is hardly the one
 _TOKENS = 4  # that each has to get; a death's last tokens were on their way through the pipeline
 _MOST_REMEMBERED = 256  # fingerprints of requests that have killed
 
@@ -19,6 +21,10 @@ class Suspect(Protocol):
 
     num_deaths: int  # of processes that it was with
     open_rids: set[int]  # of its sequences that have not ended
+
+    @property
+    def num_output(self) -> int:
+        """Tokens that were delivered of it."""
 
 
 S = TypeVar("S", bound=Suspect)
@@ -62,13 +68,16 @@ class Suspects(Generic[S]):
         return blamed[0] if len(blamed) == 1 and blamed[0].num_deaths > 1 else None
 
     def line_up(self, suspects: Iterable[S]) -> None:
-        """They shall come back in this order; those that were there in most deaths one by one."""
+        """They shall come back in this order: those that were there in several deaths one by one, then those that had
+        hardly begun, then those that have gone well for a while."""
         suspects = list(suspects)
-        size = -(-len(suspects) // _MOST_TURNS)
-        worst = [[suspect] for suspect in suspects if suspect.num_deaths > 1]
+        self._waiting.extend([suspect] for suspect in suspects if suspect.num_deaths > 1)
         others = [suspect for suspect in suspects if suspect.num_deaths <= 1]
-        self._waiting.extend(worst)
-        self._waiting.extend(others[i : i + size] for i in range(0, len(others), size or 1))
+        fresh = [suspect for suspect in others if suspect.num_output < _SEASONED]
+        seasoned = [suspect for suspect in others if suspect.num_output >= _SEASONED]
+        for group, most_turns in ((fresh, _MOST_TURNS), (seasoned, _MOST_SEASONED_TURNS)):
+            size = -(-len(group) // most_turns)
+            self._waiting.extend(group[i : i + size] for i in range(0, len(group), size or 1))
 
     def next(self) -> list[S]:
         """Who comes back now; nobody while others are tried."""
