@@ -8,11 +8,12 @@ ARGS ?=
 # pip's own compilation of .pyc files must not be switched off, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve test test-clients test-browser lint types bench kernels dist clean
+.PHONY: help serve test test-long test-clients test-browser lint types bench kernels dist clean
 
 help:
 	@echo "make serve   start the server on the demo model and print a curl line to try"
-	@echo "make test    ruff, mypy and every test"
+	@echo "make test    ruff, mypy and the tests"
+	@echo "make test-long     the tests that take longest"
 	@echo "make test-clients  the tests with other people's clients, which it installs"
 	@echo "make test-browser  the web page's tests, with playwright and the machine's Chromium"
 	@echo "make bench   the benchmarks, into bench/results/"
@@ -42,6 +43,9 @@ types: $(VENV)/.dev
 
 test: lint types
 	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10 $(ARGS)
+
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto --dist worksteal -m long $(ARGS)
 
 test-clients: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-clients.txt

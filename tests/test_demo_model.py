@@ -155,6 +155,7 @@ def test_size() -> None:
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 6_000_000
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_training_is_deterministic_from_its_seed(tmp_path: Path) -> None:
     small = ["--stop-after", "3", "--short-rows", "4", "--short-length", "64"]

@@ -31,6 +31,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_triton
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_smoke_run_writes_what_it_found(tmp_path: Path) -> None:
     parts = ["determinism", "attention", "steps-0.6b", "products", "steps-8b"]
@@ -64,6 +65,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 @needs_triton
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_tuner_tries_and_writes_no_table(tmp_path: Path) -> None:
     before = TABLE.read_text()

@@ -203,6 +203,7 @@ def test_gguf_names() -> None:
 # All of it
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_run_of_pagewire(tmp_path: Path) -> None:

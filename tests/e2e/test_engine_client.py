@@ -97,6 +97,7 @@ def test_an_engine_of_ones_own(expected: list[list[int]]) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.long
 def test_deaths_of_the_engine_cost_a_pause() -> None:
     """The core dies, later the worker; what was open ends as if nothing had been, each token once."""
 

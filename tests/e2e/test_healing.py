@@ -52,6 +52,7 @@ def test_a_killed_process_costs_a_pause(server: chaos.Server, streams: chaos.Exp
     assert figures["open"] > 0 and (figures["newcomers"] > 0 or figures["newcomers refused"] > 0)
 
 
+@pytest.mark.long
 def test_a_frozen_worker_is_replaced(tmp_path: Path) -> None:
     """By the benchmark itself, which ends with an error if anything is lost or changed."""
     flags = ["--kinds", "worker", "--signals", "STOP", "--rounds", "1", "--hang-timeout", str(HANG_S)]

@@ -48,6 +48,7 @@ def test_kill_9_of_a_whole_engine_loses_no_stream(started: ExitStack, tmp_path: 
     assert metrics["pagewire_router_resumes_total"] > 0 and metrics["pagewire_router_engine_ready"] == 1
 
 
+@pytest.mark.long
 def test_engines_of_one_launch_are_replaced_and_restarted_under_load(started: ExitStack, tmp_path: Path) -> None:
     launch = start(started, tmp_path, *ENGINE, "--data-parallel-size", "2")
     launch.wait_ready()

@@ -9,7 +9,7 @@ import pytest
 from .history import History
 from .mutants import MUTANTS, mutated
 
-NUM_BATCHES, BATCH = 3, 1000
+NUM_BATCHES, BATCH = 2, 1000
 MUTANT_SEEDS = 2000
 
 # What must happen how often in every batch, or the histories have become too tame to prove anything.

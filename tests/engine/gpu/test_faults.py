@@ -44,6 +44,7 @@ def requests():
     return [enqueue(rid, prompt, max_tokens=4, seed=rid, ignore_eos=True) for rid, prompt in enumerate(prompts)]
 
 
+@pytest.mark.long
 def test_steps_without_memory_and_sleep_change_no_token(checkpoint):
     folder = checkpoint("qwen3", num_hidden_layers=1)
     loop = Loop(folder, queue=EagerQueue(torch.device("cpu")), **SMALL)
@@ -72,6 +73,7 @@ def _sleep(runner) -> None:
     assert runner.wake()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:All-NaN")
 def test_rows_that_are_not_finite_fail_alone(checkpoint, tmp_path):
     folder = not_finite.poisoned(checkpoint("qwen3", num_hidden_layers=1, tie_word_embeddings=False), tmp_path / "m")

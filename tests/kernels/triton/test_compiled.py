@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = Path(__file__).with_name("golden.json")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_variant_is_worse_than_its_golden_numbers():
     """In a process of its own, because this one interprets its kernels."""
