@@ -1,7 +1,6 @@
 """Several ranks serve one model, each a process with its part of the weights: the tokens of one rank."""
 
 import json
-import time
 import urllib.request
 
 import checkpoints

@@ -1,5 +1,6 @@
 """Frames of another epoch: old ones are dropped, early ones wait, and a `Reset` stands between."""
 
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,8 @@ def reset(epoch: int, device: int = 1) -> Reset:
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"ipc:///tmp/pw-{uuid.uuid4().hex[:8]}"
+def address() -> str:
+    return f"ipc://{tempfile.gettempdir()}/pw-{uuid.uuid4().hex[:8]}"
 
 
 class Ends:

@@ -1,5 +1,6 @@
 """With several api processes everyone gets what is theirs."""
 
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -18,7 +19,10 @@ def test_a_rid_leads_to_its_process_whatever_the_epoch() -> None:
 
 def test_news_are_dealt_out_and_reports_go_to_all() -> None:
     context = ZmqContext()
-    addresses = {name: f"ipc:///tmp/pw-{uuid.uuid4().hex[:8]}" for name in ("api", "api-1", "core", "supervisor")}
+    addresses = {
+        name: f"ipc://{tempfile.gettempdir()}/pw-{uuid.uuid4().hex[:8]}"
+        for name in ("api", "api-1", "core", "supervisor")
+    }
     try:
         inboxes = [context.inbox(addresses[name], ToApi) for name in ("api", "api-1")]
         post = Mailman("detokenizer", Config(model="x", api_processes=2), addresses, context).post
