@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 NATIVE = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 FALLBACK = ["gemma2", "gpt_neox"]
+EVERY_TIME = ["llama", "qwen3", "gpt_neox"]  # the others are for `make test-long`
 NUM_PROMPTS = 64
 MAX_TOKENS = 36
 MAX_LEN = 640
@@ -45,7 +46,13 @@ def make_prompts(seed: int) -> list[list[int]]:
     return prompts
 
 
-@pytest.fixture(scope="module", params=NATIVE + FALLBACK)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *EVERY_TIME,
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in NATIVE + FALLBACK if kind not in EVERY_TIME),
+    ],
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     checkpoints.make_checkpoint(folder, request.param)

@@ -62,6 +62,7 @@ def test_abuse(server: OwnServer, part: str, most: dict[str, float]) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.long
 def test_leak(server: OwnServer) -> None:
     slopes = asyncio.run(leak.watch(server, 45, 3)).slopes()
     assert {"api", "core", "worker"} <= slopes.keys()

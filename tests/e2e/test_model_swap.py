@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 from servers import ROOT, Server
 
 Start = Callable[..., Server]
@@ -42,6 +43,7 @@ def wait_for(server: Server, name: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_the_model_is_swapped_and_back(start: Start, tmp_path: Path) -> None:
     server = start(*FLAGS).wait_ready()
     other = tmp_path / "other"

@@ -10,7 +10,7 @@ import vocabulary
 
 from pagewire import LLM, SamplingParams
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 PROMPTS = [[5, 9, 40, 33, 12], [7] * 30, [3 + i for i in range(50)]]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from pagewire.bench.startup import BAR, first_answer_s, import_torch_s
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 def test_the_first_answer_comes_within_three_imports_of_torch() -> None:

@@ -36,7 +36,7 @@ def _complete(server, prompt, **more):
         # Two ranks each hold the same key/value head.
         pytest.param("qwen3", 4, {"tie_word_embeddings": False}, marks=pytest.mark.long),
         pytest.param("qwen3_moe", 2, {}, marks=pytest.mark.long),
-        ("mixtral", 2, {}),
+        pytest.param("mixtral", 2, {}, marks=pytest.mark.long),
     ],
 )
 def test_ranks_say_what_one_rank_says(kind, size, changes, tmp_path, start):
@@ -95,6 +95,7 @@ def test_a_rank_that_dies_while_loading_ends_the_start_with_its_name(start):
     assert not [child for child in children.values() if child.is_running()]
 
 
+@pytest.mark.long
 def test_what_only_the_fallback_runs_is_refused_once_for_all_ranks(tmp_path, start):
     folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, "gpt_neox"))
     server = start(str(folder), "--tensor-parallel-size", "2")
@@ -103,6 +104,7 @@ def test_what_only_the_fallback_runs_is_refused_once_for_all_ranks(tmp_path, sta
     assert line.startswith("pagewire: --tensor-parallel-size is there for ") and "GPTNeoXForCausalLM" in line
 
 
+@pytest.mark.long
 def test_the_ranks_may_be_of_two_launches(start, tmp_path):
     names = ("worker", "worker-1", "core", "grammar", "tokenizer", "detokenizer", "api", "ranks")
     addresses = [f"{name}=tcp://127.0.0.1:{free_port()}" for name in names]

@@ -58,6 +58,7 @@ def test_complete_streams_a_text(server: Server, tmp_path: Path) -> None:
     assert given.returncode == 0 and given.stdout.strip() and given.stdout == piped.stdout
 
 
+@pytest.mark.long
 def test_chat_starts_a_server_and_ends_it(tmp_path: Path) -> None:
     result = pagewire(
         tmp_path, "chat", str(Path(__file__).resolve().parents[2] / "demo_model"), typed="Count from 1 to 5\n"
@@ -179,6 +180,7 @@ def test_top_shows_what_the_server_does(server: Server, tmp_path: Path, terminal
     assert screen.settings_now() == screen.settings
 
 
+@pytest.mark.long
 def test_top_waits_for_a_server_that_went_away(start: Callable[..., Server], terminal: Callable[..., Terminal]) -> None:
     server = start().wait_ready()
     screen = terminal("top", "--interval", "0.2", "--url", server.url)
@@ -242,6 +244,7 @@ def test_a_batch_is_answered_and_goes_on_where_it_was(server: Server, tmp_path: 
     assert pagewire(tmp_path, *words).stderr == "all 17 requests are answered in out.jsonl\n"
 
 
+@pytest.mark.long
 def test_a_killed_batch_loses_nothing(server: Server, tmp_path: Path) -> None:
     lines = [batch_line(f"{i}", 18, max_tokens=200, seed=i) for i in range(60)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
@@ -283,6 +286,7 @@ def test_tokenize_gives_the_ids_that_the_server_reads(server: Server, tmp_path: 
 
 
 @pytest.mark.parametrize("flags", [(), ("--dtype", "bfloat16"), ("--quantization", "int8")], ids=str)
+@pytest.mark.long
 def test_explain_says_what_the_start_then_takes(
     start: Callable[..., Server], tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
@@ -306,6 +310,7 @@ def test_a_config_file_is_served(start: Callable[..., Server], tmp_path: Path) -
     assert "context 1,024 tokens" in server.log.read_text()
 
 
+@pytest.mark.long
 def test_doctor_finds_this_machine_fit_and_says_what_is_not(server: Server, tmp_path: Path) -> None:
     well = pagewire(tmp_path, "doctor", "--port", "0")
     assert well.returncode == 0 and well.stdout.endswith("everything that serve needs is here\n"), well.stdout
