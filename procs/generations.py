@@ -82,7 +82,7 @@ class Generations:
             if self._swap is not None:  # it may have ended for the other one
                 await asyncio.wait({self._swap})
             if engine is self._engine:
-                for other in self._running:
+                for other in () if self._signals else self._running:  # else they have been told
                     other.on_signal(signal.SIGTERM)
                 return max([await task for task in list(self._running.values())])
 
@@ -99,15 +99,16 @@ class Generations:
         version = ModelVersion(number, prepared.model_path, prepared.served_model_names[0], int(time.time()), "serving")
         self._versions = (*retired, version)
         prepared = structs.replace(prepared, versions=self._versions)
-        engine = Supervisor(prepared, listening=self._listening, on_swap=self._on_swap)
+        engine = Supervisor(prepared, listening=self._listening, on_swap=lambda swap: self._on_swap(engine, swap))
         self._running[engine] = asyncio.ensure_future(engine.run())
         self._engine = engine
         return engine
 
-    def _on_swap(self, swap: Swap) -> None:
-        engine = self._engine
-        if self._swap is not None or self._signals:
-            engine.answer(swap.name, Swapped(swap.number, 409, "Another model is being loaded, or the server stops."))
+    def _on_swap(self, engine: Supervisor, swap: Swap) -> None:
+        """`engine`: whose api was asked; on an old connection it may be one that does not serve any more."""
+        if self._swap is not None or self._signals or engine is not self._engine:
+            detail = "Another model is being loaded or has taken over, or the server stops."
+            engine.answer(swap.name, Swapped(swap.number, 409, detail))
             return
         self._swap = asyncio.ensure_future(self._replace(engine, swap))
         self._swap.add_done_callback(self._swapped)

@@ -40,6 +40,7 @@ from ..ipc.messages import (
 )
 from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, check_address, make_run_folder, remove_run_folder
 from .child import Launch, process_age_s
+from .environment import environment_of
 from .listening import Listening
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
 from .vigil import Deaths, Vigil
@@ -182,7 +183,7 @@ class Supervisor:
                 str(launch_file),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(self._lifeline, http_fd) if kind(name) == "api" else (self._lifeline,),
-                env=_environment(name, self._config, ranks_are_here=RENDEZVOUS not in self._elsewhere),
+                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._elsewhere),
             )
             child = self._children[name] = Child(name, process, self._epoch)
             child.exited.add_done_callback(partial(self._on_exit, child))
@@ -339,6 +340,8 @@ class Supervisor:
         return [name for name in apis(self._config) if name in self._actors]
 
     def on_signal(self, signum: signal.Signals) -> None:
+        """Ends it in order; once more, at once."""
+        self._signalled_at = time.monotonic()
         self._signals.append(signum)
         self._woken.set()
 
@@ -404,8 +407,9 @@ class Supervisor:
 
     async def _stop(self, reason: str, grace_s: float = 0.0, *, hands_over: bool = False) -> int:
         """Stops the actors from the door inwards, each with a deadline. While the api drains, whoever dies behind it is
-        replaced as ever. A second signal ends everything at once."""
-        num_signals = len(self._signals)
+        replaced as ever. A second signal ends everything at once; what hands over goes on after the first, as long as
+        any server would that drains."""
+        num_signals = len(self._signals) + hands_over
         doors = [self._children[name] for name in self._apis]
         for child in doors:
             child.may_end = True
@@ -413,6 +417,9 @@ class Supervisor:
         deadline = time.monotonic() + grace_s + STOP_GRACE_S
 
         def is_drained() -> bool:
+            nonlocal deadline
+            if hands_over and len(self._signals) == num_signals:
+                deadline = min(deadline, self._signalled_at + self._config.drain_timeout)
             is_hurried = len(self._signals) > num_signals or time.monotonic() > deadline
             return is_hurried or all(child.exited.done() for child in doors)
 
@@ -423,7 +430,7 @@ class Supervisor:
             if kind(name) != "api":
                 self._outboxes[name].send(Stop(0.0, reason))
                 deadline = time.monotonic() + STOP_GRACE_S
-            while not child.exited.done() and time.monotonic() < deadline and len(self._signals) == num_signals:
+            while not child.exited.done() and time.monotonic() < deadline and len(self._signals) <= num_signals:
                 await self._next_event(0.2)
         if len(self._signals) > num_signals:
             print("pagewire: stopped at once", file=sys.stderr)
@@ -475,26 +482,3 @@ class Supervisor:
                 """"messages": [{"role": "user", "content": "Count from 1 to 10"}]}'""",
             ]
         print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def _environment(name: str, config: EngineConfig, *, ranks_are_here: bool) -> dict[str, str]:
-    """What glibc and OpenMP read only when a process starts.
-
-    The worker's threads wait for each other between two products of a step and would otherwise spin the other processes
-    off their cores, or sleep and be woken a hundred times a step: they spin for about a tenth of a millisecond. The
-    malloc settings keep large buffers mapped, whose page faults would otherwise cost more than the copies into them.
-    """
-    environment = interpreter.environment()
-    if kind(name) == "worker":
-        defaults = {
-            "OMP_WAIT_POLICY": "passive",
-            "GOMP_SPINCOUNT": "3000",
-            "OMP_NUM_THREADS": str(config.num_threads),
-            "MALLOC_MMAP_THRESHOLD_": str(2**30),
-            "MALLOC_TRIM_THRESHOLD_": str(2**33),
-        }
-        if ranks_are_here:  # else gloo listens where the machine's name leads, and NCCL on the first network it finds
-            defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        environment |= {key: value for key, value in defaults.items() if key not in environment}
-    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return environment

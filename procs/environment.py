@@ -1,0 +1,28 @@
+"""The environment that an actor's process begins with."""
+
+from .. import interpreter
+from ..config import EngineConfig
+from .topology import kind
+
+
+def environment_of(name: str, config: EngineConfig, *, ranks_are_here: bool) -> dict[str, str]:
+    """What glibc and OpenMP read only when a process starts.
+
+    The worker's threads wait for each other between two products of a step and would otherwise spin the other processes
+    off their cores, or sleep and be woken a hundred times a step: they spin for about a tenth of a millisecond. The
+    malloc settings keep large buffers mapped, whose page faults would otherwise cost more than the copies into them.
+    """
+    environment = interpreter.environment()
+    if kind(name) == "worker":
+        defaults = {
+            "OMP_WAIT_POLICY": "passive",
+            "GOMP_SPINCOUNT": "3000",
+            "OMP_NUM_THREADS": str(config.num_threads),
+            "MALLOC_MMAP_THRESHOLD_": str(2**30),
+            "MALLOC_TRIM_THRESHOLD_": str(2**33),
+        }
+        if ranks_are_here:  # else gloo listens where the machine's name leads, and NCCL on the first network it finds
+            defaults |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        environment |= {key: value for key, value in defaults.items() if key not in environment}
+    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return environment
