@@ -41,6 +41,7 @@ from .stats import Stats
 from .stream import ClientGone
 from .swapping import Swap, SwapEndpoints
 from .tokenizing import TokenizeEndpoints
+from .turnstile import Turnstile
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
 FILES_PATH = "/v1/files"
@@ -132,6 +133,7 @@ class Edge:
         self._admin_keys = Keys(config.admin_keys, account, clock)
         self._admin_paths = admin_paths if config.admin_keys else frozenset()
         self._origins = Origins(config)
+        self._turnstile = Turnstile()
 
     def start(self) -> None:
         """The engine is there: begins what goes on without a client."""
@@ -187,6 +189,7 @@ class Edge:
             if scope["method"] == "POST":
                 request.account = caller.account
                 caller.account.take_request()
+                await self._turnstile.enter()
         max_bytes = MAX_FILE_BYTES if scope["path"] == FILES_PATH else self._config.max_body_size
         self._check_body(headers, max_bytes)
         scope["state"] = state

@@ -18,6 +18,7 @@ from .sse import DIRECT
 from .tls import tls_context
 
 BACKLOG = 2048
+ACCEPTS_A_TURN = 16  # connections of a turn of the loop: libuv takes one from each descriptor of the socket
 MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 100
 MAX_PIPELINED = 16  # requests that a client may send on a connection before it has the answer to the first
@@ -67,7 +68,7 @@ class HttpServer(uvicorn.Server):
             if sys.platform == "linux" and listening.family != socket.AF_UNIX:
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_TIMEOUT_S * 1000))
-        await super().startup(sockets)
+        await super().startup([listening.dup() for listening in sockets or () for _ in range(ACCEPTS_A_TURN)])
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
