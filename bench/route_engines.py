@@ -119,14 +119,21 @@ class Told(msgspec.Struct, frozen=True):
 
 def bodies(num: int, num_tokens: int) -> list[tuple[str, Body]]:
     """(path, body) of so many streams: half greedy, half drawn with a seed; most of chat, some with two choices, with
-    log-probabilities, with stop strings or a grammar, some that say their token ids."""
+    log-probabilities, with stop strings or a grammar, some that say their token ids; some of messages and responses."""
     rng = random.Random(num)
     found = []
     for i in range(num):
-        body: Body = {"stream": True, "max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": i % 4 < 2}
+        body: Body = {"stream": True, "ignore_eos": True}
         body |= {"temperature": 0} if i % 2 == 0 else {"temperature": 1.0, "seed": rng.randrange(2**31)}
-        body["stream_options"] = {"include_usage": True}
         question = f"{_QUESTIONS[i % len(_QUESTIONS)]} ({i})"
+        if i % 7 == 3:
+            found.append(("/v1/responses", {**body, "input": question, "max_output_tokens": num_tokens}))
+            continue
+        body["max_tokens"] = num_tokens
+        if i % 7 == 5:
+            found.append(("/v1/messages", {**body, "messages": [{"role": "user", "content": question}]}))
+            continue
+        body |= {"return_token_ids": i % 4 < 2, "stream_options": {"include_usage": True}}
         if i % 3 == 0:
             body |= {"prompt": question, "logprobs": 2} if i % 6 == 0 else {"prompt": question, "n": 2}
             found.append(("/v1/completions", body))
@@ -153,12 +160,18 @@ async def read_stream(session: aiohttp.ClientSession, url: str, path: str, body:
                 count[0] += 1
                 if event == b"data: [DONE]":
                     is_done = True
+                elif event.startswith(b"event: "):
+                    fields = msgspec.json.decode(event.partition(b"\ndata: ")[2])
+                    if fields["type"] in ("error", "response.failed"):
+                        return msgspec.structs.replace(told, error=str(fields))
+                    _note_typed(told, fields)
+                    is_done = fields["type"] in ("message_stop", "response.completed", "response.incomplete")
                 elif event.startswith(b"data: "):
                     fields = msgspec.json.decode(event[6:])
                     if "error" in fields:
                         return msgspec.structs.replace(told, error=str(fields["error"]))
                     _note(told, fields)
-    return told if is_done else msgspec.structs.replace(told, error="the stream ended without [DONE]")
+    return told if is_done else msgspec.structs.replace(told, error="the stream ended too early")
 
 
 def _note(told: Told, fields: dict[str, Any]) -> None:
@@ -172,6 +185,18 @@ def _note(told: Told, fields: dict[str, Any]) -> None:
         if logprobs := choice.get("logprobs"):
             values = logprobs.get("token_logprobs") or [entry["logprob"] for entry in logprobs.get("content") or ()]
             told.logprobs[index] += values
+
+
+def _note_typed(told: Told, fields: dict[str, Any]) -> None:
+    """An event of messages or responses."""
+    delta = fields.get("delta", "")
+    if fields["type"] in ("response.output_text.delta", "content_block_delta"):
+        told.texts[0] += delta if isinstance(delta, str) else delta.get("text", "")
+    if fields["type"] == "message_delta":
+        told.reasons[0] = delta["stop_reason"]
+    if usage := fields.get("usage") or fields.get("response", {}).get("usage"):
+        cached = usage.get("cache_read_input_tokens", 0)  # which messages do not count among the others
+        told.usage[:] = [usage["input_tokens"] + cached, usage["output_tokens"]]
 
 
 async def read_streams(url: str, asked: Sequence[tuple[str, Body]], count: list[int]) -> list[Told]:

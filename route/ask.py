@@ -1,24 +1,27 @@
 """One request as the router sees it: what it may be sent for again, and how an engine goes on with its stream.
 
-A stream of chat or completions is asked for with token ids and with a seed, so that another engine can go on exactly
-where one broke off; the client sees neither unless it asked for them. Bodies that are no valid requests are passed on
-as they are: to say what is wrong with them is the engine's part.
+A stream of chat, completions, responses or messages is asked for with token ids and with a seed, so that another engine
+can go on exactly where one broke off; the client sees neither unless it asked for them. Bodies that are no valid
+requests are passed on as they are: to say what is wrong with them is the engine's part.
 """
 
 import contextlib
 import math
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import msgspec
 from msgspec import Raw, Struct
 from starlette.types import Receive
 
 from ..api.stream import ClientGone
+from .journal import ChatJournal, Journal
 from .prefixes import prefix_blocks
+from .typed_journal import TypedJournal
 
-_STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions")
+_CHAT_PATHS = ("/v1/chat/completions", "/v1/completions")
+_TYPED_PATHS = ("/v1/responses", "/v1/messages")
 _HOME_PATHS = re.compile(r"/v1/(files|batches)(/|$)")  # what the first engine keeps, files and all
 _RESPONSE_PATH = re.compile(r"/v1/responses/([^/]{1,128})")
 _UNSAID_OUTPUT = 256  # tokens that a request which names no limit is taken to write
@@ -34,6 +37,8 @@ class _Fields(Struct):
     temperature: float | None = None
     use_beam_search: bool | None = None
     return_token_ids: bool | None = None
+    top_logprobs: int | None = None
+    include: Raw = msgspec.field(default_factory=Raw)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -77,8 +82,7 @@ class Ask:
         self.response_id = found[1] if found else None  # a stored response that it is about
         self.makes_response = path == "/v1/responses"
         self.body = body
-        self.can_go_on = False  # with a `Journal`
-        self.shows_ids = False  # the client asked for them
+        self.new_journal: Callable[[], Journal | None] = lambda: None  # of a stream with which another can go on
         self.num_choices = 1
         self.num_tokens = len(body) // 4 + 1  # that it may take, about
         self.blocks: list[int] = []
@@ -102,20 +106,22 @@ class Ask:
         self.blocks = prefix_blocks(salt + bytes(fields.tools), prompt)
         # Prompts of one request draw with seeds of their own unless one was asked for, and it has no way to say them.
         is_sure = num_prompts == 1 or fields.seed is not None or fields.temperature == 0
-        if path in _STREAMED_PATHS and fields.stream and not fields.use_beam_search and is_sure:
+        if path in _CHAT_PATHS:
+            can_go_on = not fields.use_beam_search and is_sure
+        else:  # its last event has all log-probabilities, and an engine that goes on does not know those before
+            has_logprobs = fields.top_logprobs is not None or b"logprobs" in bytes(fields.include)
+            can_go_on = path in _TYPED_PATHS and not (has_logprobs or fields.return_token_ids)
+        if fields.stream and can_go_on:
             self._fields = msgspec.json.decode(self.body, type=dict[str, Raw]) | {"return_token_ids": Raw(b"true")}
             if fields.seed is None:
                 self._fields["seed"] = Raw(b"%d" % secrets.randbelow(_SEEDS))
             self.body = msgspec.json.encode(self._fields)
-            self.shows_ids = bool(fields.return_token_ids)
-            self.can_go_on = True
+            is_chat, shows_ids = path in _CHAT_PATHS, bool(fields.return_token_ids)
+            self.new_journal = lambda: ChatJournal(shows_ids=shows_ids) if is_chat else TypedJournal()
 
-    def go_on(self, token_ids: Mapping[int, Sequence[int]]) -> bytes:
-        """The body that asks for the rest. `token_ids`: choice → what its client has."""
-        if not any(token_ids.values()):
-            return self.body
-        resumed = [list(token_ids.get(index, ())) for index in range(self.num_choices)]
-        return msgspec.json.encode(self._fields | {"resume_token_ids": Raw(msgspec.json.encode(resumed))})
+    def go_on(self, resumption: Mapping[str, object]) -> bytes:
+        """The body that asks for the rest, with these fields."""
+        return msgspec.json.encode({**self._fields, **resumption}) if resumption else self.body
 
 
 def _several(prompt: Raw) -> list[object]:

@@ -1,17 +1,23 @@
 """What the client of a stream has, so that another engine's answer to the same request goes on behind it.
 
-The journal reads every event of the stream. In the first engine's answer it only takes note, and hides what the router
+A journal reads every event of the stream. In the first engine's answer it only takes note, and hides what the router
 asked for and the client did not. An engine that goes on begins from the start and repeats what the client has, in
-fewer and larger pieces; then the journal lets through what is new of each choice: characters of its text, of its
-reasoning and of the arguments of its calls, token ids, the end. Pieces may be cut anywhere, because an engine reads an
-output the same way however it is cut.
+fewer and larger pieces; then the journal lets through what is new: characters of each text, of reasoning and of the
+arguments of calls, token ids, the end. Pieces may be cut anywhere, because an engine reads an output the same way
+however it is cut. `ChatJournal` is for chat and completions; `typed_journal` for streams of typed events.
 """
 
+import contextlib
 from array import array
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 from msgspec import Struct
+
+from ..api.sse import as_event
+
+_DONE = b"data: [DONE]"
+_GONE_CODES = ("engine_unavailable", "shutting_down")
 
 
 class _PlainDelta(Struct, forbid_unknown_fields=True):
@@ -46,39 +52,77 @@ class StreamDiffers(Exception):
     """The engine that was to go on says something else than what the client has."""
 
 
-class _Choice:
-    """One choice: what was told of it, and how much of that the present engine has repeated."""
+class EngineLeaves(Exception):
+    """The engine says that it breaks the stream off."""
+
+    def __init__(self, code: str) -> None:
+        self.may_be_why = code != "shutting_down"  # the request may be why
+
+
+def check_error(code: str | None) -> None:
+    """Raises EngineLeaves if it is not the request's own error."""
+    if code in _GONE_CODES:
+        raise EngineLeaves(code)
+
+
+class Journal(Protocol):
+    """One stream."""
+
+    num_prompt: int  # tokens
+    has_ended: bool  # the last event has come
+
+    @property
+    def id(self) -> str:
+        """By which its client knows the answer, once it does."""
+
+    @property
+    def num_ids(self) -> int:
+        """Tokens of all choices so far."""
+
+    def take(self, event: bytes) -> bytes | None:
+        """What the client gets of an event or a comment, if anything; without and with the empty line behind it.
+        Raises StreamDiffers, EngineLeaves."""
+
+    def restart(self) -> int:
+        """Another engine goes on, and is told of so many tokens."""
+
+    def resumption(self, num_choices: int) -> dict[str, object]:
+        """What that engine has to be told, as fields of the request."""
+
+
+class Told:
+    """What was told of one output, and how much of that the present engine has repeated."""
 
     def __init__(self) -> None:
         self.ids: array[int] = array("i")
         self.num_sure = 0  # of `ids`: without those of the last event, whose text or end may have been lost
-        self.num_ids_seen = 0
-        self.told: dict[Key, int] = {}  # characters
-        self.seen: dict[Key, int] = {}
-        self.num_calls_told = 0
-        self.has_role = False
-        self.has_prompt_ids = False
-        self.is_over = False
-        self.next_offset: int | None = None  # of the text, where log-probabilities count it
+        self._num_ids_seen = 0
+        self._told: dict[Key, int] = {}  # characters
+        self._seen: dict[Key, int] = {}
+
+    def sure_ids(self) -> list[int]:
+        """Those that the client has all that came of them of."""
+        return self.ids[: self.num_sure].tolist()
 
     def restart(self) -> None:
-        self.num_ids_seen = 0
-        self.seen.clear()
+        """Another engine begins."""
+        self._num_ids_seen = 0
+        self._seen.clear()
 
     def new_text(self, key: Key, text: str) -> str:
         """What the client does not have of a piece."""
-        start = self.seen.get(key, 0)
-        told = self.told.get(key, 0)
-        self.seen[key] = end = start + len(text)
+        start = self._seen.get(key, 0)
+        told = self._told.get(key, 0)
+        self._seen[key] = end = start + len(text)
         if end <= told:
             return ""
-        self.told[key] = end
+        self._told[key] = end
         return text[told - start :] if told > start else text
 
     def new_ids(self, ids: list[int]) -> list[int]:
         """The same for token ids. Raises StreamDiffers."""
-        start, told = self.num_ids_seen, len(self.ids)
-        self.num_ids_seen = start + len(ids)
+        start, told = self._num_ids_seen, len(self.ids)
+        self._num_ids_seen = start + len(ids)
         if start >= told:
             if ids:
                 self.num_sure = told
@@ -93,8 +137,28 @@ class _Choice:
         return ids[overlap:]
 
 
-class Journal:
-    """One stream."""
+class _Choice(Told):
+    """One choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls_told = 0
+        self.has_role = False
+        self.has_prompt_ids = False
+        self.is_over = False
+        self.next_offset: int | None = None  # of the text, where log-probabilities count it
+
+
+class _ErrorFields(Struct):
+    code: str | None = None
+
+
+class _ErrorBody(Struct):
+    error: _ErrorFields
+
+
+class ChatJournal(Journal):
+    """Of chat or completions."""
 
     def __init__(self, *, shows_ids: bool) -> None:
         """`shows_ids`: the client asked for token ids."""
@@ -103,26 +167,42 @@ class Journal:
         self._head: Fields | None = None  # what all events of a stream have in common
         self._is_first = True
         self._has_usage = False
-        self.num_prompt = 0  # tokens
+        self.num_prompt = 0
+        self.has_ended = False
+
+    @property
+    def id(self) -> str:
+        return "" if self._head is None else str(self._head["id"])
 
     @property
     def num_ids(self) -> int:
-        """Tokens of all choices so far."""
         return sum(len(choice.ids) for choice in self._choices.values())
 
-    def token_ids(self) -> dict[int, list[int]]:
-        """Choice → the ids that its client has all that came of them of."""
-        return {index: choice.ids[: choice.num_sure].tolist() for index, choice in self._choices.items()}
-
     def restart(self) -> int:
-        """Another engine goes on, and is told of so many tokens."""
         self._is_first = False
         for choice in self._choices.values():
             choice.restart()
         return sum(choice.num_sure for choice in self._choices.values())
 
-    def take(self, data: bytes) -> bytes | None:
-        """What the client gets of an event's JSON, if anything. Raises StreamDiffers."""
+    def resumption(self, num_choices: int) -> dict[str, object]:
+        if not any(choice.num_sure for choice in self._choices.values()):
+            return {}
+        return {"resume_token_ids": [self._choice(index).sure_ids() for index in range(num_choices)]}
+
+    def take(self, event: bytes) -> bytes | None:
+        if event.startswith(b'data: {"error"'):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                check_error(msgspec.json.decode(event[6:], type=_ErrorBody).error.code)
+            self.has_ended = True
+        elif event == _DONE:
+            self.has_ended = True
+        elif event.startswith(b"data: "):
+            told = self._take(event[6:])
+            return None if told is None else as_event(told)
+        return event + b"\n\n"  # this, or a comment, which keeps the connection alive
+
+    def _take(self, data: bytes) -> bytes | None:
+        """What the client gets of an event's JSON."""
         if self._is_first and not self._shows_ids:
             try:
                 return self._take_plain(data, _decode_plain(data).choices[0])

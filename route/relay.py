@@ -6,13 +6,10 @@ where.
 """
 
 import asyncio
-import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 import aiohttp
-import msgspec
-from msgspec import Struct
 from starlette.types import Scope, Send
 from yarl import URL
 
@@ -22,13 +19,11 @@ from ..api.stream import ClientGone
 from ..errors import PagewireError
 from .ask import Ask
 from .engines import Engine, Fleet
-from .journal import Journal, StreamDiffers
+from .journal import EngineLeaves, Journal, StreamDiffers
 
 MOST_FRUITLESS = 2  # engines that break a request off without having said anything new: it may be why
 _MAX_WHOLE_BYTES = 64 << 20  # of an answer that can be kept until it is complete; larger ones pass through
 _MAX_RESPONSE_IDS = 100_000
-_GONE_CODES = ("engine_unavailable", "shutting_down")
-_DONE = b"data: [DONE]"
 
 # What belongs to one connection only, and what the router says itself.
 _HOP_HEADERS = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade"}
@@ -106,14 +101,6 @@ class Answer:
             await self.end(event or as_event(error_body(error)))
 
 
-class _EventError(Struct):
-    code: str | None = None
-
-
-class _ErrorEvent(Struct):
-    error: _EventError
-
-
 class Relay:
     """All requests of one router."""
 
@@ -128,7 +115,7 @@ class Relay:
 
     async def serve(self, ask: Ask, scope: Scope, answer: Answer) -> int:
         """Answers one request. Returns the tokens it took, as far as that can be told. Raises HttpError."""
-        journal = Journal(shows_ids=ask.shows_ids) if ask.can_go_on else None
+        journal = ask.new_journal()
         try:
             await self._serve(ask, scope, answer, journal)
         except PagewireError as error:
@@ -197,7 +184,7 @@ class Relay:
 
     async def _attempt(self, engine: Engine, ask: Ask, scope: Scope, answer: Answer, journal: Journal | None) -> None:
         """Raises _Refused, _Lost, StreamDiffers."""
-        body = ask.body if journal is None else ask.go_on(journal.token_ids())
+        body = ask.body if journal is None else ask.go_on(journal.resumption(ask.num_choices))
         upload = None if ask.upload is None else ask.upload.parts()
         try:
             async with asyncio.timeout(None) as limit:
@@ -229,7 +216,7 @@ class Relay:
         if is_stream and response.status == 200:
             await answer.start(200, headers)
             if journal is not None:
-                await _go_through(response, answer, journal)
+                await self._go_through(response, engine, ask, answer, journal)
             else:
                 await self._pass_on(response, engine, ask, answer)
         elif not answer.has_started and (response.content_length or 0) > _MAX_WHOLE_BYTES:
@@ -255,52 +242,44 @@ class Relay:
 
     def _note_response(self, ask: Ask, engine: Engine, data: bytes) -> None:
         """Remembers who has a stored response; its id is at the beginning of the answer."""
-        if not ask.makes_response:
-            return
         _, found, rest = data.partition(b'"id":"resp_')
         if found:
-            self._home_of["resp_" + rest.partition(b'"')[0].decode("latin-1")] = engine
+            self._note_home(ask, engine, "resp_" + rest.partition(b'"')[0].decode("latin-1"))
+
+    def _note_home(self, ask: Ask, engine: Engine, response_id: str) -> None:
+        if ask.makes_response and response_id:
+            self._home_of[response_id] = engine
             if len(self._home_of) > _MAX_RESPONSE_IDS:
                 self._home_of.popitem(last=False)
 
-
-async def _go_through(response: aiohttp.ClientResponse, answer: Answer, journal: Journal) -> None:
-    """Sends what is new of a stream's events. Raises _Lost if they end before the stream does."""
-    rest = b""
-    async for data in response.content.iter_any():
-        *events, rest = (rest + data).split(b"\n\n")
-        fresh: list[bytes] = []
-        for event in events:
-            if event.startswith(b'data: {"error"'):
-                if (code := _error_code(event)) in _GONE_CODES:
+    async def _go_through(
+        self, response: aiohttp.ClientResponse, engine: Engine, ask: Ask, answer: Answer, journal: Journal
+    ) -> None:
+        """Sends what is new of a stream's events. Raises _Lost if they end before the stream does."""
+        rest = b""
+        async for data in response.content.iter_any():
+            *events, rest = (rest + data).split(b"\n\n")
+            fresh: list[bytes] = []
+            for event in events:
+                try:
+                    told = journal.take(event)
+                except EngineLeaves as leaving:
                     await _flush(answer, fresh)
-                    raise _Lost(may_be_why=code != "shutting_down")
-                await answer.end(b"".join(fresh) + event + b"\n\n")
-            elif event == _DONE:
-                await answer.end(b"".join(fresh) + event + b"\n\n")
-            elif event.startswith(b"data: "):
-                told = journal.take(event[6:])
+                    raise _Lost(may_be_why=leaving.may_be_why) from None
                 if told is not None:
-                    fresh.append(as_event(told))
-                continue
-            else:  # a comment, which keeps the connection alive
-                fresh.append(event + b"\n\n")
-                continue
-            fresh.clear()
-        await _flush(answer, fresh)
-    if not answer.has_ended:
-        raise _Lost
+                    fresh.append(told)
+                if journal.has_ended:
+                    self._note_home(ask, engine, journal.id)
+                    await answer.end(b"".join(fresh))
+                    fresh.clear()
+            await _flush(answer, fresh)
+        if not answer.has_ended:
+            raise _Lost
 
 
 async def _flush(answer: Answer, parts: list[bytes]) -> None:
     if parts and not answer.has_ended:
         await answer.write(parts)
-
-
-def _error_code(event: bytes) -> str | None:
-    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-        return msgspec.json.decode(event[6:], type=_ErrorEvent).error.code
-    return None
 
 
 def _gone(message: str) -> HttpError:

@@ -6,7 +6,8 @@ from starlette.types import Receive, Scope, Send
 from ..http_error import HttpError
 from ..openai.translate import chat_orders, chat_prompt, decode_body
 from ..operation import Operation
-from ..reply import id_list
+from ..reply import Reply, id_list
+from ..resumable import WithTokenIds
 from ..service import Service, read_json, send_json
 from .reply import MessagesReply
 from .request import chat_request, in_terms_of_messages
@@ -48,10 +49,10 @@ class AnthropicEndpoints:
             orders = chat_orders(chat, self._service.config, scope["state"]["salt"])
         except HttpError as error:
             raise in_terms_of_messages(error) from None
-        turn = self._service.turn(chat)
-        await self._service.answer(
-            orders, MessagesReply(model=model, turn=turn), bool(request.stream), scope, receive, send
-        )
+        reply: Reply = MessagesReply(model=model, turn=self._service.turn(chat), id=request.resume_id)
+        if request.return_token_ids:
+            reply = WithTokenIds(reply)
+        await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/messages/count_tokens"""

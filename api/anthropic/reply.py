@@ -12,6 +12,7 @@ from ...ipc.messages import Chunk, Usage
 from ..http_error import HttpError, anthropic_error_body
 from ..parsers.events import CallArguments, CallStart, Reasoning, Text
 from ..reply import Reply, new_id
+from ..resumable import part_id
 from ..turn import Turn
 from .types import ContentBlock, MessageBody, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
 
@@ -28,9 +29,10 @@ _Event = dict[str, object]
 class MessagesReply(Reply):
     """The answer to one request for a message."""
 
-    def __init__(self, *, model: str, turn: Turn) -> None:
+    def __init__(self, *, model: str, turn: Turn, id: str | None = None) -> None:
+        """`id`: the message's, if it has one already."""
         self._turn = turn
-        self._message = MessageBody(new_id("msg_"), model, [], MessageUsage(0, 0))
+        self._message = MessageBody(id or new_id("msg_"), model, [], MessageUsage(0, 0))
         self._blocks: list[ContentBlock] = []  # those that are done
         self._open: ContentBlock | None = None
         self._pieces: list[str] = []  # of the open block: text, or the JSON of its input
@@ -97,7 +99,7 @@ class MessagesReply(Reply):
                         self._begin(ThinkingBlock(""), news)
                     self._grow({"type": "thinking_delta", "thinking": text}, text, news)
                 case CallStart(name=name):
-                    self._begin(ToolUseBlock(new_id("toolu_"), name, _EMPTY), news)
+                    self._begin(ToolUseBlock(self._call_id(), name, _EMPTY), news)
                 case CallArguments(text=text):
                     self._grow({"type": "input_json_delta", "partial_json": text}, text, news)
                 case _:
@@ -113,6 +115,9 @@ class MessagesReply(Reply):
                 stop_sequence=chunk.stop_reason if reason == "stop_sequence" else None,
             )
         return news
+
+    def _call_id(self) -> str:
+        return part_id("toolu_", self._message.id, len(self._blocks) + (self._open is not None))
 
     def _begin(self, block: ContentBlock, news: list[_Event]) -> None:
         self._end_block(news)

@@ -14,10 +14,10 @@ from ..parsers.registry import reasoning_tags
 from .types import Block, CountTokensRequest, MessagesRequest
 
 _REFUSED = (
-    *("container", "context_management", "mcp_servers", "return_token_ids"),
+    *("container", "context_management", "mcp_servers"),
     *("use_beam_search", "return_tokens_as_token_ids"),
 )
-_OWN = ("max_tokens", "stop", "user", "thinking_token_budget")  # of those that chat has, too
+_OWN = ("max_tokens", "stop", "user", "thinking_token_budget", "return_token_ids")  # of those that chat has, too
 _SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name not in _OWN)
 
 
@@ -30,6 +30,8 @@ def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatReque
         raise _unsupported("prompt_logprobs")
     if request.n not in (None, 1):
         raise _unsupported("n")
+    if request.return_token_ids and not request.stream:
+        raise _unsupported("return_token_ids", " without stream")
     conversation = _conversation(request)
     goes_on = conversation.last_role == "assistant"
     if goes_on and conversation.ends_with_call:
@@ -43,9 +45,10 @@ def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatReque
             # A model that is not known to reason keeps to any bound. Agents send one with every request.
             budget = request.thinking.budget_tokens
         variables.setdefault("enable_thinking", request.thinking.type != "disabled")
-    max_tokens, stop, user = None, request.stop, request.user
+    max_tokens, stop, user, resumed = None, request.stop, request.user, None
     if isinstance(request, MessagesRequest):
         max_tokens = request.max_tokens
+        resumed = request.resume_token_ids
         stop = request.stop_sequences or stop
         user = request.metadata.user_id if request.metadata is not None and request.metadata.user_id else user
     return ChatRequest(
@@ -61,6 +64,7 @@ def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatReque
         response_format=_response_format(request),
         reasoning_effort=request.output_config.effort if request.output_config is not None else None,
         chat_template_kwargs=variables,
+        resume_token_ids=resumed,
         add_generation_prompt=not goes_on,
         continue_final_message=goes_on,
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from ..openai.types import GenerationRequest, StopStrings
+from ..openai.types import GenerationRequest, StopStrings, TokenId
 from ..responses.types import TextFormat
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -82,6 +82,8 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     stop_sequences: StopStrings | None = None
     metadata: Metadata | None = None
+    resume_token_ids: list[list[TokenId]] | None = None  # what the answer is known to begin with
+    resume_id: Annotated[str, Meta(pattern="^msg_[0-9a-f]{24}$")] | None = None  # what its id is known to be
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────

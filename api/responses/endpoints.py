@@ -8,6 +8,8 @@ from starlette.types import Receive, Scope, Send
 from ..http_error import HttpError
 from ..openai.translate import chat_orders, decode_body
 from ..operation import Operation
+from ..reply import Reply
+from ..resumable import WithTokenIds
 from ..service import Service, read_json, send_body, send_json
 from .input_items import InputItemsQuery, ItemList, input_items, page
 from .reply import ResponsesReply, go_on, new_response
@@ -65,7 +67,9 @@ class ResponsesEndpoints:
                 self._store.put(owner, ended.id, stored)
 
         turn = self._service.turn(chat)
-        reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
+        reply: Reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
+        if request.return_token_ids:
+            reply = WithTokenIds(reply)
         await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
 
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,6 +17,7 @@ from ..http_error import HttpError
 from ..openai.types import TokenLogprobBody
 from ..parsers.events import CallArguments, CallStart, Reasoning, Text
 from ..reply import Reply, chat_logprobs, new_id
+from ..resumable import part_id
 from ..turn import Turn
 from .request import functions
 from .types import (
@@ -48,7 +49,7 @@ def new_response(request: ResponsesRequest, *, model: str, temperature: float, t
     """The response before anything has come of it."""
     text = request.text or TextConfig()
     return ResponseBody(
-        id=new_id("resp_"),
+        id=request.resume_id or new_id("resp_"),
         created_at=int(time.time()),
         model=model,
         instructions=request.instructions,
@@ -152,18 +153,18 @@ class ResponsesReply(Reply):
             match event:
                 case Text(text=text):
                     if not isinstance(self._open, _Message):
-                        self._begin(_Message(len(self._items) + (self._open is not None)), news)
+                        self._begin(_Message(self._response.id, self._next_index), news)
                     assert isinstance(self._open, _Message)
                     news.append(self._open.grow(text, self._logprobs))
                     self._logprobs = []
                 case Reasoning(text=text):
                     if not isinstance(self._open, _Reasoning):
-                        self._begin(_Reasoning(len(self._items) + (self._open is not None)), news)
+                        self._begin(_Reasoning(self._response.id, self._next_index), news)
                     assert isinstance(self._open, _Reasoning)
                     news.append(self._open.grow(text))
                     self._logprobs = []  # reasoning has no place for them
                 case CallStart(name=name):
-                    self._begin(_Call(len(self._items) + (self._open is not None), name), news)
+                    self._begin(_Call(self._response.id, self._next_index, name), news)
                     self._logprobs = []  # a call has no place for them
                 case CallArguments(text=text):
                     assert isinstance(self._open, _Call), "arguments without a call"
@@ -174,7 +175,7 @@ class ResponsesReply(Reply):
         if chunk.finish is not None:
             assert chunk.finish != "abort", "the gateway turns an abort into an error"
             if self._open is None and not self._items:
-                self._begin(_Message(0), news)  # an answer of no words is still an answer
+                self._begin(_Message(self._response.id, 0), news)  # an answer of no words is still an answer
             if isinstance(self._open, _Message):
                 self._open.logprobs += self._logprobs  # of what gave no text, such as the end of the turn
             is_complete = chunk.finish == "stop"
@@ -188,6 +189,11 @@ class ResponsesReply(Reply):
                 usage=_usage(chunk.usage, self._turn.num_reasoning),
             )
         return news
+
+    @property
+    def _next_index(self) -> int:
+        """Of the item after those that there are."""
+        return len(self._items) + (self._open is not None)
 
     def _begin(self, item: "_Message | _Reasoning | _Call", news: list[_Event]) -> None:
         self._end_item("completed", news)
@@ -204,8 +210,8 @@ class ResponsesReply(Reply):
 class _Message:
     """What is being said to the reader."""
 
-    def __init__(self, index: int) -> None:
-        self._id = new_id("msg_")
+    def __init__(self, response_id: str, index: int) -> None:
+        self._id = part_id("msg_", response_id, index)
         self._index = index
         self._texts: list[str] = []
         self.logprobs: list[TokenLogprobBody] = []
@@ -253,8 +259,8 @@ class _Message:
 class _Reasoning:
     """What the model tells itself."""
 
-    def __init__(self, index: int) -> None:
-        self._id = new_id("rs_")
+    def __init__(self, response_id: str, index: int) -> None:
+        self._id = part_id("rs_", response_id, index)
         self._index = index
         self._texts: list[str] = []
 
@@ -291,9 +297,9 @@ class _Reasoning:
 class _Call:
     """A function call that is being written."""
 
-    def __init__(self, index: int, name: str) -> None:
-        self._id = new_id("fc_")
-        self._call_id = new_id("call_")
+    def __init__(self, response_id: str, index: int, name: str) -> None:
+        self._id = part_id("fc_", response_id, index)
+        self._call_id = part_id("call_", response_id, index)
         self._index = index
         self._name = name
         self._pieces: list[str] = []

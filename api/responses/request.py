@@ -12,11 +12,12 @@ from ..openai.types import ChatRequest, GenerationRequest, ResponseFormat
 from .types import InputItem, InputPart, ResponsesRequest, ResponseTool
 
 _REFUSED = (
-    *("background", "conversation", "prompt", "context_management", "max_tokens", "return_token_ids"),
+    *("background", "conversation", "prompt", "context_management", "max_tokens"),
     *("use_beam_search", "return_tokens_as_token_ids"),
 )
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name != "max_tokens")
+_OWN = ("max_tokens", "return_token_ids")  # of those that chat has, too
+_SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name not in _OWN)
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -29,6 +30,8 @@ def check_response(request: ResponsesRequest) -> None:
         raise _unsupported("prompt_logprobs")
     if request.n not in (None, 1):
         raise _unsupported("n")
+    if request.return_token_ids and not request.stream:
+        raise _unsupported("return_token_ids", " without stream")
     if request.truncation not in (None, "disabled"):
         raise HttpError(400, 'truncation must be "disabled".', code="unsupported_value", param="truncation")
     for i, tool in enumerate(request.tools or ()):
@@ -80,6 +83,7 @@ def chat_request(request: ResponsesRequest, messages: bytes) -> ChatRequest:
     return ChatRequest(
         **{name: getattr(request, name) for name in _SHARED},
         messages=msgspec.Raw(messages),
+        resume_token_ids=request.resume_token_ids,
         tools=msgspec.Raw(msgspec.json.encode(tools)),
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
@@ -97,8 +101,8 @@ def in_terms_of_responses(error: HttpError) -> HttpError:
     return error.with_names({"response_format": "text.format"})
 
 
-def _unsupported(name: str) -> HttpError:
-    return HttpError(400, f"{name} is not supported.", code="unsupported_value", param=name)
+def _unsupported(name: str, when: str = "") -> HttpError:
+    return HttpError(400, f"{name}{when} is not supported.", code="unsupported_value", param=name)
 
 
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..openai.types import GenerationRequest, JsonSchemaFormat, ResponseFormat, TokenLogprobBody
+from ..openai.types import GenerationRequest, JsonSchemaFormat, ResponseFormat, TokenId, TokenLogprobBody
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -85,6 +85,8 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    resume_token_ids: list[list[TokenId]] | None = None  # what the answer is known to begin with
+    resume_id: Annotated[str, Meta(pattern="^resp_[0-9a-f]{24}$")] | None = None  # what its id is known to be
 
     # Understood and refused.
     background: bool | None = None

@@ -16,7 +16,7 @@ from pagewire.ipc.messages import (
     ids_to_bytes,
 )
 
-from .harness import FakeEngine, chat, complete
+from .harness import FakeEngine, chat, complete, request
 
 PIECES = ["Hel", "lo ", "wor", "ld"]
 TEXT = "".join(PIECES)
@@ -51,6 +51,24 @@ def test_only_new_tokens_have_log_probabilities_and_they_know_their_place() -> N
     answer = complete(FakeEngine(PIECES), logprobs=1, resume_token_ids=[ids("Hello ")])
     logprobs = answer.json["choices"][0]["logprobs"]
     assert logprobs["tokens"] == list("world") and logprobs["text_offset"] == [6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "id"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 50}, "msg_" + 24 * "a"),
+        ("/v1/responses", {"input": "a"}, "resp_" + 24 * "a"),
+    ],
+)
+def test_typed_events_have_their_tokens_in_comments(path: str, body: dict[str, Any], id: str) -> None:
+    fields = {**body, "resume_id": id, "resume_token_ids": [ids("Hello ")], "return_token_ids": True}
+    answer = request(FakeEngine(PIECES), path, {**fields, "stream": True})
+    comments = [line for line in answer.body.decode().split("\n\n") if line.startswith(":")]
+    assert comments == [f": token_ids {ids(piece)}".replace(", ", ",") for piece in ("Hello ", "wor", "ld")]
+    assert f'"id":"{id}"' in answer.body.decode()
+    refused = request(FakeEngine(PIECES), path, fields)
+    assert refused.status == 400 and b"return_token_ids without stream" in refused.body
+    assert request(FakeEngine(PIECES), path, {**body, "resume_id": "anything"}).status == 400
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Requests through a router: where they go, what is tried again, and what comes back."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from pagewire.ipc.messages import Submit
 
 from ..api.harness import FakeEngine
-from .routed import Behind, MortalEngine, Routed
+from .routed import Answered, Behind, MortalEngine, Routed
 
 PIECES = ["Hel", "lo ", "wor", "ld, ", "ag", "ain"]
 TEXT = "".join(PIECES)
@@ -187,6 +188,66 @@ def told(events: list[Any]) -> dict[Any, Any]:
             own["logprobs"] += (choice["logprobs"] or {}).get("tokens", [])
             own["offsets"] += (choice["logprobs"] or {}).get("text_offset", [])
     return found
+
+
+TYPED: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 50, "stream": True},
+    "/v1/responses": {"input": "abc", "stream": True},
+}
+
+
+def typed_text(answer: Answered) -> str:
+    """Of a stream of typed events that ended well, with the last of them checked."""
+    *blocks, rest = answer.body.decode().split("\n\n")
+    assert rest == "" and all(block.startswith("event: ") for block in blocks), "the router's comments are its own"
+    events = [json.loads(block.partition("data: ")[2]) for block in blocks]
+    assert events[-1]["type"] in ("message_stop", "response.completed"), events[-1]
+    assert len({event["message"]["id"] for event in events if "message" in event}) in (0, 1)
+    deltas = [event["delta"] for event in events if event["type"].endswith(("text.delta", "block_delta"))]
+    return "".join(delta if isinstance(delta, str) else delta["text"] for delta in deltas)
+
+
+@pytest.mark.parametrize("path", TYPED)
+@pytest.mark.parametrize("dies_at", [0, 1, 3, 5])
+def test_a_stream_of_typed_events_goes_on_where_it_was(stack: ExitStack, path: str, dies_at: int) -> None:
+    healthy = FakeEngine(PIECES)
+    engines = behind(stack, MortalEngine(PIECES, dies_at=dies_at), healthy)
+    router = stack.enter_context(Routed(*engines))
+    assert [typed_text(router.ask(path, TYPED[path])) for _ in range(2)] == [TEXT] * 2
+    assert num_asked(engines)[0] == 1 and router.metric("resumes_total") == 1
+    assert healthy.submits[0].sampling.seed == engines[0].engine.submits[0].sampling.seed
+    assert bool(healthy.submits[0].resume_ids) == (dies_at > 1), "tokens of the last event are drawn again"
+
+
+def test_a_response_that_another_engine_went_on_with_is_kept_there(stack: ExitStack) -> None:
+    engines = behind(stack, MortalEngine(PIECES, dies_at=3), FakeEngine(PIECES))
+    router = stack.enter_context(Routed(*engines))
+    stream = router.ask("/v1/responses", TYPED["/v1/responses"]).body.decode()
+    ids = set(re.findall(r'"id":"(resp_[^"]+)"', stream))
+    assert len(ids) == 1
+    (id,) = ids
+    kept = router.ask(f"/v1/responses/{id}").json
+    assert (kept["id"], kept["output"][0]["content"][0]["text"]) == (id, TEXT)
+    assert f'"item_id":"{kept["output"][0]["id"]}"' in stream
+    assert router.ask("/v1/responses", {"input": "more", "previous_response_id": id}).status == 200
+
+
+def test_an_engine_that_shuts_down_amid_messages_loses_none(stack: ExitStack) -> None:
+    leaving = FakeEngine(PIECES)
+    engines = behind(stack, leaving, FakeEngine(PIECES))
+    router = stack.enter_context(Routed(*engines))
+    leaving.hold = True
+    texts: list[str] = []
+    ask = ("/v1/messages", TYPED["/v1/messages"])
+    thread = threading.Thread(target=lambda: texts.append(typed_text(router.ask(*ask))))
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not leaving.submits and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert leaving.loop is not None
+    leaving.loop.call_soon_threadsafe(leaving.gateway.close, "The server is shutting down.")
+    thread.join(10)
+    assert texts == [TEXT]
 
 
 def test_an_engine_that_is_shutting_down_loses_no_stream(stack: ExitStack) -> None:

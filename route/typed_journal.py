@@ -1,0 +1,104 @@
+"""The journal of a stream of typed events, as those of /v1/responses and /v1/messages; see `journal`.
+
+The order of such events is strict, and their ids follow from the answer's own (`api/resumable.py`), so what the client
+has is a number of events and so many characters of each text that grows: only these may come in other pieces. Token ids
+come in comments, each before the events of its tokens.
+"""
+
+from typing import cast
+
+import msgspec
+
+from ..api.resumable import FAILED, TOKEN_IDS
+from .journal import Fields, Journal, Told, check_error
+
+_decode = msgspec.json.Decoder().decode
+_decode_ids = msgspec.json.Decoder(list[int]).decode
+_encode = msgspec.json.Encoder().encode
+
+_LAST = ("message_stop", "error", "response.completed", "response.incomplete", "response.failed")
+_GROWING = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}  # of messages
+
+
+class TypedJournal(Journal):
+    """Of one answer, which is one output."""
+
+    def __init__(self) -> None:
+        self._told = Told()
+        self._num_told = 0  # events, without pieces of texts
+        self._num_seen = 0
+        self._num_sent = 0  # events, all of them
+        self._is_first = True
+        self._created_at: object = None
+        self._id = ""
+        self.num_prompt = 0
+        self.has_ended = False
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def num_ids(self) -> int:
+        return len(self._told.ids)
+
+    def restart(self) -> int:
+        self._is_first = False
+        self._num_seen = 0
+        self._told.restart()
+        return self._told.num_sure
+
+    def resumption(self, num_choices: int) -> dict[str, object]:
+        fields: dict[str, object] = {"resume_id": self._id} if self._id else {}
+        if self._told.num_sure:
+            fields["resume_token_ids"] = [self._told.sure_ids()]
+        return fields
+
+    def take(self, event: bytes) -> bytes | None:
+        if event.startswith(TOKEN_IDS):
+            self._told.new_ids(_decode_ids(event[len(TOKEN_IDS) :]))
+            return None
+        if event.startswith(FAILED):
+            check_error(event[len(FAILED) :].decode("latin-1"))
+            return None
+        head, found, data = event.partition(b"\ndata: ")
+        if not found:
+            return event + b"\n\n"  # a comment, which keeps the connection alive
+        fields = cast(Fields, _decode(data))
+        if not self._is_news(fields):
+            return None
+        self.has_ended = fields["type"] in _LAST
+        whole = fields.get("message") or fields.get("response")
+        if whole:
+            self._take_whole(whole)
+        number, self._num_sent = self._num_sent, self._num_sent + 1
+        if self._is_first:
+            return event + b"\n\n"
+        if "sequence_number" in fields:
+            fields["sequence_number"] = number
+        return head + b"\ndata: " + _encode(fields) + b"\n\n"
+
+    def _is_news(self, fields: Fields) -> bool:
+        """Leaves of a piece of a text what its client does not have. False: nothing is left."""
+        index = fields.get("output_index", fields.get("index"))
+        delta = fields.get("delta")
+        piece, name = (
+            (fields, "delta") if isinstance(delta, str) else (delta, _GROWING.get((delta or {}).get("type", "")))
+        )
+        if piece is not None and name is not None:
+            piece[name] = fresh = self._told.new_text(("piece", cast(int, index)), piece[name])
+            return bool(fresh) or self._is_first
+        self._num_seen += 1
+        if self._num_seen <= self._num_told:
+            return False
+        self._num_told = self._num_seen
+        return True
+
+    def _take_whole(self, whole: Fields) -> None:
+        """The answer as far as it is, which some events carry."""
+        self._id = whole["id"]
+        if "created_at" in whole:
+            self._created_at = whole["created_at"] if self._created_at is None else self._created_at
+            whole["created_at"] = self._created_at
+        if (usage := whole.get("usage")) is not None:
+            self.num_prompt = usage["input_tokens"]

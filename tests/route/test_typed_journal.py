@@ -1,0 +1,121 @@
+"""What the client of a stream of typed events gets, whoever goes on with it, and wherever the stream broke off."""
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagewire.api.anthropic.reply import MessagesReply
+from pagewire.api.parsers.registry import find_grammar
+from pagewire.api.reply import Reply
+from pagewire.api.responses.reply import ResponsesReply, new_response
+from pagewire.api.responses.types import ResponsesRequest
+from pagewire.api.resumable import WithTokenIds
+from pagewire.api.turn import Turn
+from pagewire.ipc.messages import Chunk, Usage, ids_to_bytes
+from pagewire.route.journal import StreamDiffers
+from pagewire.route.typed_journal import TypedJournal
+
+from .test_journal import OUTPUT
+
+Fields = dict[str, Any]
+
+
+def engine(api: str, text: str, resumption: Fields, created_at: int) -> list[bytes]:
+    """The stream of an engine that draws a character a token; without the empty lines between its events."""
+    turn = Turn(find_grammar("hermes", "qwen3", True) if "<" in text else None)
+    reply: Reply
+    if api == "messages":
+        reply = MessagesReply(model="m", turn=turn, id=resumption.get("resume_id"))
+    else:
+        request = ResponsesRequest(resume_id=resumption.get("resume_id"))
+        response = new_response(request, model="m", temperature=1.0, top_p=1.0)
+        response = msgspec.structs.replace(response, created_at=created_at)
+        reply = ResponsesReply(response, turn=turn, has_logprobs=False, on_end=lambda _: None)
+    reply = WithTokenIds(reply)
+    reply.admitted([3])
+    (resumed,) = resumption.get("resume_token_ids", [[]])
+    cuts = range(len(resumed) + (not resumed), len(text))
+    written = reply.opening()
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        is_last = end == len(text)
+        chunk = Chunk(
+            0,
+            text[start:end],
+            ids_to_bytes([ord(c) for c in text[start:end]]),
+            lengths=ids_to_bytes([1] * end) if start == 0 and resumed else b"",
+            prompt_end="<|im_start|>assistant\n" if start == 0 else None,
+            finish="stop" if is_last else None,
+            usage=Usage(3, len(text), 0) if is_last else None,
+        )
+        written += reply.events(0, chunk)
+    return b"".join([*written, *reply.closing()]).removesuffix(b"\n\n").split(b"\n\n")
+
+
+def said(events: list[bytes]) -> list[Fields]:
+    """A stream's events, with what grows in one piece."""
+    found: list[Fields] = []
+    for number, event in enumerate(events):
+        head, _, data = event.removesuffix(b"\n\n").partition(b"\ndata: ")
+        fields: Fields = msgspec.json.decode(data)
+        assert head == f"event: {fields['type']}".encode()
+        assert fields.pop("sequence_number", number) == number, "one stream has one numbering"
+        fields.get("response", {}).pop("completed_at", None)
+        before = found[-1] if found else {}
+        if grows(fields) and grows(before) == grows(fields):
+            fields = together(before, fields)
+            found.pop()
+        found.append(fields)
+    return found
+
+
+def grows(fields: Fields) -> Any:
+    """What an event adds to, if that is a text."""
+    delta = fields.get("delta", {})
+    if isinstance(delta, str):
+        return fields["item_id"]
+    return (delta["type"], fields["index"]) if delta.get("type", "signature_delta") != "signature_delta" else None
+
+
+def together(before: Fields, fields: Fields) -> Fields:
+    """One event for two."""
+    if isinstance(fields["delta"], str):
+        return fields | {"delta": before["delta"] + fields["delta"]}
+    (name,) = fields["delta"].keys() - {"type"}
+    return fields | {"delta": fields["delta"] | {name: before["delta"][name] + fields["delta"][name]}}
+
+
+@pytest.mark.parametrize("api", ["messages", "responses"])
+@pytest.mark.parametrize("text", [OUTPUT, "Nothing but a few words."])
+def test_wherever_it_breaks_the_client_gets_the_whole_once(api: str, text: str) -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        journal = TypedJournal()
+        got: list[bytes] = []
+        resumption: Fields = {}
+        for created_at in range(rng.randrange(1, 4)):  # engines that break off, each going on behind the one before
+            events = engine(api, text, resumption, created_at)
+            for event in events[: rng.randrange(len(events))]:
+                got += [fresh] if (fresh := journal.take(event)) is not None else []
+            assert not journal.has_ended
+            journal.restart()
+            resumption = journal.resumption(1)
+        for event in engine(api, text, resumption, 9):
+            got += [fresh] if (fresh := journal.take(event)) is not None else []
+        assert journal.has_ended and (journal.num_ids, journal.num_prompt) == (len(text), 3)
+        known = {"resume_id": journal.id}
+        created = said(got)[0].get("response", {}).get("created_at", 0)
+        whole = [event for event in engine(api, text, known, created) if not event.startswith(b":")]
+        assert said(got) == said(whole), f"seed {seed}"
+
+
+def test_another_output_is_noticed() -> None:
+    journal = TypedJournal()
+    for event in engine("messages", "One two", {}, 0)[:9]:
+        journal.take(event)
+    assert journal.num_ids == 4
+    journal.restart()
+    with pytest.raises(StreamDiffers):
+        for event in engine("messages", "On two", {}, 0):
+            journal.take(event)
