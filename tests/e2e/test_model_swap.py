@@ -1,5 +1,6 @@
 """Another model is served without another server: open streams end as they began, new requests get the new one."""
 
+import http.client
 import json
 import shutil
 import threading
@@ -8,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
-from servers import ROOT, Server
+from servers import ROOT, Server, wait_until
 
 Start = Callable[..., Server]
 FLAGS = ("--enable-model-swap", "--admin-api-key", "admin", "--kv-cache-memory", "64M")
@@ -75,3 +77,44 @@ def test_the_model_is_swapped_and_back(start: Start, tmp_path: Path) -> None:
     wait_for(server, "pagewire-demo")
     assert ask(server) == 200
     assert server.stop() == 0
+
+
+@pytest.mark.long
+def test_a_connection_of_before_still_speaks_to_the_engine_that_it_knew(start: Start, tmp_path: Path) -> None:
+    server = start(*FLAGS).wait_ready()
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "demo_model", other)
+    old = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    old.request("GET", "/v1/models")
+    old.getresponse().read()
+    socket = old.sock
+    assert swap(server, model=str(other), served_model_name=["other"]).status_code in (200, 202)
+    wait_for(server, "other")
+    body = json.dumps({"version": 1}).encode()
+    old.request("POST", "/admin/models", body, {**ADMIN, "Content-Type": "application/json"})
+    answer = old.getresponse()
+    if old.sock is socket or answer.status == 409:  # else the old engine went before, and the new one was asked
+        assert answer.status == 409 and b"has taken over" in answer.read()
+    old.close()
+    assert served(server)["id"] == "other" and server.stop() == 0
+
+
+@pytest.mark.long
+def test_sigterm_amid_a_swap_lets_open_streams_end(start: Start, tmp_path: Path) -> None:
+    server = start(*FLAGS).wait_ready()
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "demo_model", other)
+    launcher = psutil.Process(server.process.pid)
+    before = len(launcher.children())
+    lines: list[str] = []
+    reader = threading.Thread(target=read_stream, args=(server.url, lines))
+    reader.start()
+    wait_until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream is on its way")
+    answers: list[int] = []
+    asker = threading.Thread(target=lambda: answers.append(swap(server, model=str(other)).status_code))
+    asker.start()
+    wait_until(lambda: len(launcher.children()) > before or bool(answers), "the other engine is being started")
+    assert server.stop() == 0
+    reader.join(60)
+    asker.join(60)
+    assert lines[-1] == "data: [DONE]" and answers
