@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,14 +55,24 @@ class Looks:
 
     def slopes(self) -> dict[str, Slope]:
         """By process."""
-        return {
-            name: Slope(*(self._slope(values) for values in zip(*held, strict=True)))
-            for name, held in self.holdings.items()
-        }
+        found = {}
+        for name, held in self.holdings.items():
+            num_bytes, num_fds, num_threads = map(list, zip(*held, strict=True))
+            counts = map(without_step, (num_fds, num_threads))
+            found[name] = Slope(self._slope(num_bytes), *map(self._slope, counts))
+        return found
 
     def _slope(self, values: Sequence[int]) -> float:
         points = zip(self._nums, values, strict=True)
         return statistics.median(1000 * (y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
+
+
+def without_step(counts: Sequence[int]) -> list[int]:
+    """The same without the largest of its steps, which may be a helper process that was started when it was needed, and
+    shows in the slope if it comes in the very middle."""
+    steps = [after - before for before, after in pairwise(counts)]
+    at = max(range(len(steps)), key=steps.__getitem__)
+    return [count - steps[at] * (i > at) for i, count in enumerate(counts)]
 
 
 def complaints(slopes: Mapping[str, Slope]) -> list[str]:

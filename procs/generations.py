@@ -131,6 +131,7 @@ class Generations:
             old.retire()
             await self._running.pop(old)
             if not await self._try(config, prepared) and not self._signals:
+                del self._running[self._engine]  # how it ended is not how the launch ends
                 print("pagewire: going back to the model before.", file=sys.stderr)
                 await self._try(before, await asyncio.to_thread(self._prepare, before))
             return
@@ -150,8 +151,10 @@ class Generations:
 
     async def _try(self, config: Config, prepared: EngineConfig) -> bool:
         """Serves this one, if it comes up."""
+        versions = self._versions
         engine = self._begin(config, prepared)
         if not await self._is_up(engine):
+            self._versions = versions
             return False
         self._config = config
         engine.serve()

@@ -70,3 +70,14 @@ def test_a_step_is_no_slope_and_a_staircase_is_one() -> None:
         looks.add(1000 * i, {"step": Holding(step, 20, 4), "staircase": Holding(staircase, 20, 4)})
     (complaint,) = leak.complaints(looks.slopes())
     assert complaint.startswith("staircase")
+
+
+def test_one_step_is_forgiven_to_descriptors_and_two_are_not() -> None:
+    assert leak.without_step([31, 31, 33, 33]) == [31] * 4
+    assert leak.without_step([31, 31, 33, 34]) == [31, 31, 31, 32]
+    assert leak.without_step([31, 30, 29]) == [31, 31, 30]
+    for num_steps in (1, 2):
+        looks = leak.Looks()
+        for i in range(21):
+            looks.add(1000 * i, {"server": Holding(MB, 30 + 2 * sum(i >= at for at in (10, 11)[:num_steps]), 4)})
+        assert bool(leak.complaints(looks.slopes())) == (num_steps == 2)

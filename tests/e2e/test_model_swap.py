@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 from servers import ROOT, Server, wait_until
 
 Start = Callable[..., Server]
@@ -118,3 +119,23 @@ def test_sigterm_amid_a_swap_lets_open_streams_end(start: Start, tmp_path: Path)
     reader.join(60)
     asker.join(60)
     assert lines[-1] == "data: [DONE]" and answers
+
+
+@pytest.mark.long
+def test_a_model_that_cannot_be_loaded_gives_way_to_the_one_before(start: Start, tmp_path: Path) -> None:
+    server = start(*FLAGS).wait_ready()
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "demo_model", other)
+    (file,) = other.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file(dict(sorted(tensors.items())[1:]), file)
+    beside = swap(server, model=str(other))
+    if beside.status_code == 422:  # there is room for both
+        assert "could not be loaded" in beside.json()["error"]["message"] and ask(server) == 200
+        assert swap(server, model=str(other), drain=True).status_code == 202
+    wait_until(lambda: "going back to the model before" in server.log.read_text(), "it has failed", 60)
+    assert ask(server) == 200
+    versions = served(server)["versions"]
+    assert [version["state"] for version in versions] == ["retired", "serving"]  # type: ignore[attr-defined]
+    assert len({version["root"] for version in versions}) == 1, "the broken one was never served"  # type: ignore[attr-defined]
+    assert server.stop() == 0
