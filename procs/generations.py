@@ -131,9 +131,10 @@ class Generations:
             old.retire()
             await self._running.pop(old)
             if not await self._try(config, prepared) and not self._signals:
-                del self._running[self._engine]  # how it ended is not how the launch ends
+                failed = self._engine
                 print("pagewire: going back to the model before.", file=sys.stderr)
-                await self._try(before, await asyncio.to_thread(self._prepare, before))
+                if await self._try(before, await asyncio.to_thread(self._prepare, before)):
+                    del self._running[failed]  # how it ended is not how the launch ends
             return
         versions = self._versions
         engine = self._begin(config, prepared)

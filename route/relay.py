@@ -242,6 +242,8 @@ class Relay:
 
     def _note_response(self, ask: Ask, engine: Engine, data: bytes) -> None:
         """Remembers who has a stored response; its id is at the beginning of the answer."""
+        if not ask.makes_response:
+            return
         _, found, rest = data.partition(b'"id":"resp_')
         if found:
             self._note_home(ask, engine, "resp_" + rest.partition(b'"')[0].decode("latin-1"))

@@ -16,7 +16,8 @@ _decode = msgspec.json.Decoder().decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 _encode = msgspec.json.Encoder().encode
 
-_LAST = ("message_stop", "error", "response.completed", "response.incomplete", "response.failed")
+_FAILURES = ("error", "response.failed")
+_LAST = (*_FAILURES, "message_stop", "response.completed", "response.incomplete")
 _GROWING = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}  # of messages
 
 
@@ -65,7 +66,7 @@ class TypedJournal(Journal):
         if not found:
             return event + b"\n\n"  # a comment, which keeps the connection alive
         fields = cast(Fields, _decode(data))
-        if not self._is_news(fields):
+        if fields["type"] not in _FAILURES and not self._is_news(fields):
             return None
         self.has_ended = fields["type"] in _LAST
         whole = fields.get("message") or fields.get("response")

@@ -232,31 +232,18 @@ def test_a_response_that_another_engine_went_on_with_is_kept_there(stack: ExitSt
     assert router.ask("/v1/responses", {"input": "more", "previous_response_id": id}).status == 200
 
 
-def test_an_engine_that_shuts_down_amid_messages_loses_none(stack: ExitStack) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", *TYPED])
+def test_an_engine_that_is_shutting_down_loses_no_stream(stack: ExitStack, path: str) -> None:
     leaving = FakeEngine(PIECES)
     engines = behind(stack, leaving, FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     leaving.hold = True
     texts: list[str] = []
-    ask = ("/v1/messages", TYPED["/v1/messages"])
-    thread = threading.Thread(target=lambda: texts.append(typed_text(router.ask(*ask))))
-    thread.start()
-    deadline = time.monotonic() + 10
-    while not leaving.submits and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert leaving.loop is not None
-    leaving.loop.call_soon_threadsafe(leaving.gateway.close, "The server is shutting down.")
-    thread.join(10)
-    assert texts == [TEXT]
 
+    def stream() -> None:
+        texts.append(typed_text(router.ask(path, TYPED[path])) if path in TYPED else router.complete(**STREAM).text)
 
-def test_an_engine_that_is_shutting_down_loses_no_stream(stack: ExitStack) -> None:
-    leaving = FakeEngine(PIECES)
-    engines = behind(stack, leaving, FakeEngine(PIECES))
-    router = stack.enter_context(Routed(*engines))
-    leaving.hold = True
-    texts: list[str] = []
-    thread = threading.Thread(target=lambda: texts.append(router.complete(**STREAM).text))
+    thread = threading.Thread(target=stream)
     thread.start()
     deadline = time.monotonic() + 10
     while not leaving.submits and time.monotonic() < deadline:

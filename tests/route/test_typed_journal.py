@@ -110,6 +110,18 @@ def test_wherever_it_breaks_the_client_gets_the_whole_once(api: str, text: str) 
         assert said(got) == said(whole), f"seed {seed}"
 
 
+@pytest.mark.parametrize("api", ["messages", "responses"])
+def test_an_error_is_told_however_little_was_repeated(api: str) -> None:
+    journal = TypedJournal()
+    for event in engine(api, OUTPUT, {}, 1)[:200]:
+        journal.take(event)
+    journal.restart()
+    kind = "error" if api == "messages" else "response.failed"
+    error = b'event: %b\ndata: {"type":"%b"}' % (kind.encode(), kind.encode())
+    assert journal.take(b": failed timeout") is None
+    assert journal.take(error) == error + b"\n\n" and journal.has_ended
+
+
 def test_another_output_is_noticed() -> None:
     journal = TypedJournal()
     for event in engine("messages", "One two", {}, 0)[:9]:

@@ -4,6 +4,8 @@ The core is driven as its process drives it: it takes what is in its mailbox, pl
 plan, and tells the news. Results and transfers come back late and in order; clients arrive, cancel and are ended by
 stop strings; workers and cores are replaced. After each event every invariant is asserted. When faults have stopped
 and nothing is left to happen, everybody must have been answered and everything must be free.
+
+Longer than 500 lines, because all kinds of events share one state and one clock.
 """
 
 from collections import Counter
