@@ -17,6 +17,8 @@ from .errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KvDtype = Literal["float32", "bfloat16", "float16", "fp8"]
+CpuKernels = Literal["compiled", "torch"]
+BatchInvariance = Literal["exact", "float32", "none"]
 ToolCallParser = Literal[
     "none", "hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "openai"
 ]
@@ -44,8 +46,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         _doc(
             "model",
-            "type of weights and KV cache; auto: bfloat16, but float32 if the checkpoint is, or on a CPU that has no "
-            "bfloat16 instructions and memory enough; float16 is for GPUs",
+            "type of weights and KV cache, and on a GPU of the arithmetic; on a CPU the C kernels compute in float32 "
+            "whatever it is. auto: on a GPU the checkpoint's, but bfloat16 for float16; on a CPU float32, where a "
+            "bfloat16 checkpoint's matrices stay as they are. float16 is for GPUs",
         ),
     ] = "auto"
     quantization: Annotated[
@@ -104,8 +107,8 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "float32", "bfloat16", "float16", "fp8"],
         _doc(
             "engine",
-            "type of the KV cache; auto: that of the activations; bfloat16 halves that of float32, and on a GPU fp8 "
-            "that of bfloat16, a little less exact",
+            "type of the KV cache; auto: as --dtype; bfloat16 halves that of float32, and on a GPU fp8 that of "
+            "bfloat16, a little less exact",
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts that begin alike")] = True
@@ -171,6 +174,15 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     threads: Annotated[
         int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, shared out", ge=0)
     ] = 0
+
+    cpu_kernels: Annotated[
+        Literal["auto", "torch"],
+        _doc(
+            "engine",
+            "what computes on a CPU; auto: our C kernels, compiled at the first start, or torch where there is no C "
+            "compiler; torch: its own kernels, whose sums depend on how many requests run at once",
+        ),
+    ] = "auto"
 
     host: Annotated[str, _doc("door", "address to listen on")] = "127.0.0.1"
     port: Annotated[int, _doc("door", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
@@ -330,6 +342,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     dtype: str  # of the checkpoint: float32, bfloat16, float16
     weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint about what they would be without
     fingerprint: str = ""  # hex; another one for other weights or another config
+    is_native: bool = True  # our own layers run it; else transformers' model does
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
     tool_call_parser: ToolCallParser = "hermes"  # what the chat template shows
@@ -342,7 +355,9 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     num_cores: int
     memory_bytes: int = 0
     has_gpu: bool = False
-    has_bfloat16: bool = True  # the CPU multiplies bfloat16 itself; without, float32 is several times faster
+    has_compiler: bool = True  # for C
+    has_bfloat16: bool = False  # the CPU has instructions that multiply bfloat16
+    has_amx: bool = False  # the CPU has tiles
     api_keys: tuple[ApiKey, ...] = ()  # what the file of keys holds
     admin_keys: tuple[ApiKey, ...] = ()  # what the file of administrators' keys holds
 
@@ -379,7 +394,9 @@ class EngineConfig(DoorConfig, frozen=True, kw_only=True):
 
     model_path: str
     served_model_names: tuple[str, ...]
-    dtype: Dtype
+    dtype: Dtype  # of weights; matrices of bfloat16 stay so where `arithmetic` is float32 and the C kernels compute
+    arithmetic: Dtype = "float32"  # of activations
+    cpu_kernels: CpuKernels | None = "compiled"  # None: on a GPU
     device: Literal["auto", "cpu", "cuda"]
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -429,6 +446,29 @@ class EngineConfig(DoorConfig, frozen=True, kw_only=True):
     versions: tuple[ModelVersion, ...] = ()
 
     @property
+    def batch_invariance(self) -> BatchInvariance:
+        """How far a request's tokens depend on what else is served, on chunks, prefix hits and preemptions.
+
+        exact: not at all, bit by bit. float32: nothing is rounded to less than float32, so orders of summation show in
+        the last bits (some 1e-6 of a logit), and only two tokens that are as likely as that can change places. none:
+        roundings to 16 or 8 bits amplify these differences."""
+        if self.deterministic:
+            return "exact"
+        is_wide = self.arithmetic == self.kv_cache_dtype == "float32" and self.quantization is None
+        return "float32" if is_wide else "none"
+
+    @property
+    def invariance_warning(self) -> str | None:
+        """What an operator should know at the start, if tokens depend on company more than rounding errors show."""
+        if self.deterministic or self.purpose.is_encoder:
+            return None
+        if self.batch_invariance == "none":
+            return "tokens may depend on what else is served: roundings to 16 or 8 bits enlarge differences of sums"
+        if self.cpu_kernels == "torch":
+            return "tokens may depend on what else is served where two are almost equally likely: torch computes"
+        return None
+
+    @property
     def kv_model_key(self) -> bytes:
         """32 bytes that differ wherever equal tokens may have different KV, or KV of a different layout."""
         who = self.model_fingerprint or self.model_path
@@ -436,6 +476,7 @@ class EngineConfig(DoorConfig, frozen=True, kw_only=True):
             who,
             self.load_format,
             self.dtype,
+            self.arithmetic,
             self.quantization,
             self.kv_cache_dtype,
             self.block_size,

@@ -1,22 +1,49 @@
-"""What there is to work with on this machine: the facts by which `config.resolve` decides."""
+"""The facts about this machine by which `resolve` decides: cores, memory, GPU, C compiler, the CPU's instructions.
+
+The environment variable PAGEWIRE_MACHINE replaces some of them, such as `{"has_compiler": false, "num_cores": 1}`: so
+the defaults of any machine can be tried, and are tested, on any other.
+"""
 
 import os
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
+
 from .config import MachineFacts
+from .errors import ConfigError
+from .kernels.cpu.build import compiler
+
+OVERRIDES = "PAGEWIRE_MACHINE"
 
 
-def machine_facts() -> MachineFacts:
-    """What there is to work with."""
+def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
+    """The facts, but for those that `environment` replaces. Raises ConfigError for a replacement that is none."""
+    found = _look()
+    text = environment.get(OVERRIDES)
+    if text is None:
+        return found
+    try:
+        changes = msgspec.json.decode(text, type=dict[str, object])
+        if unknown := sorted(changes.keys() - set(MachineFacts.__struct_fields__)):
+            raise ConfigError(f"{OVERRIDES} names {unknown[0]}, which is no fact about a machine.")
+        return msgspec.convert(msgspec.structs.asdict(found) | changes, MachineFacts)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{OVERRIDES} must be a JSON object of facts about the machine: {error}.") from None
+
+
+def _look() -> MachineFacts:
     cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else {"bf16"}
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     return MachineFacts(
         num_cores=_num_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         # A torch for CPUs alone says so in its version; asking torch itself would take seconds.
         has_gpu=Path("/dev/nvidiactl").exists() and not _version("torch").endswith("+cpu"),
+        has_compiler=compiler() is not None,
         has_bfloat16=bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}),
+        has_amx="amx_tile" in flags,
     )
 
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from msgspec.structs import asdict
 
 from .access import ApiKey, check_origins, check_root_path, check_tls, merge_keys
-from .config import Config, DoorConfig, Dtype, EngineConfig, MachineFacts, ModelFacts
+from .config import Config, CpuKernels, DoorConfig, Dtype, EngineConfig, MachineFacts, ModelFacts
 from .errors import ConfigError
 
 
@@ -40,15 +40,27 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         raise ConfigError("Batches belong to one process; leave --batch-folder or --api-processes out.")
     if model.purpose.is_encoder:
         _check_encoder(config, model)
-    dtype = _choose_dtype(config, model, machine)
-    if _on_cpu(config, machine) and config.kv_cache_dtype == "fp8":
+    on_cpu = _on_cpu(config, machine)
+    if on_cpu and config.kv_cache_dtype == "fp8":
         raise ConfigError("--kv-cache-dtype fp8 is for GPUs; on a CPU it can be bfloat16.")
-    if _on_cpu(config, machine) and "float16" in (config.dtype, config.kv_cache_dtype):
+    if on_cpu and "float16" in (config.dtype, config.kv_cache_dtype):
         raise ConfigError("float16 is for GPUs; on a CPU it can be bfloat16 or float32.")
+    if config.quantization == "int8" and not on_cpu:
+        raise ConfigError("--quantization int8 is for --device cpu; leave one of them out.")
+    if config.deterministic:
+        _check_deterministic(config, model, machine)
+    kernels: CpuKernels | None = None
+    if on_cpu:
+        kernels = "compiled" if machine.has_compiler and config.cpu_kernels == "auto" else "torch"
+    # What computes in float32 whatever the type of the weights.
+    is_wide = model.is_native and (kernels == "compiled" or config.quantization == "int8")
+    dtype = _choose_dtype(config, model, machine, is_wide=is_wide)
     return EngineConfig(
         model_path=model.path,
         served_model_names=config.served_model_name or (model.name,),
         dtype=dtype,
+        arithmetic="float32" if is_wide else dtype,
+        cpu_kernels=kernels,
         device=config.device,
         tensor_parallel_size=config.tensor_parallel_size,
         data_parallel_size=config.data_parallel_size,
@@ -60,7 +72,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         kv_cache_memory=config.kv_cache_memory,
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         gpu_memory_utilization=config.gpu_memory_utilization,
-        block_size=16 if _on_cpu(config, machine) else 64,
+        block_size=16 if on_cpu else 64,
         enable_prefix_caching=config.enable_prefix_caching and not model.purpose.is_encoder,
         scheduling_policy=config.scheduling_policy,
         itl_target_ms=config.itl_target_ms,
@@ -170,15 +182,30 @@ def _choose_budget(config: Config, model: ModelFacts, machine: MachineFacts, max
     return max(4 * usual, max_model_len) if model.purpose.is_encoder else usual
 
 
-def _choose_dtype(config: Config, model: ModelFacts, machine: MachineFacts) -> Dtype:
-    on_cpu = _on_cpu(config, machine)
-    if config.quantization == "int8":
-        if config.dtype == "bfloat16" or not on_cpu:
-            raise ConfigError("--quantization int8 is for --device cpu and computes in float32; leave --dtype out.")
-        return "float32"
+def _choose_dtype(config: Config, model: ModelFacts, machine: MachineFacts, *, is_wide: bool) -> Dtype:
+    """is_wide: activations are float32 in any case. A CPU's bfloat16 instructions decide nothing: a request's tokens
+    would depend on the machine, and on the requests beside it."""
     if config.dtype != "auto":
         return config.dtype
-    wide = model.weight_bytes * (1 if model.dtype == "float32" else 2)  # as float32
-    if model.dtype == "float32" or (on_cpu and not machine.has_bfloat16 and wide <= machine.memory_bytes // 2):
+    if model.dtype == "float32" or is_wide:
         return "float32"
-    return "bfloat16"
+    # torch needs every weight as float32 to compute in it.
+    return "float32" if _on_cpu(config, machine) and 2 * model.weight_bytes <= machine.memory_bytes // 2 else "bfloat16"
+
+
+def _check_deterministic(config: Config, model: ModelFacts, machine: MachineFacts) -> None:
+    """Refuses --deterministic with what sums in an order that depends on other requests."""
+    tail = "whose sums depend on what else is served"
+    for flag, is_asked in (
+        ("--tensor-parallel-size", config.tensor_parallel_size > 1),
+        ("--speculative", config.speculative is not None),
+        ("--cpu-kernels torch", config.cpu_kernels == "torch" and _on_cpu(config, machine)),
+    ):
+        if is_asked:
+            raise ConfigError(f"--deterministic excludes {flag}, {tail}; leave one of them out.")
+    if not model.is_native:
+        raise ConfigError(f"--deterministic is not there for {model.name}, which runs in transformers, {tail}.")
+    if _on_cpu(config, machine) and not machine.has_compiler:
+        raise ConfigError(
+            f"--deterministic needs a C compiler on a CPU (install gcc or clang): without one torch computes, {tail}."
+        )

@@ -99,5 +99,6 @@ class AboutEndpoints:
             created=self._started,
             root=self._service.config.served_model_names[0],
             max_model_len=self._service.config.max_model_len,
+            batch_invariance=self._service.config.batch_invariance,
             versions=self._service.config.versions,
         )

@@ -111,8 +111,9 @@ def check_device(machine: MachineFacts) -> Iterator[Finding]:
         yield from _check_gpu()
     else:
         yield Finding("ok", "GPU", "no NVIDIA device; the model runs on the CPU")
-    bf16 = "" if machine.has_bfloat16 else ", no bfloat16 instructions: float32 is several times faster"
-    yield Finding("ok", "CPU", f"{machine.num_cores} cores that may be used{bf16}")
+    has = [name for name, is_there in (("bfloat16", machine.has_bfloat16), ("AMX", machine.has_amx)) if is_there]
+    found = f"{machine.num_cores} cores that may be used, {' and '.join(has) or 'no bfloat16'} instructions"
+    yield Finding("ok", "CPU", found)
     if not has_node:
         yield _check_kernels()
 
@@ -160,7 +161,10 @@ def _check_kernels() -> Finding:
 
     cc = compiler()
     if cc is None:
-        advice = "install gcc or clang: the kernels for this CPU are two to four times as fast"
+        advice = (
+            "install gcc or clang: the kernels for this CPU are two to four times as fast, and --deterministic needs "
+            "them"
+        )
         return Finding("note", "C compiler", "none; torch's own kernels are used", advice)
     try:
         import torch  # noqa: F401  # before the kernels, so that both share one pool of threads

@@ -17,7 +17,13 @@ _RESOLVED = {
     "admin_api_key": "admin_keys",
 }  # setting → what it is called in EngineConfig, where that is something else
 _WIDE = 32  # characters of a value; longer ones stand out of their column
-_BEYOND = ("block_size", "vocab_size", "eos_token_ids", "sampling", "purpose")  # decided, but not settings
+# Decided, but not settings.
+_BEYOND = ("arithmetic", "batch_invariance", "block_size", "vocab_size", "eos_token_ids", "sampling", "purpose")
+_INVARIANCE = {
+    "exact": "no bit of an answer depends on what else is served",
+    "float32": "what else is served shows in rounding errors of float32 only",
+    "none": "roundings to 16 or 8 bits make tokens depend on what else is served",
+}
 
 
 def explain(
@@ -58,7 +64,7 @@ def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, 
         case "served_model_name":
             return "the model's own name"
         case "dtype":
-            return _dtype_reason(config, engine, model)
+            return _dtype_reason(engine, model, machine, on_cpu=on_cpu)
         case "max_model_len":
             return "what the model declares"
         case "device":
@@ -75,6 +81,14 @@ def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, 
             return "from the memory that is free; see below"
         case "gpu_memory_utilization" if on_cpu:
             return "default; not used on a CPU"
+        case "cpu_kernels" if not on_cpu:
+            return "default; not used on a GPU"
+        case "cpu_kernels":
+            return "there is a C compiler" if machine.has_compiler else "there is no C compiler (gcc or clang)"
+        case "arithmetic":
+            return "what the C kernels compute in" if engine.arithmetic != engine.dtype else "as dtype"
+        case "batch_invariance":
+            return _INVARIANCE[engine.batch_invariance]
         case "kv_cache_dtype":
             return "as dtype"
         case "tool_call_parser" | "reasoning_parser":
@@ -94,13 +108,15 @@ def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, 
             return None
 
 
-def _dtype_reason(config: Config, engine: EngineConfig, model: ModelFacts) -> str:
-    if config.quantization == "int8":
-        return "what --quantization int8 computes in"
+def _dtype_reason(engine: EngineConfig, model: ModelFacts, machine: MachineFacts, *, on_cpu: bool) -> str:
     if engine.dtype == model.dtype:
         return "the checkpoint's"
+    if engine.dtype == "float32" and engine.cpu_kernels == "compiled" and model.is_native:
+        return f"what a CPU computes in; the matrices stay {'bfloat16' if model.dtype == 'bfloat16' else 'float32'}"
     if engine.dtype == "float32":
-        return f"this CPU has no bfloat16 instructions, and memory enough; the checkpoint is {model.dtype}"
+        return f"what a CPU computes in, and there is memory enough to widen the checkpoint's {model.dtype}"
+    if on_cpu and model.dtype == "bfloat16":
+        return "there is too little memory to widen the checkpoint"
     return f"as many bits as the checkpoint's {model.dtype}, with its own range"
 
 

@@ -103,11 +103,11 @@ def write_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots
     """Stores the keys and values of a step's tokens in the cache.
 
     key, value: [tokens, kv_heads, dim]; k_pages, v_pages: [blocks, block_size, kv_heads, dim], changed in place;
-    slots: [tokens] int64, block · block_size + offset.
+    slots: [tokens] int64, block · block_size + offset. Numbers are rounded to the pages' type.
     """
     width = key.shape[1] * key.shape[2]
-    k_pages.view(-1, width).index_copy_(0, slots, key.reshape(-1, width))
-    v_pages.view(-1, width).index_copy_(0, slots, value.reshape(-1, width))
+    k_pages.view(-1, width).index_copy_(0, slots, key.reshape(-1, width).to(k_pages.dtype))
+    v_pages.view(-1, width).index_copy_(0, slots, value.reshape(-1, width).to(v_pages.dtype))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -460,6 +460,8 @@ class Supervisor:
         ]
         for child in self._children.values():
             lines += [f"  {note}" for note in (child.facts or Facts()).notes]
+        if config.invariance_warning is not None:
+            lines.append(f"  {config.invariance_warning}")
         lines.append("start")
         before = 0.0
         for phase, at in self._marks:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from checkpoints import VOCAB_SIZE
 
-from pagewire.config import Config, MachineFacts
+from pagewire.config import Config
 from pagewire.engine.models.spec import model_facts, read_spec
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import RowLogprobs, RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
+from pagewire.machine import machine_facts
 from pagewire.resolve import resolve
 
 BLOCK_SIZE = 16
@@ -135,6 +136,6 @@ def arrays(parts: list[RowLogprobs]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def engine_config(folder: Path, **flags: Any) -> Any:
-    """As `pagewire serve` would resolve it for this folder on one core."""
+    """As `pagewire serve` would resolve it for this folder."""
     facts = model_facts(read_spec(folder), folder, "tiny")
-    return resolve(Config(threads=1, **{"max_num_seqs": 8, **flags}), facts, MachineFacts(num_cores=1))
+    return resolve(Config(threads=1, **{"max_num_seqs": 8, **flags}), facts, machine_facts())

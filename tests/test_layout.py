@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "interpreter": set(),
     "model_files": {"errors"},
     "flags": set(),
-    "machine": set(),
+    "machine": {"kernels.cpu.build"},
     "resolve": set(),
     "plugins": set(),
     "prepare": {

@@ -97,7 +97,8 @@ def _exact(interpreter: Any, tl: Any) -> None:
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         left, right = (widen(side).data.astype(d.data.dtype) for side in (a, b))
-        return handle(np.matmul(left, right) + d.data, d.dtype.scalar)
+        # einsum sums in one order; in matmul the order depends on a row's place in its tile on some processors.
+        return handle(np.einsum("...mk,...kn->...mn", left, right) + d.data, d.dtype.scalar)
 
     def check_tensor(self: Any, inputs: Any) -> None:
         first_check(self, inputs)

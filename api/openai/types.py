@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
-from ...config import ModelVersion
+from ...config import BatchInvariance, ModelVersion
 from ...ipc.messages import (
     MOST_ALLOWED_TOKENS,
     MOST_BAD_WORDS,
@@ -410,6 +410,7 @@ class ModelCard(Struct, frozen=True):
     object: Literal["model"] = "model"
     owned_by: str = "pagewire"
     parent: None = None
+    batch_invariance: BatchInvariance = "float32"  # how far tokens depend on what else is served
     versions: tuple[ModelVersion, ...] = ()  # that were served, and the one that is; none if nothing was ever swapped
 
 

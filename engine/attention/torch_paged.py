@@ -42,14 +42,15 @@ class _Chunk:
 
 
 class TorchPagedAttention:
-    """See `AttentionBackend`."""
+    """See `AttentionBackend`. What is gathered is converted where the cache has another type than activations."""
 
-    def __init__(self, *, cache: KvCache, ops: Ops) -> None:
+    def __init__(self, *, cache: KvCache, ops: Ops, dtype: torch.dtype) -> None:
+        """dtype: of queries, keys and values as they come in."""
         self._cache = cache
         self._ops = ops
         keys = cache.pages[0][0]
         self._device = keys.device
-        self._dtype = keys.dtype
+        self._dtype = dtype
         self._block_bytes = keys[0].numel() * keys.element_size()
         self._key_buffer = torch.empty((0, *keys.shape[1:]), dtype=keys.dtype, device=keys.device)
         self._value_buffer = torch.empty_like(self._key_buffer)
@@ -120,16 +121,16 @@ class TorchPagedAttention:
     def _gather(self, k_pages: Tensor, v_pages: Tensor, blocks: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Keys and values of these blocks: a view where they lie in one run, else copies in the kept buffers."""
         if isinstance(blocks, slice):
-            return k_pages[blocks], v_pages[blocks]
+            return k_pages[blocks].to(self._dtype), v_pages[blocks].to(self._dtype)
         n = blocks.numel()
         if n > self._key_buffer.shape[0]:
             size = (max(n, 2 * self._key_buffer.shape[0]), *self._key_buffer.shape[1:])
-            self._key_buffer = torch.empty(size, dtype=self._dtype, device=self._device)
-            self._value_buffer = torch.empty(size, dtype=self._dtype, device=self._device)
+            self._key_buffer = torch.empty(size, dtype=k_pages.dtype, device=self._device)
+            self._value_buffer = torch.empty_like(self._key_buffer)
         keys, values = self._key_buffer[:n], self._value_buffer[:n]
         torch.index_select(k_pages, 0, blocks, out=keys)
         torch.index_select(v_pages, 0, blocks, out=values)
-        return keys, values
+        return keys.to(self._dtype), values.to(self._dtype)
 
     def _triangle(self, queries: int, keys: int, window: int | None) -> Tensor:
         """Causal mask [queries, keys] for queries that are the last of the keys.

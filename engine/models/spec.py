@@ -16,7 +16,7 @@ from ...config import ModelFacts, Purpose, SamplingDefaults
 from ...errors import ConfigError
 from ...model_files import open_file, read_file, read_object
 from ..quantization.scheme import Scheme, read_scheme
-from .purpose import causal_name, max_length, read_purpose
+from .purpose import NATIVE, causal_name, max_length, read_purpose
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 
@@ -82,6 +82,20 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults
     purpose: Purpose = Purpose()
     scheme: Scheme | None = None  # of a quantized checkpoint
+
+
+_NATIVE_ACTIVATIONS = ("silu", "swish")
+_NATIVE_ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # those of `layers.rotary`
+
+
+def is_native(spec: ModelSpec) -> bool:
+    """Whether our own layers can run it. If not, its architecture or a variant of it is only known to transformers."""
+    return (
+        spec.architecture in NATIVE
+        and spec.hidden_act in _NATIVE_ACTIVATIONS
+        and spec.rope.kind in _NATIVE_ROPES
+        and not spec.purpose.is_encoder
+    )
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -160,6 +174,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         * (1 if spec.scheme is None else spec.scheme.narrower),
         fingerprint=tells_apart,
+        is_native=is_native(spec),
         sampling=spec.sampling,
         purpose=spec.purpose,
     )

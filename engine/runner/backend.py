@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...errors import ConfigError
+from ...config import EngineConfig
 from ...kernels import onednn
 from ...kernels.cpu.build import BuildError
 from ...kernels.ops import Ops, reference_ops
@@ -33,25 +33,21 @@ class Backend:
         return cls(
             ops=ops,
             weight_dtype=dtype,
-            attention=lambda cache: _torch_attention(cache, ops, dtype),
+            attention=lambda cache: TorchPagedAttention(cache=cache, ops=ops, dtype=dtype),
             model=lambda decoder: decoder,
             note=f"kernels of torch{' in 8 bits' if int8 else ''}{why}",
         )
 
 
-def choose_backend(
-    device: torch.device, dtype: torch.dtype, checkpoint_dtype: str, *, int8: bool, is_deterministic: bool = False
-) -> Backend:
-    """dtype: of activations; float32 where matrices are to be of 8 bits.
-
-    The C kernels compute in float32 and widen bfloat16 weights as they read them, so a bfloat16 checkpoint stays as it
-    is and loses nothing. Where they cannot be compiled, and for other types and devices, it is torch.
-    """
-    why = ""
-    if device.type == "cpu" and dtype == torch.float32:
+def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype: str) -> Backend:
+    """The C kernels compute in float32 and widen bfloat16 weights as they read them, so a bfloat16 checkpoint stays as
+    it is and loses nothing. Where they cannot be compiled or are not wanted, for other types of activations and on
+    other devices, it is torch."""
+    dtype, int8, why = getattr(torch, config.arithmetic), config.quantization == "int8", ""
+    if device.type == "cpu" and config.cpu_kernels == "compiled" and dtype == torch.float32:
         try:
-            weights = "bfloat16" if checkpoint_dtype == "bfloat16" else "float32"
-            return _native(weights, int8=int8, is_deterministic=is_deterministic)
+            weights = "bfloat16" if "bfloat16" in (checkpoint_dtype, config.dtype) else "float32"
+            return _compiled(weights, int8=int8, is_deterministic=config.deterministic)
         except BuildError as error:
             why = f", because {error}"
     backend = Backend.reference(dtype, int8=int8, why=why)
@@ -60,16 +56,7 @@ def choose_backend(
     return backend
 
 
-def _torch_attention(cache: KvCache, ops: Ops, dtype: torch.dtype) -> AttentionBackend:
-    if cache.pages[0][0].dtype != dtype:
-        raise ConfigError(
-            "--kv-cache-dtype can differ from --dtype only on a CPU with a C compiler, float32 arithmetic and heads of "
-            f"a multiple of 16 numbers; here it must be {str(dtype).removeprefix('torch.')}, or left out."
-        )
-    return TorchPagedAttention(cache=cache, ops=ops)
-
-
-def _native(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
+def _compiled(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
     from ...kernels.cpu.native import LANES, Kernels, native_ops
     from ..attention.native import NativePagedAttention
     from ..models.native import NativeDecoder
@@ -79,7 +66,7 @@ def _native(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
 
     def attention(cache: KvCache) -> AttentionBackend:
         if cache.pages[0][0].shape[-1] % LANES:
-            return _torch_attention(cache, ops, torch.float32)
+            return TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32)
         return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, is_deterministic=is_deterministic)
 
     def model(decoder: Decoder) -> Model:

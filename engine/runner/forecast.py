@@ -50,13 +50,13 @@ class _Imagined(Alone):
 
 def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[int, KvShape]:
     """Bytes of the weights of one rank, and the shape of its KV."""
-    dtype, kv_dtype = DTYPES[config.dtype], DTYPES[config.kv_cache_dtype]
+    dtype, kv_dtype = DTYPES[config.arithmetic], DTYPES[config.kv_cache_dtype]
     files = sum(file.stat().st_size for file in Path(config.model_path).glob("*.safetensors"))
     if spec.purpose.is_encoder:
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, no_kv(dtype)
     is_int8 = config.quantization == "int8"
     is_gpu = device.type == "cuda"
-    backend = Backend.reference(dtype) if is_gpu else choose_backend(device, dtype, spec.dtype, int8=is_int8)
+    backend = Backend.reference(dtype) if is_gpu else choose_backend(config, device, spec.dtype)
     outline = registry.build_native(
         spec,
         max_len=1,  # the rotary table is no weight

@@ -20,7 +20,7 @@ from ..layers.linear import Linear
 from ..models import registry
 from ..models.decoder import Decoder, Model
 from ..models.purpose import NATIVE
-from ..models.spec import ModelSpec
+from ..models.spec import ModelSpec, is_native
 from ..parallel.collectives import Group
 from ..weights.dummy import fill_dummy
 from ..weights.loader import check_weights, load_weights, quantized_parameters
@@ -72,15 +72,17 @@ def load_model(
 ) -> "HostModel | DeviceModel | EncoderModel":
     """Reads this rank's part of the checkpoint. queue: of a device for which there are Triton kernels. Raises
     ConfigError, CheckpointError."""
-    torch_device, dtype = device.torch_device, DTYPES[config.dtype]
+    torch_device = device.torch_device
     if spec.purpose.is_encoder:
         return _load_encoder(config, spec, device)
     why = "there is no such device" if queue is None else _why_not_triton(config, spec)
+    dtype = DTYPES[config.dtype if why is None else config.arithmetic]  # of activations
     if why is None:
         backend = Backend.reference(dtype)
+    elif config.kv_cache_dtype == "fp8":
+        raise ConfigError(f"--kv-cache-dtype fp8 is there with the Triton kernels only, and {why}.")
     else:
-        int8, is_deterministic = config.quantization == "int8", config.deterministic
-        backend = choose_backend(torch_device, dtype, spec.dtype, int8=int8, is_deterministic=is_deterministic)
+        backend = choose_backend(config, torch_device, spec.dtype)
     _check_deterministic(config, spec, backend, is_on_device=why is None)
     _check_positions(config, spec)
     decoder = registry.build_native(
@@ -154,7 +156,7 @@ def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> 
         intermediate_size=spec.intermediate_size // config.tensor_parallel_size,
         num_experts_per_tok=0 if spec.moe is None else spec.moe.num_experts_per_tok,
         vocab_size=spec.vocab_size,
-        itemsize=DTYPES[config.dtype].itemsize,
+        itemsize=DTYPES[config.arithmetic].itemsize,
         cache_bytes=blocks_needed(config) * per_layer,
     )
 
@@ -166,7 +168,7 @@ def blocks_needed(config: EngineConfig) -> int:
 
 def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     """Why a model on a GPU has to do without the Triton kernels, if it has to."""
-    if not registry.is_native(spec):
+    if not is_native(spec):
         return f"{spec.architecture} has no page of its own"
     if config.extension is not None:
         return "--extension sees every layer"
@@ -191,17 +193,16 @@ def _check_positions(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend, *, is_on_device: bool) -> None:
+    """What `resolve` could not know: whether the kernels of a GPU serve the model, and a compiler that fails."""
     if not config.deterministic:
         return
     for what, is_so in (
-        ("--tensor-parallel-size", config.tensor_parallel_size > 1),
-        ("--speculative", config.speculative is not None),
         ("a mixture of experts on a GPU", is_on_device and spec.moe is not None),
         ("a quantized checkpoint on a GPU", is_on_device and spec.scheme is not None),
         (backend.note, not is_on_device and not backend.is_invariant),
     ):
         if is_so:
-            raise ConfigError(f"--deterministic is not there with {what}, whose sums depend on what else is served.")
+            raise ConfigError(f"--deterministic excludes {what}, whose sums depend on what else is served.")
 
 
 def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Queue) -> "DeviceModel":

@@ -16,7 +16,7 @@ MODEL = ModelFacts(
     path="/m", name="m", max_position=4096, vocab_size=100, eos_token_ids=(2,), dtype="float16", weight_bytes=1000
 )
 CPU = MachineFacts(num_cores=4)
-OLD_CPU = MachineFacts(num_cores=4, memory_bytes=1 << 40, has_bfloat16=False)
+BARE_CPU = MachineFacts(num_cores=4, has_compiler=False)
 GPU = MachineFacts(num_cores=4, has_gpu=True)
 
 
@@ -30,7 +30,7 @@ def rows(config: Config, machine: MachineFacts, said: dict[str, str]) -> dict[st
     return {row[0]: row[1:] for row in settings(config, resolve(config, MODEL, machine), MODEL, machine, said)}
 
 
-@pytest.mark.parametrize("machine", [CPU, OLD_CPU, GPU], ids=["cpu", "old cpu", "gpu"])
+@pytest.mark.parametrize("machine", [CPU, BARE_CPU, GPU], ids=["cpu", "no compiler", "gpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("is_encoder", [False, True], ids=["decoder", "encoder"])
 def test_what_was_decided_has_a_reason(machine: MachineFacts, dtype: str, is_encoder: bool) -> None:
@@ -44,11 +44,12 @@ def test_what_was_decided_has_a_reason(machine: MachineFacts, dtype: str, is_enc
 
 
 def test_reasons_follow_the_decision() -> None:
-    assert rows(Config(), CPU, {})["dtype"] == (
-        "bfloat16",
-        "as many bits as the checkpoint's float16, with its own range",
-    )
-    assert "no bfloat16 instructions" in rows(Config(), OLD_CPU, {})["dtype"][1]
+    assert rows(Config(), CPU, {})["dtype"] == ("float32", "what a CPU computes in; the matrices stay float32")
+    bare = rows(Config(), BARE_CPU, {})
+    assert bare["dtype"] == ("bfloat16", "as many bits as the checkpoint's float16, with its own range")
+    assert bare["cpu_kernels"] == ("torch", "there is no C compiler (gcc or clang)")
+    assert rows(Config(), CPU, {})["batch_invariance"][0] == "float32"
+    assert rows(Config(), GPU, {})["batch_invariance"][0] == "none"
     assert rows(Config(), GPU, {})["max_num_batched_tokens"] == ("2048", "the value for a GPU")
     assert rows(Config(device="cpu"), GPU, {"device": "--device"})["block_size"] == ("16", "the value for a CPU")
     assert "shared by 2 ranks" in rows(Config(tensor_parallel_size=2), CPU, {})["threads"][1]

@@ -81,8 +81,10 @@ def test_the_blocks_that_matter_are_kept():
     shape = KvShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     cache = KvCache(shape=shape, num_blocks=64, block_size=SIZE, device=torch.device("cpu"))
     kind, options = load_extension("topk_blocks:TopkBlocks")
-    exact = TorchPagedAttention(cache=cache, ops=reference_ops())
-    approximate = kind.wrap_attention(options, TorchPagedAttention(cache=cache, ops=reference_ops()), cache)
+    exact = TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32)
+    approximate = kind.wrap_attention(
+        options, TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32), cache
+    )
     rng = random.Random(2)
     blocks = rng.sample(range(64), 40)
     tables = np.array([blocks[10 * row : 10 * row + 10] for row in range(4)], np.int32)

@@ -85,6 +85,35 @@ def test_8_bits_without_a_compiler_give_the_same_tokens(kind, checkpoint, no_com
     assert _tokens(folder, quantization="int8") == with_torch
 
 
-def test_torch_wants_one_type_for_everything(checkpoint, no_compiler):
-    with pytest.raises(ConfigError, match="here it must be float32, or left out"):
-        LLM(str(checkpoint("llama")), dtype="float32", kv_cache_dtype="bfloat16")
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_keys_and_values_of_16_bits_with_torch_and_with_ours_are_near(kind, checkpoint, request):
+    """The cache may be narrower than activations, whatever computes."""
+    folder = checkpoint(kind)
+
+    def logprobs(**options):
+        llm = LLM(str(folder), kv_cache_memory="4M", **options)
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        entries = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].prompt_logprobs[1:]
+        return [entry[token].logprob for entry, token in zip(entries, PROMPTS[0][1:], strict=True)]
+
+    exact, ours = logprobs(), logprobs(kv_cache_dtype="bfloat16")
+    request.getfixturevalue("no_compiler")
+    theirs = logprobs(kv_cache_dtype="bfloat16")
+    assert exact != ours
+    assert ours == pytest.approx(theirs, abs=1e-3) and ours == pytest.approx(exact, abs=1e-1)
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
+def test_bfloat16_on_a_cpu_is_of_weights_and_kv_not_of_sums(checkpoint, resolved):
+    folder = checkpoint("llama")
+    runner = Runner.load(resolved(folder, dtype="bfloat16"))
+    assert "bfloat16 weights, float32 arithmetic" in runner.notes[0]
+    wide = Runner.load(resolved(folder))
+    assert runner._memory.weights < 0.55 * wide._memory.weights
+    assert 2 * runner._memory.block == wide._memory.block
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_computes_where_it_is_asked_to(dtype, checkpoint, resolved):
+    runner = Runner.load(resolved(checkpoint("llama"), dtype=dtype, cpu_kernels="torch"))
+    assert runner.notes[0] == "kernels of torch"

@@ -8,9 +8,10 @@ from runner_driver import Request, arrays
 
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
+from pagewire.kernels.cpu import build
 
 SCORING = Sampling(temperature=0, logprobs=5, prompt_logprobs=3)
-FLAGS = {"max_num_batched_tokens": 256, "max_num_seqs": 64, "deterministic": True, "dtype": "float32"}
+FLAGS = {"max_num_batched_tokens": 256, "max_num_seqs": 64, "deterministic": True}
 
 
 def _prompt(seed, length):
@@ -18,7 +19,15 @@ def _prompt(seed, length):
     return [rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(length)]
 
 
-@pytest.mark.parametrize(("kind", "flags"), [("qwen3", {}), ("mistral", {"quantization": "int8"}), ("qwen3_moe", {})])
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"dtype": "bfloat16"}),
+        ("mistral", {"quantization": "int8"}),
+        ("qwen3_moe", {}),
+    ],
+)
 def test_a_probe_is_told_the_same_bits_in_any_company(kind, flags, checkpoint, driver):
     served = driver(checkpoint(kind), num_blocks=600, **FLAGS, **flags)
 
@@ -70,7 +79,12 @@ def test_a_prefix_that_was_cached_changes_no_bit(kind, checkpoint, driver):
     assert told[1:] == told[:1] * 3
 
 
-@pytest.mark.parametrize("flags", [{"dtype": "bfloat16"}, {"speculative": "ngram"}])
-def test_where_it_cannot_be_it_is_refused(flags, checkpoint, driver):
-    with pytest.raises(ConfigError, match="--deterministic is not there with"):
-        driver(checkpoint("qwen3"), **(FLAGS | flags))
+def test_a_compiler_that_fails_is_an_answer(checkpoint, driver, monkeypatch):
+    """`resolve` knows that there is one, and only the worker that it is of no use."""
+
+    def load():
+        raise build.BuildError("cc failed: no such header")
+
+    monkeypatch.setattr(build, "load", load)
+    with pytest.raises(ConfigError, match="--deterministic excludes kernels of torch, because cc failed"):
+        driver(checkpoint("qwen3"), **FLAGS)

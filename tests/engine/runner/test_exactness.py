@@ -70,16 +70,16 @@ def test_memory_that_nobody_wrote_is_never_read(kind, checkpoint, driver, make_r
     assert poisoned == 2 * cache.num_blocks
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "mixtral", "phi3"])
 def test_bfloat16_logprobs_are_close_to_those_of_transformers(
-    kind, checkpoint, driver, make_request, logprob_arrays, tmp_path
+    kind, kernels, checkpoint, driver, make_request, logprob_arrays, tmp_path
 ):
     """Both round to bfloat16 at places of their own. Against float32, ours may err as much as theirs and a quarter."""
     folder = checkpoints.make_checkpoint(tmp_path, kind, dtype=torch.bfloat16, initializer_range=0.1)
     prompt = _prompts(9)[-3]
     requests = [make_request(prompt, max_new=1, sampling=_scoring())]
-    served = driver(folder)
-    assert served.runner._config.dtype == "bfloat16"
+    served = driver(folder, dtype="bfloat16", cpu_kernels=kernels)
     served.run(requests)
     _, values = logprob_arrays(requests[0].prompt_logprobs)
 
@@ -99,12 +99,12 @@ def _scoring():
     return Sampling(temperature=0, prompt_logprobs=0)
 
 
-def test_float16_checkpoints_run_as_bfloat16_or_float32(checkpoint, driver, make_request, tmp_path):
-    folder = checkpoints.make_checkpoint(tmp_path, "llama", dtype=torch.float16)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_checkpoints_of_16_bits_give_the_tokens_of_float32(dtype, checkpoint, driver, make_request, tmp_path):
+    folder = checkpoints.make_checkpoint(tmp_path, "llama", dtype=getattr(torch, dtype))
     prompts = _prompts(4)[:4]
-    assert driver(folder).runner._config.dtype == "bfloat16"
     requests = [make_request(prompt) for prompt in prompts]
-    driver(folder, dtype="float32").run(requests)
+    driver(folder).run(requests)
     assert [request.output for request in requests] == checkpoints.reference_greedy(folder, prompts, 8)
 
 
