@@ -58,7 +58,7 @@ test-browser: $(VENV)/.dev
 	$(BIN)/python -m pytest -m browser $(ARGS)
 
 bench: $(VENV)/.dev
-	for bench in offline serve frontend route startup scheduler long_prompt policies kv_tiers accuracy speculation metrics embeddings overload abuse leak chaos; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
+	for bench in offline invariance serve frontend route startup scheduler long_prompt policies kv_tiers accuracy speculation metrics embeddings overload abuse leak chaos; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
 
 kernels: $(VENV)/.dev
 	for arch in 80 89 90; do \

@@ -110,6 +110,11 @@ class Answer:
                 return f"choice {index}: {found}"
         return "" if self.usages == other.usages else f"usage: {self.usages} instead of {other.usages}"
 
+    def contradiction(self) -> str:
+        """What an answer that ended well tells twice and differently, whatever its tokens are. Empty: nothing."""
+        num_ids, counted = sum(len(choice.ids) for choice in self.choices), self.usages[0]["completion_tokens"]
+        return "" if num_ids == counted else f"{num_ids} token ids, and a usage of {counted}"
+
     def take(self, event: dict[str, Any], now: float) -> None:
         """One event."""
         if "error" in event:

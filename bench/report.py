@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+# By which products may be fast, as /proc/cpuinfo names them.
+_INSTRUCTIONS = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimddp", "bf16", "i8mm"}
+
 
 @dataclass
 class Row:
@@ -41,9 +44,11 @@ def machine() -> dict[str, object]:
     if cpuinfo.exists():
         names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": model,
+        "instructions": sorted(flags & _INSTRUCTIONS),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "python": platform.python_version(),

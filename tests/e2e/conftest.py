@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from defaults import DEFAULTS, machine
 from servers import Server
 
 
@@ -13,6 +14,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("server")).wait_ready()
     yield server
     assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.fixture(scope="module", params=DEFAULTS)
+def default(request: pytest.FixtureRequest) -> str:
+    """The name of each of the defaults that a user can get; `defaults.machine` gives them to processes."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def on_default(default: str) -> Iterator[str]:
+    """As `default`, and whatever the test starts gets them."""
+    with machine(default):
+        yield default
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from defaults import COMPILED, TORCH
 from servers import ROOT, Server, wait_until
 
 from pagewire import LLM, EngineClient, SamplingParams
@@ -98,7 +99,8 @@ def test_an_engine_of_ones_own(expected: list[list[int]]) -> None:
 
 
 @pytest.mark.long
-def test_deaths_of_the_engine_cost_a_pause() -> None:
+@pytest.mark.parametrize("default", [COMPILED, TORCH], indirect=True)
+def test_deaths_of_the_engine_cost_a_pause(on_default: str) -> None:
     """The core dies, later the worker; what was open ends as if nothing had been, each token once."""
 
     def ask(client: EngineClient) -> list[Generation]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from defaults import NARROW
 from servers import wait_until
 
 from pagewire.bench import route
@@ -31,7 +32,7 @@ def start(stack: ExitStack, folder: Path, *command: str) -> Process:
     return process.start()
 
 
-def test_kill_9_of_a_whole_engine_loses_no_stream(started: ExitStack, tmp_path: Path) -> None:
+def test_kill_9_of_a_whole_engine_loses_no_stream(on_default: str, started: ExitStack, tmp_path: Path) -> None:
     engines = [start(started, tmp_path / f"engine{i}", *ENGINE) for i in range(2)]
     urls = ",".join(engine.url for engine in engines)
     router = start(started, tmp_path / "router", "route", "--engines", urls, "--no-access-log")
@@ -41,9 +42,13 @@ def test_kill_9_of_a_whole_engine_loses_no_stream(started: ExitStack, tmp_path: 
     expected = asyncio.run(read_streams(engines[0].url, asked, [0]))
     assert not any(told.error for told in expected) and len({tuple(told.texts) for told in expected}) > 8
     route.wait_until_all_ready(router, 2)
-    assert not differences(expected, asyncio.run(read_streams(router.url, asked, [0]))), "undisturbed"
+    undisturbed = asyncio.run(read_streams(router.url, asked, [0]))
     told = asyncio.run(route.killed_beneath(router, engines[1], asked, after=600))
-    assert not differences(expected, told), router.log.read_text()
+    if on_default == NARROW:  # whose tokens may depend on company, which is another one on each engine
+        assert not [each.error for each in (*undisturbed, *told) if each.error is not None], router.log.read_text()
+    else:
+        assert not differences(expected, undisturbed), "undisturbed"
+        assert not differences(expected, told), router.log.read_text()
     metrics = router.metrics()
     assert metrics["pagewire_router_resumes_total"] > 0 and metrics["pagewire_router_engine_ready"] == 1
 

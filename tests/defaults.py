@@ -1,0 +1,38 @@
+"""The defaults that a user can get on a CPU, by facts about the machine, so that each is tested on every machine.
+
+`MachineFacts` of tests come from PAGEWIRE_MACHINE, which real processes inherit.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from pagewire.kernels.cpu.build import compiler
+from pagewire.machine import OVERRIDES
+
+COMPILED = "C kernels"
+TORCH = "torch"
+NARROW = "torch in bfloat16"  # too little memory to widen the checkpoint: tokens may depend on company
+
+_FACTS: dict[str, dict[str, object]] = {
+    COMPILED: {"has_compiler": True},
+    TORCH: {"has_compiler": False, "memory_bytes": 1 << 40},
+    NARROW: {"has_compiler": False, "memory_bytes": 1 << 20},
+}
+DEFAULTS = [
+    pytest.param(COMPILED, marks=pytest.mark.skipif(compiler() is None, reason="no C compiler")),
+    TORCH,
+    pytest.param(NARROW, marks=pytest.mark.long),
+]
+
+
+@contextmanager
+def machine(name: str) -> Iterator[None]:
+    """On such a machine, for processes started meanwhile."""
+    facts = json.loads(os.environ.get(OVERRIDES, "{}")) | _FACTS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(OVERRIDES, json.dumps(facts))
+        yield
