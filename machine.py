@@ -20,7 +20,7 @@ OVERRIDES = "PAGEWIRE_MACHINE"
 
 def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
     """The facts, but for those that `environment` replaces. Raises ConfigError for a replacement that is none."""
-    found = _look()
+    found = _look(environment)
     text = environment.get(OVERRIDES)
     if text is None:
         return found
@@ -33,14 +33,16 @@ def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
         raise ConfigError(f"{OVERRIDES} must be a JSON object of facts about the machine: {error}.") from None
 
 
-def _look() -> MachineFacts:
+def _look(environment: Mapping[str, str]) -> MachineFacts:
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     return MachineFacts(
         num_cores=_num_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         # A torch for CPUs alone says so in its version; asking torch itself would take seconds.
-        has_gpu=Path("/dev/nvidiactl").exists() and not _version("torch").endswith("+cpu"),
+        has_gpu=Path("/dev/nvidiactl").exists()
+        and not _version("torch").endswith("+cpu")
+        and environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"),
         has_compiler=compiler() is not None,
         has_bfloat16=bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}),
         has_amx="amx_tile" in flags,

@@ -31,7 +31,7 @@ class Device(Protocol):
 
 def choose_device(config: EngineConfig, *, place: Place) -> Device:
     """auto: CUDA if there is a device. Each rank of this machine has a CUDA device of its own; on a CPU they share the
-    memory. Raises ConfigError for "cuda" without a device, and where ranks outnumber devices."""
+    memory. Raises ConfigError for a device that torch cannot use, and where ranks outnumber devices."""
     num_here = len(place.ranks_here)
     if config.device != "cpu" and torch.cuda.is_available():
         from .cuda import CudaDevice
@@ -44,6 +44,11 @@ def choose_device(config: EngineConfig, *, place: Place) -> Device:
         return CudaDevice(place.local_rank, utilization=config.gpu_memory_utilization)
     if config.device == "cuda":
         raise ConfigError("--device cuda was asked for, but torch sees no CUDA device here.")
+    if config.cpu_kernels is None:  # everything else was decided for a GPU
+        raise ConfigError(
+            "There is an NVIDIA device, but torch cannot use it; `pagewire doctor` says why, and --device cpu does "
+            "without it."
+        )
     from .cpu import CpuDevice
 
     return CpuDevice(num_threads=config.num_threads, num_sharers=num_here * config.data_parallel_size)

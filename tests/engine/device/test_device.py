@@ -11,10 +11,10 @@ from pagewire.errors import ConfigError
 from pagewire.resolve import resolve
 
 
-def _config(device):
+def _config(device, *, has_gpu=False):
     facts = ModelFacts(path="m", name="m", max_position=64, vocab_size=8, eos_token_ids=(), dtype="float32")
     threads = torch.get_num_threads()
-    return resolve(Config(device=device, threads=threads), facts, MachineFacts(num_cores=1))
+    return resolve(Config(device=device, threads=threads), facts, MachineFacts(num_cores=1, has_gpu=has_gpu))
 
 
 def test_ranks_on_cpus_share_the_memory(monkeypatch):
@@ -23,6 +23,14 @@ def test_ranks_on_cpus_share_the_memory(monkeypatch):
     third = choose_device(_config("cpu"), place=Place(1, (0, 1, 2)))
     sizes = [device.cache_memory(taken=0) for device in (alone, third)]
     assert sizes == [400, 133]
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpu_that_torch_cannot_use_is_no_reason_to_go_on_with_its_settings(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"torch cannot use it|torch sees no CUDA device"):
+        choose_device(_config(device, has_gpu=True), place=Place())
+    choose_device(_config("cpu", has_gpu=True), place=Place())
 
 
 def test_more_ranks_than_cuda_devices_are_refused(monkeypatch):
