@@ -74,11 +74,18 @@ class Server:
 
     def victim(self, kind: str) -> psutil.Process:
         """A process of that kind, if need be the first of its group."""
+        return next(self._of_kind(kind))
+
+    def has(self, kind: str) -> bool:
+        """Whether there is one, and not only about to be."""
+        return next(self._of_kind(kind), None) is not None
+
+    def _of_kind(self, kind: str) -> Iterator[psutil.Process]:
         children = {
             " ".join(child.cmdline()).removeprefix("pagewire: ").strip(): child
             for child in psutil.Process(self.process.pid).children()
         }
-        return next(children[name] for name in sorted(children) if name == kind or name.startswith(f"{kind}-"))
+        return (children[name] for name in sorted(children) if name == kind or name.startswith(f"{kind}-"))
 
     def end(self) -> None:
         """Stops it, and its whole group if it does not stop in time."""

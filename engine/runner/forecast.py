@@ -82,5 +82,6 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
         for module in outline.modules():
             if isinstance(module, Weight) and module.weight is not None:
                 rows, columns = module.weight.shape
-                weights += rows * (columns + 8) - module.weight.nbytes  # a scale and a sum for each row
+                per_row = 8 if config.cpu_kernels == "compiled" else 4  # bytes: a scale, and for the C kernels a sum
+                weights += rows * (columns + per_row) - module.weight.nbytes
     return weights, shape

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from defaults import NARROW, TORCH, machine
-from servers import ROOT, Server
+from servers import ROOT, Server, wait_until
 
 from pagewire.bench import chaos
 from pagewire.bench.chaos_streams import requests
@@ -131,6 +131,7 @@ def test_a_request_that_kills_fails_alone(on_default: str, monkeypatch: pytest.M
         if on_default != NARROW:
             assert [a.difference(b) for a, b in zip(answers, streams.expected, strict=True)] == [""] * 8
         assert status == 500 and "died twice" in told["error"]["message"]
+        wait_until(lambda: server.has("worker"), "the killed one is replaced", timeout_s=60)
         survivor = server.victim("worker")
         assert survivor.pid != worker.pid
 

@@ -51,7 +51,8 @@ def test_the_start_is_told_and_adds_up(server: Server) -> None:
     assert len(parts) == 4 and abs(sum(parts) - float(total)) <= 0.01 * len(parts)
     (detail,) = re.findall(r"(\d+\.\d\d) s  worker ready  \((.*)\)", log)
     inner = [float(part.rpartition(" ")[2]) for part in detail[1].split(", ")]
-    assert sum(inner) <= float(detail[0]) + 0.2  # the process was made a moment before this phase began
+    # The process was made a moment before this phase began; on a busy machine that is a longer one.
+    assert sum(inner) <= 1.1 * float(detail[0]) + 0.2
     assert "KV cache" in log and f"curl -N {server.url}" in log
 
 

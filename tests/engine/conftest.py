@@ -1,11 +1,23 @@
 """Checkpoints for the rooms that run models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import pytest
+from defaults import COMPILED, machine
+
+from pagewire.kernels.cpu.build import compiler
+
+
+@pytest.fixture
+def c_kernels() -> Iterator[None]:
+    """For tests of what the C kernels alone do, whatever is said of the machine."""
+    if compiler() is None:
+        pytest.skip("no C compiler")
+    with machine(COMPILED):
+        yield
 
 
 @pytest.fixture(scope="session")

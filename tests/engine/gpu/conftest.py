@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from defaults import COMPILED, machine
 from msgspec import structs
 from runner_driver import Driver, engine_config
 
@@ -36,7 +37,8 @@ def driver() -> Callable[..., Driver]:
     """folder, and flags → a driver of a runner that is ahead of the host, with an open cache."""
 
     def start(folder: Path, *, kv_cache_dtype: str = "auto", **flags: Any) -> Driver:
-        config = engine_config(folder, **flags)
+        with machine(COMPILED):  # `resolve` sees a CPU here, which needs them for --deterministic
+            config = engine_config(folder, **flags)
         if kv_cache_dtype != "auto":  # what a CPU would be refused
             config = structs.replace(config, kv_cache_dtype=kv_cache_dtype)
         runner = Runner.load(config, queue=None if ON_GPU else EagerQueue(torch.device("cpu")))

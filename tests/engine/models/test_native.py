@@ -9,11 +9,9 @@ from pagewire.config import Config
 from pagewire.engine.models.decoder import Decoder
 from pagewire.engine.models.native import NativeDecoder
 from pagewire.engine.runner.runner import Runner
-from pagewire.kernels.cpu import build
 from pagewire.prepare import prepare
 
-if build.compiler() is None:
-    pytest.skip("no C compiler", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("c_kernels")
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])

@@ -9,6 +9,7 @@ from pagewire.engine.runner.runner import Runner
 from pagewire.errors import ConfigError
 from pagewire.kernels.cpu import build
 
+pytestmark = pytest.mark.usefixtures("c_kernels")
 PROMPTS = [[5, 6, 7, 8] * 9, [9, 4], [11] * 40]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -52,7 +53,6 @@ def test_the_operator_is_told_why_torch_computes(checkpoint, resolved, no_compil
     assert runner.notes[0] == "kernels of torch, because there is no C compiler (cc, gcc or clang)"
 
 
-@pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_bfloat16_weights_are_kept_as_they_are(kind, checkpoint, resolved):
     folder = checkpoint(kind, dtype=torch.bfloat16)
@@ -103,7 +103,6 @@ def test_keys_and_values_of_16_bits_with_torch_and_with_ours_are_near(kind, chec
     assert ours == pytest.approx(theirs, abs=1e-3) and ours == pytest.approx(exact, abs=1e-1)
 
 
-@pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
 def test_bfloat16_on_a_cpu_is_of_weights_and_kv_not_of_sums(checkpoint, resolved):
     folder = checkpoint("llama")
     runner = Runner.load(resolved(folder, dtype="bfloat16"))

@@ -10,6 +10,7 @@ from pagewire.errors import ConfigError
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
 from pagewire.kernels.cpu import build
 
+pytestmark = pytest.mark.usefixtures("c_kernels")
 SCORING = Sampling(temperature=0, logprobs=5, prompt_logprobs=3)
 FLAGS = {"max_num_batched_tokens": 256, "max_num_seqs": 64, "deterministic": True}
 
