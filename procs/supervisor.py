@@ -39,6 +39,7 @@ from ..ipc.messages import (
     ToSupervisor,
 )
 from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, check_address, make_run_folder, remove_run_folder
+from .announcement import announcement
 from .child import Launch, process_age_s
 from .environment import environment_of
 from .listening import Listening
@@ -454,31 +455,6 @@ class Supervisor:
     def _announce(self, slowest: Child) -> None:
         if self._quiet:
             return
-        config = self._config
-        lines = [
-            f"pagewire serves {config.served_model_names[0]} ({config.dtype}, context {config.max_model_len:,} tokens)"
-        ]
-        for child in self._children.values():
-            lines += [f"  {note}" for note in (child.facts or Facts()).notes]
-        lines.append("start")
-        before = 0.0
-        for phase, at in self._marks:
-            detail = ""
-            if phase == f"{slowest.name} ready":
-                timings = (slowest.facts or Facts()).timings
-                detail = "  (" + ", ".join(f"{part} {seconds:.2f}" for part, seconds in timings.items()) + ")"
-            lines.append(f"  {at - before:6.2f} s  {phase}{detail}")
-            before = at
-        lines.append(f"  {before:6.2f} s  total")
-        if self._url is not None:
-            model = config.served_model_names[0]
-            key = ' -H "Authorization: Bearer $PAGEWIRE_API_KEY"' if config.api_keys else ""
-            is_file = self._url.startswith("unix:")
-            base = f"--unix-socket {self._url.removeprefix('unix:')} http://localhost" if is_file else self._url
-            lines += [
-                f"listening on {self._url} — try:",
-                f"  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-                f"""-d '{{"model": "{model}", "stream": true, """
-                """"messages": [{"role": "user", "content": "Count from 1 to 10"}]}'""",
-            ]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        notes = [note for child in self._children.values() for note in (child.facts or Facts()).notes]
+        timings = {f"{slowest.name} ready": (slowest.facts or Facts()).timings}
+        print(announcement(self._config, notes, self._marks, timings, self._url), file=sys.stderr, flush=True)
