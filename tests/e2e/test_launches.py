@@ -231,3 +231,37 @@ def test_a_second_signal_ends_a_launch_that_waits_for_another_one(launches: Laun
     assert json.loads(stream.events()[-1])["error"]["code"] == "engine_failed"
     ends_with(engine, 130, "stopped at once")
     ends_with(door, 1, lost("worker"))
+
+
+@pytest.mark.long
+def test_an_end_gets_round_where_the_first_and_the_last_of_three_launches_do_not_know_each_other(
+    start: Start, tmp_path: Path
+) -> None:
+    def chain() -> tuple[Server, Server, Server]:
+        ports = {name: free_port() for name in ("worker", "core", "detokenizer", "api")}
+
+        def begin(actors: str, *known: str) -> Server:
+            addresses = [f"{name}=tcp://127.0.0.1:{ports[name]}" for name in known]
+            flags = ("--key-file", str(tmp_path / "key"), "--hang-timeout-s", str(HANG_S), "--address", *addresses)
+            server = start("--actors", actors, *flags, command=COMMAND)
+            wait_until(lambda: (tmp_path / "key").exists(), "the key is made", END_S)
+            return server
+
+        worker = begin("worker", "worker", "core")
+        core = begin("core,grammar", "worker", "core", "detokenizer", "api")
+        return worker, core, begin("tokenizer,detokenizer,api", "core", "detokenizer", "api").wait_ready()
+
+    worker, core, door = chain()
+    stream = opened(door, "/v1/completions", max_tokens=1500)
+    worker.process.send_signal(signal.SIGTERM)
+    *_, last, done = stream.events()
+    assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "length"
+    for server in (door, core, worker):
+        ends_with(server, 0)
+
+    worker, core, door = chain()
+    stream = opened(door, "/v1/completions")
+    worker.process.kill()
+    assert json.loads(stream.events()[-1])["error"]["code"] == "engine_failed"
+    ends_with(core, 1, lost("worker"))
+    ends_with(door, 1, lost("core"))
