@@ -38,7 +38,7 @@ from ..ipc.messages import (
     Usage,
 )
 from .drain_rate import DrainRate
-from .http_error import HttpError, ShuttingDown
+from .http_error import EngineFailed, HttpError, ShuttingDown
 from .journal import fingerprint
 from .stats import Stats
 from .stream import ClientGone, ShortWay, Stream
@@ -224,14 +224,16 @@ class Gateway:
         """Returns when no request is open."""
         await self._idle.wait()
 
-    def close(self, reason: str) -> None:
-        """Ends every open stream with an error that says `reason`, and refuses new ones."""
+    def close(self, reason: str, *, has_failed: bool = False) -> None:
+        """Ends every open stream with an error that says `reason`, and refuses new ones. `has_failed`: the engine has,
+        and what is open may be why."""
         self.refuse(reason)
+        error = EngineFailed(reason) if has_failed else ShuttingDown(reason)
         for stream in dict.fromkeys(self._streams.values()):
-            self.end(stream, ShuttingDown(reason))
+            self.end(stream, error)
         for asked in self._questions.values():
             if not asked.answer.done():
-                asked.answer.set_exception(ShuttingDown(reason))
+                asked.answer.set_exception(error)
 
     def end(self, stream: Stream, error: Exception) -> None:
         """Ends what is open of `stream`: the engine is told once, the reader gets `error`."""

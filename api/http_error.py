@@ -25,6 +25,7 @@ ErrorCode = Literal[
     "request_timeout",
     "client_too_slow",
     "engine_unavailable",
+    "engine_failed",
     "shutting_down",
 ]
 
@@ -101,6 +102,13 @@ class ShuttingDown(RequestError):
         super().__init__("unavailable", detail)
 
 
+class EngineFailed(RequestError):
+    """The engine has failed for good while it had this request."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("unavailable", detail)
+
+
 def as_http_error(error: Exception) -> HttpError:
     """What a client is told of `error`; anything unexpected becomes a 500 that says nothing of our insides."""
     match error:
@@ -109,6 +117,8 @@ def as_http_error(error: Exception) -> HttpError:
         case ShuttingDown():
             # Who connects anew finds another server, or the next one.
             return HttpError(503, str(error), code="shutting_down", headers=((b"connection", b"close"),))
+        case EngineFailed():
+            return HttpError(503, str(error), code="engine_failed", headers=((b"connection", b"close"),))
         case RequestError():
             status, code = _OF_KIND[error.kind]
             return HttpError(status, str(error), code=code)

@@ -9,7 +9,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     tokenizer, core ─Accepted, Failed, Snapshot, Pulse─▶ api         anyone ─Ready, Fault, Pong─▶ supervisor
     api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
     core ─Constrain, Drawn─▶ grammar ─Constrained, Masks─▶ core
-    supervisor ─Ping, Reset, Stop─▶ anyone       supervisor ─Serve, Restored, Swapped─▶ api ─Swap─▶ supervisor
+    supervisor ─Ping, Reset, Leave, Stop─▶ anyone       supervisor ─Serve, Restored, Swapped─▶ api ─Swap─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
@@ -43,6 +43,7 @@ from .sleep import Slept as Slept
 from .sleep import Wake as Wake
 from .supervision import Facts as Facts
 from .supervision import Fault as Fault
+from .supervision import Leave as Leave
 from .supervision import Ping as Ping
 from .supervision import Pong as Pong
 from .supervision import Ready as Ready
@@ -54,7 +55,7 @@ from .supervision import Stop as Stop
 from .supervision import Swap as Swap
 from .supervision import Swapped as Swapped
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -475,17 +476,17 @@ class Described(Struct, frozen=True, array_like=True, tag=True):
 
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
 
-ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Reset | Stop
+ToTokenizer = Submit | Cancel | Tokenize | Detokenize | Describe | Ping | Reset | Leave | Stop
 ToCore = (
     Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Sleep | Wake | Slept
-    | Ping | Reset | Stop
+    | Ping | Reset | Leave | Stop
 )  # fmt: skip
-ToGrammar = Constrain | Drawn | Ping | Reset | Stop
-ToWorker = OpenCache | StepPlan | Sleep | Wake | Ping | Reset | Stop
-ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Stop
+ToGrammar = Constrain | Drawn | Ping | Reset | Leave | Stop
+ToWorker = OpenCache | StepPlan | Sleep | Wake | Ping | Reset | Leave | Stop
+ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop
 ToApi = (
     Accepted | TextBatch | Failed | Snapshot | Pulse | Tokenized | Detokenized | Described | Slept
-    | Serve | Ping | Reset | Restored | Swapped | Stop
+    | Serve | Ping | Reset | Restored | Swapped | Leave | Stop
 )  # fmt: skip
-ToSupervisor = Ready | Serving | Fault | Pong | Swap
+ToSupervisor = Ready | Serving | Fault | Pong | Swap | Leave
 Message = ToTokenizer | ToCore | ToGrammar | ToWorker | ToDetokenizer | ToApi | ToSupervisor

@@ -75,6 +75,15 @@ class Stop(Struct, frozen=True, array_like=True, tag=True):
     grace_s: float
     reason: str
     hands_over: bool = False  # to an api: another one has the port now; serve the connections that there are
+    is_failure: bool = False  # to an api: the engine is broken, so open requests fail and /health is 503
+
+
+class Leave(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → every part of another launch → its supervisor: the sender's launch ends in order.
+
+    The engine ends with it: the launch that has the api drains first, and the others wait for it."""
+
+    names: tuple[str, ...]  # of the parts of the sender's launch
 
 
 class Swap(Struct, frozen=True, array_like=True, tag=True):

@@ -28,6 +28,7 @@ from .client_messages import ToPort
 from .codec import encode
 from .epochs import HEADER_BYTES, Epochs, Link
 from .messages import Message, Reset
+from .watch import EVENTS, ZmqWatch
 
 M = TypeVar("M")
 
@@ -38,6 +39,7 @@ _MAX_CLIENT_MESSAGE_BYTES = 64 * 2**20
 _MAX_PATH_BYTES = 107  # of a socket's path, unix(7)
 _HIGH_WATER_MARK = 100_000  # messages; the engine's own bounds are far below
 _LINGER_MS = 500  # how long closing waits for the other end to take what is queued
+_BEATS = 4  # of a watched connection, within the silence that is allowed
 
 
 class Keys(Struct, frozen=True):
@@ -176,6 +178,17 @@ class ZmqContext:
         socket = self._socket(zmq.PULL, address)
         _bind(socket, address)
         return ZmqInbox(socket, accepts, self._epochs)
+
+    def watch(self, address: str, silence_s: float) -> ZmqWatch:
+        """Connects to a mailbox, which need not exist yet, to notice when its process ends or says nothing for
+        `silence_s` seconds."""
+        socket = self._socket(zmq.PUSH, address)
+        beat_ms = max(1, int(1000 * silence_s / _BEATS))
+        socket.heartbeat_ivl, socket.heartbeat_timeout = beat_ms, (_BEATS - 1) * beat_ms
+        monitor = socket.get_monitor_socket(EVENTS)
+        self._sockets.append(monitor)
+        socket.connect(address)
+        return ZmqWatch(socket, monitor, self._epochs.header(Link.CONTROL))
 
     def router(self, address: str) -> "ZmqRouter":
         """Binds a place where many may connect and each is answered. Raises ConfigError if the address cannot be had,

@@ -22,7 +22,21 @@ from ..api.server import HttpConfig, HttpServer
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..ipc.actor import Post
-from ..ipc.messages import Facts, Ping, Reset, Restored, Serve, Serving, Slept, Snapshot, Stop, Swap, Swapped, ToApi
+from ..ipc.messages import (
+    Facts,
+    Leave,
+    Ping,
+    Reset,
+    Restored,
+    Serve,
+    Serving,
+    Slept,
+    Snapshot,
+    Stop,
+    Swap,
+    Swapped,
+    ToApi,
+)
 from .listening import shown_address
 
 if TYPE_CHECKING:
@@ -30,6 +44,7 @@ if TYPE_CHECKING:
 
 SILENT_LIMIT_S = 10.0  # the core reports twice a second, busy or not
 STEP_LIMIT_S = 120.0  # one step of a large model on a slow CPU takes many seconds
+_LEAVING = "The server is shutting down."
 CLOSE_TIMEOUT_S = 3.0  # for connections to take their last bytes
 
 
@@ -60,6 +75,7 @@ class ApiActor:
         self._heard_at = time.monotonic()  # the core's last report
         self._tracing: Tracing | None = None
         self._hands_over = False  # when it stops
+        self._failure: str | None = None  # why it stops, if not in order
         self._num_swaps = 0
         self._swaps: dict[int, asyncio.Future[Swapped]] = {}  # asked for, and not answered
 
@@ -110,7 +126,10 @@ class ApiActor:
                         swap.set_result(message)
                 case Stop():
                     self._hands_over = message.hands_over
-                case Ping():
+                    if message.is_failure:  # whoever drains waits for nothing more
+                        self._failure = message.reason
+                        self._gateway.close(message.reason, has_failed=True)
+                case Ping() | Leave():
                     pass
                 case _:
                     if isinstance(message, Reset):
@@ -127,12 +146,12 @@ class ApiActor:
             await self._app.stop()
             await self._server.hand_over(grace_s)
         else:
-            self._gateway.refuse("The server is shutting down.")
+            self._gateway.refuse(self._failure or _LEAVING)
             await self._app.stop()
             if grace_s > 0:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._gateway.drained(), grace_s)
-        self._gateway.close("The server is shutting down.")
+        self._gateway.close(self._failure or _LEAVING)
         if self._serving is not None:
             self._server.should_exit = True
             with contextlib.suppress(TimeoutError):
@@ -168,6 +187,8 @@ class ApiActor:
 
     def _complaint(self) -> str | None:
         """What is wrong with the engine, for /health. A busy engine is not a dead one."""
+        if self._failure is not None:
+            return self._failure
         if (outage := self._gateway.outage) is not None:
             for_s = time.monotonic() - outage.since
             return f"{outage.reason} It has been down for {for_s:.1f} s; requests wait until it is replaced."

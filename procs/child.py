@@ -30,6 +30,7 @@ from ..ipc.messages import (
     SCHEMA_VERSION,
     Facts,
     Fault,
+    Leave,
     Ping,
     Pong,
     Pulse,
@@ -167,6 +168,8 @@ async def run_actor(
                     actor.handle([pulse])  # nobody has an outbox to themselves
                 else:
                     post("api", pulse)
+            elif isinstance(message, Leave):
+                post("supervisor", message)
             elif isinstance(message, Stop):
                 lag.stop()
                 stopping = asyncio.ensure_future(actor.stop(message.grace_s))

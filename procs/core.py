@@ -27,6 +27,7 @@ from ..ipc.messages import (
     Enqueue,
     Facts,
     Failed,
+    Leave,
     Masks,
     OpenCache,
     Opened,
@@ -136,7 +137,7 @@ class CoreActor:
                     self._report()
                 case Reset():
                     self._reset(message)
-                case Stop():
+                case Leave() | Stop():
                     pass
                 case _:
                     assert_never(message)

@@ -15,6 +15,7 @@ from ..ipc.messages import (
     Chunk,
     Facts,
     Failed,
+    Leave,
     Opened,
     Ping,
     PromptEcho,
@@ -136,7 +137,7 @@ class DetokenizerActor:
                         self._post("api", message)
                 case Reset():
                     self._outputs.clear()
-                case Ping() | Stop():
+                case Ping() | Leave() | Stop():
                     pass
                 case _:
                     assert_never(message)

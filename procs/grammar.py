@@ -17,7 +17,19 @@ from ..config import EngineConfig
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
 from ..errors import ErrorKind, PagewireError, RequestError
 from ..ipc.actor import Post
-from ..ipc.messages import Constrain, Constrained, Drawn, Facts, Masks, Ping, Reset, Stop, ToGrammar, bytes_to_ids
+from ..ipc.messages import (
+    Constrain,
+    Constrained,
+    Drawn,
+    Facts,
+    Leave,
+    Masks,
+    Ping,
+    Reset,
+    Stop,
+    ToGrammar,
+    bytes_to_ids,
+)
 from .limits import return_memory, used_memory
 from .trial import Compiler, Load, Matcher, Outcome, Trials, num_words
 
@@ -103,7 +115,7 @@ class GrammarActor:
                         self._go_on(rid, [token], answer)
                 case Reset():
                     self._forget()
-                case Ping() | Stop():
+                case Ping() | Leave() | Stop():
                     pass
                 case _:
                     assert_never(message)

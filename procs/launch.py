@@ -1,7 +1,10 @@
 """Starts any subset of the actors on given addresses, so that the parts of one engine can run on several machines.
 
 Every machine gets the same model and engine flags; each mailbox that is not on this machine, or that others must reach,
-gets an address. The actor's own machine listens there, the others connect to it.
+gets an address. The actor's own machine listens there, the others connect to it. Launches may be started in any order.
+
+The engine ends as a whole. When a part of another launch has ended, or has not answered for --hang-timeout-s, open
+requests fail, and this launch ends with exit code 1 and says which part that was. SIGTERM to any launch drains all.
 """
 
 import argparse

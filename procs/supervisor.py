@@ -26,6 +26,7 @@ from ..ipc.messages import (
     SCHEMA_VERSION,
     Facts,
     Fault,
+    Leave,
     Ping,
     Pong,
     Ready,
@@ -39,7 +40,9 @@ from ..ipc.messages import (
     ToSupervisor,
 )
 from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, check_address, make_run_folder, remove_run_folder
+from .announcement import announcement
 from .child import Launch, process_age_s
+from .elsewhere import Elsewhere
 from .environment import environment_of
 from .listening import Listening
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
@@ -89,7 +92,8 @@ class Supervisor:
         self._config = config
         self._names = names(config)
         self._actors = [name for name in self._names if actors is None or name in actors]
-        self._elsewhere = addresses or {}
+        self._given = addresses or {}
+        self._elsewhere = Elsewhere(self._actors, self._given, hang_timeout_s=config.hang_timeout_s)
         self._keys = keys
         self._quiet = quiet
         self._children: dict[str, Child] = {}
@@ -122,15 +126,16 @@ class Supervisor:
         context = ZmqContext(self._keys)
         self._lifeline, self._lifeline_held = os.pipe()
         try:
-            for address in self._elsewhere.values():
+            for address in self._given.values():
                 check_address(address, self._keys)
             self._addresses = {
-                name: self._elsewhere.get(name, f"ipc://{run_folder}/{name}")
+                name: self._given.get(name, f"ipc://{run_folder}/{name}")
                 for name in (*self._names, "supervisor")
-                if name in self._elsewhere or name in (*self._actors, "supervisor")
+                if name in self._given or name in (*self._actors, "supervisor")
             }
             self._inbox = context.inbox(self._addresses["supervisor"], ToSupervisor)
             self._inbox.subscribe(loop, self._woken.set)
+            self._elsewhere.watch(context, loop, self._woken.set)
             self._outboxes = {name: context.outbox(self._addresses[name], Link.CONTROL) for name in self._actors}
             if "api" in self._actors and self._http is None:
                 self._http = Listening(self._config)
@@ -139,7 +144,8 @@ class Supervisor:
             return await self._supervise()
         except StartError as error:
             self.failure = str(error)
-            print(f"pagewire: {error}", file=sys.stderr)
+            print(f"pagewire: {error}", file=sys.stderr, flush=True)
+            await self._fail_requests()
             return max((fault.exit_code for fault in self._faults.values()), default=1)
         finally:
             self._is_over = True
@@ -148,6 +154,7 @@ class Supervisor:
                 self._http.close()
             os.close(self._lifeline)
             os.close(self._lifeline_held)
+            self._elsewhere.close()
             if self._inbox is not None:
                 self._inbox.close()
             context.close()
@@ -168,7 +175,7 @@ class Supervisor:
             progress=not self._quiet and sys.stderr.isatty(),
             ranks_here=tuple(index(name) for name in self._actors if kind(name) == "worker"),
             # Each group of ranks meets at a place of its own.
-            rendezvous=self._elsewhere.get(RENDEZVOUS, f"file://{self._run_folder}/{RENDEZVOUS}-{self._device_epoch}"),
+            rendezvous=self._given.get(RENDEZVOUS, f"file://{self._run_folder}/{RENDEZVOUS}-{self._device_epoch}"),
             epoch=self._epoch,
             device_epoch=self._device_epoch,
         )
@@ -183,7 +190,7 @@ class Supervisor:
                 str(launch_file),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(self._lifeline, http_fd) if kind(name) == "api" else (self._lifeline,),
-                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._elsewhere),
+                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
             )
             child = self._children[name] = Child(name, process, self._epoch)
             child.exited.add_done_callback(partial(self._on_exit, child))
@@ -195,22 +202,23 @@ class Supervisor:
             "not ready in time",
             name_the_late=True,
         )
-        if self._signals:
+        if self._must_end:
             return await self._stop("stopped while starting")
         slowest = max(self._children.values(), key=lambda child: sum((child.facts or Facts()).timings.values()))
         self._mark(f"{slowest.name} ready")
         self.is_ready.set()
-        await self._watch(lambda: self._may_serve or bool(self._signals))
+        await self._watch(lambda: self._may_serve or self._must_end)
         if self._http is not None:
             for name in self._apis:
                 self._outboxes[name].send(Serve())
             await self._until(lambda: self._url is not None, "the api did not open its port")
             self._mark("port open")
         self._announce(slowest)
-        await self._watch(lambda: bool(self._signals) or self._is_retired)
+        await self._watch(lambda: self._must_end or self._is_retired)
         if self._is_retired:
             return await self._stop("another model is served now", grace_s=_HANDOVER_S, hands_over=True)
-        return await self._stop(self._signals[0].name, grace_s=self._config.drain_timeout)
+        reason = self._signals[0].name if self._signals else "another launch of the engine ends"
+        return await self._stop(reason, grace_s=self._config.drain_timeout)
 
     def serve(self) -> None:
         """Opens the door, once everyone is ready."""
@@ -231,11 +239,12 @@ class Supervisor:
         """Handles events until `condition()`. Raises StartError if a child dies or the deadline passes."""
         started = time.monotonic()
         next_report = started + START_REPORT_S
-        while not condition() and not self._signals:
+        while not condition() and not self._must_end:
             if self._dead:
                 await self._last_words(self._dead[0])
                 raise StartError(self._cause(self._dead[0]))
             await self._next_event(0.5)
+            await self._look_elsewhere()
             now = time.monotonic()
             late = ", ".join(child.name for child in self._children.values() if child.facts is None)
             if now > started + self._config.start_timeout_s:
@@ -251,6 +260,7 @@ class Supervisor:
         """Keeps everyone alive until `is_over()`. Raises StartError when that cannot be."""
         next_ping = 0.0
         while not is_over():
+            await self._look_elsewhere()
             died, self._dead = [child for child in self._dead if not child.may_end], []
             died += [child for child in await self._hung() if child not in died]
             if died:
@@ -299,8 +309,8 @@ class Supervisor:
             reason = reason or cause
             self._deaths.add(child.name, cause.removeprefix(f"{child.name} ").removesuffix("."), now)
             lost.update(dict.fromkeys(lost_with(child.name, self._config)))
-        if self._elsewhere.keys() - {RENDEZVOUS, *self._actors}:
-            raise StartError(f"{reason} Stopping: the parts of this engine that run elsewhere would not know.")
+        if self._elsewhere:
+            raise StartError(f"{reason} Stopping: what runs in several launches is not replaced.")
         if self._deaths.are_a_storm:
             raise StartError(f"{reason} Stopping: {self._deaths.summary()}")
         print(f"pagewire: {reason} Replacing {', '.join(lost)}.", file=sys.stderr, flush=True)
@@ -320,6 +330,18 @@ class Supervisor:
                 self._outboxes[name].send(Ping())
         await self._spawn(list(lost))
 
+    async def _look_elsewhere(self) -> None:
+        """Raises StartError if a part of another launch is lost, unless that launch ends in order: its word of that may
+        come a moment after its parts have gone."""
+        was_told = self._must_end
+        deadline = time.monotonic() + FAULT_WAIT_S
+        while (complaint := self._elsewhere.complaint(in_order=was_told)) is not None:
+            if was_told or time.monotonic() > deadline:
+                raise StartError(f"{complaint} Stopping: what runs in several launches is not replaced.")
+            await self._next_event(0.05)
+            if self._must_end:
+                return
+
     def _restore(self) -> None:
         """Has the api go on once all others are there and know of this epoch."""
         if not self._lost_at:
@@ -334,6 +356,11 @@ class Supervisor:
         for name in [name for name in self._lost_at if self._children[name].facts is not None]:
             passed_s = time.monotonic() - self._lost_at.pop(name)
             print(f"pagewire: {name} is replaced, {passed_s:.1f} s after it was lost.", file=sys.stderr, flush=True)
+
+    @property
+    def _must_end(self) -> bool:
+        """In order: it was told to, or another launch of this engine was."""
+        return bool(self._signals) or self._elsewhere.is_leaving
 
     @property
     def _apis(self) -> list[str]:
@@ -354,6 +381,7 @@ class Supervisor:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._woken.wait(), timeout_s)
         self._woken.clear()
+        self._elsewhere.look()
         for message in self._inbox.drain() if self._inbox is not None else ():
             match message:
                 case Ready():
@@ -366,6 +394,8 @@ class Supervisor:
                     self.answer(message.name, Swapped(message.number, 409, "This launch cannot swap its model."))
                 case Fault():
                     self._faults[message.name] = message
+                case Leave():
+                    self._elsewhere.heard(message, is_news=not self._must_end)
                 case Pong():
                     child = self._children[message.name]
                     if child.vigil is not None and message.epoch >= child.epoch:
@@ -406,10 +436,11 @@ class Supervisor:
     # ── stop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _stop(self, reason: str, grace_s: float = 0.0, *, hands_over: bool = False) -> int:
-        """Stops the actors from the door inwards, each with a deadline. While the api drains, whoever dies behind it is
-        replaced as ever. A second signal ends everything at once; what hands over goes on after the first, as long as
-        any server would that drains."""
-        num_signals = len(self._signals) + hands_over
+        """Stops the actors from the door inwards, each with a deadline, and after those of other launches that are
+        nearer to it. While the api drains, whoever dies behind it is replaced as ever. A second signal ends everything
+        at once; where the first went to another launch, and for what hands over, the next one does."""
+        num_signals = len(self._signals) + (hands_over or not self._signals)
+        self._elsewhere.leave()
         doors = [self._children[name] for name in self._apis]
         for child in doors:
             child.may_end = True
@@ -421,7 +452,7 @@ class Supervisor:
             if hands_over and len(self._signals) == num_signals:
                 deadline = min(deadline, self._signalled_at + self._config.drain_timeout)
             is_hurried = len(self._signals) > num_signals or time.monotonic() > deadline
-            return is_hurried or all(child.exited.done() for child in doors)
+            return is_hurried or (all(child.exited.done() for child in doors) and not self._elsewhere.is_awaited)
 
         await self._watch(is_drained)
         for name in reversed(self._actors):
@@ -436,6 +467,15 @@ class Supervisor:
             print("pagewire: stopped at once", file=sys.stderr)
             return 130
         return 0
+
+    async def _fail_requests(self) -> None:
+        """Has those that serve tell every client that the engine has failed, before everything is killed."""
+        stop = Stop(0.0, "The engine has failed: a part of it has ended.", is_failure=True)
+        doors = [self._children[name] for name in self._apis if self._url is not None]
+        for child in doors:
+            self._outboxes[child.name].send(stop)
+        if doors:
+            await asyncio.wait([child.exited for child in doors], timeout=STOP_GRACE_S)
 
     async def _kill(self) -> None:
         """Whoever is left."""
@@ -454,33 +494,6 @@ class Supervisor:
     def _announce(self, slowest: Child) -> None:
         if self._quiet:
             return
-        config = self._config
-        lines = [
-            f"pagewire serves {config.served_model_names[0]} ({config.dtype}, context {config.max_model_len:,} tokens)"
-        ]
-        for child in self._children.values():
-            lines += [f"  {note}" for note in (child.facts or Facts()).notes]
-        if config.invariance_warning is not None:
-            lines.append(f"  {config.invariance_warning}")
-        lines.append("start")
-        before = 0.0
-        for phase, at in self._marks:
-            detail = ""
-            if phase == f"{slowest.name} ready":
-                timings = (slowest.facts or Facts()).timings
-                detail = "  (" + ", ".join(f"{part} {seconds:.2f}" for part, seconds in timings.items()) + ")"
-            lines.append(f"  {at - before:6.2f} s  {phase}{detail}")
-            before = at
-        lines.append(f"  {before:6.2f} s  total")
-        if self._url is not None:
-            model = config.served_model_names[0]
-            key = ' -H "Authorization: Bearer $PAGEWIRE_API_KEY"' if config.api_keys else ""
-            is_file = self._url.startswith("unix:")
-            base = f"--unix-socket {self._url.removeprefix('unix:')} http://localhost" if is_file else self._url
-            lines += [
-                f"listening on {self._url} — try:",
-                f"  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-                f"""-d '{{"model": "{model}", "stream": true, """
-                """"messages": [{"role": "user", "content": "Count from 1 to 10"}]}'""",
-            ]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        notes = [note for child in self._children.values() for note in (child.facts or Facts()).notes]
+        timings = {f"{slowest.name} ready": (slowest.facts or Facts()).timings}
+        print(announcement(self._config, notes, self._marks, timings, self._url), file=sys.stderr, flush=True)

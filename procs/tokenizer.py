@@ -30,6 +30,7 @@ from ..ipc.messages import (
     Facts,
     Failed,
     IdsPrompt,
+    Leave,
     PairPrompt,
     Ping,
     Reset,
@@ -110,7 +111,7 @@ class TokenizerActor:
                 case Reset():
                     if self._aside is not None:
                         self._aside.close()  # who wants it still will ask again
-                case Ping() | Stop():
+                case Ping() | Leave() | Stop():
                     pass
                 case _:
                     assert_never(message)

@@ -35,11 +35,13 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("detokenizer", "core"): (m.StopHit,),
 }
 
-FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: (m.Ping, m.Reset, m.Stop) for name in ACTORS} | {
-    "api": (m.Serve, m.Ping, m.Reset, m.Restored, m.Swapped, m.Stop)
+FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: (m.Ping, m.Reset, m.Leave, m.Stop) for name in ACTORS} | {
+    "api": (m.Serve, m.Ping, m.Reset, m.Restored, m.Swapped, m.Leave, m.Stop)
 }
-TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Serving, m.Fault, m.Pong, m.Swap)
-"""What every actor may tell the supervisor (`Serving` and `Swap` only the api)."""
+"""What the supervisor may tell each actor; `Leave` comes from the supervisor of another launch."""
+
+TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Serving, m.Fault, m.Pong, m.Swap, m.Leave)
+"""What every actor may tell the supervisor (`Serving` and `Swap` only the api; `Leave` is passed on)."""
 
 
 FROM_CLIENT: tuple[type, ...] = (c.Hello, c.Generate, m.Cancel, c.Ack, c.Bye)

@@ -14,7 +14,20 @@ from ..engine.parallel.place import Place
 from ..errors import StartError
 from ..ipc.actor import Post
 from ..ipc.channel import Inbox
-from ..ipc.messages import CacheOffer, Facts, OpenCache, Ping, Reset, Sleep, Slept, StepPlan, Stop, ToWorker, Wake
+from ..ipc.messages import (
+    CacheOffer,
+    Facts,
+    Leave,
+    OpenCache,
+    Ping,
+    Reset,
+    Sleep,
+    Slept,
+    StepPlan,
+    Stop,
+    ToWorker,
+    Wake,
+)
 
 if TYPE_CHECKING:
     from ..engine.runner.runner import Runner
@@ -164,6 +177,8 @@ def run(
                     case Reset():
                         if "core" in message.lost:
                             worker.reset()
+                    case Leave():
+                        post("supervisor", message)
                     case Stop():
                         return
                     case _:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from ..api.sse import as_event
 
 _DONE = b"data: [DONE]"
-_GONE_CODES = ("engine_unavailable", "shutting_down")
+_GONE_CODES = ("engine_unavailable", "engine_failed", "shutting_down")
 
 
 class _PlainDelta(Struct, forbid_unknown_fields=True):

@@ -224,6 +224,8 @@ class Relay:
             await self._pass_on(response, engine, ask, answer)
         else:
             body = await response.read()
+            if response.status == 503 and b'"engine_failed"' in body:
+                raise _Lost
             if response.status == 503 or (response.status == 429 and b'"queue_full"' in body):
                 raise _Refused(response.status, headers, body)
             if answer.has_started:

@@ -116,7 +116,8 @@ def test_a_failure_in_the_middle_of_a_plain_answer() -> None:
     assert answer.status == 500 and answer.error["message"] == "A worker failed."
 
 
-def test_closing_ends_open_streams_in_good_form() -> None:
+@pytest.mark.parametrize(("has_failed", "code"), [(False, "shutting_down"), (True, "engine_failed")])
+def test_closing_ends_open_streams_in_good_form(has_failed: bool, code: str) -> None:
     async def work() -> None:
         engine = FakeEngine()
         tasks = []
@@ -124,17 +125,17 @@ def test_closing_ends_open_streams_in_good_form() -> None:
             _, task = await start(engine, STREAM, Client(make_app(engine)))
             tasks.append(task)
         _, plain_task = await start(engine, BODY)
-        engine.gateway.close("The server is shutting down.")
+        engine.gateway.close("The server is shutting down.", has_failed=has_failed)
         for task in tasks:
             answer = await task
             assert answer.is_complete and answer.status == 200
             error = answer.events[-1]["error"]
-            assert error["code"] == "shutting_down" and error["type"] == "server_error"
+            assert error["code"] == code and error["type"] == "server_error"
             assert not any(
                 "finish_reason" in c and c["finish_reason"] for e in answer.events[:-1] for c in e["choices"]
             )
         answer = await plain_task
-        assert answer.status == 503 and answer.error["code"] == "shutting_down" and answer.headers["retry-after"] == "1"
+        assert answer.status == 503 and answer.error["code"] == code and answer.headers["retry-after"] == "1"
         assert sorted(engine.cancels) == list(range(22))
 
     run(work())

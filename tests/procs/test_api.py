@@ -1,13 +1,17 @@
 """The api actor: who is told of requests that have ended."""
 
+import asyncio
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
+from pagewire.api.http_error import EngineFailed
 from pagewire.api.request_end import log_request
 from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
 from pagewire.errors import ConfigError
+from pagewire.ipc.messages import IdsPrompt, Limits, Sampling, Stop, Submit, TextSpec, ids_to_bytes
 from pagewire.procs.api import ApiActor
 from pagewire.resolve import resolve
 
@@ -36,3 +40,23 @@ def test_tracing_without_its_packages_says_what_to_install(tmp_path: Path, monke
 def test_an_endpoint_must_be_an_address(tmp_path: Path, endpoint: str) -> None:
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint must be an address"):
         config(tmp_path, otlp_traces_endpoint=endpoint)
+
+
+def test_an_engine_that_has_failed_is_not_healthy_while_it_says_so(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        actor = ApiActor(config(tmp_path), http_fd=socket.socket().detach())
+        actor.start(lambda receiver, message: None)
+        orders = [Submit(0, 1, IdsPrompt(ids_to_bytes([1])), Sampling(), Limits(), TextSpec())]
+        stream = actor._gateway.submit(orders)
+        actor.handle([Stop(60.0, "SIGTERM")])
+        stopping = asyncio.ensure_future(actor.stop(60.0))
+        await asyncio.sleep(0)
+        assert actor._complaint() is None, "who drains is no corpse"
+        actor.handle([Stop(0.0, "The engine has failed.", is_failure=True)])
+        assert actor._complaint() == "The engine has failed."
+        with pytest.raises(EngineFailed, match="has failed"):
+            await stream.news()
+        await asyncio.wait_for(stopping, 10.0)  # and not the 60 s that it drains for
+        actor._socket.close()
+
+    asyncio.run(scenario())

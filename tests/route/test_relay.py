@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -286,6 +287,20 @@ def test_a_request_that_engines_die_of_is_given_up(stack: ExitStack) -> None:
     assert last["error"]["code"] == "engine_unavailable" and "not tried again" in last["error"]["message"]
     assert sorted(num_asked(engines)) == [1, 1, 1], "the first of them had said something new"
     assert router.metric('failures_total{reason="fruitless"}') == 1
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+def test_a_request_that_engines_fail_of_is_given_up(stack: ExitStack, fields: dict[str, Any]) -> None:
+    """As above, but the engines have the time to say that they have failed for good."""
+    mortal = [MortalEngine(PIECES, dies_at=0) for _ in range(3)]
+    engines = behind(stack, *mortal)
+    for engine in mortal:
+        engine.on_death = partial(engine.gateway.close, "The engine has failed.", has_failed=True)
+    router = stack.enter_context(Routed(*engines))
+    answer = router.complete(**fields, temperature=0)
+    error = answer.json["error"] if not fields else answer.events[-1]["error"]
+    assert error["code"] == "engine_unavailable" and "Two engines have gone" in error["message"]
+    assert sorted(num_asked(engines)) == [0, 1, 1]
 
 
 class Forgetful(FakeEngine):

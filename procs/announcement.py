@@ -1,0 +1,42 @@
+"""What a launch tells its operator when it is ready: the model, the notes of its processes, what the start took, and a
+first request to try."""
+
+from collections.abc import Mapping, Sequence
+
+from ..config import EngineConfig
+
+
+def announcement(
+    config: EngineConfig,
+    notes: Sequence[str],
+    marks: Sequence[tuple[str, float]],
+    timings: Mapping[str, Mapping[str, float]],
+    url: str | None,
+) -> str:
+    """`marks`: phases of the start and when they ended, in seconds since its beginning. `timings`: the parts of some of
+    these phases, in seconds. `url`: where the api listens, if this launch has one."""
+    lines = [
+        f"pagewire serves {config.served_model_names[0]} ({config.dtype}, context {config.max_model_len:,} tokens)"
+    ]
+    lines += [f"  {note}" for note in notes]
+    if config.invariance_warning is not None:
+        lines.append(f"  {config.invariance_warning}")
+    lines.append("start")
+    before = 0.0
+    for phase, at in marks:
+        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in timings.get(phase, {}).items())
+        lines.append(f"  {at - before:6.2f} s  {phase}" + (f"  ({parts})" if phase in timings else ""))
+        before = at
+    lines.append(f"  {before:6.2f} s  total")
+    if url is not None:
+        model = config.served_model_names[0]
+        key = ' -H "Authorization: Bearer $PAGEWIRE_API_KEY"' if config.api_keys else ""
+        is_file = url.startswith("unix:")
+        base = f"--unix-socket {url.removeprefix('unix:')} http://localhost" if is_file else url
+        lines += [
+            f"listening on {url} — try:",
+            f"  curl -N {base}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+            f"""-d '{{"model": "{model}", "stream": true, """
+            """"messages": [{"role": "user", "content": "Count from 1 to 10"}]}'""",
+        ]
+    return "\n".join(lines)

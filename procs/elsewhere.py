@@ -1,0 +1,88 @@
+"""The parts of this engine that other launches run: which of them are there, which are lost, and who ends before whom.
+
+The supervisors have no connection to each other. Each watches the mailboxes of the others' parts whose addresses it has
+been told, and sends its `Leave` through them. Not every launch knows every address, but each knows that of the core or
+runs it, the core's knows all the core sends to, and the api's knows the tokenizer: so every end gets round.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterable, Mapping
+
+from ..ipc.messages import Leave
+from ..ipc.watch import ZmqWatch
+from ..ipc.zmq_channel import ZmqContext
+from .topology import ACTORS, RENDEZVOUS, kind
+
+_DEPTHS = {name: depth for depth, name in enumerate(reversed(ACTORS))}  # from the door inwards, as they are stopped
+
+
+class Elsewhere:
+    """As seen by one launch."""
+
+    def __init__(self, here: Iterable[str], addresses: Mapping[str, str], *, hang_timeout_s: float) -> None:
+        """`here`: the parts of this launch. `addresses`: of the others, as far as they are known. A part that does not
+        answer for `hang_timeout_s` seconds is lost."""
+        self._here = tuple(here)
+        self._addresses = {name: at for name, at in addresses.items() if name not in (*self._here, RENDEZVOUS)}
+        self._hang_timeout_s = hang_timeout_s
+        self._watches: dict[str, ZmqWatch] = {}
+        self._depth = min((_DEPTHS[kind(name)] for name in self._here), default=0)
+        self.is_leaving = False  # another launch of this engine ends in order, and with it all of them
+
+    def __bool__(self) -> bool:
+        """There are such parts."""
+        return bool(self._addresses)
+
+    def watch(self, context: ZmqContext, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+        """Begins to connect to them, and calls `wake` on the loop whenever `look` may find something."""
+        for name, address in self._addresses.items():
+            self._watches[name] = context.watch(address, self._hang_timeout_s)
+            self._watches[name].subscribe(loop, wake)
+
+    def look(self) -> None:
+        """Takes in what has happened to the connections."""
+        for watch in self._watches.values():
+            watch.look()
+
+    def leave(self) -> None:
+        """Tells the other launches that this one ends in order."""
+        for watch in self._watches.values():
+            if watch.is_up:
+                watch.send(Leave(self._here))
+
+    def heard(self, message: Leave, *, is_news: bool) -> None:
+        """Another launch ends in order. `is_news`: this one would have gone on."""
+        if is_news:
+            print(
+                f"pagewire: the launch of {', '.join(message.names)} ends, and with it the engine.",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.is_leaving = True
+
+    @property
+    def is_awaited(self) -> bool:
+        """There are parts that end before those of this launch when all end in order: they are nearer to the door."""
+        return any(watch.is_up for name, watch in self._watches.items() if self._is_outside(name))
+
+    def complaint(self, *, in_order: bool = False) -> str | None:
+        """What is lost, in a sentence. `in_order`: while all end in order, those nearer to the door are not missed."""
+        lost = [
+            name for name, watch in self._watches.items() if watch.is_lost and not (in_order and self._is_outside(name))
+        ]
+        if not lost:
+            return None
+        parts = ", ".join(f"{name} ({self._addresses[name]})" for name in lost)
+        return (
+            f"{parts} of another launch {'has' if len(lost) == 1 else 'have'} ended, "
+            f"or not answered for {self._hang_timeout_s:g} s (see --hang-timeout-s)."
+        )
+
+    def _is_outside(self, name: str) -> bool:
+        return _DEPTHS[kind(name)] < self._depth
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for watch in self._watches.values():
+            watch.close()

@@ -1,0 +1,117 @@
+"""A watched mailbox: its process is killed, frozen, busy, or was never there."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from servers import free_port, wait_until
+
+from pagewire.ipc.messages import Leave, ToTokenizer
+from pagewire.ipc.watch import ZmqWatch
+from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox, read_keys
+
+SILENCE_S = 1.0
+IDLE = "inbox.wait(1.0)"
+BUSY = "pass"  # holds the interpreter's lock, as the loading of a model does
+Peer = Callable[[str], tuple[ZmqWatch, psutil.Process]]
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Iterator[ZmqContext]:
+    context = ZmqContext(read_keys(tmp_path / "key"))
+    yield context
+    context.close()
+
+
+@pytest.fixture(params=["ipc", "tcp with keys"])
+def peer(context: ZmqContext, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Peer]:
+    """Starts a process with a mailbox that does `what` over and over; gives the watch over it when it is up."""
+    with ExitStack() as stack:
+
+        def begin(what: str) -> tuple[ZmqWatch, psutil.Process]:
+            port = free_port()
+            address = f"ipc://{tmp_path}/{port}" if request.param == "ipc" else f"tcp://127.0.0.1:{port}"
+            program = f"""
+                from pathlib import Path
+                from pagewire.ipc.messages import ToTokenizer
+                from pagewire.ipc.zmq_channel import ZmqContext, read_keys
+                inbox = ZmqContext(read_keys(Path({str(tmp_path / "key")!r}))).inbox({address!r}, ToTokenizer)
+                while True: {what}
+            """
+            process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            watch = context.watch(address, SILENCE_S)
+            stack.callback(watch.close)
+            wait_until(lambda: looked(watch).is_up, "it is reached", 60)
+            return watch, psutil.Process(process.pid)
+
+        yield begin
+
+
+def looked(watch: ZmqWatch) -> ZmqWatch:
+    watch.look()
+    return watch
+
+
+def received(inbox: ZmqInbox[object]) -> object:
+    messages: list[object] = []
+    while not messages:
+        assert inbox.wait(30), "nothing came"
+        messages = inbox.drain()
+    (message,) = messages
+    return message
+
+
+def test_who_is_killed_is_lost(peer: Peer) -> None:
+    watch, process = peer(IDLE)
+    process.kill()
+    wait_until(lambda: looked(watch).is_lost, "the end is noticed", 30)
+    assert not watch.is_up
+
+
+def test_who_is_frozen_is_lost_and_who_is_busy_is_not(peer: Peer) -> None:
+    busy, _ = peer(BUSY)
+    frozen, process = peer(IDLE)
+    process.suspend()
+    wait_until(lambda: looked(frozen).is_lost, "its silence is noticed", 30)
+    assert looked(busy).is_up, "it was as silent for as long"
+    process.resume()
+
+
+def test_who_was_never_there_is_not_lost_and_who_comes_back_is(context: ZmqContext) -> None:
+    async def scenario() -> None:
+        address = f"tcp://127.0.0.1:{free_port()}"
+        watch = context.watch(address, SILENCE_S)
+        woken = asyncio.Event()
+        watch.subscribe(asyncio.get_running_loop(), woken.set)
+
+        async def until(condition: Callable[[], bool]) -> None:
+            async with asyncio.timeout(30):
+                while not condition():
+                    await woken.wait()
+                    woken.clear()
+                    watch.look()
+
+        await asyncio.wait_for(woken.wait(), 30)
+        assert not looked(watch).is_up and not watch.is_lost
+        inbox: ZmqInbox[object] = context.inbox(address, ToTokenizer)
+        await until(lambda: watch.is_up)
+        watch.send(Leave(("worker",)))
+        assert received(inbox) == Leave(("worker",))
+        inbox.close()
+        await until(lambda: watch.is_lost)
+        again: ZmqInbox[object] = context.inbox(address, ToTokenizer)
+        watch.send(Leave(("core",)))
+        assert received(again) == Leave(("core",)), "there is a connection again"
+        assert looked(watch).is_lost and not watch.is_up
+        again.close()
+        watch.close()
+
+    asyncio.run(scenario())

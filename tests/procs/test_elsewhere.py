@@ -1,0 +1,111 @@
+"""The parts of other launches, as one launch sees them: mailboxes that come and go on loopback."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from servers import free_port
+
+from pagewire.config import Config
+from pagewire.ipc.messages import Leave
+from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox
+from pagewire.procs.elsewhere import Elsewhere
+from pagewire.procs.topology import ACTORS, RENDEZVOUS, names, receivers
+
+
+class Site:
+    """A launch of `here`, and the mailboxes of all others."""
+
+    def __init__(self, *here: str) -> None:
+        self.context = ZmqContext()
+        self.addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in ACTORS}
+        self.inboxes: dict[str, ZmqInbox[object]] = {
+            name: self.context.inbox(self.addresses[name], ACTORS[name]) for name in ACTORS if name not in here
+        }
+        self.addresses[RENDEZVOUS] = "tcp://127.0.0.1:1"
+        self.elsewhere = Elsewhere(here, self.addresses, hang_timeout_s=10.0)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                await self.woken.wait()
+                self.woken.clear()
+                self.elsewhere.look()
+
+    def run(self, scenario: Callable[["Site"], Awaitable[None]]) -> None:
+        async def work() -> None:
+            self.woken = asyncio.Event()
+            self.elsewhere.watch(self.context, asyncio.get_running_loop(), self.woken.set)
+            await self.until(lambda: all(watch.is_up for watch in self.elsewhere._watches.values()))
+            await scenario(self)
+            self.elsewhere.close()
+
+        try:
+            asyncio.run(work())
+        finally:
+            self.context.close()
+
+
+def test_what_is_lost_is_named_with_its_address() -> None:
+    async def scenario(site: Site) -> None:
+        assert site.elsewhere.complaint() is None
+        site.inboxes["core"].close()
+        await site.until(lambda: site.elsewhere.complaint() is not None)
+        complaint = str(site.elsewhere.complaint())
+        assert complaint.startswith(f"core ({site.addresses['core']}) of another launch has ended, ")
+        assert "not answered for 10 s" in complaint and "--hang-timeout-s" in complaint
+
+    Site("worker").run(scenario)
+
+
+def test_what_is_nearer_to_the_door_ends_first_and_is_not_missed() -> None:
+    async def scenario(site: Site) -> None:
+        for name in ("api", "detokenizer", "tokenizer"):
+            assert site.elsewhere.is_awaited
+            site.inboxes[name].close()
+            await site.until(lambda name=name: site.elsewhere._watches[name].is_lost)  # type: ignore[misc]
+            assert site.elsewhere.complaint(in_order=True) is None
+        assert not site.elsewhere.is_awaited
+        site.inboxes["worker"].close()
+        await site.until(lambda: site.elsewhere.complaint(in_order=True) is not None)
+        assert str(site.elsewhere.complaint(in_order=True)).startswith("worker (")
+
+    Site("core", "grammar").run(scenario)
+
+
+def test_the_launch_with_the_door_waits_for_nobody_and_misses_everyone() -> None:
+    async def scenario(site: Site) -> None:
+        assert not site.elsewhere.is_awaited
+        site.inboxes["tokenizer"].close()
+        await site.until(lambda: site.elsewhere.complaint(in_order=True) is not None)
+
+    Site("worker", "api").run(scenario)
+
+
+def test_who_leaves_tells_all_others(capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario(site: Site) -> None:
+        site.elsewhere.leave()
+        for inbox in site.inboxes.values():
+            assert inbox.wait(30) and inbox.drain() == [Leave(("core", "worker"))]
+        assert not site.elsewhere.is_leaving
+        site.elsewhere.heard(Leave(("api", "tokenizer")), is_news=True)
+        site.elsewhere.heard(Leave(("grammar",)), is_news=False)
+        assert site.elsewhere.is_leaving
+
+    Site("core", "worker").run(scenario)
+    assert capsys.readouterr().err == "pagewire: the launch of api, tokenizer ends, and with it the engine.\n"
+
+
+def test_one_launch_alone_has_nobody_elsewhere() -> None:
+    assert not Elsewhere(ACTORS, {RENDEZVOUS: "tcp://127.0.0.1:1", "core": "ipc:///x"}, hang_timeout_s=10.0)
+
+
+def test_every_end_gets_round() -> None:
+    """Whoever sends to a part watches it; whoever ends for that is missed by others, until all have ended."""
+    config = Config(model="x", tensor_parallel_size=2, api_processes=2)
+    watches = {name: set(receivers(name, config)) for name in names(config)}
+    for first in watches:
+        ended = {first}
+        while more := {name for name, watched in watches.items() if watched & ended} - ended:
+            ended |= more
+        assert ended == set(watches), f"{set(watches) - ended} do not hear of the end of {first}"
