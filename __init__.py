@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from .llm import RequestOutput as RequestOutput
     from .sampling_params import SamplingParams as SamplingParams
     from .sampling_params import StructuredOutputsParams as StructuredOutputsParams
-
-__version__ = "0.1.0"
+    from .version import __version__ as __version__
 
 _HOMES = {
     "AsyncLLM": "async_llm",
@@ -26,6 +25,7 @@ _HOMES = {
     "RequestOutput": "llm",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "sampling_params",
+    "__version__": "version",
 }
 __all__ = [
     "LLM",

@@ -4,11 +4,11 @@ import argparse
 import logging
 import sys
 
-from . import __version__
 from .commands import batch, completion, doctor, talk, tokenize, top
 from .errors import ConfigError, PagewireError
 from .flags import add_flags, read_settings
 from .route.config import add_route_flags
+from .version import __version__
 
 
 def build_parser() -> argparse.ArgumentParser:

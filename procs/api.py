@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from .. import __version__
 from ..api.admin import Sleeper
 from ..api.app import create_app
 from ..api.gateway import FromEngine, Gateway
@@ -37,6 +36,7 @@ from ..ipc.messages import (
     Swapped,
     ToApi,
 )
+from ..version import __version__
 from .listening import shown_address
 
 if TYPE_CHECKING:

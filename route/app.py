@@ -12,7 +12,6 @@ from msgspec import Struct
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from .. import __version__
 from ..api.app import FILES_PATH, Edge
 from ..api.drain_rate import DrainRate
 from ..api.http_error import HttpError, ShuttingDown, as_http_error
@@ -22,6 +21,7 @@ from ..api.service import Endpoint, send_body, send_json, too_slow, while_connec
 from ..api.stats import Stats
 from ..api.stream import ClientGone
 from ..errors import ConfigError
+from ..version import __version__
 from .ask import Ask, Upload
 from .config import RouteConfig
 from .engines import EngineState, Fleet

@@ -22,6 +22,7 @@ FREE = {
     "errors",
     "interpreter",
     "model_files",
+    "version",
 }  # anyone may import these, and they import nothing of ours
 
 ALLOWED: dict[str, set[str]] = {
@@ -30,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "interpreter": set(),
     "model_files": {"errors"},
+    "version": set(),
     "flags": set(),
     "machine": {"kernels.cpu.build"},
     "resolve": set(),

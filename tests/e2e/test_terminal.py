@@ -13,6 +13,8 @@ import pytest
 from servers import Server, wait_until
 from terminals import Terminal
 
+from pagewire.version import __version__
+
 pytestmark = pytest.mark.e2e
 
 
@@ -100,7 +102,7 @@ def test_help_reads_well(tmp_path: Path, words: list[str]) -> None:
 
 def test_no_command_and_the_version(tmp_path: Path) -> None:
     assert pagewire(tmp_path).returncode == 2
-    assert pagewire(tmp_path, "--version").stdout == "pagewire 0.1.0\n"
+    assert pagewire(tmp_path, "--version").stdout == f"pagewire {__version__}\n"
 
 
 def test_chat_in_a_terminal(server: Server, terminal: Callable[..., Terminal]) -> None:
