@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RopeParameters:

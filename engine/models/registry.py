@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from ...kernels.ops import Ops
-from ..layers import rotary
 from ..layers.linear import Weight
 from ..layers.moe import MoeMlp
 from ..parallel.collectives import Group
 from .decoder import Decoder
 from .purpose import NATIVE
-from .spec import ModelSpec
+from .spec import ModelSpec, is_native
 
 
 class _Page(Protocol):
@@ -23,11 +22,6 @@ class _Page(Protocol):
     def build(
         self, spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Group, ops: Ops
     ) -> Decoder: ...
-
-
-def is_native(spec: ModelSpec) -> bool:
-    """Whether our layers can run it; else only the fallback can, because of its architecture or of a variant."""
-    return spec.architecture in NATIVE and spec.hidden_act in ("silu", "swish") and spec.rope.kind in rotary.KINDS
 
 
 def build_native(
