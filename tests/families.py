@@ -18,7 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 SERVED = ""
 
 _SIZES: dict[str, Any] = {
-    **checkpoints._COMMON,
+    **checkpoints.COMMON,
+    "sliding_window": 24,
     # mixtures of experts
     **{"num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "moe_num_experts": 4, "n_shared_experts": 1},
     **{"num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2, "n_group": 1, "topk_group": 1},
@@ -74,10 +75,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
                 "olmo",
                 "olmo2",
             ),
-            *("olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2_moe", "seed_oss", "smollm3"),
+            *("olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2_moe", "seed_oss", "smollm3"),
             *("solar_open", "starcoder2", "vaultgemma"),
         )
     },
+    "phimoe": ({"sliding_window": 1024}, SERVED),  # of whose window attention is not told, but it is the whole context
     "granitemoehybrid": ({"layer_types": ["full_attention"] * 3}, SERVED),  # as Granite 4.0 Micro
     "lfm2": ({"layer_types": ["full_attention"] * 3}, SERVED),
     "diffllama": ({}, "calls attention more than once in layer 0, and pagewire caches one set of keys and values"),

@@ -21,6 +21,8 @@ from pagewire.cli import main
 from pagewire.commands import doctor
 from pagewire.config import Config
 from pagewire.engine.models.purpose import is_generative
+from pagewire.engine.models.spec import read_spec
+from pagewire.engine.models.transformers_fallback import load_fallback
 from pagewire.engine.runner.runner import Runner
 from pagewire.errors import PagewireError
 from pagewire.machine import machine_facts
@@ -100,6 +102,21 @@ def test_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     llm = LLM(str(folder), dtype="float32", max_model_len=256, threads=1, max_num_batched_tokens=64)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", some([kind for kind, (_, why) in families.FAMILIES.items() if not why]))
+def test_rounding_to_16_bits_is_no_reason_to_refuse(kind: str, tmp_path: Path) -> None:
+    folder = families.make_family(tmp_path, kind)
+    with torch.inference_mode():
+        load_fallback(
+            read_spec(folder),
+            folder,
+            num_numbers=100_000_000,
+            max_len=256,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
 
 
 @pytest.mark.parametrize("kind", ["llama", "olmo2"])

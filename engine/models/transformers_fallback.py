@@ -12,6 +12,8 @@ neither shows is what a model does only with longer contexts without saying so i
 Imported only when such a model is loaded: transformers takes seconds to import.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +27,7 @@ from ...errors import CheckpointError, ConfigError, PagewireError, UnsupportedMo
 from ...kernels import reference
 from ..attention.base import AttentionBackend
 from ..cache.kv_cache import KvShape
+from .masks import REACH, UNKNOWN, describe_mask
 from .purpose import NATIVE, refuse_own_code
 from .rehearsal import NUM_TOKENS, Call, Step, compare, rehearse
 from .spec import ModelSpec
@@ -44,7 +47,7 @@ def load_fallback(
 ) -> tuple["TransformersModel", int]:
     """(the model with its weights, their bytes). num_numbers: that the checkpoint's tensors hold. Raises ConfigError,
     CheckpointError."""
-    outline(spec, folder, num_numbers=num_numbers, max_len=max_len, dtype=dtype)
+    shape = outline(spec, folder, num_numbers=num_numbers, max_len=max_len, dtype=dtype)
     # Their functions are only partly typed.
     auto: Any = transformers.AutoModelForCausalLM
     try:
@@ -79,6 +82,8 @@ def load_fallback(
     again = None if dtype == torch.float32 else _own_logits(model, prompts, "sdpa", spec.architecture)
     served = TransformersModel(model, name=spec.architecture, dtype=dtype, device=device)
     compare(spec.architecture, served.rehearse(prompts), expected, again, dtype)
+    if shape is None:
+        served.check_masks(max_len)
     return served, weights
 
 
@@ -108,6 +113,7 @@ def outline(spec: ModelSpec, folder: Path, *, num_numbers: int, max_len: int, dt
     served = TransformersModel(model, name=name, dtype=dtype, device=torch.device("meta"))
     try:
         served.rehearse(_prompts(config))
+        served.check_masks(max_len)
     except _NeedsNumbers:
         return None
     return served.kv_shape
@@ -168,20 +174,54 @@ class TransformersModel:
     def rehearse(self, prompts: Tensor) -> list[Step]:
         """See `rehearsal.rehearse`. Gives `kv_shape` its value."""
         num_layers = self._config.get_text_config().num_hidden_layers
-        with torch.inference_mode():
-            try:
-                calls, steps = rehearse(self._name, num_layers, self._device, prompts, self._run)
-            except ConfigError:
-                raise
-            except Exception as e:  # whatever a model of theirs makes of our attention, the answer is the same
-                if self._device.type == "meta" and ("meta" in str(e) or isinstance(e, NotImplementedError)):
-                    raise _NeedsNumbers from e
-                raise UnsupportedModel(
-                    self._name,
-                    f"it does not run with another attention than transformers' own ({_first_line(e).rstrip('.')})",
-                ) from e
+        with self._trying():
+            calls, steps = rehearse(self._name, num_layers, self._device, prompts, self._run)
         self.kv_shape = self._shape(calls)
         return steps
+
+    def check_masks(self, max_len: int) -> None:
+        """Holds the windows of which attention is told against the masks that transformers' own attention would get,
+        which show them for any length. Raises UnsupportedModel."""
+        transformers.AttentionInterface.register(_MASKS, _note_mask)
+        transformers.AttentionMaskInterface.register(_MASKS, describe_mask)
+        ids = torch.zeros((1, NUM_TOKENS), dtype=torch.int64, device=self._device)
+        found: list[tuple[int | None, int | None]] = []
+        self._whole.set_attn_implementation(_MASKS)
+        try:
+            with self._trying():
+                # With a mask for padding nobody looks for several sequences in one.
+                self._body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **{_KEYWORD: found})
+        finally:
+            self._whole.set_attn_implementation(_NAME)
+        kinds = getattr(self._config, "layer_types", None) or ()
+        for layer, (window, mask) in enumerate(found):
+            if window is None and mask is None and "sliding_attention" in kinds[layer : layer + 1]:
+                raise UnsupportedModel(self._name, f"its layer {layer} tells its attention nothing of its window")
+            if window != mask and min(window or max_len, mask or max_len) < max_len:
+                has = "no window" if mask is None else f"a window of {mask} tokens"
+                told = "nothing of it" if window is None else f"of {window} tokens"
+                least = min(window or max_len, mask or max_len)
+                raise UnsupportedModel(
+                    self._name,
+                    f"the mask of its layer {layer} has {has}, and its attention is told {told}; up to --max-model-len "
+                    f"{least} that makes no difference",
+                )
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Whatever a model of theirs makes of our attention, the answer is a sentence."""
+        try:
+            with torch.inference_mode():
+                yield
+        except ConfigError:
+            raise
+        except Exception as e:
+            if self._device.type == "meta" and ("meta" in str(e) or isinstance(e, NotImplementedError)):
+                raise _NeedsNumbers from e
+            why = _first_line(e).rstrip(".")
+            raise UnsupportedModel(
+                self._name, f"it does not run with another attention than transformers' own ({why})"
+            ) from e
 
     def _run(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         return self.logits(self.hidden(ids, positions, attention))
@@ -195,16 +235,34 @@ class TransformersModel:
                 f"its layers have keys and values of different sizes ({found}), and pagewire's KV cache has one size "
                 "for all layers",
             )
-        for layer, kind in enumerate(getattr(self._config, "layer_types", None) or ()):
-            if kind == "sliding_attention" and calls[layer].window is None:
-                raise UnsupportedModel(
-                    self._name, f"it does not tell its attention about the sliding window of layer {layer}"
-                )
         ((num_kv_heads, head_dim),) = sizes
         return KvShape(num_layers=len(calls), num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=self._dtype)
 
 
 _KEYWORD = "pagewire_attention"
+_MASKS = "pagewire-masks"
+
+
+def _note_mask(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Notes the window of which this layer is told, and that of its mask."""
+    found = cast(list[tuple[int | None, int | None]], kwargs[_KEYWORD])
+    reach = None if attention_mask is None else getattr(attention_mask, REACH, UNKNOWN)
+    if reach == UNKNOWN:
+        raise UnsupportedModel(
+            _architecture(module),
+            "its attention masks are neither causal nor sliding windows, and pagewire knows no others",
+        )
+    found.append((sliding_window, reach))
+    return torch.zeros_like(query).transpose(1, 2), None
 
 
 def _attention(

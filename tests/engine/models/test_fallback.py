@@ -4,6 +4,7 @@ tokens is in test_families; what it computes besides in runner/test_exactness.""
 import json
 
 import checkpoints
+import families
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -77,6 +78,18 @@ def test_rotary_frequencies_that_depend_on_the_batch(tmp_path):
     )
     _refused(folder, ConfigError, "requests of more than 256 tokens, .* set --max-model-len 256", max_len=1024)
     _load(folder, max_len=256)
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe"])
+def test_windows_of_which_attention_is_not_told(kind, tmp_path, monkeypatch):
+    """Their masks show a window that the calls of attention do not, beyond the length of any trial."""
+    fields = {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 1}
+    monkeypatch.setitem(families.FAMILIES, kind, (fields, families.SERVED))
+    folder = families.make_family(tmp_path, kind)
+    _refused(
+        folder, ConfigError, "the mask of its layer 0 has a window of 24 tokens, and its attention is told nothing"
+    )
+    _load(folder, max_len=24)
 
 
 def test_tensors_that_do_not_fit(folder):
