@@ -6,8 +6,9 @@ supply: every attention layer calls `_attention`, and the step's backend reaches
 
 Whatever the paged attention cannot do is refused with one sentence, and not computed wrongly later. `outline` rehearses
 the model without weights (`rehearsal.py`), which shows how each layer calls attention and gives the shape of the KV
-cache; after loading, the logits of two short requests are held against those of transformers' own attention. What
-neither shows is what a model does only with longer contexts without saying so in its configuration or its calls.
+cache, and asks its masks how far they reach (`masks.py`). After loading, the logits of two short requests are held
+against those of transformers' own attention. What none of this shows is what a model does only with longer contexts, by
+code of its own and without a word of it in its calls and masks.
 
 Imported only when such a model is loaded: transformers takes seconds to import.
 """
