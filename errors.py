@@ -2,6 +2,7 @@
 
     PagewireError                     one clear sentence; `str(e)` is fit for a person
     ├── ConfigError                   a flag, a folder or a file that cannot be used: exit code 2
+    │   └── UnsupportedModel          a checkpoint that is sound, of a model that pagewire cannot serve
     ├── CheckpointError               the checkpoint's files contradict themselves or the model: exit code 2
     ├── StartError                    a process did not come up: exit code 1
     └── RequestError(kind)            one request is refused or failed; the engine is unharmed
@@ -39,6 +40,13 @@ class PagewireError(Exception):
 
 class ConfigError(PagewireError):
     """A flag, folder or config file that cannot be used."""
+
+
+class UnsupportedModel(ConfigError):
+    """reason: a clause that names the mechanism which is missing, without a full stop."""
+
+    def __init__(self, architecture: str, reason: str) -> None:
+        super().__init__(f"{architecture} cannot be served: {reason}.")
 
 
 class CheckpointError(PagewireError):
