@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from ...errors import RequestError
 from ...ipc.messages import MOST_GRAMMAR_BYTES, Constraint
+from .json_schema import tidy
 from .thinking_budget import opens_reasoning
 from .tokenizer import Tokenizer
 
@@ -22,15 +23,6 @@ MOST_REFERENCES = 1000  # in any text; and rules. The library follows them with 
 _SPACES = {"whitespace_pattern": r"\n {0,16}| "}
 _SPACE_OPTIONS = ("whitespace_flexible", "whitespace_pattern")
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-# The standard's; what others mean by a format of their own is a note for people.
-_STANDARD_FORMATS = (
-    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
-    *("uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer"),
-    "regex",
-)
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS_OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems")
-_ONE_SCHEMA = ("items", "additionalProperties")
 _WHAT = {
     "json_schema": "The JSON schema",
     "json_object": "json_object",
@@ -109,24 +101,8 @@ def _json_rule(schema: "dict[str, object] | bool") -> str:
     if isinstance(schema, dict):
         own = schema.get("x-guidance")
         chosen = {name: own[name] for name in _SPACE_OPTIONS if name in own} if isinstance(own, dict) else {}
-        schema = {**_without_notes(schema), "x-guidance": chosen or _SPACES}
+        schema = {**tidy(schema), "x-guidance": chosen or _SPACES}
     return f"%json {json.dumps(schema)}"
-
-
-def _without_notes(schema: dict[str, object]) -> dict[str, object]:
-    """The schema without words that assert nothing, and that the library takes for some that it lacks."""
-    cleaned: dict[str, object] = {}
-    for word, value in schema.items():
-        if (word == "format" and value not in _STANDARD_FORMATS) or (word == "uniqueItems" and value is False):
-            continue
-        if word in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            value = {name: _without_notes(one) if isinstance(one, dict) else one for name, one in value.items()}
-        elif word in _LISTS_OF_SCHEMAS and isinstance(value, list):
-            value = [_without_notes(one) if isinstance(one, dict) else one for one in value]
-        elif word in _ONE_SCHEMA and isinstance(value, dict):
-            value = _without_notes(value)
-        cleaned[word] = value
-    return cleaned
 
 
 def _parse(constraint: Constraint, text: str) -> object:
