@@ -97,22 +97,28 @@ class Grammars:
         matcher = self._compiled.pop(text, None)
         if matcher is None:
             try:
-                matcher = self._start(constraint, prompt_tail, tokenizer)
+                matcher = self._start(constraint, text, prompt_tail, tokenizer)
             except RequestError:
                 replaced = self._without_bad_schemas(constraint)
                 if replaced == constraint:
                     raise
-                matcher = self._start(replaced, prompt_tail, tokenizer)
+                others = write_grammar(replaced, prompt_tail, tokenizer)
+                matcher = self._start(replaced, others, prompt_tail, tokenizer)
         self._compiled[text] = matcher
         if len(self._compiled) > _MOST_COMPILED:
             del self._compiled[next(iter(self._compiled))]
         return _Grammar(matcher.deep_copy(), what, frozenset(self._eos_token_ids))
 
-    def _start(self, constraint: Constraint, prompt_tail: str, tokenizer: Tokenizer) -> "llguidance.LLMatcher":
+    def _start(
+        self, constraint: Constraint, text: str, prompt_tail: str, tokenizer: Tokenizer
+    ) -> "llguidance.LLMatcher":
         """A matcher before the first token. Raises RequestError."""
-        answer_alone = replace(constraint, reasoning_starts=(), reasoning_ends=())
-        for text in dict.fromkeys(write_grammar(one, prompt_tail, tokenizer) for one in (answer_alone, constraint)):
-            matcher = self._matcher(text)
+        parts = [text]
+        if constraint.reasoning_ends:
+            answer_alone = replace(constraint, reasoning_starts=(), reasoning_ends=())
+            parts.insert(0, write_grammar(answer_alone, prompt_tail, tokenizer))
+        for part in dict.fromkeys(parts):
+            matcher = self._matcher(part)
             if matcher.is_error():
                 raise complaint(constraint, matcher.get_error())
             # Whether any text follows the answer's grammar shows in its first mask: `start: start` compiles, too.

@@ -182,7 +182,7 @@ def _bounded_line(constraint: Constraint, line: str, sources: Iterator[Source]) 
     except RequestError:
         if source is None or not source.instead:
             raise
-        return f"{before}{_JSON}{source.instead}"
+        return _bounded_line(constraint, f"{before}{_JSON}{source.instead}", iter(()))
     return before + _json_rule(value) if isinstance(value, dict) else line
 
 

@@ -52,7 +52,7 @@ def test_a_chat_is_rendered(actor: TokenizerActor, posts: Posts) -> None:
 @pytest.mark.parametrize(
     ("prompt", "why", "is_counted"),
     [
-        (m.TextPrompt("x" * 64), "the prompt has 66 tokens, and at least one is to be generated", True),
+        (m.TextPrompt("x" * 64), "the prompt has 64 tokens, and at least one is to be generated", True),
         (m.TextPrompt("x" * (2 << 20)), "the prompt has 2097152 bytes, more than the ", False),
         (m.ChatPrompt(b'[{"role": "user", "content": "%b"}]' % (b"x" * 64)), "the prompt has 83 tokens", True),
         (
