@@ -60,6 +60,16 @@ class StartError(PagewireError):
 class RequestError(PagewireError):
     """One request is refused or has failed; nothing else is affected."""
 
-    def __init__(self, kind: ErrorKind, detail: str) -> None:
+    def __init__(self, kind: ErrorKind, detail: str, *, param: str = "", num_tokens: int = 0) -> None:
+        """`param`: the field of the request that is at fault, if one is. `num_tokens`: of a prompt that is too long,
+        if they were counted."""
         super().__init__(detail)
         self.kind: ErrorKind = kind
+        self.param = param
+        self.num_tokens = num_tokens
+
+
+def prompt_too_long(max_model_len: int, why: str, *, num_tokens: int = 0) -> RequestError:
+    """`why`: what follows "However,". Clients know an overflow by the sentence that it begins with."""
+    detail = f"This model's maximum context length is {max_model_len} tokens. However, {why}. Shorten the prompt."
+    return RequestError("context_length_exceeded", detail, num_tokens=num_tokens)
