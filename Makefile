@@ -8,13 +8,14 @@ ARGS ?=
 # pip's own compilation of .pyc files must not be switched off, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve test test-long test-clients test-browser lint types bench kernels dist clean
+.PHONY: help serve test test-long test-clients test-agents test-browser lint types bench kernels dist clean
 
 help:
 	@echo "make serve   start the server on the demo model and print a curl line to try"
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make test-long     the tests that take longest"
 	@echo "make test-clients  the tests with other people's clients, which it installs"
+	@echo "make test-agents   the tests with coding agents, which it installs: 640 MB"
 	@echo "make test-browser  the web page's tests, with playwright and the machine's Chromium"
 	@echo "make bench   the benchmarks, into bench/results/"
 	@echo "make kernels compiled Triton kernels, which make dist then puts into the wheel"
@@ -52,6 +53,10 @@ test-clients: $(VENV)/.dev
 	$(PIP) install --no-deps -r tests/e2e/requirements-clients-alone.txt
 	if command -v npm; then cd tests/e2e/node && npm ci; else echo "There is no npm: its clients are skipped."; fi
 	$(BIN)/python -m pytest -m clients -rs $(ARGS)
+
+test-agents: $(VENV)/.dev
+	cd tests/e2e/agents && npm ci --ignore-scripts
+	$(BIN)/python -m pytest -m clients -rs tests/e2e/test_agents.py $(ARGS)
 
 test-browser: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-browser.txt

@@ -134,7 +134,7 @@ class AsyncLLM:
         self._tokenizer.handle([submit(rid, prompt, params, priority, self._reasoning)])
         enqueue = self._taken()[0]
         if isinstance(enqueue, Failed):
-            raise RequestError(enqueue.kind, enqueue.detail)
+            raise RequestError(enqueue.kind, enqueue.detail, param=enqueue.param, num_tokens=enqueue.num_tokens)
         assert isinstance(enqueue, Enqueue), enqueue
         result = RequestOutput(str(rid), text, [], [CompletionOutput(i) for i in range(params.n)])
         ids = memoryview(enqueue.prompt_ids).cast("i").tolist()

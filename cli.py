@@ -137,10 +137,10 @@ def _explain(arguments: argparse.Namespace) -> int:
     config, said = read_settings(arguments)
     model, machine = examine(config)
     engine = resolve(config, model, machine)
-    print(explain(config, engine, model, machine, said))
     from .engine.runner.forecast import forecast
 
-    plan, num_blocks = forecast(engine)
+    plan, num_blocks = forecast(engine)  # which refuses what serve would refuse
+    print(explain(config, engine, model, machine, said))
     ranks = f", of each of {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
     print(f"\nmemory{ranks}, calculated from the model's shapes")
     for line in plan.lines(num_blocks):

@@ -25,7 +25,7 @@ import msgspec
 
 from . import interpreter
 from .config import from_options
-from .errors import ConfigError, RequestError, StartError
+from .errors import ConfigError, RequestError, StartError, prompt_too_long
 from .ipc.channel import ChannelFull
 from .ipc.client_messages import (
     PROTOCOL,
@@ -262,10 +262,8 @@ class EngineClient:
         if (
             len(prompt_ids) > self.facts.max_model_len
         ):  # however long: what is too long to be sent breaks the connection
-            detail = (
-                f"This model's maximum context length is {self.facts.max_model_len} tokens. However, the prompt has "
-            )
-            raise RequestError("context_length_exceeded", f"{detail}{len(prompt_ids)}.")
+            num = len(prompt_ids)
+            raise prompt_too_long(self.facts.max_model_len, f"the prompt has {num} tokens", num_tokens=num)
         try:
             data = ids_to_bytes(list(prompt_ids))
             request = Generate(
@@ -479,7 +477,7 @@ class EngineClient:
         generation = self._generations.get(failed.rid)
         if generation is not None:
             generation._open.discard(failed.rid - generation._request.rid)
-            self._end(generation, RequestError(failed.kind, failed.detail))
+            self._end(generation, RequestError(failed.kind, failed.detail, num_tokens=failed.num_tokens))
 
     def _end(self, generation: Generation, error: RequestError) -> None:
         generation.cancel()

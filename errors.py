@@ -2,6 +2,7 @@
 
     PagewireError                     one clear sentence; `str(e)` is fit for a person
     ├── ConfigError                   a flag, a folder or a file that cannot be used: exit code 2
+    │   └── UnsupportedModel          a checkpoint that is sound, of a model that pagewire cannot serve
     ├── CheckpointError               the checkpoint's files contradict themselves or the model: exit code 2
     ├── StartError                    a process did not come up: exit code 1
     └── RequestError(kind)            one request is refused or failed; the engine is unharmed
@@ -41,6 +42,13 @@ class ConfigError(PagewireError):
     """A flag, folder or config file that cannot be used."""
 
 
+class UnsupportedModel(ConfigError):
+    """reason: a clause that names the mechanism which is missing, without a full stop."""
+
+    def __init__(self, architecture: str, reason: str) -> None:
+        super().__init__(f"{architecture} cannot be served: {reason}.")
+
+
 class CheckpointError(PagewireError):
     """A checkpoint whose files are damaged, incomplete, or do not belong together."""
 
@@ -52,6 +60,16 @@ class StartError(PagewireError):
 class RequestError(PagewireError):
     """One request is refused or has failed; nothing else is affected."""
 
-    def __init__(self, kind: ErrorKind, detail: str) -> None:
+    def __init__(self, kind: ErrorKind, detail: str, *, param: str = "", num_tokens: int = 0) -> None:
+        """`param`: the field of the request that is at fault, if one is. `num_tokens`: of a prompt that is too long,
+        if they were counted."""
         super().__init__(detail)
         self.kind: ErrorKind = kind
+        self.param = param
+        self.num_tokens = num_tokens
+
+
+def prompt_too_long(max_model_len: int, why: str, *, num_tokens: int = 0) -> RequestError:
+    """`why`: what follows "However,". Clients know an overflow by the sentence that it begins with."""
+    detail = f"This model's maximum context length is {max_model_len} tokens. However, {why}. Shorten the prompt."
+    return RequestError("context_length_exceeded", detail, num_tokens=num_tokens)

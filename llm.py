@@ -308,7 +308,8 @@ class LLM:
 
     def _on_failed(self, failed: Failed) -> None:
         self._open.discard(failed.rid)
-        self._failures.append(RequestError(failed.kind, failed.detail))
+        error = RequestError(failed.kind, failed.detail, param=failed.param, num_tokens=failed.num_tokens)
+        self._failures.append(error)
 
     def _on_chunk(self, chunk: Chunk) -> None:
         if chunk.vector:

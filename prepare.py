@@ -10,7 +10,7 @@ from .config import Config, EngineConfig, MachineFacts, ModelFacts
 from .engine.core.speculation import num_draft_tokens
 from .engine.extension.load import load_extension
 from .engine.kv_connector import registry
-from .engine.models.spec import model_facts, read_spec
+from .engine.models.spec import check_options, model_facts, read_spec
 from .engine.parallel import shard
 from .engine.text.template_files import read_templates, reasoning_parser, tool_call_parser
 from .engine.weights.source import locate
@@ -33,6 +33,12 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
         load_extension(config.extension)
     folder, name = locate(config.model, config.revision, weights=config.load_format != "dummy")
     spec = read_spec(folder)
+    check_options(
+        spec,
+        tensor_parallel_size=config.tensor_parallel_size,
+        is_dummy=config.load_format == "dummy",
+        quantization=config.quantization,
+    )
     shard.check(spec, config.tensor_parallel_size)
     facts = model_facts(spec, folder, name)
     templates = read_templates(folder, Path(config.chat_template) if config.chat_template else None)

@@ -196,8 +196,6 @@ class Edge:
         await self._app(scope, self._bounded(receive, max_bytes), request.send)
 
     def _check_body(self, headers: dict[bytes, bytes], max_bytes: int) -> None:
-        if headers.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
-            raise HttpError(400, "The only Transfer-Encoding that is accepted is chunked.")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():
             raise HttpError(400, "The Content-Length header is not valid.")
@@ -296,10 +294,6 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
     is_old = scope.get("http_version", "1.1") == "1.0"  # the only one without a Host
     if not _HOST.fullmatch(headers.get(b"host", b"")) and not (is_old and b"host" not in headers):
         raise HttpError(400, "The Host header is not valid.")
-    if (
-        is_old and b"transfer-encoding" in headers
-    ):  # which it does not know: where its body ends would be anyone's guess
-        raise HttpError(400, "HTTP/1.0 has no Transfer-Encoding.")
 
 
 def _below(root_path: str, scope: Scope) -> Scope:

@@ -6,18 +6,21 @@ text is checked here, so that nothing large travels.
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from ..config import EngineConfig
-from ..ipc.messages import MOST_GRAMMAR_BYTES, Constraint
+from ..ipc.messages import MOST_GRAMMAR_BYTES, Constraint, Source
 from .http_error import HttpError
 from .openai.types import ChatRequest, CompletionRequest, GenerationRequest, JsonSchema, ResponseFormat, Tool
 from .parsers.registry import HARMONY_ANSWER, reasoning_tags, writes_harmony
-from .parsers.spelling import CallRules, CannotSpell, Schema, spell_calls
+from .parsers.spelling import ANY_OBJECT, CallRules, CannotSpell, Schema, spell_calls
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+_ANY = json.dumps(ANY_OBJECT)
+_ROOM = 1024  # bytes of a grammar for our own words around schemas
 _BUDGETS = ("thinking_token_budget", "thinking_budget")
 
 
@@ -28,6 +31,10 @@ class _Format(NamedTuple):
     kind: Kind
     text: str
 
+    @property
+    def source(self) -> Source:
+        return Source("response_format.json_schema.schema" if self.field == "response_format" else self.field)
+
 
 def completion_constraint(request: CompletionRequest) -> Constraint | None:
     """Of a completion: the format starts at once. Raises HttpError."""
@@ -35,7 +42,7 @@ def completion_constraint(request: CompletionRequest) -> Constraint | None:
         if getattr(request, name) is not None:
             raise HttpError(400, f"{name} is for chat only.", code="unsupported_value", param=name)
     format = _format(request, request.response_format)
-    return None if format is None else Constraint(format.kind, format.text)
+    return None if format is None else Constraint(format.kind, format.text, sources=(format.source,))
 
 
 def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineConfig) -> Constraint | None:
@@ -64,14 +71,13 @@ def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineC
             raise HttpError(
                 400, f"{format.field} cannot be combined with a tool_choice that forces a call.", param=format.field
             )
-        return _lark(constraint, "calls", _call_rules(request, called, config))
+        return _lark(constraint, "calls", called, _call_rules(request, called, config))
     if format is None:
         return constraint
-    if format.kind == "json_schema" and tools and request.tool_choice in (None, "auto") and _can_call(config):
-        rules = _call_rules(request, list(enumerate(tools)), config)
-        before = f"mark{len(rules.marks)} " if answer else ""
-        either = CallRules([*rules.rules, f"answer: {before}%json {format.text}"], (*rules.marks, *answer))
-        return _lark(constraint, "calls | answer", either)
+    if format.kind == "json_schema" and request.tool_choice in (None, "auto") and _can_call(config):
+        possible = _that_can_be_called(tools, config)
+        if possible:
+            return _calls_or_answer(constraint, request, possible, format, answer, config)
     if answer and format.kind == "lark":
         raise HttpError(
             400,
@@ -79,7 +85,9 @@ def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineC
             code="unsupported_value",
             param=format.field,
         )
-    return msgspec.structs.replace(constraint, kind=format.kind, text=format.text, lark_marks=answer)
+    return msgspec.structs.replace(
+        constraint, kind=format.kind, text=format.text, lark_marks=answer, sources=(format.source,)
+    )
 
 
 # ── formats ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -91,10 +99,9 @@ def _format(request: GenerationRequest, response_format: ResponseFormat | None) 
     spaces: dict[str, object] = {}
     found = [] if response_format is None else _response_format(response_format)
     if outputs is not None:
-        for name in ("structural_tag", "disable_additional_properties"):
-            if getattr(outputs, name):
-                param = f"structured_outputs.{name}"
-                raise HttpError(400, f"{param} is not supported.", code="unsupported_value", param=param)
+        if outputs.structural_tag:
+            param = "structured_outputs.structural_tag"
+            raise HttpError(400, f"{param} is not supported.", code="unsupported_value", param=param)
         if outputs.disable_any_whitespace:
             spaces["whitespace_flexible"] = False
         if outputs.whitespace_pattern is not None:
@@ -185,16 +192,32 @@ def _bounded(text: str, field: str) -> str:
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _called_tools(request: ChatRequest, tools: Sequence[Tool]) -> list[tuple[int, Tool]] | None:
+class _Called(NamedTuple):
+    """A tool that may be called. `place`: among the request's. `instead`: see `Source`."""
+
+    place: int
+    name: str
+    schema: Schema
+    instead: str = ""
+
+    @property
+    def field(self) -> str:
+        return f"tools[{self.place}].function.parameters"
+
+    @property
+    def source(self) -> Source:
+        return Source(self.field, self.name, self.instead)
+
+
+def _called_tools(request: ChatRequest, tools: Sequence[Tool]) -> list[_Called] | None:
     """Those of which one must be called, with their places; None: calling is up to the model."""
-    numbered = list(enumerate(tools))
     match request.tool_choice:
         case None | "none" | "auto":
             return None
         case "required":
-            called = numbered
+            called = list(enumerate(tools))
         case {"type": "function", "function": {"name": str(name)}}:
-            called = [(i, tool) for i, tool in numbered if tool.function.name == name]
+            called = [(i, tool) for i, tool in enumerate(tools) if tool.function.name == name]
             if tools and not called:
                 raise HttpError(
                     400, f"tool_choice names {name[:80]!r}, which is not among the tools.", param="tool_choice"
@@ -208,12 +231,62 @@ def _called_tools(request: ChatRequest, tools: Sequence[Tool]) -> list[tuple[int
             )
     if not tools:
         raise HttpError(400, "tool_choice forces a call, and there are no tools.", param="tool_choice")
-    return called
+    return [_Called(i, tool.function.name, _object_schema(tool, i)) for i, tool in called]
 
 
-def _lark(constraint: Constraint, start: str, rules: CallRules) -> Constraint:
+def _that_can_be_called(tools: Sequence[Tool], config: EngineConfig) -> list[_Called]:
+    """Tools that the model may call. One whose parameters cannot be enforced takes any object, as it does without a
+    format; one that this family cannot call at all is left out."""
+    found: list[_Called] = []
+    for i, tool in enumerate(tools):
+        with suppress(CannotSpell):
+            try:
+                called = _Called(i, tool.function.name, _object_schema(tool, i), _ANY)
+                spell_calls(_parser(config), [(called.name, called.schema)], several=False)
+            except (HttpError, CannotSpell, RecursionError):
+                called = _Called(i, tool.function.name, ANY_OBJECT, _ANY)
+                spell_calls(_parser(config), [(called.name, called.schema)], several=False)
+            found.append(called)
+    return found
+
+
+def _calls_or_answer(
+    constraint: Constraint,
+    request: ChatRequest,
+    called: Sequence[_Called],
+    format: _Format,
+    marks: tuple[str, ...],
+    config: EngineConfig,
+) -> Constraint:
+    """`marks`: what stands before an answer."""
+    rules = _call_rules(request, called, config)
+    if sum(len(rule) + 1 for rule in rules.rules) + len(format.text) > MOST_GRAMMAR_BYTES - _ROOM:
+        called = [one._replace(schema=ANY_OBJECT) for one in called]
+        rules = _call_rules(request, called, config)
+    before = f"mark{len(rules.marks)} " if marks else ""
+    either = CallRules([*rules.rules, f"answer: {before}%json {format.text}"], (*rules.marks, *marks))
+    return _lark(constraint, "calls | answer", called, either, format)
+
+
+def _lark(
+    constraint: Constraint, start: str, called: Sequence[_Called], rules: CallRules, format: _Format | None = None
+) -> Constraint:
     text = _bounded("\n".join([f"start: {start}", *rules.rules]), "tools")
-    return msgspec.structs.replace(constraint, kind="lark", text=text, lark_marks=rules.marks)
+    sources = tuple(_source(rule, called, format) for rule in rules.rules if "%json " in rule)
+    return msgspec.structs.replace(constraint, kind="lark", text=text, lark_marks=rules.marks, sources=sources)
+
+
+def _source(rule: str, called: Sequence[_Called], format: _Format | None) -> Source:
+    """Where the schema of a rule is from. Its name says so: arguments2, or schema2_0 in families that write keywords,
+    which have one for each property."""
+    name = rule.partition(":")[0]
+    if name == "answer":
+        assert format is not None, rule
+        return format.source
+    if name.startswith("arguments"):
+        return called[int(name.removeprefix("arguments"))].source
+    source = called[int(name.removeprefix("schema").partition("_")[0])].source
+    return msgspec.structs.replace(source, instead=source.instead and "{}")
 
 
 def _parser(config: EngineConfig) -> str:
@@ -226,15 +299,17 @@ def _can_call(config: EngineConfig) -> bool:
     return _parser(config) != "none"
 
 
-def _call_rules(request: ChatRequest, called: Sequence[tuple[int, Tool]], config: EngineConfig) -> CallRules:
+def _call_rules(request: ChatRequest, called: Sequence[_Called], config: EngineConfig) -> CallRules:
     several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, dict)
-    described = [(tool.function.name, _object_schema(tool.function.parameters, i)) for i, tool in called]
-    try:
-        rules = spell_calls(_parser(config), described, several=several)
-    except CannotSpell as error:
-        raise HttpError(400, f"tools: {error}.", code="unsupported_value", param="tools") from None
-    except RecursionError:
-        raise HttpError(400, "tools: a schema is nested too deeply.", param="tools") from None
+    for one in called:
+        try:
+            spell_calls(_parser(config), [(one.name, one.schema)], several=False)
+        except CannotSpell as error:
+            param = f"tools[{one.place}].function.{error.field}"
+            raise HttpError(400, f"{param}: {error}.", code="unsupported_value", param=param) from None
+        except RecursionError:
+            raise HttpError(400, f"{one.field} is nested too deeply.", param=one.field) from None
+    rules = spell_calls(_parser(config), [(one.name, one.schema) for one in called], several=several)
     if rules is None:
         raise HttpError(
             400,
@@ -245,15 +320,17 @@ def _call_rules(request: ChatRequest, called: Sequence[tuple[int, Tool]], config
     return rules
 
 
-def _object_schema(parameters: JsonSchema | None, index: int) -> Schema:
+def _object_schema(tool: Tool, place: int) -> Schema:
     """A tool's parameters as the schema of an object."""
+    parameters = tool.function.parameters
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if parameters is True:
-        return {"type": "object"}
+        return ANY_OBJECT
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        param = f"tools[{index}].function.parameters"
-        raise HttpError(400, f"{param} must be the schema of an object.", param=param)
+        param = f"tools[{place}].function.parameters"
+        name = tool.function.name[:80]
+        raise HttpError(400, f"{param} (of {name!r}) must be the schema of an object.", param=param)
     return {"type": "object", **parameters}
 
 

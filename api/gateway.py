@@ -199,11 +199,14 @@ class Gateway:
                 case Tokenized(rid=rid) | Detokenized(rid=rid) | Described(rid=rid):
                     if (asked := self._questions.get(rid)) is not None and not asked.answer.done():
                         asked.answer.set_result(message)
-                case Failed(rid=rid, kind=kind, detail=detail):
+                case Failed(rid=rid):
+                    error = RequestError(
+                        message.kind, message.detail, param=message.param, num_tokens=message.num_tokens
+                    )
                     if (asked := self._questions.get(rid)) is not None and not asked.answer.done():
-                        asked.answer.set_exception(RequestError(kind, detail))
+                        asked.answer.set_exception(error)
                     if (stream := self._streams.get(rid)) is not None:
-                        self._failed(stream, rid, RequestError(kind, detail), now)
+                        self._failed(stream, rid, error, now)
                 case Snapshot():
                     self.snapshot = message
                 case Pulse(name=name):

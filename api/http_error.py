@@ -3,7 +3,7 @@
 Owns the table from what went wrong to status, type and code. Texts are ours, never `str` of a foreign exception.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -78,19 +78,21 @@ class HttpError(PagewireError):
         *,
         code: ErrorCode | None = None,
         param: str | None = None,
+        num_tokens: int = 0,
         headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
+        """`num_tokens`: of a prompt that is too long, if they were counted."""
         super().__init__(message)
         self.status = status
         self.code: ErrorCode | None = code
         self.param = param
+        self.num_tokens = num_tokens
         # The same request would fail again. When to come again after 429 or 503 is the edge's to say.
         self.headers = (*headers, (b"x-should-retry", b"false")) if status in (500, 504) else headers
 
-    def with_names(self, names: Mapping[str, str]) -> "HttpError":
-        """The same in the words of another API, whose own names for fields `names` has."""
-        own = names.get(self.param or "")
-        if self.param is None or own is None:
+    def with_name(self, name: Callable[[str], str]) -> "HttpError":
+        """The same in the words of another API, which calls the field `name(param)`."""
+        if self.param is None or (own := name(self.param)) == self.param:
             return self
         return HttpError(self.status, str(self).replace(self.param, own), code=self.code, param=own)
 
@@ -121,7 +123,7 @@ def as_http_error(error: Exception) -> HttpError:
             return HttpError(503, str(error), code="engine_failed", headers=((b"connection", b"close"),))
         case RequestError():
             status, code = _OF_KIND[error.kind]
-            return HttpError(status, str(error), code=code)
+            return HttpError(status, str(error), code=code, param=error.param or None, num_tokens=error.num_tokens)
         case _:
             return HttpError(500, "The server failed on this request.")
 

@@ -162,6 +162,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._stop(431, "The request head is too large.")
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop(400, "Too many requests are sent ahead.")
+        self._check_framing()
         self._in_head = False
         self._in_body = True
         self._set_timer(self._limits.body_timeout_s)
@@ -218,6 +219,19 @@ class BoundedHttp(HttpToolsProtocol):
             )
             self.transport.write(head % (error.status, HTTPStatus(error.status).phrase.encode(), len(body)) + body)
         self.transport.close()
+
+    def _check_framing(self) -> None:
+        """Refuses a body whose end a proxy could see in another place than we do. The connection ends with it, because
+        the bytes that follow could be read as a request of their own."""
+        encodings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if not encodings:
+            return
+        if self.parser.get_http_version() != "1.1":
+            self._stop(400, "HTTP/1.0 has no Transfer-Encoding.")
+        if any(name == b"content-length" for name, _ in self.headers):
+            self._stop(400, "A request must not have both a Transfer-Encoding and a Content-Length.")
+        if len(encodings) > 1 or encodings[0].strip(b" \t").lower() != b"chunked":
+            self._stop(400, "A request may have one Transfer-Encoding header, and its value must be chunked.")
 
     def _stop(self, status: int, why: str) -> None:
         """From within the parser."""

@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.add_argument("--quantization", choices=["int8"])
     flags.add_argument("--kv-cache-dtype", default="auto")
     flags.add_argument("--dtype", default="auto")
+    flags.add_argument("--cpu-kernels", default="auto")
     flags.add_argument("--profile", action="store_true", help="where the time of decode steps goes")
     given = flags.parse_args(argv)
     most = given.context + given.steps + 8
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             threads=given.threads,
             quantization=given.quantization,
             kv_cache_dtype=given.kv_cache_dtype,
+            cpu_kernels=given.cpu_kernels,
             max_model_len=max(most, *given.prefill, 1),
             kv_cache_memory=4 << 30,
         )

@@ -18,8 +18,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
-from ..config import MachineFacts
-from ..errors import ConfigError, PagewireError
+from ..config import Config, MachineFacts
+from ..errors import ConfigError, PagewireError, UnsupportedModel
 from ..machine import machine_facts
 
 _FEW_FILES = 4096  # descriptors: one for each connection
@@ -232,9 +232,12 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
 
 
 def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
-    """The model's folder: configuration, tokenizer, chat template, weights. Nothing is downloaded."""
-    from ..engine.models.spec import model_facts, read_spec
-    from ..engine.weights.source import locate
+    """The model: configuration, tokenizer, chat template, weights, and whether serve would take it. Nothing is
+    downloaded."""
+    from ..engine.models.spec import read_spec
+    from ..engine.runner.forecast import forecast
+    from ..prepare import examine
+    from ..resolve import resolve
 
     if model and not Path(model).expanduser().exists() and not model.startswith((".", "/", "~")):
         from huggingface_hub import try_to_load_from_cache
@@ -245,12 +248,18 @@ def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
             )
             return
     try:
-        folder, name = locate(model, None)
-        spec = read_spec(folder)
-        facts = model_facts(spec, folder, name)
-        yield Finding("ok", "model", f"{name}: {spec.architecture}, {spec.dtype}, context {spec.max_position:,} tokens")
+        config = Config(model=model)
+        facts, _ = examine(config)
+        engine = resolve(config, facts, machine)
+        folder = Path(facts.path)
         yield from _check_text(folder)
         yield from _check_weights(folder)
+        forecast(engine)
+        context = f"context {facts.max_position:,} tokens"
+        yield Finding("ok", "model", f"{facts.name}: {read_spec(folder).architecture}, {facts.dtype}, {context}")
+    except UnsupportedModel as error:
+        yield Finding("bad", "model", str(error), "choose a model of another architecture")
+        return
     except PagewireError as error:
         yield Finding("bad", "model", str(error), "is this the folder of a whole checkpoint?")
         return

@@ -16,6 +16,16 @@ MOST_BAD_SEQUENCES = 2048  # a bad word at the start of a text and after a space
 _Mark = Annotated[str, Meta(max_length=256)]
 
 
+class Source(Struct, frozen=True, array_like=True):
+    """Which field of the client's request a part of a constraint's text is from."""
+
+    field: _Mark  # as errors name it, such as tools[3].function.parameters
+    tool: _Mark = ""  # the function whose parameters it describes
+    instead: _Mark = (
+        ""  # the schema, as JSON, that is enforced in its place if it cannot be; "": the request is refused
+    )
+
+
 class Constraint(Struct, frozen=True, array_like=True):
     """What the output must keep to besides the model's own taste. Compiled and followed by the grammar process."""
 
@@ -34,6 +44,9 @@ class Constraint(Struct, frozen=True, array_like=True):
         tuple[Annotated[bytes, Meta(max_length=8192)], ...], Meta(max_length=MOST_BAD_SEQUENCES)
     ] = ()  # int32 ids of each sequence that must not appear
     lark_marks: tuple[str, ...] = ()  # in a lark text, what its rules mark0, mark1 … stand for; else, what comes first
+    sources: tuple[
+        Source, ...
+    ] = ()  # of `text`; with rules of our own (lark and marks): of each line's schema, in order
 
 
 class Constrain(Struct, frozen=True, array_like=True, tag=True):
@@ -62,6 +75,7 @@ class Constrained(Struct, frozen=True, array_like=True, tag=True):
     rid: int
     kind: ErrorKind | None = None
     detail: str = ""
+    param: str = ""  # see `Failed`
 
 
 class Masks(Struct, frozen=True, array_like=True, tag=True):

@@ -29,6 +29,7 @@ from .constraints import Constrained as Constrained
 from .constraints import Constraint as Constraint
 from .constraints import Drawn as Drawn
 from .constraints import Masks as Masks
+from .constraints import Source as Source
 from .prompts import ChatPrompt as ChatPrompt
 from .prompts import IdsPrompt as IdsPrompt
 from .prompts import PairPrompt as PairPrompt
@@ -55,7 +56,7 @@ from .supervision import Stop as Stop
 from .supervision import Swap as Swap
 from .supervision import Swapped as Swapped
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -449,6 +450,8 @@ class Failed(Struct, frozen=True, array_like=True, tag=True):
     rid: int
     kind: ErrorKind
     detail: str
+    param: str = ""  # the field of the client's request that is at fault, if one is
+    num_tokens: int = 0  # context_length_exceeded: the prompt's, if they were counted
 
 
 class Tokenized(Struct, frozen=True, array_like=True, tag=True):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import assert_never
 
 import msgspec
+from msgspec.structs import replace
 
 from ..config import EngineConfig
 from ..engine.core.news import Item
@@ -244,7 +245,7 @@ class ClientPort:
         try:
             self._check(message)
         except RequestError as error:
-            session.failed += [Failed(rid, error.kind, str(error)) for rid in rids]
+            session.failed += [Failed(rid, error.kind, str(error), error.param, error.num_tokens) for rid in rids]
             self._flush(session, asked)
             return
         for i, rid in enumerate(rids):
@@ -318,7 +319,7 @@ class ClientPort:
         if isinstance(message, Accepted):
             session.accepted.append(Accepted(rid, message.num_prompt))
         else:
-            session.failed.append(Failed(rid, message.kind, message.detail))
+            session.failed.append(replace(message, rid=rid))
 
     def sort(self, items: list[Item]) -> list[Item]:
         """Keeps what is the clients' for `flush`. Returns the others', in order."""

@@ -209,7 +209,7 @@ class CoreActor:
             del self._unsure[rid]
         if answer.kind is not None:
             for rid in rids:
-                self._reply(Failed(rid, answer.kind, answer.detail))
+                self._reply(Failed(rid, answer.kind, answer.detail, answer.param))
         elif not self._add(message, arrived):  # the wait for the grammar is a wait
             for rid in rids:
                 self.scheduler.constraints.end(rid)

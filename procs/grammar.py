@@ -178,11 +178,13 @@ class GrammarActor:
                 self._check_memory(compiler)
                 self._matchers.update((rid, compiler.compile(message.constraint, tail)) for rid in rids)
             except PagewireError as error:
-                outcome = Outcome(error.kind if isinstance(error, RequestError) else "invalid_request", str(error))
+                outcome = Outcome("invalid_request", str(error))
+                if isinstance(error, RequestError):
+                    outcome = Outcome(error.kind, str(error), error.param)
             except Exception:
                 log.exception("the grammar of request %d could not be compiled", message.rid)
                 outcome = Outcome("internal", "The grammar could not be compiled.")
-        self._post("core", Constrained(message.rid, outcome.kind, outcome.detail))
+        self._post("core", Constrained(message.rid, outcome.kind, outcome.detail, outcome.param))
         if outcome.kind is None:
             resumed = bytes_to_ids(message.resume_ids).tolist()
             for rid in rids:

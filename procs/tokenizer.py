@@ -14,9 +14,9 @@ from typing import Literal, TypeVar, assert_never
 from msgspec.structs import asdict, replace
 
 from ..config import EngineConfig
-from ..engine.text.chat_template import DEFAULT_MAX_CHARS, ChatTemplate, load_chat_template
+from ..engine.text.chat_template import DEFAULT_MAX_CHARS, ChatBounds, ChatTemplate, load_chat_template
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
-from ..errors import ConfigError, RequestError
+from ..errors import ConfigError, RequestError, prompt_too_long
 from ..ipc.actor import Post
 from ..ipc.messages import (
     Cancel,
@@ -128,7 +128,7 @@ class TokenizerActor:
             ids, type_ids = self._within_limits(submit.prompt, lambda: self._prompt_ids(submit))
             constraint = self._constraint(submit)
         except RequestError as error:
-            self._fail(submit, Failed(0, error.kind, str(error)))
+            self._fail(submit, Failed(0, error.kind, str(error), error.param, error.num_tokens))
             return
         except Exception:
             log.exception("request %d could not be tokenized", submit.rid)
@@ -164,7 +164,7 @@ class TokenizerActor:
         try:
             self._post("api", answer(question))
         except RequestError as error:
-            self._post("api", Failed(question.rid, error.kind, str(error)))
+            self._post("api", Failed(question.rid, error.kind, str(error), error.param, error.num_tokens))
         except Exception:
             log.exception("question %d could not be answered", question.rid)
             self._post("api", Failed(question.rid, "internal", "The text could not be converted."))
@@ -221,11 +221,7 @@ class TokenizerActor:
         if num_bytes <= most:
             return text
         if kept == "all":
-            raise RequestError(
-                "context_length_exceeded",
-                f"This model's maximum context length is {longest} tokens, so that prompts of up to {most} bytes are "
-                f"taken. However, the prompt has {num_bytes} bytes. Shorten the prompt.",
-            )
+            raise prompt_too_long(longest, f"the prompt has {num_bytes} bytes, more than the {most} that are encoded")
         return text[:most] if kept == "start" else text[-most:]
 
     def _template_of(self, source: str) -> ChatTemplate:
@@ -235,7 +231,7 @@ class TokenizerActor:
             return ChatTemplate(
                 {"default": source},
                 self._tokenizer.special_tokens,
-                max_chars=_most_chars(self._config, self._tokenizer),
+                bounds=_bounds(self._config, self._tokenizer),
             )
         except ConfigError as error:
             raise RequestError("invalid_request", f"chat_template: {error}") from None
@@ -273,11 +269,8 @@ class TokenizerActor:
             ids = ids[-self._num_kept(submit.truncate, submit.limits.max_tokens) :]
         longest, generates = self._config.max_model_len, submit.limits.max_tokens != 0
         if len(ids) > longest - generates:
-            raise RequestError(
-                "context_length_exceeded",
-                f"This model's maximum context length is {longest} tokens. However, the prompt has {len(ids)} tokens"
-                f"{', and at least one is to be generated' if generates else ''}. Shorten the prompt.",
-            )
+            more = ", and at least one is to be generated" if generates else ""
+            raise prompt_too_long(longest, f"the prompt has {len(ids)} tokens{more}", num_tokens=len(ids))
         return ids, type_ids
 
     def _num_kept(self, truncate: int, max_tokens: int | None) -> int:
@@ -292,9 +285,10 @@ def load_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:
     folder = Path(config.model_path)
     tokenizer = load_tokenizer(folder)
     operator_file = Path(config.chat_template) if config.chat_template else None
-    return tokenizer, load_chat_template(folder, tokenizer, operator_file, max_chars=_most_chars(config, tokenizer))
+    return tokenizer, load_chat_template(folder, tokenizer, operator_file, bounds=_bounds(config, tokenizer))
 
 
-def _most_chars(config: EngineConfig, tokenizer: Tokenizer) -> int:
+def _bounds(config: EngineConfig, tokenizer: Tokenizer) -> ChatBounds:
     """Of a chat: what is longer than the model's context in any case is not made to its end."""
-    return min(DEFAULT_MAX_CHARS, tokenizer.most_bytes(config.max_model_len))
+    longest = config.max_model_len
+    return ChatBounds(max_chars=min(DEFAULT_MAX_CHARS, tokenizer.most_bytes(longest)), max_model_len=longest)

@@ -69,6 +69,7 @@ class Outcome(Struct, frozen=True, array_like=True):
 
     kind: ErrorKind | None = None  # None: all is well
     detail: str = ""
+    param: str = ""  # see `Failed`
 
 
 _TOO_LARGE = Outcome("invalid_request", "The grammar is too large or too deep to be compiled: simplify it.")
@@ -160,7 +161,7 @@ def try_out(grammar: bytes, compiler: Compiler, num_words: int) -> bytes:
         matcher = compiler.compile(msgspec.msgpack.decode(grammar, type=Constraint), "")
         matcher.fill(np.zeros(num_words, np.int32))
     except RequestError as error:
-        outcome = Outcome(error.kind, str(error))
+        outcome = Outcome(error.kind, str(error), error.param)
     except MemoryError:
         outcome = _TOO_LARGE
     except Exception as error:

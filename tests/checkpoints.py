@@ -10,7 +10,7 @@ import torch
 import transformers
 
 VOCAB_SIZE = 320
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -77,7 +77,7 @@ def make_checkpoint(
 ) -> Path:
     """Writes config.json and safetensors of a random model of this kind into `folder`."""
     config_class, own = KINDS[kind]
-    config = getattr(transformers, config_class)(**{**_COMMON, **own, **changes})
+    config = getattr(transformers, config_class)(**{**COMMON, **own, **changes})
     generator_state = torch.get_rng_state()
     torch.manual_seed(len(kind))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -20,8 +20,29 @@ def make_schema(seed: int) -> Schema:
 
 
 def check_instance(schema: Schema, value: object) -> None:
-    """Raises unless `value` is an instance of `schema`, formats included."""
-    jsonschema.Draft202012Validator(schema, format_checker=_FORMATS).validate(value)
+    """Raises unless `value` is an instance of `schema`, formats included, and has no property that is not named where
+    names are listed and nothing is said of others."""
+    for one in (schema, closed(schema)):
+        jsonschema.Draft202012Validator(one, format_checker=_FORMATS).validate(value)
+
+
+def closed(schema: Any, is_part: bool = False) -> Any:
+    """The schema with the same said in words. `is_part`: of allOf."""
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for word in ("properties", "$defs"):
+        if word in found:
+            found[word] = {name: closed(one) for name, one in found[word].items()}
+    for word in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if word in found:
+            found[word] = [closed(one, word == "allOf") for one in found[word]]
+    for word in ("items", "additionalProperties"):
+        if word in found:
+            found[word] = closed(found[word])
+    if ("properties" in found or "allOf" in found) and "additionalProperties" not in found and not is_part:
+        found["unevaluatedProperties"] = False
+    return found
 
 
 _FORMATS = jsonschema.FormatChecker(("date", "email", "ipv4", "ipv6", "uuid"))
@@ -113,13 +134,21 @@ class _Maker:
         properties = {name: self._any(levels - 1) for name in names[: self._rng.randrange(5)]}
         required = [name for name in properties if self._rng.random() < 0.6]
         schema: Schema = {"type": "object", "properties": properties, "required": required}
-        kind = self._rng.randrange(4)
-        if kind == 1:
-            schema["additionalProperties"] = self._scalar(0)
-            schema["required"] = list(properties)
-            schema["maxProperties"] = len(properties) + 2
-        else:
-            schema["additionalProperties"] = False
+        match self._rng.randrange(6):
+            case 0:
+                schema["additionalProperties"] = self._scalar(0)
+                schema["required"] = list(properties)
+                schema["maxProperties"] = len(properties) + 2
+                if self._rng.random() < 0.5:
+                    schema["propertyNames"] = {"type": "string"}
+            case 1:
+                names = self._rng.sample(["first", "second", "größe"], 2)
+                schema = {"type": "object", "propertyNames": {"enum": names}, "additionalProperties": self._scalar(0)}
+            case 2:
+                more = {"more": self._any(levels - 1)}
+                schema = {"allOf": [schema, {"type": "object", "properties": more, "required": ["more"]}]}
+            case 3:
+                schema["additionalProperties"] = False
         return schema
 
     def _array(self, levels: int) -> Schema:
@@ -149,7 +178,6 @@ class _Maker:
                         "type": "object",
                         "properties": {"kind": {"const": name}, "value": self._any(levels - 1)},
                         "required": ["kind", "value"],
-                        "additionalProperties": False,
                     }
                     for name in ("first", "second")
                 ]
@@ -166,6 +194,5 @@ class _Maker:
                 "type": "object",
                 "properties": {"value": self._definitions[name], "next": inner},
                 "required": ["value"],
-                "additionalProperties": False,
             }
         return {"$ref": f"#/$defs/{name}"}

@@ -59,6 +59,7 @@ REGEX = {
     "engine.weights.source": "a flag of the operator",
     "engine.text.tokenizer": "a tree of literal texts: no repetition, so no going back",
     "engine.text.grammar_text": "one look at each line's beginning; the library's complaint, which is short",
+    "engine.text.json_schema": "a look for a few literal beginnings",
     "kernels.triton.compile": "the compiler's output",
     "kernels.triton.cubins": "names within our own archive",
     "api.app": "one class of characters, of bounded length",
@@ -169,7 +170,17 @@ def test_patterns_are_matched_only_where_they_cannot_take_for_ever() -> None:
 
 # ── what clients are told ────────────────────────────────────────────────────────────────────────────────────────────
 
-CLIENTS_HEAR = {"HttpError", "RequestError", "Failed", "Outcome", "Goodbye", "BatchError", "ErrorFields"}
+CLIENTS_HEAR = {
+    "HttpError",
+    "RequestError",
+    "Failed",
+    "Outcome",
+    "Goodbye",
+    "BatchError",
+    "ErrorFields",
+    "complaint",
+    "refusal",
+}
 OURS = {"PagewireError", "HttpError", "RequestError", "ConfigError", "CheckpointError", "CannotSpell"}
 WORDS_ARE_KEPT = {
     ("api.batches.runner", "ValueError"): "raised in our own words, a line above or by `read_request`",

@@ -179,7 +179,7 @@ def test_a_decoder_as_a_cross_encoder(tmp_path: Path) -> None:
     import vocabulary
 
     for name, pad in (("padded", 0), ("not", None)):
-        config = transformers.Qwen3Config(**{**checkpoints._COMMON, "pad_token_id": pad, "num_labels": 1})
+        config = transformers.Qwen3Config(**{**checkpoints.COMMON, "pad_token_id": pad, "num_labels": 1})
         torch.manual_seed(1)
         model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
         model.save_pretrained(tmp_path / name)

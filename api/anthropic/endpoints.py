@@ -3,7 +3,6 @@
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ..http_error import HttpError
 from ..openai.translate import chat_orders, chat_prompt, decode_body
 from ..operation import Operation
 from ..reply import Reply, id_list
@@ -44,20 +43,21 @@ class AnthropicEndpoints:
         """POST /v1/messages"""
         request = decode_body(self._messages_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
-        chat = chat_request(request, self._service.config)
-        try:
-            orders = chat_orders(chat, self._service.config, scope["state"]["salt"])
-        except HttpError as error:
-            raise in_terms_of_messages(error) from None
-        reply: Reply = MessagesReply(model=model, turn=self._service.turn(chat), id=request.resume_id)
-        if request.return_token_ids:
-            reply = WithTokenIds(reply)
-        await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
+        config = self._service.config
+        chat = chat_request(request, config)
+        with in_terms_of_messages(config):
+            orders = chat_orders(chat, config, scope["state"]["salt"])
+            reply: Reply = MessagesReply(model=model, turn=self._service.turn(chat), id=request.resume_id)
+            if request.return_token_ids:
+                reply = WithTokenIds(reply)
+            await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/messages/count_tokens"""
         request = decode_body(self._count_tokens_decoder, await read_json(scope, receive))
         self._service.model_name(request.model)
         config = self._service.config
-        tokenized = await self._service.gateway.tokenize(chat_prompt(chat_request(request, config), config))
+        chat = chat_request(request, config)
+        with in_terms_of_messages(config):
+            tokenized = await self._service.gateway.tokenize(chat_prompt(chat, config))
         await send_json(send, TokenCount(len(id_list(tokenized.ids))))

@@ -2,22 +2,30 @@
 counterpart there is refused by name, and nothing is ignored that would change the answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
 from ...config import EngineConfig
+from ...errors import RequestError
 from ..conversation import Conversation
-from ..http_error import HttpError
+from ..http_error import HttpError, as_http_error
+from ..openai.translate import set_thinking
 from ..openai.types import ChatRequest, GenerationRequest, ResponseFormat
 from ..parsers.registry import reasoning_tags
 from .types import Block, CountTokensRequest, MessagesRequest
 
 _REFUSED = (
-    *("container", "context_management", "mcp_servers"),
+    *("compaction", "container", "mcp_servers", "thread"),
     *("use_beam_search", "return_tokens_as_token_ids"),
 )
 _OWN = ("max_tokens", "stop", "user", "thinking_token_budget", "return_token_ids")  # of those that chat has, too
+_OWN_NAMES = {
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 _SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name not in _OWN)
 
 
@@ -26,6 +34,7 @@ def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatReque
     for name in _REFUSED:
         if getattr(request, name):
             raise _unsupported(name)
+    _check_context_management(request)
     if request.prompt_logprobs is not None:
         raise _unsupported("prompt_logprobs")
     if request.n not in (None, 1):
@@ -44,7 +53,7 @@ def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatReque
         if request.thinking.type == "enabled" and reasoning_tags(config.tool_call_parser, config.reasoning_parser):
             # A model that is not known to reason keeps to any bound. Agents send one with every request.
             budget = request.thinking.budget_tokens
-        variables.setdefault("enable_thinking", request.thinking.type != "disabled")
+        set_thinking(variables, request.thinking.type != "disabled")
     max_tokens, stop, user, resumed = None, request.stop, request.user, None
     if isinstance(request, MessagesRequest):
         max_tokens = request.max_tokens
@@ -70,11 +79,30 @@ def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatReque
     )
 
 
-def in_terms_of_messages(error: HttpError) -> HttpError:
-    """What chat says of its own fields, with the names that the client used."""
-    return error.with_names(
-        {"response_format": "output_config.format", "thinking_token_budget": "thinking.budget_tokens"}
-    )
+@contextmanager
+def in_terms_of_messages(config: EngineConfig) -> Iterator[None]:
+    """What the engine and chat refuse is refused in the words of this API: with its names of fields, and with the
+    sentence by which its clients know a prompt that is too long."""
+    try:
+        yield
+    except (HttpError, RequestError) as error:
+        refused = as_http_error(error)
+        if refused.code == "context_length_exceeded":
+            raise _too_long(refused.num_tokens, config.max_model_len) from None
+        raise refused.with_name(_own_name) from None
+
+
+def _too_long(num_tokens: int, max_model_len: int) -> HttpError:
+    most = min(max_model_len, num_tokens - 1) if num_tokens else max_model_len  # a prompt leaves room for a token
+    length = str(num_tokens) if num_tokens else f"more than {most}"  # where it was not worth counting
+    detail = f"prompt is too long: {length} tokens > {most} maximum"
+    return HttpError(400, detail, code="context_length_exceeded", num_tokens=num_tokens)
+
+
+def _own_name(param: str) -> str:
+    if param.startswith("tools["):
+        return param.replace(".function.parameters", ".input_schema").replace(".function.", ".")
+    return _OWN_NAMES.get(param, param)
 
 
 def _conversation(request: CountTokensRequest) -> Conversation:
@@ -167,10 +195,21 @@ def _tool_choice(request: CountTokensRequest) -> str | dict[str, object] | None:
             return word
 
 
+def _check_context_management(request: CountTokensRequest) -> None:
+    """A conversation that is not cleared of old blocks is answered just as well, so that edits which clear them are
+    left out. Others, such as a summary in place of the conversation, would change what the client gets."""
+    edits = request.context_management.edits if request.context_management is not None else None
+    for i, edit in enumerate(edits or ()):
+        if not edit.type.startswith("clear_"):
+            raise _unsupported(f"context_management.edits[{i}].type", f" {edit.type[:40]!r}")
+
+
 def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
-    if request.output_config is None or request.output_config.format is None:
-        return None
-    return request.output_config.format.as_response_format()
+    format = request.output_config.format if request.output_config is not None else None
+    if format is not None and request.output_format is not None:
+        raise HttpError(400, "output_config.format and output_format cannot both be given.", param="output_format")
+    format = format or request.output_format
+    return None if format is None else format.as_response_format()
 
 
 def _unsupported(param: str, value: str = "") -> HttpError:

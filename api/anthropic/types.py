@@ -46,7 +46,7 @@ class AnthropicToolChoice(Struct, frozen=True):
 
 
 class Thinking(Struct, frozen=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
@@ -57,6 +57,16 @@ class Metadata(Struct, frozen=True):
 class OutputConfig(Struct, frozen=True):
     effort: str | None = None
     format: TextFormat | None = None
+
+
+class ContextEdit(Struct, frozen=True):
+    """What a server would do to the conversation before it answers."""
+
+    type: str
+
+
+class ContextManagement(Struct, frozen=True):
+    edits: list[ContextEdit] | None = None
 
 
 class CountTokensRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -70,10 +80,23 @@ class CountTokensRequest(GenerationRequest, frozen=True, kw_only=True):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, object] | None = None
 
+    output_format: TextFormat | None = None  # output_config.format, as it was called before
+    context_management: ContextManagement | None = None
+
+    # Accepted and left out: services that change nothing about the answer.
+    billing_policy: object = None
+    cache_control: object = None
+    diagnostics: object = None
+    fallback_credit_token: object = None
+    fallbacks: object = None
+    inference_geo: object = None
+    speed: object = None
+
     # Understood and refused.
+    compaction: object = None
     container: object = None
-    context_management: object = None
     mcp_servers: object = None
+    thread: object = None
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):

@@ -39,6 +39,7 @@ _GREEDY_BELOW = 1e-5  # a temperature whose inverse is no use in floats
 _MAX_COMPLAINT = 200  # characters; msgspec repeats a value that is not one of the allowed ones
 _SEEDS = 2**63 - 2**16  # leaves room for the seeds `seed + i` of n sequences
 
+_THINKING = ("enable_thinking", "thinking")  # Qwen's, GLM's and others'; DeepSeek's and Granite's
 _REFUSED = (
     *("logits_processors", "kv_transfer_params", "prompt_embeds", "guided_decoding_backend", "audio", "functions"),
     *("function_call", "web_search_options", "suffix"),
@@ -94,6 +95,8 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
     for name in ("reasoning_effort", "verbosity"):
         if (value := getattr(request, name)) is not None:
             variables.setdefault(name, value)
+    if request.reasoning_effort == "none":
+        set_thinking(variables, False)
     prompt = ChatPrompt(
         messages=bytes(request.messages),
         tools=bytes(request.tools) if shows_tools(request) else b"",
@@ -118,6 +121,13 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
         constraint=chat_constraint(request, tools, config),
     )
     return _resumed(request, orders, config.vocab_size)
+
+
+def set_thinking(variables: dict[str, object], is_on: bool) -> None:
+    """Sets the variables by which chat templates switch a model's reasoning on and off, unless the client has set one
+    of them itself. A template has one of them at most, and passes over others."""
+    if not any(name in variables for name in _THINKING):
+        variables.update(dict.fromkeys(_THINKING, is_on))
 
 
 def chat_prompt(request: ChatRequest, config: EngineConfig) -> ChatPrompt:
@@ -326,8 +336,8 @@ def _check_common(request: GenerationRequest, vocab_size: int) -> None:
         raise HttpError(400, "stop needs text: detokenize must not be false.", param="stop")
     if request.truncate_prompt_tokens == 0:
         raise HttpError(400, "truncate_prompt_tokens must be -1 or at least 1.", param="truncate_prompt_tokens")
-    for name in ("length_penalty", "early_stopping"):
-        if getattr(request, name) is not None and not request.use_beam_search:
+    for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(request, name) not in (None, default) and not request.use_beam_search:
             raise HttpError(400, f"{name} is only allowed when use_beam_search is true.", param=name)
     token_lists = {name: getattr(request, name) for name in ("logit_bias", "stop_token_ids", "allowed_token_ids")}
     for name, ids in token_lists.items():
@@ -339,7 +349,7 @@ def _check_common(request: GenerationRequest, vocab_size: int) -> None:
 
 def _check_chat(request: ChatRequest) -> list[Tool]:
     """The tools."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise HttpError(400, "top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
     if request.add_special_tokens:
         raise HttpError(

@@ -75,10 +75,10 @@ class StructuredOutputs(Struct, frozen=True):
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
     disable_fallback: bool | None = None  # there is nothing to fall back to
+    disable_additional_properties: bool | None = None  # it is always so where a schema does not say otherwise
 
     # Understood and refused.
     structural_tag: object = None
-    disable_additional_properties: bool | None = None
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ allows, the family's reader reads back as the same calls.
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .block import MAX_NAME
 
@@ -16,6 +16,9 @@ Schema = dict[str, object]
 Tools = Sequence[tuple[str, Schema]]
 """A name and the schema of an object each."""
 
+ANY_OBJECT: Schema = {"type": "object"}
+
+_MOST_KEYWORDS = 64  # of a call, where a tool does not say which it takes
 _MOST_CALLS = 16  # of one answer; a model that repeats itself comes to an end
 _NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_NAME}}}")
 _OF_AN_OBJECT = {"type", "properties", "required", "additionalProperties"}  # what pythonic arguments can be made of
@@ -23,7 +26,11 @@ _NOTES = {"title", "description", "$schema", "$defs", "definitions", "examples",
 
 
 class CannotSpell(Exception):
-    """This family cannot be made to call this tool. The text goes on after the tool's name."""
+    """This family cannot be made to call this tool. `field`: of the function, what is at fault."""
+
+    def __init__(self, text: str, field: Literal["name", "parameters"]) -> None:
+        super().__init__(text)
+        self.field = field
 
 
 class CallRules(NamedTuple):
@@ -37,7 +44,7 @@ def spell_calls(parser: str, tools: Tools, *, several: bool) -> CallRules | None
     """The rules for calls of any of `tools`. None: the family is not known. Raises CannotSpell."""
     for name, _ in tools:
         if not _NAME.fullmatch(name):
-            raise CannotSpell(f"{name[:80]!r} is no name that a call can have")
+            raise CannotSpell(f"{name[:80]!r} is no name that a call can have", "name")
     spell = _SPELLINGS.get(parser)
     return None if spell is None else spell(tools, several)
 
@@ -106,6 +113,8 @@ def _pythonic(tools: Tools, several: bool) -> CallRules:
 
 def _keywords(tool: int, name: str, schema: Schema) -> list[str]:
     """`key=value, …` in the order of the properties: `first` until one was written, `next` from then on."""
+    if schema == ANY_OBJECT:
+        return _any_keywords(tool)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if (
         not schema.keys() <= _OF_AN_OBJECT | _NOTES
@@ -116,7 +125,8 @@ def _keywords(tool: int, name: str, schema: Schema) -> list[str]:
     ):
         raise CannotSpell(
             f"{name!r} cannot be forced on this model, which writes calls as Python does: its parameters must be "
-            "an object with named properties and nothing else"
+            "an object with named properties and nothing else",
+            "parameters",
         )
     definitions: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules = [_rule(f"first{tool}", f"first{tool}_0")]
@@ -129,6 +139,16 @@ def _keywords(tool: int, name: str, schema: Schema) -> list[str]:
         rules.append(_rule(first, value, next_after, *([] if key in required else ["|", first_after])))
         rules.append(_rule(following, _text(", "), value, next_after, *([] if key in required else ["|", next_after])))
     return [*rules, *(_rule(f"{state}{tool}_{len(properties)}", _text("")) for state in ("first", "next"))]
+
+
+def _any_keywords(tool: int) -> list[str]:
+    """Of a tool that does not say what it takes."""
+    pair = f"pair{tool}"
+    return [
+        _rule(f"first{tool}", f"({pair} ({_text(', ')} {pair}){{0,{_MOST_KEYWORDS - 1}}})?"),
+        _rule(pair, r"/[A-Za-z_][A-Za-z0-9_]{0,63}/", _text("="), f"schema{tool}_0"),
+        _rule(f"schema{tool}_0", "%json {}"),
+    ]
 
 
 # ── rules ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -53,10 +53,8 @@ class ResponsesEndpoints:
         check_response(request)
         conversation = conversation_of(request, self._earlier_messages(owner, request.previous_response_id))
         chat = chat_request(request, conversation.json())
-        try:
+        with in_terms_of_responses(request):
             orders = chat_orders(chat, self._service.config, owner)
-        except HttpError as error:
-            raise in_terms_of_responses(error) from None
         sampling = orders[0].sampling
         response = new_response(request, model=model, temperature=sampling.temperature, top_p=sampling.top_p)
 
@@ -70,7 +68,8 @@ class ResponsesEndpoints:
         reply: Reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
         if request.return_token_ids:
             reply = WithTokenIds(reply)
-        await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
+        with in_terms_of_responses(request):
+            await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
 
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /v1/responses/{id}"""

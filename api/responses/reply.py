@@ -69,6 +69,7 @@ def new_response(request: ResponsesRequest, *, model: str, temperature: float, t
         store=request.store is not False,
         text=replace(text, format=text.format or TextFormat()),
         user=request.user,
+        truncation=request.truncation or "disabled",
     )
 
 

@@ -2,12 +2,14 @@
 there is refused by name, and nothing is ignored that would change the answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
+from ...errors import RequestError
 from ..conversation import Conversation
-from ..http_error import HttpError
+from ..http_error import HttpError, as_http_error
 from ..openai.types import ChatRequest, GenerationRequest, ResponseFormat
 from .types import InputItem, InputPart, ResponsesRequest, ResponseTool
 
@@ -17,6 +19,7 @@ _REFUSED = (
 )
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _OWN = ("max_tokens", "return_token_ids")  # of those that chat has, too
+_OWN_NAMES = {"response_format": "text.format", "response_format.json_schema.schema": "text.format.schema"}
 _SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name not in _OWN)
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -32,8 +35,6 @@ def check_response(request: ResponsesRequest) -> None:
         raise _unsupported("n")
     if request.return_token_ids and not request.stream:
         raise _unsupported("return_token_ids", " without stream")
-    if request.truncation not in (None, "disabled"):
-        raise HttpError(400, 'truncation must be "disabled".', code="unsupported_value", param="truncation")
     for i, tool in enumerate(request.tools or ()):
         if tool.type == "function" and not tool.name:
             raise HttpError(400, "A function needs a name.", param=f"tools[{i}].name")
@@ -96,9 +97,21 @@ def chat_request(request: ResponsesRequest, messages: bytes) -> ChatRequest:
     )
 
 
-def in_terms_of_responses(error: HttpError) -> HttpError:
-    """What chat says of its own fields, with the names that the client used."""
-    return error.with_names({"response_format": "text.format"})
+@contextmanager
+def in_terms_of_responses(request: ResponsesRequest) -> Iterator[None]:
+    """What the engine and chat refuse is refused with the names of this API's fields."""
+    places = [i for i, tool in enumerate(request.tools or ()) if tool.type == "function"]
+
+    def own_name(param: str) -> str:
+        if param.startswith("tools["):
+            place, _, rest = param.removeprefix("tools[").partition("].function.")
+            return f"tools[{places[int(place)]}].{rest}"
+        return _OWN_NAMES.get(param, param)
+
+    try:
+        yield
+    except (HttpError, RequestError) as error:
+        raise as_http_error(error).with_name(own_name) from None
 
 
 def _unsupported(name: str, when: str = "") -> HttpError:

@@ -9,6 +9,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ..openai.types import GenerationRequest, JsonSchemaFormat, ResponseFormat, TokenId, TokenLogprobBody
 
+Truncation = Literal["auto", "disabled"]
+
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -80,7 +82,7 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
     store: bool | None = None  # like the next two and the identifiers below, what the answer repeats
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
-    truncation: str | None = None
+    truncation: Truncation | None = None  # auto: nothing is dropped all the same; see docs/http-api.md
     max_tool_calls: int | None = None  # of tools that the server runs, and it runs none
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -192,7 +194,7 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
     store: bool
     text: TextConfig
     user: str | None
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Truncation
     background: bool = False
     conversation: None = None
     prompt: None = None

@@ -24,12 +24,11 @@ class Admission(Struct, frozen=True):
             return Failed(rid, "invalid_request", "The prompt is empty.")
         room, asked = self.max_model_len - num_prompt, message.limits.max_tokens
         if room < 0 or (room == 0 and asked != 0):
-            return Failed(
-                rid,
-                "context_length_exceeded",
+            detail = (
                 f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt alone has "
-                f"{num_prompt}. Shorten it, or start the server with more --max-model-len or --kv-cache-memory.",
+                f"{num_prompt}. Shorten it, or start the server with more --max-model-len or --kv-cache-memory."
             )
+            return Failed(rid, "context_length_exceeded", detail, num_tokens=num_prompt)
         num_resumed = len(message.resume_ids) // 4
         if num_resumed > (room if asked is None else min(room, asked)):
             detail = f"The output is to begin with {num_resumed} tokens, more than max_tokens or the context allow."

@@ -12,6 +12,8 @@ from array import array
 from collections import deque
 from operator import attrgetter
 
+from msgspec.structs import replace
+
 from ...ipc.messages import (
     Accepted,
     Enqueue,
@@ -161,7 +163,7 @@ class Scheduler:
         news. `now`: seconds on the clock that `expire` is asked with."""
         rids, num_prompt = range(message.rid, message.rid + message.n), len(message.prompt_ids) // 4
         if (refusal := self.refusal(message)) is not None:
-            return [Failed(rid, refusal.kind, refusal.detail) for rid in rids]
+            return [replace(refusal, rid=rid) for rid in rids]
         root = root_key(self.model_key, message.salt)
         keys: list[bytes] = []
         for choice in range(message.n):

@@ -16,9 +16,10 @@ import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, UnsupportedModel
 from .purpose import has_sigmoid, refuse_own_code
 from .spec import ModelSpec
+from .support import ENCODER_DECODER
 
 _MOST_PADDING = 0.1  # of a batch's tokens
 _PASS_TOKENS = 64  # that cost about as much as a pass of its own
@@ -85,6 +86,18 @@ def batches(lengths: Sequence[int], *, pads: bool) -> list[list[int]]:
     return dealt
 
 
+def encoder_config(spec: ModelSpec, folder: Path) -> Any:
+    """transformers' config of a model that can be served as an encoder. Raises ConfigError."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # their config classes check values with exceptions of many kinds
+        refuse_own_code(folder, spec.architecture)
+        raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {_first_line(error)}") from error
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(spec.architecture, ENCODER_DECODER)
+    return config
+
+
 def load_encoder(spec: ModelSpec, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Encoder:
     """Raises ConfigError, CheckpointError."""
     is_scoring = "score" in spec.purpose.tasks
@@ -93,13 +106,7 @@ def load_encoder(spec: ModelSpec, folder: Path, *, dtype: torch.dtype, device: t
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # what it would warn of is an error here, and raised below
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # their config classes check values with exceptions of many kinds
-        refuse_own_code(folder, spec.architecture)
-        raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {_first_line(error)}") from error
-    if config.is_encoder_decoder:
-        raise ConfigError(f"{spec.architecture} is an encoder with a decoder, and pagewire serves no such models.")
+    config = encoder_config(spec, folder)
     try:
         model, info = auto.from_pretrained(
             folder,

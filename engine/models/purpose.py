@@ -25,7 +25,8 @@ NATIVE = {
 }
 
 _CLASSIFIER = "ForSequenceClassification"
-_BARE = ("Model", "ForMaskedLM")  # how the name ends of an architecture that says nothing
+_BARE = ("Model", "ForMaskedLM")  # how the name of an architecture ends that has no head, or none for generating
+_LM_HEADS = ("LMHead", "DoubleHeads")  # in the name of an architecture that generates, although it may end in "Model"
 _POOLINGS: dict[str, Literal["last", "mean", "cls"]] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _Fields = Mapping[str, object]
@@ -42,13 +43,24 @@ def causal_name(architecture: str) -> str:
     return name if architecture.endswith("Model") and name in NATIVE else architecture
 
 
+def is_generative(architecture: str) -> bool:
+    """Whether the class that the checkpoint was saved from predicts the next token. By its name, as in transformers'
+    table of causal models, which would take seconds to import."""
+    return any(head in architecture for head in _LM_HEADS) or not architecture.endswith((*_BARE, _CLASSIFIER))
+
+
+def generates(folder: Path, architecture: str) -> bool:
+    """Whether the checkpoint is for text: its class is generative, and its authors made no embedding model of it."""
+    return is_generative(architecture) and not (folder / "modules.json").exists()
+
+
 def read_purpose(folder: Path, config: _Fields, *, hidden_size: int) -> Purpose:
     """config: config.json, whose first architecture decides. Raises ConfigError."""
     architecture = str(config["architectures"][0])  # type: ignore[index]  # `read_spec` has seen that it is there
     if architecture.endswith(_CLASSIFIER):
         return _cross_encoder(folder, config)
     parts = _modules(folder)
-    if parts is None and not architecture.endswith(_BARE):
+    if parts is None and is_generative(architecture):
         return Purpose(size=hidden_size)
     tasks: tuple[Task, ...] = ("embed",)
     is_encoder = causal_name(architecture) not in NATIVE

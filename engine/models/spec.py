@@ -16,7 +16,8 @@ from ...config import ModelFacts, Purpose, SamplingDefaults
 from ...errors import ConfigError
 from ...model_files import open_file, read_file, read_object
 from ..quantization.scheme import Scheme, read_scheme
-from .purpose import NATIVE, causal_name, max_length, read_purpose
+from .purpose import NATIVE, causal_name, generates, max_length, read_purpose
+from .support import check_architecture
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 
@@ -98,12 +99,28 @@ def is_native(spec: ModelSpec) -> bool:
     )
 
 
+def check_options(spec: ModelSpec, *, tensor_parallel_size: int, is_dummy: bool, quantization: str | None) -> None:
+    """Refuses what only our own layers have, for a model that transformers computes. Raises ConfigError."""
+    if is_native(spec) or spec.purpose.is_encoder:
+        return
+    for what, is_asked in (
+        ("--tensor-parallel-size is", tensor_parallel_size > 1),
+        ("--load-format dummy is", is_dummy),
+        ("--quantization is", quantization is not None),
+        ("Quantized checkpoints are", spec.scheme is not None),
+    ):
+        if is_asked:
+            raise ConfigError(f"{what} there for {', '.join(NATIVE)}; this is {spec.architecture}.")
+
+
 def read_spec(folder: Path) -> ModelSpec:
     """Reads config.json, and generation_config.json where there is one. Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"There is no model folder {folder}.")
     read = read_object(folder / "config.json")
     if read is None:
+        if any(folder.glob("*.gguf")):
+            raise ConfigError(f"{folder} holds GGUF files; pagewire reads safetensors with a config.json beside them.")
         raise ConfigError(f"{folder} has no config.json, so it is not a model folder.")
     config = _Fields(read, folder / "config.json")
     generation = _Fields(read_object(folder / "generation_config.json") or {}, folder / "generation_config.json")
@@ -114,10 +131,11 @@ def read_spec(folder: Path) -> ModelSpec:
     quantization = config.part("quantization_config")
     architecture = causal_name(str(architectures[0]))
     model_type = config.text("model_type", "")
+    check_architecture(config.raw, architecture, generates=generates(folder, architecture))
 
-    hidden_size = config.size("hidden_size", "n_embd", "d_model", "dim")
+    hidden_size = config.size("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
     num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=_MOST_LAYERS)
-    num_heads = config.size("num_attention_heads", "n_head", "n_heads")
+    num_heads = config.size("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(

@@ -1,15 +1,20 @@
-"""Any decoder-only architecture that transformers knows, with our paged attention in place of its own.
+"""Decoder-only architectures that transformers knows, with our paged attention in place of its own.
 
 The model is transformers' own, built from its own classes (never from code in the checkpoint's folder). All rows of a
 step form one sequence with explicit positions; what keeps them apart is the attention, which transformers lets us
 supply: every attention layer calls `_attention`, and the step's backend reaches it as a keyword of the forward call.
 
-A trial pass over two tokens right after loading shows how each layer calls attention. That gives the shape of the KV
-cache, and whatever the paged attention cannot do is refused then, in one sentence, and not computed wrongly later.
+Whatever the paged attention cannot do is refused with one sentence, and not computed wrongly later. `outline` rehearses
+the model without weights (`rehearsal.py`), which shows how each layer calls attention and gives the shape of the KV
+cache, and asks its masks how far they reach (`masks.py`). After loading, the logits of two short requests are held
+against those of transformers' own attention. What none of this shows is what a model does only with longer contexts, by
+code of its own and without a word of it in its calls and masks.
 
 Imported only when such a model is loaded: transformers takes seconds to import.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,17 +24,23 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ...errors import CheckpointError, ConfigError, PagewireError
+from ...errors import CheckpointError, ConfigError, PagewireError, UnsupportedModel
 from ...kernels import reference
-from ..attention.base import AttentionBackend, AttentionStep
+from ..attention.base import AttentionBackend
 from ..cache.kv_cache import KvShape
+from .masks import REACH, UNKNOWN, describe_mask
 from .purpose import NATIVE, refuse_own_code
+from .rehearsal import NUM_TOKENS, Call, Step, compare, rehearse
 from .spec import ModelSpec
 
 _NAME = "pagewire"
-_ORDINARY_LAYERS = {"full_attention", "sliding_attention"}
-# Terms that some models add to the scores through these keywords.
-_UNKNOWN_TERMS = ("s_aux", "position_bias", "cu_seq_lens_q", "block_table")
+_ORDINARY_LAYERS = {"full_attention", "sliding_attention", "attention"}
+# Keywords that transformers hands to attention and that change nothing in a causal forward pass without dropout. Every
+# other one may be a term that we do not compute.
+_IDLE_KEYWORDS = {
+    *("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict"),
+    *("output_attentions", "output_hidden_states", "output_router_logits"),
+}
 
 
 def load_fallback(
@@ -37,18 +48,13 @@ def load_fallback(
 ) -> tuple["TransformersModel", int]:
     """(the model with its weights, their bytes). num_numbers: that the checkpoint's tensors hold. Raises ConfigError,
     CheckpointError."""
-    config = _config(spec, folder, max_len)
-    transformers.AttentionInterface.register(_NAME, _attention)
+    shape = outline(spec, folder, num_numbers=num_numbers, max_len=max_len, dtype=dtype)
     # Their functions are only partly typed.
     auto: Any = transformers.AutoModelForCausalLM
-    logging: Any = transformers.utils.logging
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # what it would warn of is an error here, and raised below
     try:
-        _check_size(auto, config, num_numbers, spec.architecture)
         model, info = auto.from_pretrained(
             folder,
-            config=config,
+            config=_config(spec, folder, max_len),
             dtype=dtype,
             attn_implementation=_NAME,
             use_safetensors=True,
@@ -72,18 +78,69 @@ def load_fallback(
             raise CheckpointError(f"{whose} {verb} {len(keys)} of the tensors of {folder}: {shown}.")
     model = model.to(device).eval().requires_grad_(False)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    return TransformersModel(model, name=spec.architecture, dtype=dtype, device=device), weights
+    prompts = _prompts(model.config)
+    expected = _own_logits(model, prompts, "eager", spec.architecture)
+    again = None if dtype == torch.float32 else _own_logits(model, prompts, "sdpa", spec.architecture)
+    served = TransformersModel(model, name=spec.architecture, dtype=dtype, device=device)
+    compare(spec.architecture, served.rehearse(prompts), expected, again, dtype)
+    if shape is None:
+        served.check_masks(max_len)
+    return served, weights
 
 
-def _check_size(auto: Any, config: Any, num_numbers: int, name: str) -> None:
-    """Before any memory is taken: transformers makes what the config asks for, and then looks whether it is there."""
-    with torch.device("meta"):
-        model = auto.from_config(config)
+def outline(spec: ModelSpec, folder: Path, *, num_numbers: int, max_len: int, dtype: torch.dtype) -> KvShape | None:
+    """What can be known of a model before memory is taken and weights are read: that it can be served, and the shape of
+    its KV. None: its layers look at numbers, so that only weights can tell. Raises ConfigError, CheckpointError."""
+    transformers.AttentionInterface.register(_NAME, _attention)
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it would warn of is an error here, and raised by `load_fallback`
+    name = spec.architecture
+    config = _config(spec, folder, max_len)
+    auto: Any = transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            # Of their ways to compute experts this one looks at no numbers.
+            model = auto.from_config(config, attn_implementation=_NAME, experts_implementation="batched_mm").eval()
+    except Exception as e:  # whatever a model of theirs makes of a config that lies, the answer is the same
+        raise CheckpointError(f"{folder} cannot be loaded as {name}: {_first_line(e)}") from e
     wanted = sum(parameter.numel() for parameter in model.parameters())
     if wanted > 2 * num_numbers:  # tied weights may be there once
         raise CheckpointError(
             f"The checkpoint holds {num_numbers:,} numbers, but config.json calls for {wanted:,} of them in {name}."
         )
+    # Some look for padding in the ids, only to warn.
+    model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None
+    served = TransformersModel(model, name=name, dtype=dtype, device=torch.device("meta"))
+    try:
+        served.rehearse(_prompts(config))
+        served.check_masks(max_len)
+    except _NeedsNumbers:
+        return None
+    return served.kv_shape
+
+
+class _NeedsNumbers(Exception):
+    """A model without weights cannot run, because its layers look at numbers."""
+
+
+def _prompts(config: Any) -> Tensor:
+    """Ids for a rehearsal."""
+    most = int(config.get_text_config().vocab_size)
+    return (torch.arange(1, 2 * NUM_TOKENS + 1) * 7919 % most).view(2, NUM_TOKENS)
+
+
+def _own_logits(model: Any, prompts: Tensor, attention: str, name: str) -> Tensor:
+    """By one of transformers' own attentions: [2, NUM_TOKENS, vocab] float32."""
+    model.set_attn_implementation(attention if attention == "eager" or model._supports_sdpa else "eager")
+    try:
+        with torch.inference_mode():
+            output = model(input_ids=prompts.to(model.device), use_cache=False)
+        return cast(Tensor, output.logits.float())
+    except Exception as e:
+        raise ConfigError(f"{name} does not run in transformers {transformers.__version__}: {_first_line(e)}") from e
+    finally:
+        model.set_attn_implementation(_NAME)
 
 
 class TransformersModel:
@@ -97,7 +154,9 @@ class TransformersModel:
         self._replay = _Replay()
         setattr(model, model.base_model_prefix, self._replay)
         self._whole = model
-        self.kv_shape = self._trial(model.config, name, dtype, device)
+        self._config = model.config
+        self._name, self._dtype, self._device = name, dtype, device
+        self.kv_shape = KvShape(num_layers=0, num_kv_heads=1, head_dim=1, dtype=dtype)
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         output = self._body(input_ids=ids[None], position_ids=positions[None], use_cache=False, **{_KEYWORD: attention})
@@ -113,29 +172,98 @@ class TransformersModel:
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return reference.greedy(self.logits(hidden))
 
-    def _trial(self, config: Any, name: str, dtype: torch.dtype, device: torch.device) -> KvShape:
-        trial = _Trial()
-        tokens = torch.arange(2, device=device)
-        with torch.inference_mode():
-            try:
-                logits = self.logits(self.hidden(tokens, tokens, trial))
-            except ConfigError:
-                raise
-            except Exception as e:  # whatever a model of theirs makes of our attention, the answer is the same
-                raise ConfigError(f"{name} does not run with pagewire's attention: {_first_line(e)}") from e
-        num_layers = config.get_text_config().num_hidden_layers
-        if sorted(trial.shapes) != list(range(num_layers)) or logits.shape[0] != 2:
-            raise ConfigError(f"{name} has {num_layers} layers, but only {len(trial.shapes)} of them use attention.")
-        if len(set(trial.shapes.values())) != 1:
-            raise ConfigError(f"{name} has layers with different key/value shapes, which pagewire cannot cache.")
-        for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-            if kind == "sliding_attention" and trial.windows[layer] is None:
-                raise ConfigError(f"{name} does not tell its attention about sliding windows, so it cannot be served.")
-        num_kv_heads, head_dim = trial.shapes[0]
-        return KvShape(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    def rehearse(self, prompts: Tensor) -> list[Step]:
+        """See `rehearsal.rehearse`. Gives `kv_shape` its value."""
+        num_layers = self._config.get_text_config().num_hidden_layers
+        with self._trying():
+            calls, steps = rehearse(self._name, num_layers, self._device, prompts, self._run)
+        self.kv_shape = self._shape(calls)
+        return steps
+
+    def check_masks(self, max_len: int) -> None:
+        """Holds the windows of which attention is told against the masks that transformers' own attention would get,
+        which show them for any length. Raises UnsupportedModel."""
+        transformers.AttentionInterface.register(_MASKS, _note_mask)
+        transformers.AttentionMaskInterface.register(_MASKS, describe_mask)
+        ids = torch.zeros((1, NUM_TOKENS), dtype=torch.int64, device=self._device)
+        found: list[tuple[int | None, int | None]] = []
+        self._whole.set_attn_implementation(_MASKS)
+        try:
+            with self._trying():
+                # With a mask for padding nobody looks for several sequences in one.
+                self._body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **{_KEYWORD: found})
+        finally:
+            self._whole.set_attn_implementation(_NAME)
+        kinds = getattr(self._config, "layer_types", None) or ()
+        for layer, (window, mask) in enumerate(found):
+            if window is None and mask is None and "sliding_attention" in kinds[layer : layer + 1]:
+                raise UnsupportedModel(self._name, f"its layer {layer} tells its attention nothing of its window")
+            if window != mask and min(window or max_len, mask or max_len) < max_len:
+                has = "no window" if mask is None else f"a window of {mask} tokens"
+                told = "nothing of it" if window is None else f"of {window} tokens"
+                least = min(window or max_len, mask or max_len)
+                raise UnsupportedModel(
+                    self._name,
+                    f"the mask of its layer {layer} has {has}, and its attention is told {told}; up to --max-model-len "
+                    f"{least} that makes no difference",
+                )
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Whatever a model of theirs makes of our attention, the answer is a sentence."""
+        try:
+            with torch.inference_mode():
+                yield
+        except ConfigError:
+            raise
+        except Exception as e:
+            if self._device.type == "meta" and ("meta" in str(e) or isinstance(e, NotImplementedError)):
+                raise _NeedsNumbers from e
+            why = _first_line(e).rstrip(".")
+            raise UnsupportedModel(
+                self._name, f"it does not run with another attention than transformers' own ({why})"
+            ) from e
+
+    def _run(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        return self.logits(self.hidden(ids, positions, attention))
+
+    def _shape(self, calls: dict[int, Call]) -> KvShape:
+        sizes = sorted({(call.num_kv_heads, call.head_dim) for call in calls.values()})
+        if len(sizes) != 1:
+            found = " and ".join(f"{heads} x {dim}" for heads, dim in sizes)
+            raise UnsupportedModel(
+                self._name,
+                f"its layers have keys and values of different sizes ({found}), and pagewire's KV cache has one size "
+                "for all layers",
+            )
+        ((num_kv_heads, head_dim),) = sizes
+        return KvShape(num_layers=len(calls), num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=self._dtype)
 
 
 _KEYWORD = "pagewire_attention"
+_MASKS = "pagewire-masks"
+
+
+def _note_mask(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Notes the window of which this layer is told, and that of its mask."""
+    found = cast(list[tuple[int | None, int | None]], kwargs[_KEYWORD])
+    reach = None if attention_mask is None else getattr(attention_mask, REACH, UNKNOWN)
+    if reach == UNKNOWN:
+        raise UnsupportedModel(
+            _architecture(module),
+            "its attention masks are neither causal nor sliding windows, and pagewire knows no others",
+        )
+    found.append((sliding_window, reach))
+    return torch.zeros_like(query).transpose(1, 2), None
 
 
 def _attention(
@@ -152,15 +280,34 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query: [1, heads, tokens, dim] → [1, tokens, heads, dim]."""
     backend = cast(AttentionBackend | None, kwargs.get(_KEYWORD))
-    name = type(module).__name__
     if backend is None:
-        raise ConfigError(f"{name} does not pass keywords on to its attention, so it cannot be served.")
-    if attention_mask is not None or any(kwargs.get(term) is not None for term in _UNKNOWN_TERMS):
-        raise ConfigError(f"{name} adds terms to its attention scores that pagewire does not compute.")
+        raise UnsupportedModel(
+            _architecture(module),
+            f"it does not pass keywords on to its attention in transformers {transformers.__version__}, so pagewire's "
+            "paged attention cannot be reached",
+        )
+    if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
+        raise UnsupportedModel(
+            _architecture(module),
+            "its tokens see those that follow them (bidirectional attention), and pagewire generates with causal "
+            "attention",
+        )
+    terms = sorted(term for term, value in kwargs.items() if value is not None and term not in _IDLE_KEYWORDS)
+    terms = ["attention_mask"] * (attention_mask is not None) + [term for term in terms if term != _KEYWORD]
+    if terms:
+        what = "attention sinks" if terms == ["s_aux"] else f"terms that pagewire does not know ({', '.join(terms)})"
+        raise UnsupportedModel(_architecture(module), f"it computes its attention scores with {what}")
     if key.shape != value.shape:
-        raise ConfigError(f"{name} has keys and values of different shapes, which pagewire cannot cache.")
+        raise UnsupportedModel(
+            _architecture(module),
+            f"its keys have {key.shape[-1]} numbers a head and its values {value.shape[-1]}, and pagewire's KV cache "
+            "has one size for both",
+        )
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or query.shape[0] != 1:
+        raise UnsupportedModel(_architecture(module), "its calls of attention name no layer")
     out = backend.forward(
-        cast(int, module.layer_idx),
+        cast(int, layer),
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -171,30 +318,19 @@ def _attention(
     return out[None], None
 
 
-class _Trial:
-    """An attention backend that only notes how it is called."""
+def _architecture(module: nn.Module) -> str:
+    """Of the model that this attention is a part of."""
+    names = getattr(getattr(module, "config", None), "architectures", None)
+    return str(names[0]) if names else type(module).__name__
 
-    def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int]] = {}  # layer → (key heads, dim)
-        self.windows: dict[int, int | None] = {}
 
-    def begin(self, step: AttentionStep) -> None:
-        raise AssertionError("the trial pass has no step")
+class _Hidden(MoeModelOutputWithPast):
+    """Hidden states, and None for whatever else a body may give."""
 
-    def forward(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        self.shapes[layer] = (key.shape[1], key.shape[2])
-        self.windows[layer] = window
-        return torch.zeros_like(query)
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
 class _Replay(nn.Module):
@@ -204,8 +340,13 @@ class _Replay(nn.Module):
         super().__init__()
         self.hidden: Tensor | None = None
 
-    def forward(self, *args: object, **kwargs: object) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+    @property
+    def decoder(self) -> "_Replay":
+        """OPT and its kin call the decoder within the body."""
+        return self
+
+    def forward(self, *args: object, **kwargs: object) -> _Hidden:
+        return _Hidden(last_hidden_state=self.hidden)
 
 
 def _config(spec: ModelSpec, folder: Path, max_len: int) -> Any:
@@ -224,14 +365,24 @@ def _config(spec: ModelSpec, folder: Path, max_len: int) -> Any:
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     known = classes.get(type(config), None)
     if config.is_encoder_decoder or known is None or known.__name__ != name:
-        raise ConfigError(f"{name} is not a decoder-only language model, and pagewire serves no others.")
-    if known._is_stateful:
-        raise ConfigError(f"{name} keeps a recurrent state, which pagewire cannot page yet.")
+        raise UnsupportedModel(name, "it is not a decoder-only language model, and pagewire serves no others")
+    layers = set(getattr(config, "layer_types", None) or ())
+    if known._is_stateful and not (layers and layers <= _ORDINARY_LAYERS):
+        raise UnsupportedModel(
+            name,
+            "it has layers with a recurrent state in place of keys and values, and pagewire caches keys and values "
+            "only",
+        )
     if not known._supports_attention_backend:
-        raise ConfigError(f"{name} does not let its attention be replaced, so pagewire cannot serve it.")
-    strange = set(getattr(config, "layer_types", None) or ()) - _ORDINARY_LAYERS
-    if strange:
-        raise ConfigError(f"{name} has layers of a kind that pagewire does not know: {', '.join(sorted(strange))}.")
+        raise UnsupportedModel(
+            name,
+            f"it computes attention in code of its own in transformers {transformers.__version__}, which pagewire's "
+            "paged attention cannot replace",
+        )
+    if strange := layers - _ORDINARY_LAYERS:
+        raise UnsupportedModel(
+            name, f"it has layers of a kind that pagewire does not know ({', '.join(sorted(strange))})"
+        )
     if spec.rope.kind == "longrope" and max_len > spec.rope.original_max_position:
         raise ConfigError(
             f"{name} changes its rotary frequencies for requests of more than {spec.rope.original_max_position} "

@@ -1,6 +1,8 @@
-"""How a model would share the memory out, calculated from its shapes: nothing is read of the weights.
+"""What the start of a worker would find, without reading the weights: whether the model can be served, and how it would
+share the memory out.
 
-For `pagewire serve --explain`. What the start itself accounts for is in `loading.py`; a test holds the two together.
+For `pagewire doctor` and `pagewire serve --explain`. It asks what `loading.py` asks, by the same functions, but for
+what only weights show; what the start accounts for is calculated there, and a test holds the two together.
 """
 
 from pathlib import Path
@@ -15,15 +17,18 @@ from ..models import registry
 from ..models.spec import ModelSpec, read_spec
 from ..parallel.collectives import Alone
 from ..parallel.place import Place
+from ..weights.reader import CheckpointReader
 from .backend import Backend, choose_backend
-from .loading import DTYPES, blocks_needed, host_workspace, no_kv
+from .loading import DTYPES, blocks_needed, check_positions, count_numbers, find_targets, host_workspace, no_kv
 from .memory import MemoryPlan
 
 
 def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
     """One rank's memory, and how many KV blocks it would offer. What a GPU's recorded steps take is left out. Raises
-    ConfigError."""
+    ConfigError and CheckpointError for a model that would be refused."""
     spec = read_spec(Path(config.model_path))
+    if not spec.purpose.is_encoder:
+        check_positions(config, spec)
     device = choose_device(config, place=Place(ranks_here=tuple(range(config.tensor_parallel_size))))
     weights, shape = _model(config, spec, device.torch_device)
     plan = MemoryPlan(
@@ -53,6 +58,10 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
     dtype, kv_dtype = DTYPES[config.arithmetic], DTYPES[config.kv_cache_dtype]
     files = sum(file.stat().st_size for file in Path(config.model_path).glob("*.safetensors"))
     if spec.purpose.is_encoder:
+        from ..models.encoder import encoder_config
+
+        CheckpointReader(Path(config.model_path)).close()  # complains of damaged and missing files
+        encoder_config(spec, Path(config.model_path))
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, no_kv(dtype)
     is_int8 = config.quantization == "int8"
     is_gpu = device.type == "cuda"
@@ -67,10 +76,10 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
         ops=backend.ops,
     )
     if outline is None:
-        shape = KvShape(
-            num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=kv_dtype
-        )
-        return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, shape
+        return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, _fallback_shape(config, spec, kv_dtype)
+    if config.load_format != "dummy":
+        with CheckpointReader(Path(config.model_path)) as reader:
+            find_targets(reader, outline, spec)
     heads = outline.kv_shape
     shape = KvShape(
         num_layers=heads.num_layers, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, dtype=kv_dtype
@@ -85,3 +94,14 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
                 per_row = 8 if config.cpu_kernels == "compiled" else 4  # bytes: a scale, and for the C kernels a sum
                 weights += rows * (columns + per_row) - module.weight.nbytes
     return weights, shape
+
+
+def _fallback_shape(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> KvShape:
+    # Only here, since transformers takes seconds to import.
+    from ..models.transformers_fallback import outline
+
+    folder = Path(config.model_path)
+    shape = outline(spec, folder, num_numbers=count_numbers(folder), max_len=config.max_model_len, dtype=dtype)
+    if shape is not None:
+        return shape
+    return KvShape(num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype)

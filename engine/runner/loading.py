@@ -19,12 +19,11 @@ from ..gpu.queue import Queue
 from ..layers.linear import Linear
 from ..models import registry
 from ..models.decoder import Decoder, Model
-from ..models.purpose import NATIVE
-from ..models.spec import ModelSpec, is_native
+from ..models.spec import ModelSpec, check_options, is_native
 from ..parallel.collectives import Group
 from ..weights.dummy import fill_dummy
 from ..weights.loader import check_weights, load_weights, quantized_parameters
-from ..weights.mapping import checkpoint_targets
+from ..weights.mapping import Target, checkpoint_targets
 from ..weights.reader import CheckpointReader
 from .backend import Backend, choose_backend
 from .memory import size, workspace_bytes
@@ -84,7 +83,7 @@ def load_model(
     else:
         backend = choose_backend(config, torch_device, spec.dtype)
     _check_deterministic(config, spec, backend, is_on_device=why is None)
-    _check_positions(config, spec)
+    check_positions(config, spec)
     decoder = registry.build_native(
         spec,
         max_len=config.max_model_len,
@@ -182,7 +181,7 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
     return None
 
 
-def _check_positions(config: EngineConfig, spec: ModelSpec) -> None:
+def check_positions(config: EngineConfig, spec: ModelSpec) -> None:
     """A model may declare more positions than there is memory for, before any of them is used."""
     table = 6 * 4 * config.max_model_len * spec.head_dim  # cosines and sines, and what they are made of, on the host
     if table > (free := available_memory()):
@@ -258,17 +257,13 @@ def _fill(
         fill_dummy(dict(decoder.named_parameters()))
         return
     with CheckpointReader(Path(config.model_path)) as reader:
-        parameters = dict(decoder.named_parameters())
-        targets = checkpoint_targets(parameters, decoder.fused, decoder.cuts, decoder.renamed)
-        if "embed_tokens.weight" in reader:  # the body alone was saved, as embedding models are
-            targets = {name.removeprefix("model."): target for name, target in targets.items()}
+        targets = find_targets(reader, decoder, spec)
         keep: dict[str, Callable[[QuantizedWeight], None]] = {}
         if is_kept:
             assert spec.scheme is not None
             kept = quantized_parameters(reader, targets, spec.scheme)
             linears = {f"{path}.weight": m for path, m in decoder.named_modules() if isinstance(m, Linear)}
             keep = {name: partial(_keep, linears[name], device) for name in kept & linears.keys()}
-        check_weights(reader, parameters, targets, scheme=spec.scheme, redundant=decoder.redundant)
         registry.allocate(decoder, device, without=keep.keys())
         load_weights(
             reader,
@@ -281,6 +276,17 @@ def _fill(
         )
 
 
+def find_targets(reader: CheckpointReader, decoder: Decoder, spec: ModelSpec) -> dict[str, Target]:
+    """Where each tensor of the checkpoint goes. decoder: may be an outline. Raises CheckpointError if the two do not
+    belong together."""
+    parameters = dict(decoder.named_parameters())
+    targets = checkpoint_targets(parameters, decoder.fused, decoder.cuts, decoder.renamed)
+    if "embed_tokens.weight" in reader:  # the body alone was saved, as embedding models are
+        targets = {name.removeprefix("model."): target for name, target in targets.items()}
+    check_weights(reader, parameters, targets, scheme=spec.scheme, redundant=decoder.redundant)
+    return targets
+
+
 def _keep(module: Linear, device: torch.device, weight: QuantizedWeight) -> None:
     module.replace(weight.to(device))
 
@@ -288,19 +294,21 @@ def _keep(module: Linear, device: torch.device, weight: QuantizedWeight) -> None
 def _load_fallback(
     config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, group: Group
 ) -> tuple[Model, int]:
-    for what, is_asked in (
-        ("--tensor-parallel-size is", group.size > 1),
-        ("--load-format dummy is", config.load_format == "dummy"),
-        ("--quantization is", config.quantization is not None),
-        ("Quantized checkpoints are", spec.scheme is not None),
-    ):
-        if is_asked:
-            raise ConfigError(f"{what} there for {', '.join(NATIVE)}; this is {spec.architecture}.")
+    check_options(
+        spec,
+        tensor_parallel_size=group.size,
+        is_dummy=config.load_format == "dummy",
+        quantization=config.quantization,
+    )
     from ..models.transformers_fallback import load_fallback
 
     folder = Path(config.model_path)
-    with CheckpointReader(folder) as reader:  # complains of damaged and missing files in our own words
-        num_numbers = sum(math.prod(reader.shape(name)) for name in reader.names())
     return load_fallback(
-        spec, folder, num_numbers=num_numbers, max_len=config.max_model_len, dtype=dtype, device=device
+        spec, folder, num_numbers=count_numbers(folder), max_len=config.max_model_len, dtype=dtype, device=device
     )
+
+
+def count_numbers(folder: Path) -> int:
+    """That the checkpoint's tensors hold. Raises CheckpointError for damaged and missing files."""
+    with CheckpointReader(folder) as reader:
+        return sum(math.prod(reader.shape(name)) for name in reader.names())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import jinja2
 import jinja2.compiler
@@ -21,7 +21,7 @@ import jinja2.parser
 import jinja2.sandbox
 import msgspec
 
-from ...errors import ConfigError, RequestError
+from ...errors import ConfigError, RequestError, prompt_too_long
 from .template_files import read_templates
 from .tokenizer import Tokenizer
 
@@ -32,6 +32,16 @@ _RESERVED = frozenset(
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one that templates read
 _MAX_REASON = 500  # characters of what a template says; it may repeat a whole message
 DEFAULT_MAX_CHARS = 1 << 25
+
+
+class ChatBounds(NamedTuple):
+    """How long a chat may become."""
+
+    max_chars: int
+    max_model_len: int  # tokens of the context, for who is told
+
+
+_UNBOUNDED = ChatBounds(DEFAULT_MAX_CHARS, DEFAULT_MAX_CHARS)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -101,7 +111,7 @@ class ChatTemplate:
         sources: Mapping[str, str],
         special_tokens: Mapping[str, str],
         *,
-        max_chars: int = DEFAULT_MAX_CHARS,
+        bounds: ChatBounds = _UNBOUNDED,
     ) -> None:
         """`sources`: name → template; `tool_use` is taken when there are tools, else `default`; none: every chat
         request is refused. `special_tokens`: `bos_token` and so on, as the template sees them. Raises ConfigError if a
@@ -109,7 +119,7 @@ class ChatTemplate:
         environment = _Environment()
         self.source = sources.get("default")
         self._special_tokens = dict(special_tokens)
-        self._max_chars = max_chars
+        self._bounds = bounds
         self._reserved = _RESERVED | environment.globals.keys() | special_tokens.keys()
         try:
             self._templates = {name: _Compiled(environment, source) for name, source in sources.items()}
@@ -207,9 +217,9 @@ class ChatTemplate:
         try:
             for part in template.generate(variables):
                 num_chars += len(part)
-                if num_chars > self._max_chars:
-                    detail = f"The chat is longer than {self._max_chars} characters, too long for this model's context."
-                    raise RequestError("context_length_exceeded", detail)
+                if num_chars > self._bounds.max_chars:
+                    why = f"the chat has more than the {self._bounds.max_chars} characters that are encoded"
+                    raise prompt_too_long(self._bounds.max_model_len, why)
                 parts.append(part)
         except jinja2.TemplateError as error:
             sentence = " ".join((error.message or "no reason given").split())[:_MAX_REASON].rstrip(".")
@@ -357,9 +367,9 @@ def load_chat_template(
     tokenizer: Tokenizer,
     operator_file: Path | None = None,
     *,
-    max_chars: int = DEFAULT_MAX_CHARS,
+    bounds: ChatBounds = _UNBOUNDED,
 ) -> ChatTemplate:
     """The chat template of the checkpoint in `folder`, or `operator_file` instead. Raises ConfigError if it is damaged.
 
     Without any, the result refuses chat requests with a clear sentence."""
-    return ChatTemplate(read_templates(folder, operator_file), tokenizer.special_tokens, max_chars=max_chars)
+    return ChatTemplate(read_templates(folder, operator_file), tokenizer.special_tokens, bounds=bounds)

@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 from ...errors import RequestError
 from ...ipc.messages import Constraint
 from .bad_words import BadWords
-from .grammar_text import complaint, what_it_is, write_grammar
+from .grammar_text import (
+    alone,
+    are_own_rules,
+    complaint,
+    refusal,
+    what_it_is,
+    with_replaced,
+    write_grammar,
+)
 from .thinking_budget import ThinkingBudget
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -81,32 +89,66 @@ class Grammars:
         return self._tokenizer
 
     def _compile_grammar(self, constraint: Constraint, prompt_tail: str) -> "_Grammar":
-        import llguidance  # not before it is needed
-
         what = what_it_is(constraint)
         tokenizer = self._readable_tokenizer(what)
         if self._vocabulary is None:
             raise RequestError("invalid_request", f"{what}: this model's tokens do not spell texts byte by byte.")
-        limits = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
         text = write_grammar(constraint, prompt_tail, tokenizer)
         matcher = self._compiled.pop(text, None)
         if matcher is None:
-            answer_alone = write_grammar(
-                replace(constraint, reasoning_starts=(), reasoning_ends=()), prompt_tail, tokenizer
-            )
-            for part in dict.fromkeys((answer_alone, text)):
-                matcher = llguidance.LLMatcher(self._vocabulary, part, log_level=0, limits=limits)
-                if matcher.is_error():
-                    raise RequestError("invalid_request", complaint(constraint, matcher.get_error()))
-                # Whether any text follows the answer's grammar shows in its first mask: `start: start` compiles, too.
-                matcher.compute_bitmask()
-                if matcher.is_error():
-                    raise RequestError("invalid_request", f"{what} allows no text at all.")
-            assert matcher is not None
+            try:
+                matcher = self._start(constraint, text, prompt_tail, tokenizer)
+            except RequestError:
+                replaced = self._without_bad_schemas(constraint)
+                if replaced == constraint:
+                    raise
+                others = write_grammar(replaced, prompt_tail, tokenizer)
+                matcher = self._start(replaced, others, prompt_tail, tokenizer)
         self._compiled[text] = matcher
         if len(self._compiled) > _MOST_COMPILED:
             del self._compiled[next(iter(self._compiled))]
         return _Grammar(matcher.deep_copy(), what, frozenset(self._eos_token_ids))
+
+    def _start(
+        self, constraint: Constraint, text: str, prompt_tail: str, tokenizer: Tokenizer
+    ) -> "llguidance.LLMatcher":
+        """A matcher before the first token. Raises RequestError."""
+        parts = [text]
+        if constraint.reasoning_ends:
+            answer_alone = replace(constraint, reasoning_starts=(), reasoning_ends=())
+            parts.insert(0, write_grammar(answer_alone, prompt_tail, tokenizer))
+        for part in dict.fromkeys(parts):
+            matcher = self._matcher(part)
+            if matcher.is_error():
+                raise complaint(constraint, matcher.get_error())
+            # Whether any text follows the answer's grammar shows in its first mask: `start: start` compiles, too.
+            matcher.compute_bitmask()
+            if matcher.is_error():
+                raise refusal(constraint, "allows no text at all")
+        return matcher
+
+    def _without_bad_schemas(self, constraint: Constraint) -> Constraint:
+        """With what stands instead of each schema that cannot be enforced. Raises RequestError, with the field that
+        such a schema is from, where nothing does."""
+        if not are_own_rules(constraint):
+            return constraint
+        bad: list[int] = []
+        for place, (text, source) in enumerate(zip(alone(constraint), constraint.sources, strict=False)):
+            matcher = self._matcher(text)
+            if not matcher.is_error():
+                matcher.compute_bitmask()
+            if matcher.is_error():
+                if not source.instead:
+                    raise complaint(constraint, matcher.get_error(), source)
+                bad.append(place)
+        return with_replaced(constraint, bad or range(len(constraint.sources)))  # together they may be too much
+
+    def _matcher(self, text: str) -> "llguidance.LLMatcher":
+        import llguidance  # not before it is needed
+
+        assert self._vocabulary is not None
+        limits = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+        return llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
 
     def forget(self) -> None:
         """Frees what is kept in case that it is asked for again."""

@@ -6,10 +6,13 @@ vocabulary has no special token for is plain text.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+
+from msgspec.structs import replace
 
 from ...errors import RequestError
-from ...ipc.messages import MOST_GRAMMAR_BYTES, Constraint
+from ...ipc.messages import MOST_GRAMMAR_BYTES, Constraint, Source
+from .json_schema import tidy
 from .thinking_budget import opens_reasoning
 from .tokenizer import Tokenizer
 
@@ -22,15 +25,7 @@ MOST_REFERENCES = 1000  # in any text; and rules. The library follows them with 
 _SPACES = {"whitespace_pattern": r"\n {0,16}| "}
 _SPACE_OPTIONS = ("whitespace_flexible", "whitespace_pattern")
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-# The standard's; what others mean by a format of their own is a note for people.
-_STANDARD_FORMATS = (
-    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
-    *("uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer"),
-    "regex",
-)
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS_OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems")
-_ONE_SCHEMA = ("items", "additionalProperties")
+_JSON = "%json "  # before a schema in Lark; it goes on to the line's end
 _WHAT = {
     "json_schema": "The JSON schema",
     "json_object": "json_object",
@@ -40,34 +35,50 @@ _WHAT = {
 }
 
 
-def what_it_is(constraint: Constraint) -> str:
-    """The subject of a sentence about it."""
-    return "A tool's schema" if constraint.kind == "lark" and constraint.lark_marks else _WHAT[constraint.kind]
+def what_it_is(constraint: Constraint, source: Source | None = None) -> str:
+    """The subject of a sentence about it. `source`: of the schema that is meant, in rules of our own."""
+    if are_own_rules(constraint):
+        if source is None:
+            return "The format of the tools' calls"
+        tool = f" (of {source.tool[:80]!r})" if source.tool else ""
+        return f"{_WHAT['json_schema']} in {source.field}{tool}"
+    return _WHAT[constraint.kind] + (f" in {constraint.sources[0].field}" if constraint.sources else "")
 
 
-def complaint(constraint: Constraint, error: str) -> str:
+def are_own_rules(constraint: Constraint) -> bool:
+    """Whether its text is rules of ours, with a client's schemas in them."""
+    return constraint.kind == "lark" and bool(constraint.lark_marks)
+
+
+def refusal(constraint: Constraint, why: str, source: Source | None = None) -> RequestError:
+    """`why`: what follows the subject."""
+    if source is None and constraint.sources and not are_own_rules(constraint):
+        source = constraint.sources[0]
+    param = "" if source is None else source.field
+    return RequestError("invalid_request", f"{what_it_is(constraint, source)} {why}.", param=param)
+
+
+def complaint(constraint: Constraint, error: str, source: Source | None = None) -> RequestError:
     """What the library says of a text, as one sentence for the client."""
     reason = next((line for line in error.splitlines() if line.startswith("error: ")), error.partition("\n")[0])
     reason = re.sub(r"^(at )?\d+\(\d+\): |^error: |failed to compile JSON schema: ", "", reason.strip())
     reason = re.sub(r"failed to compile JSON schema: |\. Enable '.*$", "", reason).rstrip(". ")
-    return f"{what_it_is(constraint)} cannot be enforced: {reason[:300]}."
+    return refusal(constraint, f"cannot be enforced: {reason[:300]}", source)
 
 
 def write_grammar(constraint: Constraint, prompt_tail: str, tokenizer: Tokenizer) -> str:
     """The grammar of a whole output. Raises RequestError for what is over the limits or cannot be read."""
     if len(constraint.text.encode("utf-8", "replace")) > MOST_GRAMMAR_BYTES:
-        raise _refusal(constraint, f"is larger than {MOST_GRAMMAR_BYTES} bytes")
+        raise refusal(constraint, f"is larger than {MOST_GRAMMAR_BYTES} bytes")
     if constraint.text.count('"$ref"') > MOST_REFERENCES:
-        raise _refusal(constraint, f"has more than {MOST_REFERENCES} references")
+        constraint = with_replaced(constraint, range(len(constraint.sources)))
+    if constraint.text.count('"$ref"') > MOST_REFERENCES:
+        raise refusal(constraint, f"has more than {MOST_REFERENCES} references")
     lines, first = _reasoning(constraint, prompt_tail, tokenizer)
     if constraint.kind == "lark":
         return _around(constraint, lines, first, _rules(constraint, tokenizer))
     first += [_tag(mark, tokenizer) for mark in constraint.lark_marks]
     return "\n".join([f"start: {' '.join([*first, 'answer'])}", *lines, f"answer: {_answer(constraint)}"])
-
-
-def _refusal(constraint: Constraint, why: str) -> RequestError:
-    return RequestError("invalid_request", f"{what_it_is(constraint)} {why}.")
 
 
 # ── the answer ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -77,7 +88,7 @@ def _answer(constraint: Constraint) -> str:
     try:
         return _answer_rule(constraint)
     except ValueError:
-        raise _refusal(constraint, "is not valid JSON") from None
+        raise refusal(constraint, "is not valid JSON") from None
 
 
 def _answer_rule(constraint: Constraint) -> str:
@@ -87,19 +98,19 @@ def _answer_rule(constraint: Constraint) -> str:
         case "json_schema":
             schema = _parse(constraint, constraint.text)
             if not isinstance(schema, dict | bool):
-                raise _refusal(constraint, "must be an object")
+                raise refusal(constraint, "must be an object")
             return _json_rule(schema)
         case "choice":
             choices = _parse(constraint, constraint.text)
             if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
-                raise _refusal(constraint, "must be a list of texts, and not empty")
+                raise refusal(constraint, "must be a list of texts, and not empty")
             return "CHOICE\nCHOICE: " + " | ".join(_text(one) for one in choices)  # a token is a third of a rule's work
         case _:
             assert constraint.kind == "regex", constraint.kind
             from llguidance import regex_to_lark
 
             if not constraint.text:
-                raise _refusal(constraint, "must not be empty")
+                raise refusal(constraint, "must not be empty")
             pattern = constraint.text.replace("\n", r"\n").replace("\0", r"\x00")  # a rule of Lark is one line
             return f"/{regex_to_lark(pattern, 'd')}/"  # \d is 0 to 9, as in a JSON schema's patterns
 
@@ -109,39 +120,23 @@ def _json_rule(schema: "dict[str, object] | bool") -> str:
     if isinstance(schema, dict):
         own = schema.get("x-guidance")
         chosen = {name: own[name] for name in _SPACE_OPTIONS if name in own} if isinstance(own, dict) else {}
-        schema = {**_without_notes(schema), "x-guidance": chosen or _SPACES}
-    return f"%json {json.dumps(schema)}"
+        schema = {**tidy(schema), "x-guidance": chosen or _SPACES}
+    return _JSON + json.dumps(schema)
 
 
-def _without_notes(schema: dict[str, object]) -> dict[str, object]:
-    """The schema without words that assert nothing, and that the library takes for some that it lacks."""
-    cleaned: dict[str, object] = {}
-    for word, value in schema.items():
-        if (word == "format" and value not in _STANDARD_FORMATS) or (word == "uniqueItems" and value is False):
-            continue
-        if word in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            value = {name: _without_notes(one) if isinstance(one, dict) else one for name, one in value.items()}
-        elif word in _LISTS_OF_SCHEMAS and isinstance(value, list):
-            value = [_without_notes(one) if isinstance(one, dict) else one for one in value]
-        elif word in _ONE_SCHEMA and isinstance(value, dict):
-            value = _without_notes(value)
-        cleaned[word] = value
-    return cleaned
-
-
-def _parse(constraint: Constraint, text: str) -> object:
+def _parse(constraint: Constraint, text: str, source: Source | None = None) -> object:
     """JSON within the limits. Raises RequestError, and ValueError if it is none."""
     try:
         value = json.loads(text)
     except RecursionError:
-        raise _refusal(constraint, f"is nested deeper than {MOST_LEVELS} levels") from None
+        raise refusal(constraint, f"is nested deeper than {MOST_LEVELS} levels", source) from None
     for inner, level in _walk(value):
         if level > MOST_LEVELS:
-            raise _refusal(constraint, f"is nested deeper than {MOST_LEVELS} levels")
+            raise refusal(constraint, f"is nested deeper than {MOST_LEVELS} levels", source)
         if isinstance(inner, dict) and len(inner) > MOST_KEYS:
-            raise _refusal(constraint, f"has an object with more than {MOST_KEYS} keys")
+            raise refusal(constraint, f"has an object with more than {MOST_KEYS} keys", source)
         if isinstance(inner, list) and len(inner) > MOST_ITEMS:
-            raise _refusal(constraint, f"has a list of more than {MOST_ITEMS} values")
+            raise refusal(constraint, f"has a list of more than {MOST_ITEMS} values", source)
     return value
 
 
@@ -158,7 +153,7 @@ def _walk(value: object) -> Iterator[tuple[object, int]]:
 def _rules(constraint: Constraint, tokenizer: Tokenizer) -> str:
     """The rules of a lark text, marks included. llama.cpp's GBNF is understood, too."""
     if constraint.text.count("\n") > MOST_REFERENCES:
-        raise _refusal(constraint, f"has more than {MOST_REFERENCES} lines")
+        raise refusal(constraint, f"has more than {MOST_REFERENCES} lines")
     text = constraint.text
     if _GBNF.search(text):
         from llguidance.gbnf_to_lark import any_to_lark
@@ -166,22 +161,48 @@ def _rules(constraint: Constraint, tokenizer: Tokenizer) -> str:
         try:
             text = str(any_to_lark(text))
         except Exception as error:  # a converter that raises whatever it comes upon
-            raise RequestError("invalid_request", complaint(constraint, str(error))) from None
-    text = "\n".join(_bounded_line(constraint, line) for line in text.split("\n"))
+            raise complaint(constraint, str(error)) from None
+    sources = iter(constraint.sources if are_own_rules(constraint) else ())
+    lines = text.split("\n")
+    text = "\n".join(_bounded_line(constraint, line, sources) if _JSON in line else line for line in lines)
     marks = [f"mark{i}: {_tag(mark, tokenizer)}" for i, mark in enumerate(constraint.lark_marks)]
     return "\n".join([text, *marks, ""])
 
 
-def _bounded_line(constraint: Constraint, line: str) -> str:
+def _bounded_line(constraint: Constraint, line: str, sources: Iterator[Source]) -> str:
     """A line of Lark that ends with a schema, with the same limits for that as a schema has alone."""
-    before, word, schema = line.partition("%json ")
-    if not (word and schema.startswith("{")):
+    before, _, schema = line.partition(_JSON)
+    source = next(sources, None)
+    if not schema.startswith("{"):
         return line
     try:
-        value = _parse(constraint, schema)
+        value = _parse(constraint, schema, source)
     except ValueError:
         return line  # it goes on in the next line, or something stands behind it
+    except RequestError:
+        if source is None or not source.instead:
+            raise
+        return _bounded_line(constraint, f"{before}{_JSON}{source.instead}", iter(()))
     return before + _json_rule(value) if isinstance(value, dict) else line
+
+
+def alone(constraint: Constraint) -> list[str]:
+    """Of rules of our own, a grammar for each of the schemas in them. Raises RequestError."""
+    lines = [line for line in constraint.text.split("\n") if _JSON in line]
+    sources = iter(constraint.sources)
+    bounded = [_bounded_line(constraint, line, sources) for line in lines[: len(constraint.sources)]]
+    return [f"start: {_JSON}{line.partition(_JSON)[2]}" for line in bounded]
+
+
+def with_replaced(constraint: Constraint, places: Collection[int]) -> Constraint:
+    """With what stands `instead` of the schemas at these places, where something does."""
+    lines, place = constraint.text.split("\n"), -1
+    for i, line in enumerate(lines):
+        place += _JSON in line
+        is_meant = _JSON in line and place in places and place < len(constraint.sources)
+        if is_meant and (instead := constraint.sources[place].instead):
+            lines[i] = line.partition(_JSON)[0] + _JSON + instead
+    return replace(constraint, text="\n".join(lines))
 
 
 def _around(constraint: Constraint, lines: Sequence[str], first: Sequence[str], rules: str) -> str:

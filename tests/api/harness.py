@@ -103,7 +103,7 @@ class FakeEngine:
         self.stop_reason = stop_reason
         self.prompt_end = ""
         self.vectors = [[0.5, -1.0], [0.25, 2.0], [0.75, 0.0]]  # what orders with pooling get in turn
-        self.refuse: tuple[ErrorKind, str] | None = None  # instead of accepting
+        self.refuse: tuple[ErrorKind, str] | tuple[ErrorKind, str, str, int] | None = None  # instead of accepting
         self.fail_after: int | None = None  # pieces, then Failed
         self.hold = False  # accept and say nothing more until `go`
         self.submits: list[Submit] = []

@@ -1,11 +1,18 @@
 """What an output has to keep to: from the fields of each API to the constraint that travels, and what goes together."""
 
 import json
+import re
 from typing import Any
 
 import pytest
+from drawing import draw, grammars_of, json_tokenizer
+from msgspec.structs import replace
 
-from pagewire.ipc.messages import Constraint
+from pagewire.api.parsers.events import CallArguments, CallStart, Text
+from pagewire.api.parsers.lexer import Lexer
+from pagewire.api.parsers.registry import find_grammar
+from pagewire.errors import RequestError
+from pagewire.ipc.messages import Constraint, Source
 
 from .harness import Answer, FakeEngine, chat, complete, request
 
@@ -70,7 +77,9 @@ def test_each_format(ask: Any, fields: dict[str, Any], kind: str, value: Any) ->
     constraint = constraint_of(engine, ask(engine, **fields))
     text = constraint.text if kind in ("regex", "lark") else json.loads(constraint.text)
     assert (constraint.kind, text) == (kind, value)
-    assert constraint == Constraint(constraint.kind, constraint.text), "it starts at once"
+    (source,) = constraint.sources
+    assert constraint == Constraint(constraint.kind, constraint.text, sources=(source,)), "it starts at once"
+    assert source.field.partition(".")[0] == next(iter(fields)) and not source.tool
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": None}])
@@ -114,7 +123,10 @@ def test_an_answer_of_harmony_is_a_message_of_its_channel() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"},
+            "tools[0].function.name",
+        ),
         (
             {
                 "tools": [NOW, {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
@@ -250,3 +262,123 @@ def test_the_other_apis_ask_for_the_same() -> None:
     assert constraint_of(engine, answer).thinking_budget == 1024
     assert request(engine, "/v1/messages", {**body, "thinking": thinking}).status == 200
     assert engine.submits[-1].constraint is None, "a model that is not known to reason keeps to any bound"
+
+
+# ── what cannot be enforced ──────────────────────────────────────────────────────────────────────────────────────────
+
+# Tools beside which an answer in a format is asked for. No grammar can follow the parameters of the second and third.
+ODD: list[tuple[str, Any]] = [
+    ("weather", SCHEMA),
+    ("odd", {"type": "object", "properties": {"x": {"not": {"type": "string"}}}}),
+    (
+        "deep",
+        {"type": "object", "properties": {"x": {"const": 1, "enum": [[[]], {"a": 1}]}, "y": {"type": "strng"}}},
+    ),
+    ("no object", {"type": "object"}),
+    ("nested", {"type": "object", "properties": json.loads('{"a":' * 80 + "{}" + "}" * 80)}),
+    ("list", {"type": "array"}),
+    ("open", True),
+]
+FAMILIES = ("hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "openai")
+
+
+def odd_tools(*names: str) -> list[dict[str, Any]]:
+    return [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in ODD
+        if not names or name in names
+    ]
+
+
+def ask_beside_tools(engine: FakeEngine, parser: str, **fields: Any) -> Answer:
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    return request(engine, "/v1/chat/completions", body, tool_call_parser=parser)
+
+
+@pytest.mark.parametrize("parser", FAMILIES)
+def test_a_tool_that_cannot_be_enforced_takes_any_object(parser: str) -> None:
+    """As it does without a format; the answer and the other tools are enforced all the same."""
+    engine = FakeEngine(["{}"])
+    answer_schema = {"type": "object", "properties": {"ok": {"const": 1}}, "required": ["ok"]}
+    fields = {"tools": odd_tools(), "response_format": formatted(schema=answer_schema)}
+    constraint = constraint_of(engine, ask_beside_tools(engine, parser, **fields))
+    assert constraint.sources[0].tool == "weather"
+    assert "no object" not in constraint.text, "no call can have this name"
+    assert constraint.sources[-1] == Source("response_format.json_schema.schema")
+    tokenizer = json_tokenizer([*constraint.lark_marks, "<|start|>", "<|end|>"], special=True)
+    grammars = grammars_of(tokenizer)
+    constraint = replace(constraint, reasoning_starts=(), reasoning_ends=())
+    grammar = find_grammar(parser, "none", True)
+    assert grammar is not None
+    seen: dict[str, list[Any]] = {}
+    for seed in range(100):
+        output = tokenizer.decode(draw(grammars.compile(constraint, ""), tokenizer, seed, most=1000), False)
+        lexer = Lexer(grammar, "")
+        name, arguments = "answer", ""
+        for event in [*lexer.push(output), *lexer.flush()]:
+            match event:
+                case CallStart(name=called):
+                    seen.setdefault(name, []).append(arguments)
+                    name, arguments = called, ""
+                case CallArguments(text=text) | Text(text=text):
+                    arguments += text
+        seen.setdefault(name, []).append(arguments)
+    assert {"answer", "weather", "odd", "deep", "nested", "list", "open"} <= seen.keys()
+    assert all(json.loads(text) == {"ok": 1} for text in seen.pop("answer") if text.strip())
+    for name, values in seen.items():
+        for text in values:
+            value = json.loads(text)
+            assert isinstance(value, dict)
+            if name == "weather":
+                assert value.keys() == {"a"} and isinstance(value["a"], int)
+
+
+@pytest.mark.parametrize("parser", FAMILIES)
+@pytest.mark.parametrize("name", ["odd", "deep", "nested"])
+def test_a_forced_tool_that_cannot_be_enforced_is_named(parser: str, name: str) -> None:
+    engine = FakeEngine()
+    fields = {"tools": odd_tools("weather", name), "tool_choice": "required"}
+    constraint = constraint_of(engine, ask_beside_tools(engine, parser, **fields))
+    tokenizer = json_tokenizer(constraint.lark_marks, special=True)
+    field = "tools[1].function.parameters"
+    with pytest.raises(RequestError, match=re.escape(f"The JSON schema in {field} (of {name!r}) ")) as caught:
+        grammars_of(tokenizer).compile(constraint, "")
+    assert caught.value.param == field
+
+
+def test_a_format_that_cannot_be_enforced_is_named() -> None:
+    grammars = grammars_of(json_tokenizer(["<tool_call>", "</tool_call>"], special=True))
+    bad = {"type": "object", "properties": {"x": {"not": {}}}}
+    for fields, field in (
+        ({"response_format": formatted(schema=bad)}, "response_format.json_schema.schema"),
+        ({"response_format": formatted(schema=bad), "tools": [WEATHER]}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {"json": bad}}, "structured_outputs.json"),
+        ({"guided_regex": "(("}, "guided_regex"),
+        ({"structured_outputs": {"grammar": "]]]"}}, "structured_outputs.grammar"),
+    ):
+        engine = FakeEngine()
+        constraint = constraint_of(engine, ask_beside_tools(engine, "hermes", **fields))
+        with pytest.raises(RequestError, match=f"in {field} cannot be enforced: ") as caught:
+            grammars.compile(constraint, "")
+        assert caught.value.param == field
+
+
+def test_tools_that_are_too_large_together_take_any_object() -> None:
+    large = {"type": "object", "properties": {"x": {"enum": ["x" * 90_000]}}}
+    tools = [{"type": "function", "function": {"name": f"t{i}", "parameters": large}} for i in range(4)]
+    engine = FakeEngine(["{}"])
+    constraint = constraint_of(engine, chat(engine, tools=tools, response_format=formatted(schema=SCHEMA)))
+    assert len(constraint.text) < 10_000 and all(f'"t{i}"' in constraint.text for i in range(4))
+    many = {"type": "object", "properties": {"x": {"anyOf": [{"$ref": "#/$defs/a"}] * 600}}, "$defs": {"a": {}}}
+    tools = [{"type": "function", "function": {"name": f"t{i}", "parameters": many}} for i in range(2)]
+    engine = FakeEngine(["{}"])
+    constraint = constraint_of(engine, chat(engine, tools=tools, response_format=formatted(schema=SCHEMA)))
+    grammars_of(json_tokenizer(constraint.lark_marks, special=True)).compile(constraint, "")
+
+
+def test_why_a_schema_is_refused_names_the_field_to_the_client() -> None:
+    engine = FakeEngine()
+    field = "tools[0].function.parameters"
+    engine.refuse = ("invalid_request", f"The JSON schema in {field} (of 'weather') cannot be enforced: no.", field, 0)
+    answer = chat(engine, tools=[WEATHER], tool_choice="required")
+    assert (answer.status, answer.error["param"]) == (400, field) and "'weather'" in answer.error["message"]

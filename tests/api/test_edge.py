@@ -206,12 +206,6 @@ def test_headers_that_may_come_once() -> None:
     assert sent[0]["status"] == 400 and b"only one authorization header" in sent[1]["body"]
 
 
-@pytest.mark.parametrize("coding", ["gzip, chunked", "identity", "chunked, chunked", "x"])
-def test_strange_transfer_encodings(coding: str) -> None:
-    answer = request(FakeEngine(), "/v1/completions", b"{}", headers={"transfer-encoding": coding})
-    assert answer.status == 400 and "Transfer-Encoding" in answer.error["message"]
-
-
 def test_a_smaller_body_may_be_asked_for() -> None:
     body = json.dumps({"prompt": "x"}).encode()
     for size, status in ((len(body), 200), (len(body) - 1, 413)):

@@ -194,6 +194,14 @@ def test_a_last_word_of_the_assistant_goes_on() -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "time"}}, "tool_choice"),
         ({"thinking_token_budget": 2000}, "thinking.budget_tokens"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"container": "c"}, "container"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}, {"type": "compact_20260112"}]}},
+         "context_management.edits[1].type 'compact_20260112'"),
+        ({"context_management": {"edits": [{}]}}, "context_management.edits[0]"),
+        ({"output_format": {"type": "json_schema"}}, "output_config.format"),
+        ({"output_format": {"type": "json_schema", "schema": {}}, "output_config": {"format": {"type": "text"}}},
+         "output_format"),
+        ({"tools": [{"name": "a b"}], "tool_choice": {"type": "any"}}, "tools[0].name"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"n": 2}, "n is"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
@@ -215,7 +223,6 @@ def test_what_is_not_supported_is_named(fields: dict[str, Any], words: str) -> N
         ("queue_full", 429, "rate_limit_error"),
         ("unavailable", 503, "overloaded_error"),
         ("internal", 500, "api_error"),
-        ("context_length_exceeded", 400, "invalid_request_error"),
     ],
 )
 def test_errors(kind: str, status: int, type: str) -> None:
@@ -234,6 +241,80 @@ def test_a_stream_that_fails_ends_with_an_error() -> None:
     engine.fail_after = 1
     *_, last = ask(engine, stream=True).typed_events
     assert last == {"type": "error", "error": {"type": "api_error", "message": "A worker failed."}}
+
+
+CLEARING = {
+    "edits": [
+        {"type": "clear_thinking_20251015", "keep": "all"},
+        {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 3000}},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"context_management": CLEARING},
+        {"context_management": {}},
+        {"container": None, "mcp_servers": [], "thread": None},
+        {"cache_control": {"type": "ephemeral"}, "service_tier": "auto", "speed": "fast", "inference_geo": "eu"},
+        {"thinking": {"type": "adaptive", "display": "summarized"}, "output_config": {"effort": "high"}},
+        {"thinking": {"type": "between_tools"}},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_services_that_may_be_left_out_are(path: str, fields: dict[str, Any]) -> None:
+    """Claude Code asks for some of them with every request."""
+    engine = FakeEngine()
+    answer = request(engine, path + "?beta=true", {"messages": [QUESTION], "max_tokens": 50, **fields})
+    assert answer.status == 200, answer.body
+    prompt = engine.submits[0].prompt if engine.submits else engine.questions[0].prompt  # type: ignore[union-attr]
+    assert isinstance(prompt, ChatPrompt) and json.loads(prompt.messages) == [QUESTION]
+
+
+def test_both_switches_of_reasoning_are_set() -> None:
+    engine = FakeEngine()
+    for type, is_on in (("adaptive", True), ("disabled", False)):
+        ask(engine, thinking={"type": type})
+        assert json.loads(shown(engine).template_kwargs) == {"enable_thinking": is_on, "thinking": is_on}
+    ask(engine, thinking={"type": "disabled"}, chat_template_kwargs={"thinking": True})
+    assert json.loads(shown(engine).template_kwargs) == {"thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "words"),
+    [
+        (500, "prompt is too long: 500 tokens > 128 maximum"),
+        (128, "prompt is too long: 128 tokens > 127 maximum"),  # one is to be generated
+        (0, "prompt is too long: more than 128 tokens > 128 maximum"),  # nobody has counted them
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_prompt_that_is_too_long(path: str, num_tokens: int, words: str) -> None:
+    engine = FakeEngine()
+    engine.refuse = ("context_length_exceeded", "This model's maximum context length is …", "", num_tokens)
+    for stream in (False, True):
+        answer = request(engine, path, {"messages": [QUESTION], "max_tokens": 50, "stream": stream})
+        assert answer.status == 400
+        assert answer.json == {"type": "error", "error": {"type": "invalid_request_error", "message": words}}
+
+
+def test_a_schema_that_is_refused_has_the_name_of_its_field() -> None:
+    engine = FakeEngine()
+    for field, own in (
+        ("tools[0].function.parameters", "tools[0].input_schema"),
+        ("response_format.json_schema.schema", "output_config.format.schema"),
+    ):
+        engine.refuse = ("invalid_request", f"The JSON schema in {field} cannot be enforced: no.", field, 0)
+        message = ask(engine).json["error"]["message"]
+        assert message == f"The JSON schema in {own} cannot be enforced: no."
+
+
+def test_an_older_name_of_a_format() -> None:
+    engine = FakeEngine(["{}"])
+    assert ask(engine, output_format={"type": "json_schema", "schema": {"type": "object"}}).status == 200
+    constraint = engine.submits[0].constraint
+    assert constraint is not None and (constraint.kind, constraint.text) == ("json_schema", '{"type": "object"}')
 
 
 def test_tokens_are_counted_without_generating() -> None:

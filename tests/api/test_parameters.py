@@ -54,6 +54,27 @@ def test_a_template_in_the_request(trusted: bool) -> None:
             assert "--trust-request-chat-template" in answer.error["message"] and not sent
 
 
+@pytest.mark.parametrize(
+    ("said", "switches"),
+    [
+        ({}, {"enable_thinking": False, "thinking": False}),
+        ({"enable_thinking": True}, {"enable_thinking": True}),
+        ({"thinking": True}, {"thinking": True}),
+    ],
+)
+def test_an_effort_of_none_stops_the_reasoning(said: dict[str, bool], switches: dict[str, bool]) -> None:
+    """What the request itself sets counts."""
+    prompt = order(reasoning_effort="none", chat_template_kwargs=said).prompt
+    variables = json.loads(prompt.template_kwargs)  # type: ignore[union-attr]
+    assert variables == {"reasoning_effort": "none", **switches}
+
+
+def test_defaults_of_what_is_not_asked_for_are_taken() -> None:
+    plain = order(seed=1)
+    for fields in ({"length_penalty": 1.0}, {"length_penalty": 1}, {"early_stopping": False}, {"top_logprobs": 0}):
+        assert replace(order(seed=1, **fields), rid=plain.rid) == plain, fields
+
+
 def test_reasoning_effort_and_verbosity_are_variables_of_the_template() -> None:
     prompt = order(reasoning_effort="low", verbosity="high", chat_template_kwargs={"verbosity": "mine"}).prompt
     assert prompt.template_kwargs == b'{"verbosity":"mine","reasoning_effort":"low"}'  # type: ignore[union-attr]

@@ -229,7 +229,7 @@ def test_items_become_messages() -> None:
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"n": 2}, "n"),
@@ -393,3 +393,38 @@ def test_the_store_has_a_bound() -> None:
     for i in (98, 99):
         store.delete(b"", f"r{i}")
     assert store.num_bytes == 0
+
+
+@pytest.mark.parametrize("truncation", [None, "auto", "disabled"])
+def test_truncation_is_repeated_and_drops_nothing(truncation: str | None) -> None:
+    engine = FakeEngine()
+    assert respond(engine, truncation=truncation).json["truncation"] == (truncation or "disabled")
+    assert engine.submits[0].truncate is None
+    engine.refuse = ("context_length_exceeded", "This model's maximum context length is 128 tokens. However, it …")
+    answer = respond(engine, truncation=truncation)
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert answer.error["message"].startswith("This model's maximum context length is")
+
+
+def test_an_effort_of_none_stops_the_reasoning() -> None:
+    engine = FakeEngine()
+    assert respond(engine, reasoning={"effort": "none"}).status == 200
+    variables = json.loads(engine.submits[0].prompt.template_kwargs)  # type: ignore[union-attr]
+    assert variables == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+
+
+def test_a_schema_that_is_refused_has_the_name_of_its_field() -> None:
+    """Tools that the server would run are no functions, but have their places among the tools."""
+    engine = FakeEngine()
+    fields = {"tools": [{"type": "web_search"}, *TOOLS], "tool_choice": "required"}
+    field = "tools[0].function.parameters"
+    engine.refuse = ("invalid_request", f"The JSON schema in {field} (of 'x') cannot be enforced: no.", field, 0)
+    answer = respond(engine, **fields)
+    assert (answer.status, answer.error["param"]) == (400, "tools[1].parameters")
+    assert answer.error["message"] == "The JSON schema in tools[1].parameters (of 'x') cannot be enforced: no."
+    field = "response_format.json_schema.schema"
+    engine.refuse = ("invalid_request", f"The JSON schema in {field} cannot be enforced: no.", field, 0)
+    format = {"type": "json_schema", "name": "n", "schema": {"not": {}}}
+    assert respond(engine, text={"format": format}).error["param"] == "text.format.schema"
+    fields["tools"][1] = {**TOOLS[0], "name": "a b"}
+    assert respond(FakeEngine(), **fields).error["param"] == "tools[1].name"

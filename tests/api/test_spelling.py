@@ -42,8 +42,6 @@ TOOLS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
 ]
-# In the object of a day anything may stand besides `n`.
-TOOLS[0][1]["$defs"]["day"]["additionalProperties"] = False
 
 
 def vocabulary(parser: str, special: bool) -> Tokenizer:

@@ -89,8 +89,36 @@ def test_errors_are_of_its_kind(client: Any) -> None:
         image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         client.messages.create(**greedy(messages=[{"role": "user", "content": [image]}]))
     assert caught.value.body["error"]["type"] == "invalid_request_error"
-    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
-        client.messages.create(**greedy(messages=[{"role": "user", "content": "word " * 20000}]))
+    for words, length in ((20_000, r"\d{5}"), (1_000_000, "more than 8192")):  # so much is not even encoded
+        with pytest.raises(anthropic.BadRequestError, match=f"prompt is too long: {length} tokens > 8192 maximum"):
+            client.messages.create(**greedy(messages=[{"role": "user", "content": "word " * words}]))
+    tool = {**TOOL, "input_schema": {"type": "object", "properties": {"city": {"not": {}}}}}
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema .* cannot be enforced"):
+        client.messages.create(**greedy(tools=[tool], tool_choice={"type": "any"}))
+
+
+def test_betas_that_may_be_left_out(client: Any) -> None:
+    clearing: Any = {
+        "edits": [
+            {"type": "clear_thinking_20251015", "keep": "all"},
+            {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 3000}},
+        ]
+    }
+    asked = greedy(
+        betas=["context-management-2025-06-27"],
+        context_management=clearing,
+        cache_control={"type": "ephemeral"},
+        thinking={"type": "adaptive"},
+        service_tier="auto",
+    )
+    message = client.beta.messages.create(**asked)
+    assert message.content[0].text == ANSWER
+    with client.beta.messages.stream(**asked) as stream:
+        assert stream.get_final_message().content[0].text == ANSWER
+    counted = client.beta.messages.count_tokens(model=MODEL, messages=QUESTION, context_management=clearing)
+    assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
+    with pytest.raises(anthropic.BadRequestError, match=r"context_management.edits\[0\].type 'compact_20260112'"):
+        client.beta.messages.create(**greedy(context_management={"edits": [{"type": "compact_20260112"}]}))
 
 
 def test_its_key(start: Callable[..., Server]) -> None:

@@ -127,8 +127,17 @@ def test_litellm_tools(server: Server) -> None:
 
 
 def test_litellm_knows_our_errors(server: Server) -> None:
-    with pytest.raises(litellm.ContextWindowExceededError):
-        ask_litellm(server, question="word " * 20000)
+    for num_words in (20_000, 1_000_000):  # the longer one is not even encoded
+        with pytest.raises(litellm.ContextWindowExceededError):
+            ask_litellm(server, question="word " * num_words)
+        with pytest.raises(litellm.ContextWindowExceededError):
+            litellm.completion(
+                model=f"anthropic/{MODEL}",
+                api_base=server.url,
+                api_key="none",
+                messages=[{"role": "user", "content": "word " * num_words}],
+                max_tokens=9,
+            )
     with pytest.raises(litellm.BadRequestError, match="logit_bias"):
         ask_litellm(server, logit_bias={"999999": 1})
     with pytest.raises(litellm.NotFoundError):

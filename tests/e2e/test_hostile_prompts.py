@@ -97,4 +97,7 @@ def test_a_template_of_a_request(server: Server, template: str, words: str) -> N
 def test_a_text_that_is_too_long_in_any_case_is_not_read(server: Server) -> None:
     body = {"prompt": "x " * 4_000_000, "max_tokens": 1}
     response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert response.status_code == 400 and "bytes. Shorten the prompt" in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["code"] == "context_length_exceeded"
+    words = "This model's maximum context length is 8192 tokens. However, the prompt has 8000000 bytes, more than the "
+    assert error["message"].startswith(words)

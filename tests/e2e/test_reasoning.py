@@ -40,10 +40,19 @@ def test_what_the_template_makes_a_model_think(server: Server) -> None:
         assert "".join(getattr(delta, "reasoning", "") for delta in streamed) == message.reasoning
         assert not any(delta.content for delta in streamed)
 
-        answer = ask(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
-        assert answer.choices[0].message.content == "1, 2, 3, 4, 5"
-        assert answer.usage is not None and answer.usage.completion_tokens_details is not None
-        assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+        for stopped in (
+            {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+            {"reasoning_effort": "none"},
+        ):
+            answer = ask(**stopped)
+            assert answer.choices[0].message.content == "1, 2, 3, 4, 5"
+            assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+            assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+        assert ask(reasoning_effort="low").choices[0].message.reasoning
+        response = client.responses.create(
+            model="pagewire-demo", input="Count from 1 to 5", temperature=0, reasoning={"effort": "none"}
+        )
+        assert response.output_text == "1, 2, 3, 4, 5"
 
 
 def test_reasoning_items_of_responses(server: Server) -> None:

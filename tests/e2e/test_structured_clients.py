@@ -7,11 +7,11 @@ import asyncio
 import gc
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from servers import Server
 
 REASON = "make test-clients installs it"
@@ -103,6 +103,66 @@ def test_instructor(client: openai.OpenAI, mode: str) -> None:
         model=MODEL, messages=QUESTION, response_model=City, max_retries=0, temperature=0
     )
     assert isinstance(city, City)
+
+
+class Palette(BaseModel):
+    """Colours, each of them once."""
+
+    colours: Annotated[set[Literal["red", "blue"]], Field(max_length=3)]
+    shades: Annotated[dict[Literal["dark", "light"], bool], Field(default_factory=dict)]
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
+def test_instructor_with_a_set(client: openai.OpenAI, mode: str) -> None:
+    """uniqueItems and propertyNames, and nothing said of additional properties."""
+    schema = Palette.model_json_schema()["properties"]
+    assert schema["colours"]["uniqueItems"] and "enum" in schema["shades"]["propertyNames"]
+    asking = instructor.from_openai(client, mode=instructor.Mode[mode])
+    palette = asking.chat.completions.create(
+        model=MODEL, messages=QUESTION, response_model=Palette, max_retries=0, temperature=1, seed=1
+    )
+    assert isinstance(palette, Palette) and palette.shades.keys() <= {"dark", "light"}
+
+
+def test_what_cannot_be_enforced(client: openai.OpenAI) -> None:
+    """It names the field where it is asked for, and is no hindrance where it is only offered."""
+    schema: Any = {"type": "object", "properties": {"city": {"not": {}}}}
+    tools: Any = [
+        openai.pydantic_function_tool(City),
+        {"type": "function", "function": {"name": "odd", "parameters": schema}},
+    ]
+    format: Any = {"type": "json_schema", "json_schema": {"name": "odd", "schema": schema}}
+    for fields, param in (
+        ({"tools": tools, "tool_choice": "required"}, "tools[1].function.parameters"),
+        ({"response_format": format}, "response_format.json_schema.schema"),
+        ({"tools": tools[:1], "response_format": format}, "response_format.json_schema.schema"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"The JSON schema in .* cannot be enforced: .*not") as caught:
+            client.chat.completions.create(model=MODEL, messages=QUESTION, **fields)  # type: ignore[call-overload]  # of any kind
+        assert caught.value.param == param
+    format["json_schema"]["schema"] = City.model_json_schema()
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, response_format=format, tools=tools[1:], temperature=0
+    )
+    assert answer.choices[0].finish_reason in ("stop", "tool_calls")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(
+            model=MODEL,
+            input="hi",
+            tools=[{"type": "web_search"}, {"type": "function", "name": "odd", "parameters": schema, "strict": False}],
+            tool_choice="required",
+        )
+    assert caught.value.param == "tools[1].parameters"
+
+
+def test_nothing_is_invented(client: openai.OpenAI) -> None:
+    """Pydantic leaves additionalProperties out, and takes whatever a model invents."""
+    format: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": City.model_json_schema()}}
+    for seed in range(5):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=QUESTION, response_format=format, temperature=1.5, seed=seed
+        )
+        assert json.loads(answer.choices[0].message.content or "").keys() == {"name", "is_capital"}
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])

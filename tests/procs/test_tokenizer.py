@@ -50,6 +50,30 @@ def test_a_chat_is_rendered(actor: TokenizerActor, posts: Posts) -> None:
 
 
 @pytest.mark.parametrize(
+    ("prompt", "why", "is_counted"),
+    [
+        (m.TextPrompt("x" * 64), "the prompt has 64 tokens, and at least one is to be generated", True),
+        (m.TextPrompt("x" * (2 << 20)), "the prompt has 2097152 bytes, more than the ", False),
+        (m.ChatPrompt(b'[{"role": "user", "content": "%b"}]' % (b"x" * 64)), "the prompt has 83 tokens", True),
+        (
+            m.ChatPrompt(b'[{"role": "user", "content": "%b"}]' % (b"x" * (2 << 20))),
+            "the chat has more than the ",
+            False,
+        ),
+    ],
+)
+def test_every_overflow_begins_alike(
+    actor: TokenizerActor, posts: Posts, prompt: m.TextPrompt | m.ChatPrompt, why: str, is_counted: bool
+) -> None:
+    """Clients know it by its first words."""
+    actor.handle([submit(prompt)])
+    ((_, failed),) = posts
+    assert isinstance(failed, m.Failed) and failed.kind == "context_length_exceeded"
+    assert failed.detail.startswith(f"This model's maximum context length is 64 tokens. However, {why}")
+    assert failed.detail.endswith(". Shorten the prompt.") and (failed.num_tokens >= 64) == is_counted
+
+
+@pytest.mark.parametrize(
     ("bad", "kind", "words"),
     [
         (submit(m.TextPrompt("")), "invalid_request", "empty"),

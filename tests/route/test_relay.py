@@ -109,6 +109,25 @@ def test_a_stream_draws_with_a_seed_that_can_be_repeated(stack: ExitStack) -> No
     assert len({order.sampling.seed for order in several}) == 2, "two prompts draw on their own"
 
 
+@pytest.mark.parametrize(
+    "encodings", [(b"identity", b"chunked"), (b"chunked", b"chunked"), (b"gzip, chunked",), (b"x",)]
+)
+def test_a_body_of_unclear_length_is_refused(stack: ExitStack, encodings: tuple[bytes, ...]) -> None:
+    (engine,) = behind(stack, FakeEngine(PIECES))
+    router = stack.enter_context(Routed(engine))
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"".join(b"transfer-encoding: %b\r\n" % encoding for encoding in encodings)
+    with socket.create_connection(("127.0.0.1", int(router.url.rpartition(":")[2])), timeout=10) as connection:
+        connection.sendall(
+            head + b'\r\nf\r\n{"prompt": "x"}\r\n0\r\n\r\n' + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        )
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    assert received.startswith(b"HTTP/1.1 400") and received.count(b"HTTP/1.1 ") == 1
+    assert not engine.engine.submits
+
+
 def test_load_is_shared_out(stack: ExitStack) -> None:
     engines = behind(stack, FakeEngine(PIECES), FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, Output, streamText } from "ai";
+import { generateText, Output, streamText, tool } from "ai";
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
@@ -21,8 +21,23 @@ test("openai: parse", async () => {
   assert.ok(City.safeParse(answer.choices[0].message.parsed).success);
 });
 
+const settings = { name: "pagewire", baseURL: `${url}/v1`, supportsStructuredOutputs: true };
+
+test("ai: records", async () => {
+  const schema = z.object({ known: z.partialRecord(z.enum(["Paris", "Rome"]), z.boolean()), more: z.record(z.string(), z.literal("yes")) });
+  const asked = { model: createOpenAICompatible(settings)(MODEL), prompt: QUESTION, temperature: 1, seed: 1, maxRetries: 0, maxOutputTokens: 2000 };
+  const { output } = await generateText({ ...asked, output: Output.object({ schema }) });
+  assert.ok(schema.safeParse(output).success);
+});
+
+test("ai: a tool with a record beside a format", async () => {
+  const note = tool({ description: "Keep notes", inputSchema: z.object({ notes: z.record(z.string(), z.any()) }) });
+  const asked = { model: createOpenAICompatible(settings)(MODEL), prompt: QUESTION, temperature: 0, maxRetries: 0, tools: { note } };
+  const { content } = await generateText({ ...asked, output: Output.object({ schema: City }) });
+  assert.ok(content.length > 0);
+});
+
 test("ai: an object, plain and streamed", async () => {
-  const settings = { name: "pagewire", baseURL: `${url}/v1`, supportsStructuredOutputs: true };
   const model = createOpenAICompatible(settings)(MODEL);
   const asked = { model, prompt: QUESTION, temperature: 0, maxRetries: 0, output: Output.object({ schema: City }) };
   const { output } = await generateText(asked);

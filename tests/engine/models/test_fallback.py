@@ -1,11 +1,12 @@
-"""What the fallback refuses, and that it says so in one sentence. What it computes is in runner/test_exactness."""
+"""What the fallback refuses for its files, and that it says so in one sentence. Which families it serves and with which
+tokens is in test_families; what it computes besides in runner/test_exactness."""
 
 import json
 
 import checkpoints
+import families
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from pagewire.engine.models.spec import read_spec
@@ -64,51 +65,6 @@ def test_code_in_the_folder_is_not_run(folder):
     _refused(folder, ConfigError, "EvilForCausalLM needs code from")
 
 
-SIZES = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-@pytest.mark.parametrize(
-    ("config_class", "architecture", "fields", "complaint"),
-    [
-        ("T5Config", "T5ForConditionalGeneration", {}, "not a decoder-only language model"),
-        ("BertConfig", "BertForMaskedLM", {}, "not a decoder-only language model"),
-        ("MambaConfig", "MambaForCausalLM", {}, "keeps a recurrent state"),
-        ("BloomConfig", "BloomForCausalLM", {}, "does not let its attention be replaced"),
-        (
-            "Llama4TextConfig",
-            "Llama4ForCausalLM",
-            {"num_key_value_heads": 2},
-            "layers of a kind that pagewire does not know: chunked_attention",
-        ),
-    ],
-)
-def test_models_that_cannot_be_served(config_class, architecture, fields, complaint, tmp_path):
-    config = getattr(transformers, config_class)(**{**SIZES, **fields})
-    config.architectures = [architecture]
-    config.save_pretrained(tmp_path)
-    _change_config(tmp_path, **SIZES)
-    _refused(tmp_path, ConfigError, complaint)
-
-
-@pytest.mark.parametrize(
-    ("config_class", "fields", "complaint"),
-    [
-        ("GptOssConfig", {"head_dim": 16, "num_local_experts": 2}, "adds terms to its attention scores"),
-        (
-            "DeepseekV3Config",
-            {"q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 16},
-            "keys and values of different shapes",
-        ),
-    ],
-)
-def test_attention_that_the_trial_shows_to_be_beyond_us(config_class, fields, complaint, tmp_path):
-    config = getattr(transformers, config_class)(
-        **{**SIZES, "num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0, **fields}
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    _refused(tmp_path, ConfigError, complaint)
-
-
 def test_rotary_frequencies_that_depend_on_the_batch(tmp_path):
     longrope = {
         "rope_type": "longrope",
@@ -122,6 +78,18 @@ def test_rotary_frequencies_that_depend_on_the_batch(tmp_path):
     )
     _refused(folder, ConfigError, "requests of more than 256 tokens, .* set --max-model-len 256", max_len=1024)
     _load(folder, max_len=256)
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe"])
+def test_windows_of_which_attention_is_not_told(kind, tmp_path, monkeypatch):
+    """Their masks show a window that the calls of attention do not, beyond the length of any trial."""
+    fields = {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 1}
+    monkeypatch.setitem(families.FAMILIES, kind, (fields, families.SERVED))
+    folder = families.make_family(tmp_path, kind)
+    _refused(
+        folder, ConfigError, "the mask of its layer 0 has a window of 24 tokens, and its attention is told nothing"
+    )
+    _load(folder, max_len=24)
 
 
 def test_tensors_that_do_not_fit(folder):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pagewire.engine.text.chat_template import ChatTemplate, load_chat_template
+from pagewire.engine.text.chat_template import ChatBounds, ChatTemplate, load_chat_template
 from pagewire.engine.text.tokenizer import load_tokenizer
 from pagewire.errors import ConfigError, RequestError
 
@@ -198,10 +198,14 @@ def test_failures_are_one_sentence(source: str, sentence: str) -> None:
 
 def test_the_output_is_bounded() -> None:
     template = ChatTemplate(
-        {"default": "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"}, {}, max_chars=500
+        {"default": "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"}, {}, bounds=ChatBounds(500, 64)
     )
-    with pytest.raises(RequestError, match="longer than 500"):
+    with pytest.raises(
+        RequestError,
+        match=r"^This model's maximum context length is 64 tokens. However, the chat has more than the 500 char",
+    ) as error:
         template.render(messages=json.dumps(say("abc")).encode())
+    assert error.value.kind == "context_length_exceeded"
 
 
 def test_environment_features() -> None:

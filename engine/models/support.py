@@ -1,0 +1,122 @@
+"""What pagewire cannot serve, as far as config.json shows it: said before any process starts and any weight is read.
+
+What config.json does not show is seen by running the model (`rehearsal.py`). Imports without torch.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from ...errors import UnsupportedModel
+from .purpose import NATIVE
+
+Config = Mapping[str, object]
+
+_MODALITIES = {"vision": "images", "image": "images", "audio": "audio", "speech": "audio", "video": "video"}
+
+ENCODER_DECODER = "it is an encoder-decoder model, and pagewire serves decoder-only models"
+_RECURRENT = (
+    "it has layers with a recurrent state ({}) in place of keys and values, and pagewire caches keys and values only"
+)
+_CHUNKED = "it uses chunked attention, and pagewire computes full and sliding-window attention only"
+_SINKS = "it uses attention sinks, which pagewire's attention does not compute"
+_ALIBI = "it adds position biases (ALiBi) to its attention scores, which pagewire's attention does not compute"
+_MLA = "it uses multi-head latent attention (MLA), whose keys and values have different sizes, and pagewire's KV cache \
+has one size for both"
+_SIZES = "its keys have {} numbers a head and its values {}, and pagewire's KV cache has one size for both"
+_SPARSE = "it uses sparse attention (an indexer chooses which keys a token reads), which pagewire does not compute"
+_SHARED = "its last {} layers share the keys and values of earlier ones, and pagewire caches those of each layer"
+_TWO_SIZES = "its layers have heads of different sizes ({} and {}), and pagewire's KV cache has one size for all layers"
+
+# model_type → what its config does not say, or says in fields of its own.
+_BY_TYPE = {
+    "bloom": _ALIBI,
+    "mpt": _ALIBI,
+    "gpt_oss": _SINKS,
+    "flint": _SINKS,
+    "granite_swa": _SINKS,
+    "granitemoe_swa": _SINKS,
+    "deepseek_v4": _SPARSE,
+    **{
+        kind: _RECURRENT.format(what)
+        for what, kinds in {
+            "Mamba": (
+                *("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "falcon_h1", "zamba", "zamba2", "nemotron_h"),
+            ),
+            "linear attention": ("minimax", "kimi_linear", "qwen3_next", "bailing_hybrid", "olmo_hybrid"),
+            "RWKV": ("rwkv",),
+            "xLSTM": ("xlstm",),
+            "RG-LRU": ("recurrent_gemma",),
+        }.items()
+        for kind in kinds
+    },
+    **dict.fromkeys(
+        (
+            *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5"),
+            *("m2m_100", "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet"),
+            *("switch_transformers", "t5", "t5gemma", "t5gemma2", "trocr", "udop", "umt5", "whisper"),
+        ),
+        ENCODER_DECODER,
+    ),
+}
+
+# In layer_types → the mechanism, beside full_attention and sliding_attention.
+_BY_LAYER = {
+    "chunked_attention": _CHUNKED,
+    "minimax_m3_sparse": _SPARSE,
+    "linear_attention": _RECURRENT.format("linear attention"),
+    "mamba": _RECURRENT.format("Mamba"),
+    "mamba2": _RECURRENT.format("Mamba"),
+    "conv": _RECURRENT.format("short convolutions"),
+    "recurrent": _RECURRENT.format("RG-LRU"),
+}
+
+
+def check_architecture(config: Config, architecture: str, *, generates: bool) -> None:
+    """config: config.json. generates: it is to be served for text, by paged attention. Raises UnsupportedModel."""
+    if architecture in NATIVE:
+        return
+    if (modalities := _modalities(config)) is not None:
+        reason = f"it is a multimodal model ({modalities}), and pagewire serves checkpoints of text models only"
+        raise UnsupportedModel(architecture, reason)
+    reasons = list(dict.fromkeys(_reasons(config))) if generates else []
+    if reasons:
+        raise UnsupportedModel(architecture, "; ".join(reasons))
+
+
+def _modalities(config: Config) -> str | None:
+    """What a wrapper around a text model reads besides text; None: it is no wrapper."""
+    parts = {name.removesuffix("_config") for name, value in config.items() if isinstance(value, dict)}
+    words = {word for part in parts for word in part.split("_")}
+    if not words & _MODALITIES.keys() and not parts & {"text", "thinker", "llm"}:
+        return None
+    words |= {name.split("_")[0] for name in config if name.endswith(("_token_id", "_token_index"))}
+    found = sorted({_MODALITIES[word] for word in words & _MODALITIES.keys()}) or ["more"]
+    return ", ".join(["text", *found[:-1]]) + f" and {found[-1]}"
+
+
+def _reasons(config: Config) -> Iterator[str]:
+    kind = str(config.get("model_type"))
+    if config.get("is_encoder_decoder") is True:
+        yield ENCODER_DECODER
+    if kind in _BY_TYPE:
+        yield _BY_TYPE[kind]
+    layers = config.get("layer_types")
+    for layer in layers if isinstance(layers, list) else ():
+        if layer in _BY_LAYER:
+            yield _BY_LAYER[layer]
+    if config.get("kv_lora_rank"):
+        yield _MLA
+    else:
+        keys, values = config.get("head_dim"), config.get("v_head_dim")
+        if keys and values and keys != values:
+            yield _SIZES.format(keys, values)
+    if config.get("index_topk"):
+        yield _SPARSE
+    if config.get("num_kv_shared_layers"):
+        yield _SHARED.format(config["num_kv_shared_layers"])
+    sizes = {config.get("head_dim"), config.get("global_head_dim")}
+    layers = config.get("per_layer_config")
+    sizes |= {layer.get("head_dim") for layer in layers.values()} if isinstance(layers, dict) else set()
+    if len(sizes - {None}) > 1:
+        yield _TWO_SIZES.format(*sorted(map(str, sizes - {None})))
+    if config.get("alibi") is True:
+        yield _ALIBI

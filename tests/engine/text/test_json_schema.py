@@ -1,0 +1,229 @@
+"""What becomes of a schema before it is compiled: which objects are closed, and what is left out."""
+
+import json
+import time
+from typing import Any
+
+import jsonschema
+import pytest
+from drawing import grammars_of
+
+from pagewire.engine.text.json_schema import tidy
+from pagewire.errors import RequestError
+from pagewire.ipc.messages import Constraint
+
+from .tokenizers_for_tests import make
+
+TOKENIZER = make("byte_level", eos_token="<|im_end|>")
+GRAMMARS = grammars_of(TOKENIZER)
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+
+
+def record(**properties: Any) -> Schema:
+    return {"type": "object", "properties": properties}
+
+
+def required(schema: Schema, *names: str) -> Schema:
+    return {**schema, "required": list(names)}
+
+
+def variant(kind: str, **more: Any) -> Schema:
+    return required(record(kind={"const": kind}, **more), "kind")
+
+
+def accepts(schema: Schema, value: Any) -> bool:
+    """Whether a model that follows this schema can write this value."""
+    matcher = GRAMMARS.compile(Constraint("json_schema", json.dumps(schema)), "")
+    try:
+        matcher.accept(TOKENIZER.encode(json.dumps(value, separators=(",", ":"), ensure_ascii=False), False))
+    except RequestError:
+        return False
+    return matcher.is_ended
+
+
+BASE = record(a=TEXT)
+# Of each schema: what may be written, and what may not, although it is an instance of some of them.
+CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
+    "an object": (BASE, [{}, {"a": "x"}], [{"b": 1}, {"a": "x", "b": 1}]),
+    "an object within": (record(a=record(b=TEXT)), [{"a": {"b": "x"}}], [{"a": {"c": 1}}]),
+    "in a list": ({"type": "array", "items": BASE}, [[{"a": "x"}]], [[{"b": 1}]]),
+    "in a tuple": ({"type": "array", "prefixItems": [BASE], "items": False}, [[{"a": "x"}]], [[{"b": 1}]]),
+    "as a value": ({"type": "object", "additionalProperties": BASE}, [{"k": {"a": "x"}}], [{"k": {"b": 1}}]),
+    "a reference": ({"$defs": {"B": BASE}, "$ref": "#/$defs/B"}, [{"a": "x"}], [{"b": 1}]),
+    "of draft 7": ({"definitions": {"B": BASE}, "allOf": [{"$ref": "#/definitions/B"}]}, [{"a": "x"}], [{"b": 1}]),
+    "a tree": (
+        {"$defs": {"T": record(v=TEXT, next={"$ref": "#/$defs/T"})}, "$ref": "#/$defs/T"},
+        [{"v": "x", "next": {"next": {}}}],
+        [{"next": {"next": {"a": 1}}}],
+    ),
+    "a tree by its root": (record(next={"$ref": "#"}), [{"next": {"next": {}}}], [{"next": {"a": 1}}]),
+    "one of two": ({"anyOf": [BASE, record(b=TEXT)]}, [{"a": "x"}, {"b": "x"}], [{"c": 1}, {"a": "x", "b": "x"}]),
+    "or nothing": ({"anyOf": [BASE, {"type": "null"}]}, [{"a": "x"}, None], [{"b": 1}]),
+    "told apart by a constant": (
+        {"oneOf": [variant("v1", a=TEXT), variant("v2", b=TEXT)]},
+        [{"kind": "v1", "a": "x"}, {"kind": "v2", "b": "x"}],
+        [{"kind": "v1", "b": "x"}, {"kind": "v2", "a": "x"}],
+    ),
+    "told apart by type": ({"oneOf": [BASE, {"type": "array", "items": BASE}]}, [{"a": "x"}, []], [{"b": 1}]),
+    "open, it says": ({**BASE, "additionalProperties": True}, [{"a": "x", "b": 1}], [{"a": 1}]),
+    "open for numbers": ({**BASE, "additionalProperties": {"type": "integer"}}, [{"b": 1}], [{"b": "x"}]),
+    "without properties": ({"type": "object"}, [{}, {"a": 1}], []),
+    "no properties": (record(), [{}], [{"a": 1}]),
+    "patterns": (
+        {"type": "object", "patternProperties": {"^a": TEXT}},
+        [{"ab": "x"}, {}],
+        [{"b": "x"}, {"ab": 1}],
+    ),
+    "properties and patterns": (
+        {**record(b=TEXT), "patternProperties": {"^a": TEXT}},
+        [{"b": "x"}, {"b": "x", "ab": "x"}],
+        [{"c": "x"}],
+    ),
+    "a required name that is not described": (required(BASE, "z"), [{"z": 1}, {"a": "x", "z": []}], [{"z": 1, "y": 1}]),
+    "more than it names": ({**required(BASE, "a"), "minProperties": 2}, [{"a": "x", "b": 1}], [{"a": "x"}]),
+    "no more than it names": ({**required(BASE, "a"), "minProperties": 1}, [{"a": "x"}], [{}, {"a": "x", "b": 1}]),
+    "all of two": ({"allOf": [BASE, record(b=TEXT)]}, [{"a": "x", "b": "x"}], [{"a": "x", "c": 1}]),
+    "all of two, required": (
+        {"allOf": [required(BASE, "a"), required(record(b=TEXT), "b")]},
+        [{"a": "x", "b": "x"}],
+        [{"a": "x"}, {"a": "x", "b": "x", "c": 1}],
+    ),
+    "a base and more": (
+        {"$defs": {"B": required(BASE, "a")}, "allOf": [{"$ref": "#/$defs/B"}, required(record(b=TEXT), "b")]},
+        [{"a": "x", "b": "x"}],
+        [{"b": "x"}, {"a": "x", "b": "x", "c": 1}],
+    ),
+    "a reference and more": (
+        {"$defs": {"B": BASE}, "$ref": "#/$defs/B", **required(record(b=TEXT), "b")},
+        [{"a": "x", "b": "x"}],
+        [{"b": "x", "c": 1}],
+    ),
+    "a base of a base": (
+        {
+            "$defs": {"A": BASE, "B": {"$ref": "#/$defs/A"}, "C": {"allOf": [{"$ref": "#/$defs/B"}, record(c=TEXT)]}},
+            "allOf": [{"$ref": "#/$defs/C"}, record(d=TEXT)],
+        },
+        [{"a": "x", "c": "x", "d": "x"}],
+        [{"e": 1}],
+    ),
+    "the same property twice": (
+        {"allOf": [record(p=required(record(x=TEXT), "x")), record(p=required(record(y=TEXT), "y"))]},
+        [{"p": {"x": "x", "y": "x"}}],
+        [{"q": 1}, {"p": {"x": "x"}}],
+    ),
+    "the same items twice": (
+        {"allOf": [{"items": required(BASE, "a")}, {"items": required(record(b=TEXT), "b")}], "type": "array"},
+        [[{"a": "x", "b": "x"}]],
+        [[{"a": "x"}]],
+    ),
+    "a property that a pattern describes, too": (
+        {**record(ab=required(record(x=TEXT), "x")), "patternProperties": {"^a": required(record(y=TEXT), "y")}},
+        [{"ab": {"x": "x", "y": "x"}}],
+        [{"ab": {"x": "x"}}],
+    ),
+    "one of two names": (
+        {**record(a=TEXT, b=TEXT), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": "x"}, {"b": "x"}, {"a": "x", "b": "x"}],
+        [{}, {"a": "x", "c": 1}],
+    ),
+    "a base that is open": (
+        {"allOf": [{**BASE, "additionalProperties": True}, record(b=TEXT)]},
+        [{"a": "x", "b": "x", "c": 1}],
+        [{"a": 1}],
+    ),
+    "any name": (
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": TEXT},
+        [{}, {"any": "x"}],
+        [{"any": 1}],
+    ),
+    "listed names": (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": TEXT},
+        [{}, {"b": "x"}, {"a": "x", "b": "x"}],
+        [{"c": "x"}, {"a": 1}],
+    ),
+    "listed names, all of them": (
+        {
+            "$defs": {"Name": {"type": "string", "enum": ["a", "b"]}},
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/Name"},
+            "additionalProperties": TEXT,
+            "required": ["a", "b"],
+        },
+        [{"a": "x", "b": "x"}],
+        [{}, {"a": "x"}, {"a": "x", "b": "x", "c": "x"}],
+    ),
+    "one name": ({"type": "object", "propertyNames": {"const": "a"}}, [{}, {"a": [1]}], [{"b": 1}]),
+    "names of a pattern": (
+        {"type": "object", "propertyNames": {"pattern": "^[a-z]{2}$"}, "additionalProperties": TEXT},
+        [{}, {"ab": "x"}],
+        [{"abc": "x"}, {"ab": 1}],
+    ),
+    "short names": (
+        {"type": "object", "propertyNames": {"type": "string", "maxLength": 2}, "additionalProperties": TEXT},
+        [{}, {"ab": "x"}, {"é": "x"}],
+        [{"abc": "x"}],
+    ),
+    "names that no grammar can describe": (
+        {"type": "object", "propertyNames": {"pattern": "^(?!_)"}, "additionalProperties": TEXT},
+        [{"a": "x"}],
+        [{"a": 1}],
+    ),
+    "different items": ({"type": "array", "items": TEXT, "uniqueItems": True}, [[], ["a", "b"]], [[1]]),
+    "a property of such a name": (
+        record(uniqueItems=TEXT, propertyNames=TEXT, properties=TEXT, allOf=TEXT),
+        [{"uniqueItems": "x", "propertyNames": "x", "properties": "x", "allOf": "x"}],
+        [{"a": 1}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_may_be_written(name: str) -> None:
+    schema, good, bad = CASES[name]
+    jsonschema.Draft202012Validator.check_schema(schema)
+    before = json.dumps(schema)
+    for value in good:
+        jsonschema.validate(value, schema)
+        assert accepts(schema, value), value
+    for value in bad:
+        assert not accepts(schema, value), value
+    assert json.dumps(schema) == before, "it is the client's own"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [required(record(a=TEXT, b=TEXT), "a"), required(record(b=TEXT), "b")]},
+        {"oneOf": [BASE, record(b=TEXT)]},
+        {"$defs": {"B": BASE}, "oneOf": [{"$ref": "#/$defs/B"}, record(b=TEXT)]},
+    ],
+)
+def test_branches_that_only_closing_keeps_apart_are_refused(schema: Schema) -> None:
+    """{"a": …, "b": …} is an instance of both of the first, so no instance of the schema that the client wrote."""
+    with pytest.raises(RequestError, match="oneOf"):
+        accepts(schema, {})
+
+
+def test_what_refers_in_circles_comes_to_an_end() -> None:
+    circle = {"$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"allOf": [{"$ref": "#/$defs/A"}, BASE]}}, "$ref": "#/$defs/A"}
+    assert tidy(circle)["$defs"]
+    assert tidy({"$ref": "#"}) == {"$ref": "#"} and tidy({"$ref": "#/nowhere/1", **BASE})["$ref"] == "#/nowhere/1"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(900)}, "$ref": "#/$defs/d0"},
+        {
+            "$defs": {"big": record(**{f"p{i}": record(x=TEXT) for i in range(900)})},
+            "patternProperties": {f"^{i}": {"$ref": "#/$defs/big"} for i in range(900)},
+        },
+        {"oneOf": [variant(str(i)) for i in range(2000)]},
+        {"allOf": [{"$ref": "#/$defs/big"}] * 900, "$defs": {"big": record(**{f"p{i}": TEXT for i in range(900)})}},
+    ],
+)
+def test_large_schemas_take_bounded_time(schema: Schema) -> None:
+    started = time.process_time()
+    tidy(schema)
+    assert time.process_time() - started < 2

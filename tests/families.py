@@ -1,0 +1,160 @@
+"""Architectures that transformers knows, and what pagewire makes of each: one line a family.
+
+`make_family` writes a tiny random checkpoint. Fields that are common to most config classes get small values wherever a
+class has them; a line adds what a family needs besides.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import torch
+import transformers
+import vocabulary
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+SERVED = ""
+
+_SIZES: dict[str, Any] = {
+    **checkpoints.COMMON,
+    "sliding_window": 24,
+    # mixtures of experts
+    **{"num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "moe_num_experts": 4, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2, "n_group": 1, "topk_group": 1},
+    **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1},
+    # latent and sparse attention
+    **{"q_lora_rank": 8, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
+    **{"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16},
+}
+_ALWAYS = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"}
+
+_RECURRENT = r"recurrent state \({}\) in place of keys and values"
+_MAMBA, _LINEAR = _RECURRENT.format("Mamba"), _RECURRENT.format("linear attention")
+_MLA = r"multi-head latent attention \(MLA\)"
+_SINKS = "uses attention sinks"
+_OWN_CODE = "computes attention in code of its own"
+_ENCODER_DECODER = "is an encoder-decoder model"
+_BOTH_WAYS = r"tokens see those that follow them \(bidirectional attention\)"
+_IMAGES = r"is a multimodal model \(text.* images"
+
+# model_type → (what its config has besides, SERVED or a pattern of the reason why not).
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        kind: ({}, SERVED)
+        for kind in (
+            *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),  # native
+            *(
+                "afmoe",
+                "apertus",
+                "arcee",
+                "aria_text",
+                "beam",
+                "bitnet",
+                "cohere",
+                "cohere2",
+                "cohere2_moe",
+                "ctrl",
+                "cwm",
+                "dots1",
+            ),
+            *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text"),
+            *("glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe"),
+            *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "jetmoe"),
+            *(
+                "hy_v3",
+                "kolibri1",
+                "laguna",
+                "mellum",
+                "minimax_m2",
+                "ministral",
+                "ministral3",
+                "modernbert-decoder",
+                "nanochat",
+                "olmo",
+                "olmo2",
+            ),
+            *("olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2_moe", "seed_oss", "smollm3"),
+            *("solar_open", "starcoder2", "vaultgemma"),
+        )
+    },
+    "phimoe": ({"sliding_window": 1024}, SERVED),  # of whose window attention is not told, but it is the whole context
+    "granitemoehybrid": ({"layer_types": ["full_attention"] * 3}, SERVED),  # as Granite 4.0 Micro
+    "lfm2": ({"layer_types": ["full_attention"] * 3}, SERVED),
+    "diffllama": ({}, "calls attention more than once in layer 0, and pagewire caches one set of keys and values"),
+    "hrm_text": ({}, "calls attention more than once in layer 0"),
+    "doge": ({}, r"scores with terms that pagewire does not know \(attention_mask\)"),
+    "nemotron": ({}, "does not pass keywords on to its attention"),
+    "bert": ({}, _BOTH_WAYS),
+    "roberta": (
+        {"is_decoder": True},
+        r"its logits with pagewire's attention differ by \d+% from those with transformers' own",
+    ),
+    **{
+        kind: ({}, _OWN_CODE)
+        for kind in ("biogpt", "codegen", "falcon", "gptj", "openai-gpt", "stablelm", "xglm", "xlm")
+    },
+    "gpt_neo": ({"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]]}, _OWN_CODE),
+    **{kind: ({}, _SINKS) for kind in ("gpt_oss", "granite_swa")},
+    **{kind: ({}, _MLA) for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")},
+    "minimax_m3_vl_text": (
+        {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2},
+        "uses sparse attention",
+    ),
+    "mimo_v2_flash": ({}, "keys have 16 numbers a head and its values 12"),
+    **{kind: ({}, _MLA + ".*sparse attention") for kind in ("deepseek_v32", "glm_moe_dsa")},
+    **{kind: ({}, _MAMBA) for kind in ("bamba", "falcon_h1", "jamba", "mamba")},
+    "mamba2": ({"num_heads": 8, "head_dim": 16}, _MAMBA),
+    **{kind: ({}, _LINEAR) for kind in ("kimi_linear", "minimax", "olmo_hybrid", "qwen3_5_text", "qwen3_next")},
+    "lfm3": ({}, _RECURRENT.format("short convolutions")),
+    "recurrent_gemma": ({}, _RECURRENT.format("RG-LRU")),
+    "rwkv": ({}, _RECURRENT.format("RWKV")),
+    "xlstm": ({}, _RECURRENT.format("xLSTM")),
+    "llama4_text": ({}, "uses chunked attention"),
+    "bloom": ({}, "ALiBi"),
+    "mpt": ({}, "ALiBi"),
+    **{kind: ({}, _ENCODER_DECODER) for kind in ("bart", "marian", "pegasus")},
+}
+
+# Wrappers and others whose config alone decides: model_type → (architecture, pattern of the reason).
+BY_CONFIG: dict[str, tuple[str, str]] = {
+    "gemma3": ("Gemma3ForConditionalGeneration", _IMAGES),
+    "gemma3n": ("Gemma3nForConditionalGeneration", r"is a multimodal model \(text, audio and images\)"),
+    "gemma4": ("Gemma4ForConditionalGeneration", _IMAGES),
+    "llama4": ("Llama4ForConditionalGeneration", _IMAGES),
+    "llava": ("LlavaForConditionalGeneration", _IMAGES),
+    "mistral3": ("Mistral3ForConditionalGeneration", _IMAGES),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _IMAGES),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", _IMAGES),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", _IMAGES),
+    "gemma3n_text": ("Gemma3nForCausalLM", "its last 15 layers share the keys and values of earlier ones"),
+    "gemma4_text": ("Gemma4ForCausalLM", r"heads of different sizes \(256 and 512\)"),
+    "t5": ("T5ForConditionalGeneration", _ENCODER_DECODER),
+    "whisper": ("WhisperForConditionalGeneration", _ENCODER_DECODER),
+}
+
+# Without weights these look like others; only the comparison with transformers after loading shows the reason.
+ONLY_WEIGHTS_TELL = {"roberta"}
+
+
+def make_family(folder: Path, model_type: str) -> Path:
+    """Writes a checkpoint with a tokenizer into `folder`; of those in `BY_CONFIG` the config alone."""
+    config_class: Any = transformers.CONFIG_MAPPING[model_type]
+    if model_type in BY_CONFIG:
+        config = config_class()
+        config.architectures = [BY_CONFIG[model_type][0]]
+        config.save_pretrained(folder)
+        return folder
+    names = {field.name for field in dataclasses.fields(config_class)} | {*config_class.attribute_map} | _ALWAYS
+    fields = {name: value for name, value in _SIZES.items() if name in names} | FAMILIES[model_type][0]
+    config = config_class(**fields)
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    torch.set_rng_state(state)
+    model.save_pretrained(folder)
+    named = json.loads((folder / "config.json").read_text())["architectures"]
+    assert named == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    vocabulary.add_tokenizer(folder)
+    return folder

@@ -1,0 +1,199 @@
+"""What `serve` refuses, `doctor` and `serve --explain` refuse with the same sentence; what it serves, they approve.
+
+A line of `families.py` is a family; the greedy tokens of those that are served equal transformers'.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoints
+import families
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagewire import LLM, SamplingParams
+from pagewire.cli import main
+from pagewire.commands import doctor
+from pagewire.config import Config
+from pagewire.engine.models.purpose import is_generative
+from pagewire.engine.models.spec import read_spec
+from pagewire.engine.models.transformers_fallback import load_fallback
+from pagewire.engine.runner.runner import Runner
+from pagewire.errors import PagewireError
+from pagewire.machine import machine_facts
+from pagewire.prepare import prepare
+
+_ROOT = Path(__file__).parents[1]
+_EVERY_TIME = ("llama", "gpt2", "opt", "jetmoe", "mixtral", "diffllama", "roberta", "gpt_oss", "deepseek_v3", "bart")
+_EVERY_TIME += ("qwen3_5_text", "gptj", "gemma3", "gemma4_text", "t5")  # the others are for `make test-long`
+
+
+def some(kinds: list[str]) -> list[object]:
+    return [kind if kind in _EVERY_TIME else pytest.param(kind, marks=pytest.mark.long) for kind in kinds]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def serve(folder: Path, **flags: object) -> str | None:
+    """The sentence with which serve refuses the model, by the launcher or by the worker, or None."""
+    try:
+        with torch.inference_mode():
+            Runner.load(prepare(Config(model=str(folder), **flags)))  # type: ignore[arg-type]
+    except PagewireError as error:
+        return str(error)
+    return None
+
+
+def diagnose(folder: Path) -> str | None:
+    """The same of doctor."""
+    bad = [finding.found for finding in doctor.check_model(str(folder), machine_facts()) if finding.level == "bad"]
+    assert len(bad) <= 1
+    return bad[0] if bad else None
+
+
+def explain(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str | None:
+    """The same of serve --explain, which prints no settings then."""
+    capsys.readouterr()
+    code = main(["serve", str(folder), "--explain", *flags])
+    printed = capsys.readouterr()
+    if code == 0:
+        assert "memory" in printed.out
+        return None
+    assert code == 2 and not printed.out
+    return printed.err.removeprefix("pagewire: ").removesuffix("\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", some([*families.FAMILIES, *families.BY_CONFIG]))
+def test_serve_doctor_and_explain_agree(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = families.make_family(tmp_path, kind)
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    pattern = (families.FAMILIES.get(kind) or families.BY_CONFIG[kind])[1]
+    sentence = serve(folder)
+    if pattern == families.SERVED:
+        assert sentence is None
+    else:
+        assert sentence is not None and sentence.startswith(f"{architecture} cannot be served: it")
+        assert re.search(pattern, sentence) and sentence.endswith(".") and "\n" not in sentence
+    if kind in families.ONLY_WEIGHTS_TELL:
+        sentence = None
+    assert diagnose(folder) == sentence
+    assert explain(folder, capsys) == sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", some([kind for kind, (_, why) in families.FAMILIES.items() if not why]))
+def test_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
+    folder = families.make_family(tmp_path, kind)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, checkpoints.VOCAB_SIZE, (num,), generator=generator).tolist() for num in (5, 37, 150)]
+    expected = checkpoints.reference_greedy(folder, prompts, 16)
+    llm = LLM(str(folder), dtype="float32", max_model_len=256, threads=1, max_num_batched_tokens=64)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", some([kind for kind, (_, why) in families.FAMILIES.items() if not why]))
+def test_rounding_to_16_bits_is_no_reason_to_refuse(kind: str, tmp_path: Path) -> None:
+    folder = families.make_family(tmp_path, kind)
+    with torch.inference_mode():
+        load_fallback(
+            read_spec(folder),
+            folder,
+            num_numbers=100_000_000,
+            max_len=256,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+def test_flags_and_files_that_serve_refuses(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A native model and one of the fallback: every question is asked by all three."""
+    folder = families.make_family(tmp_path, kind)
+    for flags, options in (
+        (["--tensor-parallel-size", "3"], {"tensor_parallel_size": 3}),
+        (["--max-model-len", "9999"], {"max_model_len": 9999}),
+    ):
+        sentence = serve(folder, **options)
+        assert sentence is not None and explain(folder, capsys, *flags) == sentence
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    config = json.loads((folder / "config.json").read_text())
+
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 300}))
+    sentence = serve(folder)
+    assert sentence is not None and diagnose(folder) == explain(folder, capsys) == sentence
+
+    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+    sentence = serve(folder)
+    assert sentence is not None and "bitsandbytes, which pagewire does not read" in sentence
+    assert diagnose(folder) == explain(folder, capsys) == sentence
+
+    if kind == "llama":
+        (folder / "config.json").write_text(json.dumps(config))
+        fewer = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+        save_file(fewer, file, metadata={"format": "pt"})
+        sentence = serve(folder)
+        assert sentence is not None and "model.norm.weight" in sentence
+        assert diagnose(folder) == explain(folder, capsys) == sentence
+
+
+@pytest.mark.parametrize("kind", ["olmo2"])
+def test_what_only_the_native_families_have(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = families.make_family(tmp_path, kind)
+    for flags, options in (
+        (["--tensor-parallel-size", "2"], {"tensor_parallel_size": 2}),
+        (["--quantization", "int8"], {"quantization": "int8"}),
+        (["--load-format", "dummy"], {"load_format": "dummy"}),
+    ):
+        sentence = serve(folder, **options)
+        assert sentence is not None and re.match(rf"{flags[0]}.* there for Llama.* this is Olmo2ForCausalLM", sentence)
+        assert explain(folder, capsys, *flags) == sentence
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    sentence = serve(folder)
+    assert sentence is not None and sentence.startswith("Quantized checkpoints are there for LlamaForCausalLM")
+    assert diagnose(folder) == explain(folder, capsys) == sentence
+
+
+def test_a_folder_of_gguf_files(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    sentence = serve(tmp_path)
+    assert sentence is not None and "GGUF files; pagewire reads safetensors" in sentence
+    assert diagnose(tmp_path) == sentence
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("kind", ["diffllama", "gemma3"])
+def test_real_processes_end_with_that_sentence(kind: str, tmp_path: Path) -> None:
+    """The first is refused by the worker, and the second before any process is started."""
+    folder = families.make_family(tmp_path, kind)
+    environment = os.environ | {"PYTHONPATH": str(_ROOT / ".typing")}
+    command = [sys.executable, "-m", "pagewire", "serve", str(folder), "--port", "0"]
+    served = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    sentence = diagnose(folder)
+    assert served.returncode == 2 and sentence is not None and sentence in served.stderr
+
+
+def test_generative_classes_are_known_by_their_names() -> None:
+    """Against transformers' table, which takes too long to import for the launcher."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = {str(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()} | {"GPT2DoubleHeadsModel"}
+    assert {name for name in names if not is_generative(name)} == set()
+    others = ("BertModel", "GPT2Model", "Qwen3Model", "BertForMaskedLM", "Qwen3ForSequenceClassification")
+    assert not any(map(is_generative, others))
