@@ -21,7 +21,7 @@ OVERRIDES = "PAGEWIRE_MACHINE"
 def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
     """The facts, but for those that `environment` replaces. Raises ConfigError for a replacement that is none."""
     found = _look(environment)
-    text = environment.get(OVERRIDES)
+    text = environment.get("PAGEWIRE_MACHINE")
     if text is None:
         return found
     try:

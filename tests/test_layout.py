@@ -272,16 +272,19 @@ def test_nothing_of_ours_is_imported_by_a_bare_name() -> None:
 
 
 def test_no_environment_variable_changes_what_is_served() -> None:
-    """Folders, the C compiler, and keys, which are nothing for a command line; the rest is for flags and files."""
+    """Folders, the C compiler, and keys, which are nothing for a command line; the GPUs that CUDA may see; and facts
+    about the machine, which tests replace to get the defaults of another one. The rest is for flags and files."""
     read = set()
     for _, path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("environ.get", "getenv")):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+                ("environ.get", "environment.get", "getenv")
+            ):
                 read.add(ast.literal_eval(node.args[0]))
             elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
                 read.add(ast.literal_eval(node.slice))
     folders = {"XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "TRITON_CACHE_DIR", "HF_HOME"}
-    assert read == folders | {"CC", "PAGEWIRE_API_KEY"}
+    assert read == folders | {"CC", "PAGEWIRE_API_KEY", "CUDA_VISIBLE_DEVICES", "PAGEWIRE_MACHINE"}
 
 
 def test_mailboxes_accept_exactly_what_the_topology_sends() -> None:
