@@ -8,23 +8,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .async_llm import AsyncLLM as AsyncLLM
-    from .beam import BeamSearchParams as BeamSearchParams
-    from .engine_client import EngineClient as EngineClient
-    from .llm import LLM as LLM
-    from .llm import RequestOutput as RequestOutput
-    from .sampling_params import SamplingParams as SamplingParams
-    from .sampling_params import StructuredOutputsParams as StructuredOutputsParams
+    from .client.engine_client import EngineClient as EngineClient
+    from .offline.async_llm import AsyncLLM as AsyncLLM
+    from .offline.beam import BeamSearchParams as BeamSearchParams
+    from .offline.llm import LLM as LLM
+    from .offline.llm import RequestOutput as RequestOutput
+    from .offline.sampling_params import SamplingParams as SamplingParams
+    from .offline.sampling_params import StructuredOutputsParams as StructuredOutputsParams
     from .version import __version__ as __version__
 
 _HOMES = {
-    "AsyncLLM": "async_llm",
-    "BeamSearchParams": "beam",
-    "EngineClient": "engine_client",
-    "LLM": "llm",
-    "RequestOutput": "llm",
-    "SamplingParams": "sampling_params",
-    "StructuredOutputsParams": "sampling_params",
+    "AsyncLLM": "offline.async_llm",
+    "BeamSearchParams": "offline.beam",
+    "EngineClient": "client.engine_client",
+    "LLM": "offline.llm",
+    "RequestOutput": "offline.llm",
+    "SamplingParams": "offline.sampling_params",
+    "StructuredOutputsParams": "offline.sampling_params",
     "__version__": "version",
 }
 __all__ = [

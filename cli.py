@@ -5,8 +5,8 @@ import logging
 import sys
 
 from .commands import batch, completion, doctor, talk, tokenize, top
+from .config.flags import add_flags, read_settings
 from .errors import ConfigError, PagewireError
-from .flags import add_flags, read_settings
 from .route.config import add_route_flags
 from .version import __version__
 
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     import uvloop
 
-    from .prepare import prepare
+    from .procs.prepare import prepare
 
     config = read_settings(arguments)[0]
     if config.data_parallel_size > 1:
@@ -131,8 +131,8 @@ def _log_as(name: str) -> None:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from .commands.explain import explain
-    from .prepare import examine
-    from .resolve import resolve
+    from .config.resolve import resolve
+    from .procs.prepare import examine
 
     config, said = read_settings(arguments)
     model, machine = examine(config)

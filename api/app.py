@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from ..config import DoorConfig, EngineConfig
+from ..config.config import DoorConfig, EngineConfig
 from ..errors import PagewireError
 from .about import AboutEndpoints
 from .admin import ADMIN_PATHS, AdminEndpoints, Sleeper

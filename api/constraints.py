@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..ipc.messages import MOST_GRAMMAR_BYTES, Constraint, Source
 from .http_error import HttpError
 from .openai.types import ChatRequest, CompletionRequest, GenerationRequest, JsonSchema, ResponseFormat, Tool

@@ -4,7 +4,7 @@ import hashlib
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 
-from ..access import ApiKey
+from ..config.access import ApiKey
 from .http_error import HttpError
 from .rate_limit import Account
 

@@ -8,7 +8,7 @@ lines, in which no stream of this process would move (`bench/metrics.py`).
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..ipc.messages import Snapshot
 from ..ipc.reports import POWERS, SECONDS, Histogram, HistogramCounts
 from .gateway import Gateway

@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 
-from ..config import DoorConfig
+from ..config.config import DoorConfig
 from .http_error import HttpError
 
 _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}(,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}){0,63}")

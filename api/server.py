@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from ..config import DoorConfig
+from ..config.config import DoorConfig
 from .http_error import HttpError, anthropic_error_body, error_body, speaks_anthropic
 from .sse import DIRECT
 from .tls import tls_context

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..errors import RequestError
 from ..ipc.messages import Submit
 from .gateway import Gateway

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
-from ..config import ModelVersion
+from ..config.config import ModelVersion
 from ..ipc.messages import Swapped
 from .http_error import HttpError
 from .openai.translate import decode_body

@@ -2,7 +2,7 @@
 
 import ssl
 
-from ..config import DoorConfig
+from ..config.config import DoorConfig
 from ..errors import ConfigError
 
 

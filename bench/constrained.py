@@ -11,7 +11,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from ..engine_client import EngineClient, Generation
+from ..client.engine_client import EngineClient, Generation
 from ..ipc.messages import Constraint, Limits, Sampling
 from .report import Row, machine, percentile, print_table, write_json
 

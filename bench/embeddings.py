@@ -17,7 +17,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from ..llm import LLM
+from ..offline.llm import LLM
 from .report import Row, machine, print_table, repeat, write_json
 
 _BATCH = 32

@@ -19,12 +19,12 @@ from ..api.admin import Sleeper
 from ..api.app import create_app
 from ..api.gateway import Gateway
 from ..api.server import BoundedHttp, HttpConfig, HttpServer
-from ..config import Config, EngineConfig
+from ..config.config import Config, EngineConfig
 from ..ipc import messages as m
 from ..ipc.codec import Decoder, encode
-from ..prepare import prepare
 from ..procs.core import CoreActor
 from ..procs.detokenizer import DetokenizerActor
+from ..procs.prepare import prepare
 from .cheap_client import chat_body
 from .null_worker import NUM_BLOCKS, NullWorker
 

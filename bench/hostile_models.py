@@ -296,8 +296,8 @@ def write_shards(base: Path, folder: Path) -> Path:
 def judge(folder: str) -> Verdict:
     """Loads a folder and asks it for a few tokens, in this process."""
     from ..errors import PagewireError
-    from ..llm import LLM
-    from ..sampling_params import SamplingParams
+    from ..offline.llm import LLM
+    from ..offline.sampling_params import SamplingParams
 
     try:
         few = SamplingParams(max_tokens=2, temperature=0.0)

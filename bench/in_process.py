@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from ..config import Config
+from ..config.config import Config
 from ..engine.core.scheduler import Scheduler
 from ..ipc.messages import Cancel, Chunk, Failed, IdsPrompt, Limits, Sampling, Submit, TextSpec, Usage, ids_to_bytes
-from ..prepare import prepare
 from ..procs.inline import Inline
+from ..procs.prepare import prepare
 
 _IDLE_S = 0.0002  # how long to sleep when nothing can be done
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from ..engine.models.spec import read_spec
 from ..engine.weights.source import locate
 from ..errors import ConfigError
-from ..llm import LLM
-from ..sampling_params import SamplingParams
+from ..offline.llm import LLM
+from ..offline.sampling_params import SamplingParams
 from .report import Row, machine, print_table, write_json
 
 WAYS: dict[str, Mapping[str, object]] = {

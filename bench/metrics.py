@@ -14,12 +14,12 @@ from prometheus_client.registry import Collector
 
 from ..api.gateway import Gateway
 from ..api.metrics import Metrics
-from ..config import Config, MachineFacts, ModelFacts
+from ..config.config import Config, MachineFacts, ModelFacts
+from ..config.resolve import resolve
 from ..engine.core.stats import Counters
 from ..ipc.messages import Pulse, Snapshot
 from ..ipc.reports import SECONDS, Histogram
 from ..procs.step_times import StepTimes
-from ..resolve import resolve
 from .report import Row, machine, print_table, write_json
 
 

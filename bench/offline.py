@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from ..engine.weights.source import locate
-from ..llm import LLM
-from ..sampling_params import SamplingParams
+from ..offline.llm import LLM
+from ..offline.sampling_params import SamplingParams
 from .report import Row, machine, print_table, repeat, write_json
 from .workload import Transformers, parser, prompts, settings
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from ..config import Config
+from ..config.config import Config
 from ..ipc.messages import Chunk, Failed, IdsPrompt, Limits, Sampling, Sleep, Submit, TextSpec, Wake, ids_to_bytes
-from ..prepare import prepare
 from ..procs.inline import Inline
+from ..procs.prepare import prepare
 from .report import Row, machine, print_table, write_json
 
 _NUM_TOKENS = 32  # of an output

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..engine.weights.source import locate
-from ..llm import LLM
-from ..sampling_params import SamplingParams
+from ..offline.llm import LLM
+from ..offline.sampling_params import SamplingParams
 from .report import Row, machine, print_table, write_json
 from .workload import prompts
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..config import Config
+from ..config.config import Config
 from ..engine.runner.runner import Runner
 from ..ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
-from ..prepare import prepare
+from ..procs.prepare import prepare
 from .report import Row, machine, print_table
 
 _BLOCK = 16

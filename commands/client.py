@@ -17,9 +17,9 @@ import time
 from collections.abc import Generator, Iterator
 from urllib.parse import urlsplit
 
-from .. import interpreter
 from ..api.batches.format import error_message
 from ..errors import PagewireError, StartError
+from ..procs import interpreter
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _START_TIMEOUT_S = 600.0

@@ -18,9 +18,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
-from ..config import Config, MachineFacts
+from ..config.config import Config, MachineFacts
+from ..config.machine import machine_facts
 from ..errors import ConfigError, PagewireError, UnsupportedModel
-from ..machine import machine_facts
 
 _FEW_FILES = 4096  # descriptors: one for each connection
 _MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
@@ -234,10 +234,10 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
 def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
     """The model: configuration, tokenizer, chat template, weights, and whether serve would take it. Nothing is
     downloaded."""
+    from ..config.resolve import resolve
     from ..engine.models.spec import read_spec
     from ..engine.runner.forecast import forecast
-    from ..prepare import examine
-    from ..resolve import resolve
+    from ..procs.prepare import examine
 
     if model and not Path(model).expanduser().exists() and not model.startswith((".", "/", "~")):
         from huggingface_hub import try_to_load_from_cache

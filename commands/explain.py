@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ..config import Config, EngineConfig, MachineFacts, ModelFacts
+from ..config.config import Config, EngineConfig, MachineFacts, ModelFacts
 
 _RESOLVED = {
     "model": "model_path",

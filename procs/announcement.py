@@ -3,7 +3,7 @@ first request to try."""
 
 from collections.abc import Mapping, Sequence
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 
 
 def announcement(

@@ -18,7 +18,7 @@ from ..api.app import create_app
 from ..api.gateway import FromEngine, Gateway
 from ..api.request_end import Observer, log_request
 from ..api.server import HttpConfig, HttpServer
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..errors import ConfigError
 from ..ipc.actor import Post
 from ..ipc.messages import (

@@ -16,7 +16,7 @@ from typing import assert_never
 
 import msgspec
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..errors import ErrorKind
 from ..ipc.actor import Post
 from ..ipc.messages import (

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Collection
 
-from ..config import Purpose, Task
+from ..config.config import Purpose, Task
 from ..errors import RequestError
 from ..ipc.messages import MOST_BIASES, Constraint, Limits, Pooling, Sampling, bytes_to_ids
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..engine.parallel.place import Place
 from ..errors import CheckpointError, ConfigError, PagewireError
 from ..ipc.actor import Actor, Post

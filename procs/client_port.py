@@ -20,7 +20,7 @@ from typing import assert_never
 import msgspec
 from msgspec.structs import replace
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..engine.core.news import Item
 from ..errors import RequestError
 from ..ipc.channel import ChannelFull

@@ -10,7 +10,7 @@ from typing import BinaryIO, assert_never
 
 from msgspec import structs
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..engine.core import trace
 from ..engine.core.scheduler import Scheduler
 from ..engine.extension.load import load_extension

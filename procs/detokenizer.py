@@ -7,7 +7,7 @@ core afterwards, and drops what the core still sends of that request.
 from pathlib import Path
 from typing import assert_never
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..engine.text.output import OutputText, Piece, render_logprobs
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
 from ..ipc.actor import Post

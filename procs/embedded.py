@@ -11,10 +11,10 @@ import sys
 
 import msgspec
 
-from ..config import Config
+from ..config.config import Config
 from ..errors import PagewireError
-from ..prepare import prepare
 from .child import exit_code
+from .prepare import prepare
 from .supervisor import Supervisor
 from .topology import workers
 

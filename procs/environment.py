@@ -1,7 +1,7 @@
 """The environment that an actor's process begins with."""
 
-from .. import interpreter
-from ..config import EngineConfig
+from ..config.config import EngineConfig
+from . import interpreter
 from .topology import kind
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from ..config import Config, EngineConfig, ModelVersion, from_options
+from ..config.config import Config, EngineConfig, ModelVersion, from_options
+from ..config.machine import machine_facts
 from ..errors import ConfigError, PagewireError
 from ..ipc.messages import Swap, Swapped
-from ..machine import machine_facts
 from .listening import Listening
 from .supervisor import Supervisor
 

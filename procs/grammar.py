@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
 from ..errors import ErrorKind, PagewireError, RequestError
 from ..ipc.actor import Post

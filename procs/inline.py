@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..engine.core.scheduler import Scheduler
 from ..errors import ConfigError
 from ..ipc.actor import Actor

@@ -19,9 +19,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, structs
 
-from .. import interpreter
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..errors import PagewireError
+from . import interpreter
 from .child import end_with_parent
 from .limits import killed_after, limit_memory
 

@@ -11,11 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from ..config.flags import add_flags, read_flags
 from ..errors import ConfigError, PagewireError
-from ..flags import add_flags, read_flags
 from ..ipc.zmq_channel import check_address, read_keys
-from ..prepare import prepare
 from .child import exit_code
+from .prepare import prepare
 from .supervisor import Supervisor
 from .topology import ACTORS, RENDEZVOUS, names, receivers, workers
 

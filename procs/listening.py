@@ -9,7 +9,7 @@ import socket
 import stat
 from pathlib import Path
 
-from ..config import DoorConfig
+from ..config.config import DoorConfig
 from ..errors import ConfigError
 
 

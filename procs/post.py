@@ -5,7 +5,7 @@ With several api processes, what is for one of them finds it by its rid, and wha
 
 from collections.abc import Mapping
 
-from ..config import Config, EngineConfig
+from ..config.config import Config, EngineConfig
 from ..ipc.channel import Outbox
 from ..ipc.messages import RID_BITS, Message, Pulse, Slept, Snapshot, TextBatch
 from ..ipc.zmq_channel import ZmqContext

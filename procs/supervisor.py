@@ -18,8 +18,7 @@ from functools import partial
 
 import msgspec
 
-from .. import interpreter
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..errors import StartError
 from ..ipc.epochs import Link
 from ..ipc.messages import (
@@ -40,6 +39,7 @@ from ..ipc.messages import (
     ToSupervisor,
 )
 from ..ipc.zmq_channel import Keys, ZmqContext, ZmqInbox, check_address, make_run_folder, remove_run_folder
+from . import interpreter
 from .announcement import announcement
 from .child import Launch, process_age_s
 from .elsewhere import Elsewhere

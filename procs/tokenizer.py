@@ -13,7 +13,7 @@ from typing import Literal, TypeVar, assert_never
 
 from msgspec.structs import asdict, replace
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..engine.text.chat_template import DEFAULT_MAX_CHARS, ChatBounds, ChatTemplate, load_chat_template
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
 from ..errors import ConfigError, RequestError, prompt_too_long

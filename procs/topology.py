@@ -4,7 +4,7 @@ Each process connects only to the receivers that its row names; the picture in t
 (`python -m pagewire.procs.topology`), and a test compares both with the mailboxes' unions.
 """
 
-from ..config import Config, EngineConfig
+from ..config.config import Config, EngineConfig
 from ..ipc import client_messages as c
 from ..ipc import messages as m
 from ..ipc.epochs import Link

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 import msgspec
 from msgspec import Struct
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..errors import ErrorKind, RequestError
 from ..ipc.messages import Constraint
 from .killable import Lost, Pool, Work, answer

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, assert_never
 
-from ..config import EngineConfig
+from ..config.config import EngineConfig
 from ..engine.parallel.place import Place
 from ..errors import StartError
 from ..ipc.actor import Post

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from ..access import read_key_file
 from ..api.tls import tls_context
-from ..config import DoorConfig
+from ..config.access import read_key_file
+from ..config.config import DoorConfig
+from ..config.flags import add_flags, read_flags
+from ..config.resolve import resolve_door
 from ..errors import ConfigError
-from ..flags import add_flags, read_flags
-from ..resolve import resolve_door
 
 _GROUPS = ("door", "access", "limits")
 

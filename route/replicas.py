@@ -18,12 +18,12 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .. import interpreter
-from ..access import ApiKey
-from ..config import DoorConfig, EngineConfig
+from ..config.access import ApiKey
+from ..config.config import DoorConfig, EngineConfig
+from ..config.machine import machine_facts
 from ..errors import ConfigError, StartError
 from ..ipc.zmq_channel import make_run_folder, remove_run_folder
-from ..machine import machine_facts
+from ..procs import interpreter
 from ..procs.child import tie_life_to
 from ..procs.launch import run as run_supervisor
 from ..procs.listening import Listening

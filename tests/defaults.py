@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from pagewire.config.machine import OVERRIDES
 from pagewire.kernels.cpu.build import compiler
-from pagewire.machine import OVERRIDES
 
 COMPILED = "C kernels"
 TORCH = "torch"

@@ -14,13 +14,13 @@ import zmq.asyncio
 from fakes import EOS, VOCAB, FakeWorker
 from msgspec.structs import replace
 
-from pagewire.config import Config, MachineFacts, ModelFacts
+from pagewire.config.config import Config, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
 from pagewire.ipc.client_messages import ToClient, ToPort
 from pagewire.ipc.codec import encode
 from pagewire.ipc.messages import CacheOffer, Message, Ping, Snapshot, StepPlan, ToCore
 from pagewire.ipc.zmq_channel import Keys
 from pagewire.procs.core import CoreActor
-from pagewire.resolve import resolve
 
 MAX_LEN = 512
 BEAT_S = 0.05

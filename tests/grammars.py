@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagewire.config import EngineConfig
+from pagewire.config.config import EngineConfig
 from pagewire.errors import ConfigError, RequestError
 from pagewire.ipc.messages import Constraint
 

@@ -42,7 +42,7 @@ MODULES_BY_NAME = {
     "__init__": "our own, from a table",
     "engine.models.registry": "our own, from a table",
     "kernels.triton.compile": "our own, from a list",
-    "plugins": "what the operator's flags name",
+    "config.plugins": "what the operator's flags name",
     "procs.trial": "what our own code names",
 }
 PROCESSES = {
@@ -51,9 +51,9 @@ PROCESSES = {
 }
 
 REGEX = {
-    "access": "flags of the operator",
-    "config": "flags of the operator",
-    "sampling_params": "msgspec's own words",
+    "config.access": "flags of the operator",
+    "config.config": "flags of the operator",
+    "offline.sampling_params": "msgspec's own words",
     "commands.doctor": "files and tools of this machine",
     "engine.weights.loader": "names of tensors, one literal at their end",
     "engine.weights.source": "a flag of the operator",
@@ -184,7 +184,7 @@ CLIENTS_HEAR = {
 OURS = {"PagewireError", "HttpError", "RequestError", "ConfigError", "CheckpointError", "CannotSpell"}
 WORDS_ARE_KEPT = {
     ("api.batches.runner", "ValueError"): "raised in our own words, a line above or by `read_request`",
-    ("engine_client", "*DecodeError"): "is heard by the program that it is a part of",
+    ("client.engine_client", "*DecodeError"): "is heard by the program that it is a part of",
     ("api.openai.translate", "ValidationError"): "names the field and what was expected, cut to 200 characters",
     ("engine.text.chat_template", "TemplateError"): "what a template raises is meant for whoever wrote the chat",
     ("engine.text.grammar_text", "Exception"): "what is wrong with the client's grammar, cut to 300 characters",

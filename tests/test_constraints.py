@@ -11,7 +11,7 @@ import vocabulary
 from grammars import cycle, obeys
 from runner_driver import engine_config
 
-from pagewire.config import EngineConfig
+from pagewire.config.config import EngineConfig
 from pagewire.engine.core import trace
 from pagewire.ipc.messages import (
     Cancel,

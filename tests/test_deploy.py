@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.config import Config
+from pagewire.config.config import Config
 
 ROOT = Path(__file__).parents[1]
 FLAGS = {"--" + name.replace("_", "-") for name in Config.__struct_fields__} | {"--config"}

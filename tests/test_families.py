@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from pagewire import LLM, SamplingParams
 from pagewire.cli import main
 from pagewire.commands import doctor
-from pagewire.config import Config
+from pagewire.config.config import Config
+from pagewire.config.machine import machine_facts
 from pagewire.engine.models.purpose import is_generative
 from pagewire.engine.models.spec import read_spec
 from pagewire.engine.models.transformers_fallback import load_fallback
 from pagewire.engine.runner.runner import Runner
 from pagewire.errors import PagewireError
-from pagewire.machine import machine_facts
-from pagewire.prepare import prepare
+from pagewire.procs.prepare import prepare
 
 _ROOT = Path(__file__).parents[1]
 _EVERY_TIME = ("llama", "gpt2", "opt", "jetmoe", "mixtral", "diffllama", "roberta", "gpt_oss", "deepseek_v3", "bart")

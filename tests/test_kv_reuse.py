@@ -18,7 +18,7 @@ import checkpoints
 import pytest
 import vocabulary
 
-from pagewire.config import Config
+from pagewire.config.config import Config
 from pagewire.ipc.messages import (
     Chunk,
     Failed,
@@ -31,8 +31,8 @@ from pagewire.ipc.messages import (
     bytes_to_ids,
     ids_to_bytes,
 )
-from pagewire.prepare import prepare
 from pagewire.procs.inline import Inline
+from pagewire.procs.prepare import prepare
 
 pytestmark = pytest.mark.slow
 

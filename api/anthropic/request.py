@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ...errors import RequestError
 from ..conversation import Conversation
 from ..http_error import HttpError, as_http_error

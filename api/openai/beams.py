@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ...beam import MOST_BEAMS, BeamSearch, BeamSearchParams, BeamSearchSequence
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ...errors import RequestError
 from ...ipc.messages import (
     Chunk,
@@ -24,6 +23,7 @@ from ...ipc.messages import (
     bytes_to_ids,
     ids_to_bytes,
 )
+from ...offline.beam import MOST_BEAMS, BeamSearch, BeamSearchParams, BeamSearchSequence
 from ..gateway import Gateway
 from ..http_error import HttpError
 from ..reply import Reply

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from ...config import EngineConfig, SamplingDefaults
+from ...config.config import EngineConfig, SamplingDefaults
 from ...ipc.messages import (
     ChatPrompt,
     Constraint,

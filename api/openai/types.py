@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
-from ...config import BatchInvariance, ModelVersion
+from ...config.config import BatchInvariance, ModelVersion
 from ...ipc.messages import (
     MOST_ALLOWED_TOKENS,
     MOST_BAD_WORDS,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ...ipc.messages import IdsPrompt, Limits, PairPrompt, Pooling, Sampling, Submit, TextPrompt, TextSpec, ids_to_bytes
 from ..http_error import HttpError
 from .types import EmbeddingsRequest, PoolingRequest, RerankRequest, ScoreRequest

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from ...config import Config
+from ...config.config import Config
 from ...engine.runner.runner import Runner
-from ...prepare import prepare
+from ...procs.prepare import prepare
 from ...tools.make_checkpoint import make_checkpoint
 from ..peers.openai_server import MODEL, Server
 from .figures import Figure, SkippedError

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from ...config import Config
+from ...config.config import Config
 from ...engine.runner.runner import Runner
 from ...ipc.messages import RowLogprobs, RowOpen, Sampling, StepPlan, StepResult, bytes_to_ids, ids_to_bytes
-from ...prepare import prepare
+from ...procs.prepare import prepare
 from .figures import Figure, SkippedError
 from .setting import Setting
 from .timeline import busy_us, kernels_of, step_gaps_us

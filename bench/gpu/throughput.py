@@ -4,8 +4,8 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 
-from ...llm import LLM
-from ...sampling_params import SamplingParams
+from ...offline.llm import LLM
+from ...offline.sampling_params import SamplingParams
 from ...tools.make_checkpoint import SHAPES
 from ..peers.base import Request
 from .figures import Figure

@@ -6,9 +6,9 @@ and its output position alone, so a guess is accepted if it is the very token th
 
 from array import array
 
+from ...config.plugins import split_spec
 from ...errors import ConfigError
 from ...ipc.messages import StepResult, bytes_to_ids
-from ...plugins import split_spec
 from .draft import InFlight
 
 _FLAG = "--speculative"

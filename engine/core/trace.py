@@ -12,7 +12,7 @@ from typing import BinaryIO, assert_never
 import msgspec
 from msgspec import Struct, structs
 
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ...ipc.messages import Cancel, Enqueue, Masks, StepPlan, StepResult, StopHit, TierSnapshot, Transferred
 from ..extension.core import PlanExtension
 from .block_pool import BlockPool

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ..gpu.queue import Queue
 from ..parallel.place import Place

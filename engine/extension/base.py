@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ...plugins import Options as Options
+from ...config.plugins import Options as Options
 from .core import PlanExtension
 
 if TYPE_CHECKING:

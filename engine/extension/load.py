@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from ...plugins import Options, find_class, split_spec
+from ...config.plugins import Options, find_class, split_spec
 from .base import Extension
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
-from ...plugins import Options as Options
+from ...config.plugins import Options as Options
 from ..core.kv_connector import CoreConnector
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ...config import parse_size
+from ...config.config import parse_size
 from ...errors import ConfigError
 from ..core.eviction import RANKINGS, EvictionQueue
 from .base import Options

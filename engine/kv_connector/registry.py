@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TypeVar, cast
 
+from ...config.plugins import Options, find_class, split_spec
 from ...errors import ConfigError
-from ...plugins import Options, find_class, split_spec
 from ..core.kv_connector import CoreConnector
 from .base import ConnectorFacts, HasCheck, KVConnector, WorkerConnector
 from .guard import Guarded

@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from ...config import Purpose, Task
+from ...config.config import Purpose, Task
+from ...config.model_files import read_json, read_object
 from ...errors import ConfigError
-from ...model_files import read_json, read_object
 
 # Architectures with a page of their own → the module of that page.
 NATIVE = {

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ...config import ModelFacts, Purpose, SamplingDefaults
+from ...config.config import ModelFacts, Purpose, SamplingDefaults
+from ...config.model_files import open_file, read_file, read_object
 from ...errors import ConfigError
-from ...model_files import open_file, read_file, read_object
 from ..quantization.scheme import Scheme, read_scheme
 from .purpose import NATIVE, causal_name, generates, max_length, read_purpose
 from .support import check_architecture

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ...kernels import onednn
 from ...kernels.cpu.build import BuildError
 from ...kernels.ops import Ops, reference_ops

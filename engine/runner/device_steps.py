@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ...ipc.messages import RowLogprobs, StepPlan, StepResult
 from ...kernels.triton.extend_attention import extend_work, most_tiles, tile_tokens
 from ...kernels.triton.logprobs import MOST_BEST

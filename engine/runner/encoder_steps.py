@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ...ipc.messages import RowOpen, StepPlan, StepResult, bytes_to_ids
 from ..cache.kv_cache import KvCache, KvShape
 from ..models.encoder import Encoder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ..cache.kv_cache import KvShape
 from ..device.base import choose_device
 from ..layers.linear import Weight

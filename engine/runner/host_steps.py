@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ...ipc.messages import RowLogprobs, StepPlan, StepResult
 from ...kernels.ops import Ops
 from ..attention.base import AttentionBackend

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ...kernels.quantized_weight import QuantizedWeight
 from ..cache.kv_cache import KvShape

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...config import EngineConfig
+from ...config.config import EngineConfig
 from ...ipc.messages import StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
 from ..attention.base import AttentionBackend
 from ..cache.kv_cache import KvCache

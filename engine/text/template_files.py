@@ -7,9 +7,9 @@ command line can ask before any process starts.
 from contextlib import suppress
 from pathlib import Path
 
-from ...config import ReasoningParser, ToolCallParser
+from ...config.config import ReasoningParser, ToolCallParser
+from ...config.model_files import read_object, read_text
 from ...errors import ConfigError
-from ...model_files import read_object, read_text
 
 # The first whose strings are all in the template. Those that other families' templates may also mention come last.
 _CALLS: tuple[tuple[ToolCallParser, tuple[str, ...]], ...] = (

@@ -18,8 +18,8 @@ from typing import Literal, ParamSpec, TypeVar
 
 import tokenizers
 
+from ...config.model_files import read_file, read_object
 from ...errors import ConfigError, RequestError
-from ...model_files import read_file, read_object
 
 SENTINEL = "\ufdd0"  # a noncharacter that no text means; followed by one private-use character for each special token
 _SENTINEL_BASE = 0x10F000

@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from ...config.model_files import open_file
 from ...errors import CheckpointError, ConfigError
-from ...model_files import open_file
 from ..models.spec import MAX_HEADER_BYTES
 
 _MOST_DIMS = 8

@@ -12,8 +12,8 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...config.model_files import read_json
 from ...errors import CheckpointError, ConfigError
-from ...model_files import read_json
 from .header import check_header
 
 _INDEX = "model.safetensors.index.json"

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from pagewire.access import ApiKey
 from pagewire.api.admin import Sleeper
 from pagewire.api.app import create_app
 from pagewire.api.gateway import Gateway
-from pagewire.config import EngineConfig, SamplingDefaults
+from pagewire.config.access import ApiKey
+from pagewire.config.config import EngineConfig, SamplingDefaults
 from pagewire.errors import ErrorKind
 from pagewire.ipc.codec import Decoder, encode
 from pagewire.ipc.messages import (

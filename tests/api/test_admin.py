@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagewire.access import ApiKey
+from pagewire.config.access import ApiKey
 
 from .harness import Client, FakeEngine, make_app, request, run
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.config import SamplingDefaults
+from pagewire.config.config import SamplingDefaults
 from pagewire.ipc.messages import ChatPrompt
 
 from .harness import Answer, FakeEngine, chat, request

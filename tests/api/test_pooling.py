@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.config import Purpose
+from pagewire.config.config import Purpose
 from pagewire.ipc.messages import IdsPrompt, Limits, PairPrompt, Pooling, TextPrompt, bytes_to_ids
 
 from .harness import Answer, Client, FakeEngine, make_app, request, run

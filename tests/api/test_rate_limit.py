@@ -6,9 +6,9 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from pagewire.access import ApiKey
 from pagewire.api.http_error import HttpError
 from pagewire.api.rate_limit import Account, Bucket, estimated_tokens
+from pagewire.config.access import ApiKey
 from pagewire.ipc.messages import (
     ChatPrompt,
     IdsPrompt,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pagewire import cli
-from pagewire.config import Config
+from pagewire.config.config import Config
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.commands import doctor
-from pagewire.config import MachineFacts
+from pagewire.config.config import MachineFacts
 from pagewire.engine.weights.source import DEMO_MODEL
 
 MACHINE = MachineFacts(num_cores=2)

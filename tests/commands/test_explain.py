@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from pagewire.commands.explain import explain, settings, shown
-from pagewire.config import Config, MachineFacts, ModelFacts, Purpose
+from pagewire.config.config import Config, MachineFacts, ModelFacts, Purpose
+from pagewire.config.flags import add_flags, read_settings
+from pagewire.config.resolve import resolve
 from pagewire.errors import ConfigError
-from pagewire.flags import add_flags, read_settings
-from pagewire.resolve import resolve
 
 MODEL = ModelFacts(
     path="/m", name="m", max_position=4096, vocab_size=100, eos_token_ids=(2,), dtype="float16", weight_bytes=1000

@@ -10,8 +10,8 @@ from pagewire.api.gateway import Gateway
 from pagewire.api.metrics import Metrics
 from pagewire.commands.metrics import quantile, rate, read
 from pagewire.commands.top import Screen, curve, duration
-from pagewire.config import Config, MachineFacts, ModelFacts
-from pagewire.resolve import resolve
+from pagewire.config.config import Config, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
 
 FACTS = ModelFacts(path="m", name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), dtype="float32")
 

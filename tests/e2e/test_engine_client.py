@@ -18,8 +18,8 @@ from defaults import COMPILED, TORCH
 from servers import ROOT, Server, wait_until
 
 from pagewire import LLM, EngineClient, SamplingParams
+from pagewire.client.engine_client import Generation
 from pagewire.engine.text.tokenizer import load_tokenizer
-from pagewire.engine_client import Generation
 from pagewire.errors import RequestError, StartError
 from pagewire.ipc.messages import Constraint, Limits, Sampling
 

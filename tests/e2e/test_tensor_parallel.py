@@ -9,7 +9,7 @@ import vocabulary
 from servers import free_port, wait_until
 
 from pagewire import LLM, SamplingParams
-from pagewire.machine import machine_facts
+from pagewire.config.machine import machine_facts
 
 pytestmark = pytest.mark.e2e
 PROMPTS = [[5 + i, 9, 40 + 7 * i, 33, 12][: 2 + i % 4] * (1 + 3 * i) for i in range(6)]

@@ -9,11 +9,11 @@ import pytest
 
 from pagewire.api.http_error import EngineFailed
 from pagewire.api.request_end import log_request
-from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import IdsPrompt, Limits, Sampling, Stop, Submit, TextSpec, ids_to_bytes
 from pagewire.procs.api import ApiActor
-from pagewire.resolve import resolve
 
 
 def config(tmp_path: Path, **settings: object) -> EngineConfig:

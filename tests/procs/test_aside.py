@@ -9,11 +9,11 @@ import vocabulary
 from engine_clients import until
 from msgspec.structs import replace
 
-from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
 from pagewire.ipc import messages as m
 from pagewire.procs.aside import Aside
 from pagewire.procs.tokenizer import TokenizerActor
-from pagewire.resolve import resolve
 
 TEXT = m.TextPrompt("hello")
 TEMPLATE = m.ChatPrompt(b'[{"role": "user", "content": "hi"}]', template="{{ messages[0].content }}")

@@ -15,7 +15,8 @@ from engine_clients import address_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
 from pagewire.engine.runner.rows import Rows
 from pagewire.engine.runner.sampler import Sampler
 from pagewire.ipc import messages as m
@@ -24,7 +25,6 @@ from pagewire.ipc.codec import Decoder, encode
 from pagewire.kernels.ops import reference_ops
 from pagewire.procs.client_port import CLIENT_RIDS, ClientPort
 from pagewire.procs.tokenizer import TokenizerActor
-from pagewire.resolve import resolve
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import vocabulary
 
-from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
 from pagewire.ipc import messages as m
 from pagewire.procs.detokenizer import DetokenizerActor
-from pagewire.resolve import resolve
 
 RID = 7
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from servers import free_port
 
-from pagewire.config import Config
+from pagewire.config.config import Config
 from pagewire.ipc.messages import Leave
 from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox
 from pagewire.procs.elsewhere import Elsewhere

@@ -13,7 +13,8 @@ from engine_clients import Engine, address_in, until
 from fakes import EOS, VOCAB, bits_of, enqueue
 from grammars import cycle
 
-from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
 from pagewire.ipc.messages import (
     Accepted,
     Cancel,
@@ -29,7 +30,6 @@ from pagewire.ipc.messages import (
     ids_to_bytes,
 )
 from pagewire.procs import grammar, trial
-from pagewire.resolve import resolve
 
 SOME = Constraint("regex", "a")
 

@@ -14,14 +14,14 @@ import zmq
 from fakes import EOS, FakeWorker, enqueue
 from msgspec.structs import replace
 
-from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.kv_events import Cleared, KvCacheEvent, Removed, Stored
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import CacheOffer, Message, StepPlan
 from pagewire.procs.core import CoreActor
 from pagewire.procs.kv_events import END, NUM_KEPT, KvEventPublisher
-from pagewire.resolve import resolve
 
 KEY = bytes(range(32))
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
 from pagewire.errors import ConfigError
 from pagewire.procs.listening import Listening
-from pagewire.resolve import resolve
 
 MODEL = ModelFacts(path="/m", name="m", max_position=64, vocab_size=100, eos_token_ids=(2,), dtype="float32")
 

@@ -4,7 +4,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from pagewire.config import Config
+from pagewire.config.config import Config
 from pagewire.ipc.messages import Accepted, Chunk, Pulse, TextBatch, ToApi
 from pagewire.ipc.reports import HistogramCounts
 from pagewire.ipc.zmq_channel import ZmqContext

@@ -7,12 +7,12 @@ import pytest
 import vocabulary
 from msgspec.structs import replace
 
-from pagewire.config import Config, MachineFacts, ModelFacts
+from pagewire.config.config import Config, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
 from pagewire.engine.text.tokenizer import load_tokenizer
 from pagewire.ipc import messages as m
 from pagewire.procs import tokenizer
 from pagewire.procs.tokenizer import TokenizerActor
-from pagewire.resolve import resolve
 
 Posts = list[tuple[str, m.Message]]
 

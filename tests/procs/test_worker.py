@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from recording_connector import Recording
 
-from pagewire.config import Config
+from pagewire.config.config import Config
 from pagewire.engine.kv_connector.guard import UnderWay
 from pagewire.ipc.channel import MemoryChannel
 from pagewire.ipc.messages import (
@@ -22,7 +22,7 @@ from pagewire.ipc.messages import (
     Transferred,
     ids_to_bytes,
 )
-from pagewire.prepare import prepare
+from pagewire.procs.prepare import prepare
 from pagewire.procs.worker import Worker, run
 
 TIMEOUT_S = 30.0

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from pagewire.access import ApiKey
+from pagewire.config.access import ApiKey
 from pagewire.procs.listening import Listening
 from pagewire.route.config import RouteConfig
 from pagewire.route.serve import Door

@@ -6,14 +6,14 @@ import pytest
 from fakes import EOS, FakeRow, FakeWorker, all_tokens, enqueue, expected_output, kv_of, next_token
 from invariants import check
 
-from pagewire.config import Config
+from pagewire.config.config import Config
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.cost import CAUTIOUS
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.core.speculation import num_draft_tokens
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import Failed, StepPlan, StepResult, TokenBatch, Tokens, bytes_to_ids, ids_to_bytes
-from pagewire.prepare import prepare
+from pagewire.procs.prepare import prepare
 
 BLOCK_SIZE = 4
 Guess = Callable[[FakeRow, int], Sequence[int]]

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from pagewire.config import Config, MachineFacts, ModelFacts
+from pagewire.config.config import Config, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
 from pagewire.engine.device import cpu
 from pagewire.engine.device.base import choose_device
 from pagewire.engine.parallel.place import Place
 from pagewire.errors import ConfigError
-from pagewire.resolve import resolve
 
 
 def _config(device, *, has_gpu=False):

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from pagewire.bench.step import opened, plan
-from pagewire.config import Config
+from pagewire.config.config import Config
 from pagewire.engine.models.decoder import Decoder
 from pagewire.engine.models.native import NativeDecoder
 from pagewire.engine.runner.runner import Runner
-from pagewire.prepare import prepare
+from pagewire.procs.prepare import prepare
 
 pytestmark = pytest.mark.usefixtures("c_kernels")
 

@@ -9,10 +9,10 @@ import sys
 import checkpoints
 import pytest
 
-from pagewire.config import Config, MachineFacts, SamplingDefaults
+from pagewire.config.config import Config, MachineFacts, SamplingDefaults
+from pagewire.config.resolve import resolve
 from pagewire.engine.models.spec import Moe, fingerprint, model_facts, read_spec
 from pagewire.errors import ConfigError
-from pagewire.resolve import resolve
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

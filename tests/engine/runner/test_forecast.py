@@ -9,7 +9,7 @@ import pooling_checkpoints
 import pytest
 from quantized_checkpoints import quantize_checkpoint
 
-from pagewire.config import EngineConfig
+from pagewire.config.config import EngineConfig
 from pagewire.engine.runner.forecast import forecast
 from pagewire.engine.runner.runner import Runner
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.config import Config, ReasoningParser, ToolCallParser
+from pagewire.config.config import Config, ReasoningParser, ToolCallParser
 from pagewire.engine.text.template_files import read_templates, reasoning_parser, tool_call_parser
 from pagewire.errors import ConfigError
-from pagewire.prepare import prepare
+from pagewire.procs.prepare import prepare
 
 SHOWN: dict[str, tuple[str, ToolCallParser, ReasoningParser]] = {
     "qwen2.5": ("return a json object within <tool_call></tool_call> XML tags:", "hermes", "none"),

@@ -1,1 +1,0 @@
-../../engine_client.py

@@ -1,1 +1,0 @@
-../../interpreter.py

@@ -1,1 +1,0 @@
-../../model_files.py

@@ -1,1 +1,0 @@
-../../sampling_params.py

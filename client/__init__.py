@@ -1,0 +1,1 @@
+"""A client of the core for programs that have token ids: `EngineClient`."""

@@ -1,0 +1,92 @@
+"""Who may use the server: keys with their rates, origins, certificates. What can be wrong with them is found here.
+
+`config.resolve` calls the pure part; `procs.prepare` reads the file of keys.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..errors import ConfigError
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s@?#]+")
+_PRINTABLE = re.compile(r"[\x21-\x7e]+")
+
+
+class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
+    """Who may use the server, and how much. The rates are None where there is no bound."""
+
+    key: str
+    requests_per_minute: Annotated[int, Meta(ge=1)] | None = None
+    tokens_per_minute: Annotated[int, Meta(ge=1)] | None = None
+
+
+def read_key_file(path: Path, flag: str = "--api-key-file") -> tuple[ApiKey, ...]:
+    """A line is a key and its own rates, if it has any: `KEY requests_per_minute=60 tokens_per_minute=90000`. Empty
+    lines and those that begin with # count for nothing. Raises ConfigError, which names the line and never the key."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} {path} is no UTF-8.") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            try:
+                rates = dict(word.split("=", 1) for word in words[1:])
+                found.append(msgspec.convert({**rates, "key": words[0]}, ApiKey, strict=False))
+            except (ValueError, msgspec.ValidationError) as error:
+                raise ConfigError(
+                    f"{flag} {path}, line {number}: after the key there may be requests_per_minute=N and "
+                    "tokens_per_minute=N, and nothing else."
+                ) from error
+    if not found:
+        raise ConfigError(f"{flag} {path} holds no key: everyone would be let in.")
+    return tuple(found)
+
+
+def merge_keys(
+    keys: Iterable[ApiKey], requests_per_minute: int | None, tokens_per_minute: int | None
+) -> tuple[ApiKey, ...]:
+    """The keys, with the general rates where they have none of their own. Raises ConfigError, which tells no key."""
+    found: dict[str, ApiKey] = {}
+    for one in keys:
+        if not _PRINTABLE.fullmatch(one.key):
+            raise ConfigError("An API key must be printable ASCII characters without a space, and not empty.")
+        if one.key in found:
+            raise ConfigError("An API key is given twice; leave one of the two out.")
+        found[one.key] = ApiKey(
+            one.key,
+            one.requests_per_minute or requests_per_minute,
+            one.tokens_per_minute or tokens_per_minute,
+        )
+    return tuple(found.values())
+
+
+def check_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None, cert_reqs: int) -> None:
+    """Raises ConfigError if a part of it is missing."""
+    if certfile is None and (keyfile is not None or ca_certs is not None or cert_reqs):
+        raise ConfigError("TLS needs a certificate; give --ssl-certfile as well.")
+    if (ca_certs is not None) != (cert_reqs > 0):
+        raise ConfigError("--ssl-ca-certs and --ssl-cert-reqs 1 or 2 check clients together; give both or neither.")
+
+
+def check_origins(origins: Iterable[str]) -> None:
+    """Raises ConfigError."""
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(f"--allowed-origins {origin} is no origin; write https://host, http://host:port or *.")
+
+
+def check_root_path(text: str) -> str:
+    """Without the slash at its end. Raises ConfigError."""
+    path = text.rstrip("/")
+    if path and not path.startswith("/"):
+        raise ConfigError(f"--root-path {text} must begin with a slash.")
+    return path

@@ -1,0 +1,497 @@
+"""Every knob once.
+
+`Config` is what a person says: each field is a flag, its default and its help. `resolve` turns it, with what is
+known of the model (`ModelFacts`) and the machine (`MachineFacts`), into `EngineConfig`, which every process receives
+whole.
+"""
+
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, ValidationError, convert
+
+from ..errors import ConfigError
+from .access import ApiKey
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+KvDtype = Literal["float32", "bfloat16", "float16", "fp8"]
+CpuKernels = Literal["compiled", "torch"]
+BatchInvariance = Literal["exact", "float32", "none"]
+ToolCallParser = Literal[
+    "none", "hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "openai"
+]
+ReasoningParser = Literal["none", "deepseek_r1", "qwen3", "mistral", "openai_gptoss"]
+
+
+def _doc(group: str, text: str, *, ge: float | None = None, le: float | None = None) -> Meta:
+    return Meta(description=text, extra={"group": group}, ge=ge, le=le)
+
+
+_Positive = Annotated[int, Meta(ge=1)]
+_PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a person may choose. Names and meanings follow vLLM's where there is such a flag."""
+
+    model: Annotated[str, _doc("model", "a folder or a Hub name; empty: the demo model that ships with pagewire")] = ""
+    revision: Annotated[str | None, _doc("model", "branch, tag or commit of a Hub model")] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        _doc("model", "name(s) that clients may use; the first is the one answered (default: the model's)"),
+    ] = ()
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        _doc(
+            "model",
+            "type of weights and KV cache, and on a GPU of the arithmetic; on a CPU the C kernels compute in float32 "
+            "whatever it is. auto: on a GPU the checkpoint's, but bfloat16 for float16; on a CPU float32, where a "
+            "bfloat16 checkpoint's matrices stay as they are. float16 is for GPUs",
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["int8"] | None,
+        _doc("model", "int8: weights of 8 bits, made at load, and activations rounded to 8 bits; on a CPU"),
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        _doc("model", "dummy: random weights of the model's shapes, for benchmarks; no weight files are needed"),
+    ] = "auto"
+    max_model_len: Annotated[
+        _Positive | None,
+        _doc("model", "longest prompt + output in tokens; 8k is 8192 (default: what the model declares)"),
+    ] = None
+    chat_template: Annotated[str | None, _doc("model", "a jinja file to use instead of the model's chat template")] = (
+        None
+    )
+    trust_request_chat_template: Annotated[
+        bool, _doc("model", "let requests bring a chat_template of their own, which may keep the tokenizer busy")
+    ] = False
+    tool_call_parser: Annotated[
+        Literal["auto", ToolCallParser],
+        _doc("model", "how the model writes tool calls; auto: what its chat template shows"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", ReasoningParser],
+        _doc("model", "how the model marks its reasoning; auto: what its chat template shows"),
+    ] = "auto"
+
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], _doc("engine", "where the model runs; auto: cuda if there is one")
+    ] = "auto"
+    tensor_parallel_size: Annotated[
+        int, _doc("engine", "ranks that share the model out, a process and a device each", ge=1, le=64)
+    ] = 1
+    data_parallel_size: Annotated[
+        int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
+    ] = 1
+    max_num_seqs: Annotated[int, _doc("engine", "most requests that run at once", ge=1, le=65536)] = 256
+    max_num_batched_tokens: Annotated[
+        _Positive | None,
+        _doc(
+            "engine",
+            "most tokens in one step; long prompts are chunked (default: 2048, on a CPU 512; of encoders 4 times that)",
+        ),
+    ] = None
+    kv_cache_memory: Annotated[
+        _Positive | None,
+        _doc("engine", "bytes for the KV cache of each rank, such as 2G (default: from the memory that is free)"),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        _doc("engine", "the share of a GPU's memory that this server may take, for weights, steps and KV", ge=0, le=1),
+    ] = 0.9
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "fp8"],
+        _doc(
+            "engine",
+            "type of the KV cache; auto: as --dtype; bfloat16 halves that of float32, and on a GPU fp8 that of "
+            "bfloat16, a little less exact",
+        ),
+    ] = "auto"
+    enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts that begin alike")] = True
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority", "fair"],
+        _doc("engine", "who goes first: by arrival, by the request's priority, or tenants in turn"),
+    ] = "fcfs"
+    itl_target_ms: Annotated[
+        _PositiveFloat | None,
+        _doc("engine", "how long a prompt's chunk may make streams wait for a token, in ms (default: no bound)"),
+    ] = None
+    max_queued_requests: Annotated[int, _doc("engine", "most requests that wait; further ones get 429", ge=1)] = 10_000
+    max_queued_tokens: Annotated[
+        int,
+        _doc(
+            "engine",
+            "most tokens that wait, prompts and longest outputs; further requests get 429; 4M is 4194304",
+            ge=1,
+        ),
+    ] = 16_777_216
+    kv_eviction: Annotated[
+        Literal["lru", "lfu", "cost"],
+        _doc("engine", "which cached KV goes first: used longest ago, least often, or cheapest to compute again"),
+    ] = "lru"
+    kv_connector: Annotated[
+        tuple[str, ...],
+        _doc(
+            "engine",
+            "where KV is kept behind the device, nearest first: host, disk, shared, p2p or module:Class, each with its "
+            "options, such as host,size=4G disk,path=DIR,size=20G",
+        ),
+    ] = ()
+    kv_events: Annotated[
+        str | None,
+        _doc("engine", "tell routers here what KV is cached: ipc:///path or tcp://127.0.0.1:port, a ZeroMQ PUB socket"),
+    ] = None
+    kv_events_replay: Annotated[
+        str | None, _doc("engine", "repeat KV events here to routers that missed some, a ZeroMQ ROUTER socket")
+    ] = None
+    extension: Annotated[
+        str | None,
+        _doc("engine", "module:Class,option=value: what says more about each plan, and attention that knows it"),
+    ] = None
+    record_trace: Annotated[
+        str | None, _doc("engine", "write every arrival, plan and result to this file, for `pagewire replay`")
+    ] = None
+    pipeline_depth: Annotated[
+        int, _doc("engine", "steps in flight at once; 1: wait for each step's tokens before the next", ge=1, le=8)
+    ] = 2
+    speculative: Annotated[
+        str | None,
+        _doc("engine", "ngram: draft tokens from what the text said before; ngram,tokens=4: so many at once"),
+    ] = None
+    deterministic: Annotated[
+        bool, _doc("engine", "slower: what a request is told depends on nothing else that is served, bit by bit")
+    ] = False
+    client_address: Annotated[
+        str | None,
+        _doc(
+            "engine", "let programs that speak token ids (`EngineClient`) connect here: ipc:///path or tcp://host:port"
+        ),
+    ] = None
+    threads: Annotated[
+        int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, shared out", ge=0)
+    ] = 0
+
+    cpu_kernels: Annotated[
+        Literal["auto", "torch"],
+        _doc(
+            "engine",
+            "what computes on a CPU; auto: our C kernels, compiled at the first start, or torch where there is no C "
+            "compiler; torch: its own kernels, whose sums depend on how many requests run at once",
+        ),
+    ] = "auto"
+
+    host: Annotated[str, _doc("door", "address to listen on")] = "127.0.0.1"
+    port: Annotated[int, _doc("door", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
+    uds: Annotated[str | None, _doc("door", "a Unix socket to listen on, for its owner alone, instead of a port")] = (
+        None
+    )
+    root_path: Annotated[
+        str,
+        _doc("door", "the path under which a proxy shows this server, such as /llm, whether it cuts it off or not"),
+    ] = ""
+    ssl_certfile: Annotated[
+        str | None, _doc("access", "speak TLS with this certificate, and those above it, in PEM form")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, _doc("access", "the certificate's private key (default: in the certificate's file)")
+    ] = None
+    ssl_ca_certs: Annotated[
+        str | None, _doc("access", "ask clients for certificates, and check them by these authorities")
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int, _doc("access", "certificates of clients: 0 are not asked for, 1 may be sent, 2 must be", ge=0, le=2)
+    ] = 0
+    api_key: Annotated[tuple[str, ...], _doc("access", "key(s) that clients must send (also PAGEWIRE_API_KEY)")] = ()
+    api_key_file: Annotated[
+        str | None, _doc("access", "a file of keys, one a line, each with rates of its own if need be")
+    ] = None
+    admin_api_key: Annotated[tuple[str, ...], _doc("access", "key(s) for the paths of administrators alone")] = ()
+    admin_api_key_file: Annotated[
+        str | None, _doc("access", "a file of keys, one a line, for the paths of administrators alone")
+    ] = None
+    enable_model_swap: Annotated[
+        bool, _doc("server", "administrators may have another model served (POST /admin/models)")
+    ] = False
+    enable_sleep_mode: Annotated[
+        bool, _doc("server", "administrators may put the engine to sleep (POST /sleep) and wake it (POST /wake_up)")
+    ] = False
+    requests_per_minute: Annotated[
+        _Positive | None, _doc("access", "most requests of a key in a minute, or of all without keys")
+    ] = None
+    tokens_per_minute: Annotated[
+        _Positive | None,
+        _doc("access", "most tokens of a key in a minute, prompts and outputs, or of all without keys"),
+    ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        _doc("access", "web pages that may use this server besides its own: https://host, or * for any (CORS)"),
+    ] = ()
+    max_body_size: Annotated[
+        int, _doc("limits", "longest body of a request, in bytes, up to 128M; 16M is 16777216", ge=1, le=134217728)
+    ] = 16777216
+    max_head_size: Annotated[
+        int,
+        _doc("limits", "longest head of a request, in bytes: its line and headers, of which there may be 100", ge=1024),
+    ] = 32768
+    head_timeout_s: Annotated[
+        float, _doc("limits", "how long a request's head may take to arrive, in seconds", ge=0.001)
+    ] = 10.0
+    body_timeout_s: Annotated[
+        float, _doc("limits", "how long a request's body may take to arrive, in seconds", ge=0.001)
+    ] = 30.0
+    timeout_keep_alive: Annotated[
+        int,
+        _doc("limits", "how long a connection may rest between requests, in seconds; more than a proxy keeps it", ge=1),
+    ] = 75
+    request_timeout_s: Annotated[
+        _PositiveFloat | None, _doc("limits", "how long a request may take in all, in seconds (default: no bound)")
+    ] = None
+    access_log: Annotated[bool, _doc("door", "a line for each request in the log, without prompts and keys")] = True
+    batch_folder: Annotated[
+        str | None,
+        _doc("server", "keep files and batches here, and go on with them at the next start (default: gone at the end)"),
+    ] = None
+    metrics_prefix: Annotated[
+        Literal["pagewire", "vllm"],
+        _doc("server", "what names in /metrics begin with; vllm: dashboards made for vLLM find what they look for"),
+    ] = "pagewire"
+    enable_log_requests: Annotated[
+        bool, _doc("server", "a line in the log for each request that has ended: tokens and times, never texts")
+    ] = False
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _doc("server", "send a span for each request to this OpenTelemetry collector, such as http://host:4318"),
+    ] = None
+    start_timeout_s: Annotated[float, _doc("server", "longest start of a process, in seconds", ge=1)] = 600.0
+    hang_timeout_s: Annotated[
+        float, _doc("server", "a process that says nothing for so many seconds is replaced as if it had died", ge=1)
+    ] = 10.0
+    outage_wait: Annotated[
+        float,
+        _doc("door", "how long new requests wait while a process is replaced, in seconds, before they get 503", ge=0),
+    ] = 30.0
+    api_processes: Annotated[
+        int,
+        _doc("server", "processes that serve HTTP on the one port; limits and rates are each one's own", ge=1, le=64),
+    ] = 1
+    drain_timeout: Annotated[
+        float,
+        _doc("door", "how long open requests may go on after SIGTERM, in seconds; a second signal: no longer", ge=0),
+    ] = 60.0
+
+
+def from_options(caller: str, options: Mapping[str, object]) -> Config:
+    """The fields of `Config` as Python callers give them, sizes also as text such as "2G". Raises ConfigError."""
+    sizes = {
+        name: parse_size(value) if isinstance(value, str) and name.endswith(("_memory", "_len", "_tokens")) else value
+        for name, value in options.items()
+    }
+    try:
+        return convert(sizes, Config)
+    except ValidationError as error:
+        raise ConfigError(f"{caller}: {error}.") from error
+
+
+class ModelVersion(Struct, frozen=True):
+    """A model that a server has served, or serves."""
+
+    version: int  # from 1, in the order of their loading
+    root: str  # its folder
+    name: str
+    created: int  # when it was loaded, in seconds since 1970
+    state: Literal["serving", "retired"]
+
+
+class SamplingDefaults(Struct, frozen=True, kw_only=True):
+    """How to sample where a client of the server does not say: what the model's authors recommend."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+Task = Literal["generate", "embed", "score"]
+
+
+class Purpose(Struct, frozen=True, kw_only=True):
+    """What a model is for, and how a prompt becomes one vector."""
+
+    tasks: tuple[Task, ...] = ("generate", "embed")
+    is_encoder: bool = False  # sees a whole prompt at once: there is no KV to keep, and nothing to go on from
+    pooling: Literal["last", "mean", "cls"] = "last"  # of the tokens' last hidden states
+    is_normalized: bool = True  # the vector has length 1
+    size: int = 0  # numbers of a vector
+    prompts: dict[str, str] = {}  # what the model's authors put before a text, by the use of the vector
+    default_prompt: str | None = None  # the name of one of them
+
+
+class ModelFacts(Struct, frozen=True, kw_only=True):
+    """What `engine.models.spec` reads from a checkpoint's config files, as far as the configuration depends on it."""
+
+    path: str
+    name: str  # what it is called if the user gives no name
+    max_position: int  # declared context, tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # of the checkpoint: float32, bfloat16, float16
+    weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint about what they would be without
+    fingerprint: str = ""  # hex; another one for other weights or another config
+    is_native: bool = True  # our own layers run it; else transformers' model does
+    sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
+    purpose: Purpose = Purpose()
+    tool_call_parser: ToolCallParser = "hermes"  # what the chat template shows
+    reasoning_parser: ReasoningParser = "none"
+
+
+class MachineFacts(Struct, frozen=True, kw_only=True):
+    """What `resolve` may know of the machine."""
+
+    num_cores: int
+    memory_bytes: int = 0
+    has_gpu: bool = False
+    has_compiler: bool = True  # for C
+    has_bfloat16: bool = False  # the CPU has instructions that multiply bfloat16
+    has_amx: bool = False  # the CPU has tiles
+    api_keys: tuple[ApiKey, ...] = ()  # what the file of keys holds
+    admin_keys: tuple[ApiKey, ...] = ()  # what the file of administrators' keys holds
+
+
+class DoorConfig(Struct, frozen=True, kw_only=True):
+    """Where a server listens, who may come in, and what a client may send; a router has it as well as an engine."""
+
+    host: str
+    port: int
+    uds: str | None = None
+    root_path: str = ""  # empty, or begins with a slash and does not end with one
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    api_keys: tuple[ApiKey, ...]
+    admin_keys: tuple[ApiKey, ...] = ()  # for the paths of administrators, and for nothing else
+    requests_per_minute: int | None = None  # without keys
+    tokens_per_minute: int | None = None
+    allowed_origins: tuple[str, ...] = ()
+    max_body_size: int = 16 << 20
+    max_head_size: int = 32 << 10
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    timeout_keep_alive: int = 75
+    request_timeout_s: float | None = None
+    access_log: bool = True
+    outage_wait: float = 30.0
+    drain_timeout: float
+
+
+class EngineConfig(DoorConfig, frozen=True, kw_only=True):
+    """The whole truth that every process receives."""
+
+    model_path: str
+    served_model_names: tuple[str, ...]
+    dtype: Dtype  # of weights; matrices of bfloat16 stay so where `arithmetic` is float32 and the C kernels compute
+    arithmetic: Dtype = "float32"  # of activations
+    cpu_kernels: CpuKernels | None = "compiled"  # None: on a GPU
+    device: Literal["auto", "cpu", "cuda"]
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    quantization: Literal["int8"] | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_memory: int | None
+    kv_cache_dtype: KvDtype
+    gpu_memory_utilization: float = 0.9
+    block_size: int
+    enable_prefix_caching: bool
+    scheduling_policy: Literal["fcfs", "priority", "fair"]
+    itl_target_ms: float | None
+    max_queued_requests: int
+    max_queued_tokens: int
+    kv_eviction: Literal["lru", "lfu", "cost"] = "lru"
+    kv_connector: tuple[str, ...] = ()
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    extension: str | None = None
+    record_trace: str | None
+    pipeline_depth: int
+    speculative: str | None = None
+    deterministic: bool = False
+    client_address: str | None = None
+    num_threads: int
+    vocab_size: int
+    model_fingerprint: str = ""  # hex
+    eos_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults
+    purpose: Purpose = Purpose()
+    chat_template: str | None
+    trust_request_chat_template: bool = False
+    tool_call_parser: ToolCallParser = "hermes"
+    reasoning_parser: ReasoningParser = "none"
+    enable_sleep_mode: bool = False
+    enable_model_swap: bool = False
+    batch_folder: str | None = None
+    metrics_prefix: Literal["pagewire", "vllm"] = "pagewire"
+    enable_log_requests: bool = False
+    otlp_traces_endpoint: str | None = None
+    start_timeout_s: float
+    hang_timeout_s: float = 10.0
+    api_processes: int = 1
+    versions: tuple[ModelVersion, ...] = ()
+
+    @property
+    def batch_invariance(self) -> BatchInvariance:
+        """How far a request's tokens depend on what else is served, on chunks, prefix hits and preemptions.
+
+        exact: not at all, bit by bit. float32: nothing is rounded to less than float32, so orders of summation show in
+        the last bits (some 1e-6 of a logit), and only two tokens that are as likely as that can change places. none:
+        roundings to 16 or 8 bits amplify these differences."""
+        if self.deterministic:
+            return "exact"
+        is_wide = self.arithmetic == self.kv_cache_dtype == "float32" and self.quantization is None
+        return "float32" if is_wide else "none"
+
+    @property
+    def invariance_warning(self) -> str | None:
+        """What an operator should know at the start, if tokens depend on company more than rounding errors show."""
+        if self.deterministic or self.purpose.is_encoder:
+            return None
+        if self.batch_invariance == "none":
+            return "tokens may depend on what else is served: roundings to 16 or 8 bits enlarge differences of sums"
+        if self.cpu_kernels == "torch":
+            return "tokens may depend on what else is served where two are almost equally likely: torch computes"
+        return None
+
+    @property
+    def kv_model_key(self) -> bytes:
+        """32 bytes that differ wherever equal tokens may have different KV, or KV of a different layout."""
+        who = self.model_fingerprint or self.model_path
+        kind = (
+            who,
+            self.load_format,
+            self.dtype,
+            self.arithmetic,
+            self.quantization,
+            self.kv_cache_dtype,
+            self.block_size,
+            self.extension,
+            self.deterministic,
+        )
+        return sha256(repr(kind).encode()).digest()
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """`2G` → 2147483648, `8k` → 8192, `512` → 512. Raises ConfigError on anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a number or a size such as 512M, 2G or 8k.")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))

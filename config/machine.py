@@ -1,0 +1,77 @@
+"""The facts about this machine by which `resolve` decides: cores, memory, GPU, C compiler, the CPU's instructions.
+
+The environment variable PAGEWIRE_MACHINE replaces some of them, such as `{"has_compiler": false, "num_cores": 1}`: so
+the defaults of any machine can be tried, and are tested, on any other.
+"""
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from ..errors import ConfigError
+from ..kernels.cpu.build import compiler
+from .config import MachineFacts
+
+OVERRIDES = "PAGEWIRE_MACHINE"
+
+
+def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
+    """The facts, but for those that `environment` replaces. Raises ConfigError for a replacement that is none."""
+    found = _look(environment)
+    text = environment.get("PAGEWIRE_MACHINE")
+    if text is None:
+        return found
+    try:
+        changes = msgspec.json.decode(text, type=dict[str, object])
+        if unknown := sorted(changes.keys() - set(MachineFacts.__struct_fields__)):
+            raise ConfigError(f"{OVERRIDES} names {unknown[0]}, which is no fact about a machine.")
+        return msgspec.convert(msgspec.structs.asdict(found) | changes, MachineFacts)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{OVERRIDES} must be a JSON object of facts about the machine: {error}.") from None
+
+
+def _look(environment: Mapping[str, str]) -> MachineFacts:
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return MachineFacts(
+        num_cores=_num_cores(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        # A torch for CPUs alone says so in its version; asking torch itself would take seconds.
+        has_gpu=Path("/dev/nvidiactl").exists()
+        and not _version("torch").endswith("+cpu")
+        and environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"),
+        has_compiler=compiler() is not None,
+        has_bfloat16=bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}),
+        has_amx="amx_tile" in flags,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _num_cores() -> int:
+    """Cores that this process may use; the hardware threads of a core share what a product needs, and count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return max(1, min(len(cores), cpu_quota(Path("/sys/fs/cgroup"))))
+
+
+def cpu_quota(group: Path) -> int:
+    """Whole CPUs whose time a control group grants (cpu.max: microseconds, of so many), as `docker run --cpus` sets it:
+    threads beyond them would stand still with those they wait for. A large number where nothing is set."""
+    try:
+        granted, period = (group / "cpu.max").read_text().split()
+        return max(1, int(granted) // int(period))
+    except (OSError, ValueError):  # no such group, or "max"
+        return 1 << 16

@@ -1,0 +1,37 @@
+"""Classes that people name on the command line: `module:Class,option=value,…`."""
+
+import importlib
+from collections.abc import Sequence
+
+from ..errors import ConfigError
+
+Options = dict[str, str]
+"""What stands behind the name."""
+
+
+def split_spec(flag: str, spec: str) -> tuple[str, Options]:
+    """The name and its options. Raises ConfigError."""
+    name, *parts = spec.split(",")
+    options: Options = {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        if not option or not equals or option in options:
+            raise ConfigError(f"{flag} {spec}: {part!r} is not an option=value that stands there once.")
+        options[option] = value
+    return name, options
+
+
+def find_class(flag: str, target: str, methods: Sequence[str]) -> object:
+    """Imports `module:Class`, which must have these methods. Raises ConfigError."""
+    module_name, colon, class_name = target.partition(":")
+    if not module_name or not colon or not class_name:
+        raise ConfigError(f"{flag} {target}: write module:Class, with options as module:Class,option=value.")
+    try:
+        found: object = getattr(importlib.import_module(module_name), class_name.strip(), None)
+    except Exception as error:  # whatever somebody's module raises, the answer is the same
+        raise ConfigError(
+            f"{flag} {target}: {module_name} cannot be imported ({type(error).__name__}: {error})."
+        ) from error
+    if not all(callable(getattr(found, method, None)) for method in methods):
+        raise ConfigError(f"{flag} {target}: {module_name} has no class {class_name} with {' and '.join(methods)}.")
+    return found

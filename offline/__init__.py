@@ -1,0 +1,1 @@
+"""Generation in a Python program, without a server: `LLM`, `AsyncLLM` and their parameters."""

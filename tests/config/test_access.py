@@ -1,0 +1,82 @@
+"""Who may use the server: the file of keys, rates, origins and certificates, as far as they can be wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from pagewire.cli import build_parser
+from pagewire.config.access import ApiKey, read_key_file
+from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.resolve import resolve
+from pagewire.errors import ConfigError
+
+MODEL = ModelFacts(path="/m", name="m", max_position=64, vocab_size=100, eos_token_ids=(2,), dtype="float32")
+
+
+def decide(*of_the_file: ApiKey, **settings: object) -> EngineConfig:
+    return resolve(Config(**settings), MODEL, MachineFacts(num_cores=1, api_keys=of_the_file))  # type: ignore[arg-type]
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# people\n\nsk-a\n  sk-b   tokens_per_minute=5 requests_per_minute=7\n#sk-c\nsk#d\n")
+    assert read_key_file(file) == (ApiKey("sk-a"), ApiKey("sk-b", 7, 5), ApiKey("sk#d"))
+
+
+@pytest.mark.parametrize(
+    "line", ["sk-secret 5", "sk-secret rpm=5", "sk-secret requests_per_minute=", "sk-secret tokens_per_minute=0"]
+)
+def test_a_wrong_line_is_named_without_its_key(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"sk-a\n{line}\n")
+    with pytest.raises(ConfigError, match="line 2: after the key there may be") as wrong:
+        read_key_file(file)
+    assert "secret" not in str(wrong.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"), [(b"# none\n", "holds no key"), (b"\xff", "no UTF-8"), (None, "No such file")]
+)
+def test_a_file_that_cannot_be_used(tmp_path: Path, content: bytes | None, sentence: str) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"--api-key-file .*{sentence}"):
+        read_key_file(file)
+
+
+def test_general_rates_are_for_keys_without_their_own() -> None:
+    engine = decide(ApiKey("b", 7), ApiKey("c", None, 8), api_key=("a",), requests_per_minute=1, tokens_per_minute=2)
+    assert engine.api_keys == (ApiKey("a", 1, 2), ApiKey("b", 7, 2), ApiKey("c", 1, 8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"api_key": ("",)}, "An API key must be printable ASCII"),
+        ({"api_key": ("a b",)}, "An API key must be printable ASCII"),
+        ({"api_key": ("é",)}, "An API key must be printable ASCII"),
+        ({"api_key": ("a", "a")}, "An API key is given twice"),
+        ({"ssl_keyfile": "k"}, "TLS needs a certificate"),
+        ({"ssl_cert_reqs": 2}, "TLS needs a certificate"),
+        ({"ssl_certfile": "c", "ssl_ca_certs": "a"}, "give both or neither"),
+        ({"ssl_certfile": "c", "ssl_cert_reqs": 1}, "give both or neither"),
+        ({"allowed_origins": ("example.com",)}, "--allowed-origins example.com is no origin"),
+        ({"allowed_origins": ("https://a/b",)}, "--allowed-origins https://a/b is no origin"),
+        ({"root_path": "llm"}, "--root-path llm must begin with a slash"),
+    ],
+)
+def test_what_cannot_be(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        decide(**settings)
+
+
+def test_what_can_be() -> None:
+    engine = decide(ssl_certfile="c", ssl_ca_certs="a", ssl_cert_reqs=1, allowed_origins=("*", "http://localhost:3000"))
+    assert engine.ssl_certfile == "c" and len(engine.allowed_origins) == 2
+    assert [decide(root_path=path).root_path for path in ("", "/", "/a/b/")] == ["", "", "/a/b"]
+
+
+def test_there_are_not_too_many_flags() -> None:
+    serve = build_parser()._subparsers._group_actions[0].choices["serve"]  # type: ignore[union-attr,index,call-overload]
+    assert len(serve._actions) <= 80

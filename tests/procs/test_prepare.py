@@ -1,0 +1,22 @@
+"""What is refused before any process starts and before anything is downloaded."""
+
+import pytest
+
+from pagewire.config.config import Config
+from pagewire.errors import ConfigError
+from pagewire.procs.prepare import prepare
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (Config(kv_connector=("dsk,path=/x",)), "'dsk' is not known; there are disk, host, p2p, shared"),
+        (Config(kv_connector=("host,size=much",)), "is not a number or a size"),
+        (Config(kv_connector=("p2p,peer=tcp://10.0.0.1:5",)), "should be the path of a socket on this machine"),
+        (Config(tensor_parallel_size=64), "attention heads cannot be shared out evenly"),
+        (Config(extension="no_such_module:Extension"), "no_such_module cannot be imported"),
+    ],
+)
+def test_connectors_and_extensions_that_cannot_be(config: Config, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        prepare(config)
