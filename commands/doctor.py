@@ -115,7 +115,7 @@ def check_device(machine: MachineFacts) -> Iterator[Finding]:
     found = f"{machine.num_cores} cores that may be used, {' and '.join(has) or 'no bfloat16'} instructions"
     yield Finding("ok", "CPU", found)
     if not has_node:
-        yield _check_kernels()
+        yield _check_kernels(machine)
 
 
 def _check_gpu() -> Iterator[Finding]:
@@ -156,11 +156,11 @@ def _check_gpu() -> Iterator[Finding]:
         yield Finding("bad", "GPU", f"driver {name} does not work with torch's CUDA {cuda}: {why}", advice)
 
 
-def _check_kernels() -> Finding:
+def _check_kernels(machine: MachineFacts) -> Finding:
     from ..kernels.cpu.build import BuildError, compiler, load
 
     cc = compiler()
-    if cc is None:
+    if cc is None or not machine.has_compiler:
         advice = (
             "install gcc or clang: the kernels for this CPU are two to four times as fast, and --deterministic needs "
             "them"

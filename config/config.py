@@ -46,9 +46,9 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         _doc(
             "model",
-            "type of weights and KV cache, and on a GPU of the arithmetic; on a CPU the C kernels compute in float32 "
-            "whatever it is. auto: on a GPU the checkpoint's, but bfloat16 for float16; on a CPU float32, where a "
-            "bfloat16 checkpoint's matrices stay as they are. float16 is for GPUs",
+            "type of weights and KV cache, and on a GPU of activations; on a CPU bfloat16 is of weights and KV alone, "
+            "and the C kernels sum in float32. auto: on a GPU the checkpoint's (bfloat16 for float16), on a CPU "
+            "float32, with a bfloat16 checkpoint's matrices as they are. float16 is for GPUs",
         ),
     ] = "auto"
     quantization: Annotated[

@@ -49,7 +49,7 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
             weights = "bfloat16" if "bfloat16" in (checkpoint_dtype, config.dtype) else "float32"
             return _compiled(weights, int8=int8, is_deterministic=config.deterministic)
         except BuildError as error:
-            why = f", because {error}"
+            why = f", because {error}; tokens may depend on what else is served where two are almost equally likely"
     backend = Backend.reference(dtype, int8=int8, why=why)
     if device.type == "cpu" and not int8 and onednn.is_available(dtype):
         return replace(backend, ops=replace(backend.ops, matrix=onednn.OneDnnMatrix))

@@ -50,7 +50,8 @@ def test_without_a_compiler_torch_gives_the_same_tokens(kind, dtype, checkpoint,
 
 def test_the_operator_is_told_why_torch_computes(checkpoint, resolved, no_compiler):
     runner = Runner.load(resolved(checkpoint("llama"), dtype="float32"))
-    assert runner.notes[0] == "kernels of torch, because there is no C compiler (cc, gcc or clang)"
+    note = runner.notes[0]
+    assert note.startswith("kernels of torch, because there is no C compiler (cc, gcc or clang); tokens may depend on")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
