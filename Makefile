@@ -8,10 +8,11 @@ ARGS ?=
 # pip's own compilation of .pyc files must not be switched off, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve test test-long test-clients test-agents test-browser lint types bench kernels dist clean
+.PHONY: help serve check test test-long test-clients test-agents test-browser lint types bench kernels dist clean
 
 help:
 	@echo "make serve   start the server on the demo model and print a curl line to try"
+	@echo "make check   ruff, mypy and the tests that take milliseconds, for the inner loop"
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make test-long     the tests that take longest"
 	@echo "make test-clients  the tests with other people's clients, which it installs"
@@ -41,6 +42,10 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+
+check: lint types
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not e2e and not slow and not long" --ignore tests/test_exactness.py \
+		--ignore tests/test_families.py --ignore tests/kernels/triton --ignore tests/engine/gpu $(ARGS)
 
 test: lint types
 	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10 $(ARGS)
