@@ -8,6 +8,8 @@ requests fail, and this launch ends with exit code 1 and says which part that wa
 """
 
 import argparse
+import asyncio
+import signal
 import sys
 from pathlib import Path
 
@@ -87,10 +89,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(supervisor: Supervisor) -> int:
-    """Runs a supervisor on its loop. Returns the exit code."""
+    """Runs a supervisor on its loop. Returns the exit code, which no later signal replaces: the process must end."""
     import uvloop
 
-    return uvloop.run(supervisor.run())
+    return uvloop.run(_run(supervisor))
+
+
+async def _run(supervisor: Supervisor) -> int:
+    code = await supervisor.run()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):  # launches that end together may each be told to as well
+        loop.remove_signal_handler(signum)
+        signal.signal(signum, signal.SIG_IGN)
+    return code
 
 
 if __name__ == "__main__":
