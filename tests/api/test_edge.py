@@ -248,14 +248,14 @@ def test_a_request_may_take_so_long(stream: bool) -> None:
 
 
 def test_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "pagewire.config.access")
+    caplog.set_level("INFO", "pagewire.access")
     headers = {"authorization": "Bearer first", "x-request-id": "mine"}
     complete(FakeEngine(), prompt="a secret")
     request(FakeEngine(), "/v1/models", headers=headers, **KEYS)
     request(FakeEngine(), "/v1/a\nb\x1b[31m\u2028", headers=headers, **KEYS)
     request(FakeEngine(), "/health")
     request(FakeEngine(), "/health", headers={"host": "a b"})
-    lines = [record.getMessage() for record in caplog.records if record.name == "pagewire.config.access"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "pagewire.access"]
     assert [line.split()[1:4] for line in lines] == [
         ["POST", "/v1/completions", "200"],
         ["GET", "/v1/models", "200"],
