@@ -1,6 +1,7 @@
 """Real server processes for the end-to-end tests."""
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -10,6 +11,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -79,9 +81,13 @@ class Server:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the range from which systems take ports for outgoing connections: one of these, made by a test that runs
+    beside this one, could take the port before the server does."""
+    while True:
+        port = 15_000 + secrets.randbelow(15_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
