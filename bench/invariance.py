@@ -3,7 +3,7 @@
     python -m pagewire.bench.invariance --model '' FOLDER
 
 Seeded requests of several lengths are served one by one and then all at once, with a token budget so small that their
-prompts are cut into chunks between the others' tokens. Which of them are promised to be none says docs/same-tokens.md.
+prompts are cut into chunks between the others' tokens. docs/same-tokens.md says where they should be the same.
 """
 
 import argparse

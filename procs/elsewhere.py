@@ -18,7 +18,7 @@ _DEPTHS = {name: depth for depth, name in enumerate(reversed(ACTORS))}  # from t
 
 
 class Elsewhere:
-    """As seen by one launch."""
+    """The parts of the engine that run in other launches, watched by this launch's supervisor."""
 
     def __init__(self, here: Iterable[str], addresses: Mapping[str, str], *, hang_timeout_s: float) -> None:
         """`here`: the parts of this launch. `addresses`: of the others, as far as they are known. A part that does not

@@ -42,7 +42,7 @@ class _Chunk:
 
 
 class TorchPagedAttention:
-    """See `AttentionBackend`. What is gathered is converted where the cache has another type than activations."""
+    """An `AttentionBackend` in torch. It converts gathered keys and values where their type is not the queries'."""
 
     def __init__(self, *, cache: KvCache, ops: Ops, dtype: torch.dtype) -> None:
         """dtype: of queries, keys and values as they come in."""

@@ -42,7 +42,7 @@ class Call:
 
 
 class Rehearsal:
-    """See `AttentionBackend`. One step is begun by `step`, which gives the positions of its tokens."""
+    """An `AttentionBackend` that records each layer's calls. `step` begins a step and gives the positions."""
 
     def __init__(self, name: str) -> None:
         self.calls: dict[int, Call] = {}  # by layer

@@ -173,7 +173,7 @@ class TransformersModel:
         return reference.greedy(self.logits(hidden))
 
     def rehearse(self, prompts: Tensor) -> list[Step]:
-        """See `rehearsal.rehearse`. Gives `kv_shape` its value."""
+        """Runs the model's rehearsal, which shows the KV cache's shape, and sets `kv_shape`."""
         num_layers = self._config.get_text_config().num_hidden_layers
         with self._trying():
             calls, steps = rehearse(self._name, num_layers, self._device, prompts, self._run)

@@ -297,7 +297,7 @@ def ask_beside_tools(engine: FakeEngine, parser: str, **fields: Any) -> Answer:
 
 @pytest.mark.parametrize("parser", FAMILIES)
 def test_a_tool_that_cannot_be_enforced_takes_any_object(parser: str) -> None:
-    """As it does without a format; the answer and the other tools are enforced all the same."""
+    """Its arguments are not enforced; the answer and the other tools' arguments still are."""
     engine = FakeEngine(["{}"])
     answer_schema = {"type": "object", "properties": {"ok": {"const": 1}}, "required": ["ok"]}
     fields = {"tools": odd_tools(), "response_format": formatted(schema=answer_schema)}

@@ -25,7 +25,7 @@ def default(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def on_default(default: str) -> Iterator[str]:
-    """As `default`, and whatever the test starts gets them."""
+    """The name of each default; processes that the test starts get it."""
     with machine(default):
         yield default
 
