@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .api.output.beam_search import BeamSearchParams as BeamSearchParams
     from .client.engine_client import EngineClient as EngineClient
     from .offline.async_llm import AsyncLLM as AsyncLLM
-    from .offline.beam import BeamSearchParams as BeamSearchParams
     from .offline.llm import LLM as LLM
     from .offline.llm import RequestOutput as RequestOutput
     from .offline.sampling_params import SamplingParams as SamplingParams
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncLLM": "offline.async_llm",
-    "BeamSearchParams": "offline.beam",
+    "BeamSearchParams": "api.output.beam_search",
     "EngineClient": "client.engine_client",
     "LLM": "offline.llm",
     "RequestOutput": "offline.llm",

@@ -19,29 +19,29 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ..config.config import DoorConfig, EngineConfig
 from ..errors import PagewireError
-from .about import AboutEndpoints
-from .admin import ADMIN_PATHS, AdminEndpoints, Sleeper
+from .admin.about import AboutEndpoints
+from .admin.endpoints import ADMIN_PATHS, AdminEndpoints, Sleeper
+from .admin.swapping import Swap, SwapEndpoints
 from .anthropic.endpoints import AnthropicEndpoints
 from .batches.endpoints import BatchEndpoints
 from .batches.store import MAX_FILE_BYTES
-from .gateway import Gateway
-from .http_error import HttpError, anthropic_error_body, as_http_error, error_body, speaks_anthropic
-from .keys import Keys
+from .gateway.gateway import Gateway
+from .gateway.request_end import Observer
+from .gateway.stats import Stats
+from .http.admission_throttle import Turnstile
+from .http.exchange import ClientGone, send_body, too_large
+from .http.http_error import HttpError, anthropic_error_body, as_http_error, error_body, speaks_anthropic
+from .http.keys import Keys
+from .http.operation import Operation
+from .http.origins import Origins
+from .http.rate_limit import Account
 from .openai.endpoints import OpenAIEndpoints
-from .openapi import Description, describe
-from .operation import Operation
-from .origins import Origins
-from .page import PAGE_FILES, PageFile
+from .openai.tokenizing import TokenizeEndpoints
+from .output.service import Service
 from .pooling.endpoints import PoolingEndpoints
-from .rate_limit import Account
-from .request_end import Observer
 from .responses.endpoints import ResponsesEndpoints
-from .service import Service, send_body, too_large
-from .stats import Stats
-from .stream import ClientGone
-from .swapping import Swap, SwapEndpoints
-from .tokenizing import TokenizeEndpoints
-from .turnstile import Turnstile
+from .web.openapi import Description, describe
+from .web.page import PAGE_FILES, PageFile
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
 FILES_PATH = "/v1/files"

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from ..engine.checkpoint.source import locate
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
-from ..engine.weights.source import locate
 from .cheap_client import chat_body
 from .frontend_stages import measure as measure_stages
 from .report import Row, machine, print_table, write_json

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import uvloop
 
-from ..api.admin import Sleeper
+from ..api.admin.endpoints import Sleeper
 from ..api.app import create_app
-from ..api.gateway import Gateway
-from ..api.server import BoundedHttp, HttpConfig, HttpServer
+from ..api.gateway.gateway import Gateway
+from ..api.http.server import BoundedHttp, HttpConfig, HttpServer
 from ..config.config import Config, EngineConfig
 from ..ipc import messages as m
 from ..ipc.codec import Decoder, encode

@@ -23,10 +23,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..api.anthropic.types import MessagesRequest
+from ..api.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 from ..api.openai.types import ChatRequest, CompletionRequest
 from ..api.pooling.types import EmbeddingsRequest, RerankRequest, ScoreRequest
 from ..api.responses.types import ResponsesRequest
-from ..api.tokenizing import DetokenizeRequest, TokenizeRequest
 
 START_TIMEOUT_S = 120.0
 IDLE_TIMEOUT_S = 15.0

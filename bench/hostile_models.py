@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine.weights.source import DEMO_MODEL
+from ..engine.checkpoint.source import DEMO_MODEL
 
 LIMIT_S = 10.0
 SERVE_LIMIT_S = 60.0  # of the command, which imports much, beside whatever else the machine does

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..engine.models.spec import read_spec
-from ..engine.weights.source import locate
+from ..engine.checkpoint.source import locate
+from ..engine.checkpoint.spec import read_spec
 from ..errors import ConfigError
 from ..offline.llm import LLM
 from ..offline.sampling_params import SamplingParams

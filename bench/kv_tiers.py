@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ..engine.weights.source import locate
+from ..engine.checkpoint.source import locate
 from .in_process import Engine
 from .plots import panels
 from .report import Row, machine, percentile, print_table, write_json

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from ..api.gateway import Gateway
-from ..api.metrics import Metrics
+from ..api.gateway.gateway import Gateway
+from ..api.gateway.metrics import Metrics
 from ..config.config import Config, MachineFacts, ModelFacts
 from ..config.resolve import resolve
 from ..engine.core.stats import Counters

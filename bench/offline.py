@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..engine.weights.source import locate
+from ..engine.checkpoint.source import locate
 from ..offline.llm import LLM
 from ..offline.sampling_params import SamplingParams
 from .report import Row, machine, print_table, repeat, write_json

@@ -16,8 +16,8 @@ from typing import get_args
 
 import torch
 
+from ..engine.checkpoint.source import locate
 from ..engine.core.policy import PolicyName
-from ..engine.weights.source import locate
 from .in_process import Engine, Timed
 from .plots import panels
 from .report import Row, machine, percentile, print_table, write_json

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import aiohttp
 
+from ..engine.checkpoint.source import locate
 from ..engine.text.tokenizer import load_tokenizer
-from ..engine.weights.source import locate
 from .cheap_client import chat_body
 from .frontend import Engine, plain_ids, serving, stream
 from .report import Row, machine, print_table, write_json

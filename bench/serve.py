@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from urllib.parse import urlsplit
 
-from ..engine.weights.source import locate
+from ..engine.checkpoint.source import locate
 from .report import Row, machine, percentile, print_table, repeat, write_json
 from .workload import Transformers, parser, prompts, settings
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..engine.weights.source import locate
+from ..engine.checkpoint.source import locate
 from ..offline.llm import LLM
 from ..offline.sampling_params import SamplingParams
 from .report import Row, machine, print_table, write_json

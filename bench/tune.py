@@ -20,7 +20,7 @@ from .gpu.machine import machine
 from .gpu.setting import ROOT, Setting
 
 if TYPE_CHECKING:
-    from ..engine.gpu.queue import Queue
+    from ..engine.device.queue import Queue
 
 Options = dict[str, int]
 _LEAST_GAIN = 1.03  # times as fast as the rule, or the rule stays

@@ -235,7 +235,7 @@ def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
     """The model: configuration, tokenizer, chat template, weights, and whether serve would take it. Nothing is
     downloaded."""
     from ..config.resolve import resolve
-    from ..engine.models.spec import read_spec
+    from ..engine.checkpoint.spec import read_spec
     from ..engine.runner.forecast import forecast
     from ..procs.prepare import examine
 

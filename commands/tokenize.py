@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from ..engine.weights.source import locate
+from ..engine.checkpoint.source import locate
 from ..errors import ConfigError
 
 

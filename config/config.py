@@ -332,7 +332,7 @@ class Purpose(Struct, frozen=True, kw_only=True):
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """What `engine.models.spec` reads from a checkpoint's config files, as far as the configuration depends on it."""
+    """What `engine.checkpoint.spec` reads of a checkpoint's config files for the configuration."""
 
     path: str
     name: str  # what it is called if the user gives no name

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
-from ..api.parsers.registry import reasoning_tags
+from ..api.output.parsers.registry import reasoning_tags
 from ..client.engine_client import EngineClient
 from ..config.config import from_options
 from ..errors import RequestError

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 
-from ..api.parsers.registry import reasoning_tags
+from ..api.output.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from ..api.output.parsers.registry import reasoning_tags
 from ..config.config import from_options
 from ..errors import RequestError
 from ..ipc.messages import (
@@ -34,7 +35,6 @@ from ..ipc.messages import (
 )
 from ..procs.inline import Inline
 from ..procs.prepare import prepare
-from .beam import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .pooled import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput, embedding, hidden_states, score
 from .sampling_params import SamplingParams, checked, submit
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from ..api.admin import Sleeper
+from ..api.admin.endpoints import Sleeper
 from ..api.app import create_app
-from ..api.gateway import FromEngine, Gateway
-from ..api.request_end import Observer, log_request
-from ..api.server import HttpConfig, HttpServer
+from ..api.gateway.gateway import FromEngine, Gateway
+from ..api.gateway.request_end import Observer, log_request
+from ..api.http.server import HttpConfig, HttpServer
 from ..config.config import EngineConfig
 from ..errors import ConfigError
 from ..ipc.actor import Post
@@ -40,7 +40,7 @@ from ..version import __version__
 from .listening import shown_address
 
 if TYPE_CHECKING:
-    from ..api.tracing import Tracing
+    from ..api.gateway.tracing import Tracing
 
 SILENT_LIMIT_S = 10.0  # the core reports twice a second, busy or not
 STEP_LIMIT_S = 120.0  # one step of a large model on a slow CPU takes many seconds
@@ -173,7 +173,7 @@ class ApiActor:
         observers: list[Observer] = [log_request] if self._config.enable_log_requests else []
         if (endpoint := self._config.otlp_traces_endpoint) is not None:
             try:
-                from ..api.tracing import Tracing
+                from ..api.gateway.tracing import Tracing
             except ModuleNotFoundError as error:
                 raise ConfigError(
                     "--otlp-traces-endpoint needs packages that are not installed: pip install 'pagewire[otel]'."

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from ..config.config import EngineConfig
-from ..engine.parallel.place import Place
+from ..engine.parallel.rank import Place
 from ..errors import CheckpointError, ConfigError, PagewireError
 from ..ipc.actor import Actor, Post
 from ..ipc.channel import ChannelFull, Inbox
@@ -38,11 +37,12 @@ from ..ipc.messages import (
     Stop,
 )
 from ..ipc.zmq_channel import Keys, ZmqContext
+from .lifeline import tie_life_to
+from .liveness import dump_stacks_on_quit, volunteer
 from .log_lines import escaped, write_log_lines
 from .loop_lag import LoopLag
 from .post import Mailman, api_index
 from .topology import ACTORS, index, kind
-from .vigil import dump_stacks_on_quit, volunteer
 
 _OOM_SCORES = {"tokenizer": 500, "detokenizer": 500, "grammar": 500, "api": 200}  # see proc(5), oom_score_adj
 
@@ -77,30 +77,6 @@ def process_age_s() -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError):
         return 0.0
-
-
-def end_with_parent() -> None:
-    """Has the kernel kill this process when its parent is gone, where the kernel can."""
-    with contextlib.suppress(OSError, AttributeError):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def tie_life_to(supervisor_pid: int, lifeline_fd: int) -> None:
-    """Ends this process when the supervisor is gone, whatever either of them is doing.
-
-    The kernel's signal also ends a process that is stuck in a long call; the pipe also covers kernels without it.
-    """
-    end_with_parent()
-    if os.getppid() != supervisor_pid:
-        os._exit(1)  # it died before prctl
-
-    def watch() -> None:
-        os.read(lifeline_fd, 1)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
 def run_worker(

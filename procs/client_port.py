@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..config.config import EngineConfig
-from ..engine.core.news import Item
+from ..engine.core.output_buffer import Item
 from ..errors import RequestError
 from ..ipc.channel import ChannelFull
 from ..ipc.client_messages import (

@@ -13,7 +13,7 @@ from msgspec import structs
 from ..config.config import EngineConfig
 from ..engine.core import trace
 from ..engine.core.scheduler import Scheduler
-from ..engine.extension.load import load_extension
+from ..engine.extension import load_extension
 from ..engine.kv_connector.base import ConnectorFacts
 from ..engine.kv_connector.registry import core_connector
 from ..errors import StartError

@@ -30,8 +30,8 @@ from ..ipc.messages import (
     ToGrammar,
     bytes_to_ids,
 )
+from .grammar_sandbox import Compiler, Load, Matcher, Outcome, Trials, num_words
 from .limits import return_memory, used_memory
-from .trial import Compiler, Load, Matcher, Outcome, Trials, num_words
 
 if TYPE_CHECKING:
     import numpy as np

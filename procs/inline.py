@@ -30,8 +30,8 @@ from ..ipc.messages import (
 from .core import CoreActor
 from .detokenizer import DetokenizerActor
 from .grammar import GrammarActor, load_grammars
+from .grammar_sandbox import Load
 from .tokenizer import TokenizerActor
-from .trial import Load
 from .worker import Worker
 
 _LOOK_S = 0.0005  # between looks at KV transfers or grammars under way, when there is nothing else to do

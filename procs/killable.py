@@ -22,7 +22,7 @@ from msgspec import Struct, structs
 from ..config.config import EngineConfig
 from ..errors import PagewireError
 from . import interpreter
-from .child import end_with_parent
+from .lifeline import end_with_parent
 from .limits import killed_after, limit_memory
 
 START_LIMIT_S = 60.0  # for a process: it reads the model's vocabulary

@@ -4,18 +4,18 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ..api.tls import tls_context
+from ..api.http.tls import tls_context
 from ..config.access import read_key_file
 from ..config.config import Config, EngineConfig, MachineFacts, ModelFacts
 from ..config.machine import machine_facts
 from ..config.resolve import resolve
+from ..engine.checkpoint.source import locate
+from ..engine.checkpoint.spec import check_options, model_facts, read_spec
 from ..engine.core.speculation import num_draft_tokens
-from ..engine.extension.load import load_extension
+from ..engine.extension import load_extension
 from ..engine.kv_connector import registry
-from ..engine.models.spec import check_options, model_facts, read_spec
 from ..engine.parallel import shard
 from ..engine.text.template_files import read_templates, reasoning_parser, tool_call_parser
-from ..engine.weights.source import locate
 
 
 def prepare(config: Config) -> EngineConfig:

@@ -45,8 +45,8 @@ from .child import Launch, process_age_s
 from .elsewhere import Elsewhere
 from .environment import environment_of
 from .listening import Listening
+from .liveness import Deaths, Vigil
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
-from .vigil import Deaths, Vigil
 
 PING_INTERVAL_S = 0.5
 STOP_GRACE_S = 5.0  # for each actor, on top of what open requests are given

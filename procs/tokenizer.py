@@ -43,9 +43,9 @@ from ..ipc.messages import (
     ToTokenizer,
     bytes_to_ids,
 )
-from .aside import MEMORY_BYTES, TOO_LARGE, Aside, cpu_s, too_slow
 from .checks import check_ids, check_min_tokens, check_parameters, check_task
 from .limits import CpuLimit, OutOfTime, limit_memory
+from .prompt_sandbox import MEMORY_BYTES, TOO_LARGE, Aside, cpu_s, too_slow
 
 # Longest text that is encoded: what so many bytes a token can hold. Some vocabularies have tokens of a hundred blanks,
 # but nobody means megabytes of blanks, and encoding them would take seconds.

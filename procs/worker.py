@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, assert_never
 
 from ..config.config import EngineConfig
-from ..engine.parallel.place import Place
+from ..engine.parallel.rank import Place
 from ..errors import StartError
 from ..ipc.actor import Post
 from ..ipc.channel import Inbox

@@ -13,13 +13,13 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from ..api.app import FILES_PATH, Edge
-from ..api.drain_rate import DrainRate
-from ..api.http_error import HttpError, ShuttingDown, as_http_error
-from ..api.metrics import CONTENT_TYPE
-from ..api.rate_limit import Account
-from ..api.service import Endpoint, send_body, send_json, too_slow, while_connected
-from ..api.stats import Stats
-from ..api.stream import ClientGone
+from ..api.gateway.drain_rate import DrainRate
+from ..api.gateway.metrics import CONTENT_TYPE
+from ..api.gateway.stats import Stats
+from ..api.http.exchange import ClientGone, Endpoint, send_body, send_json, while_connected
+from ..api.http.http_error import HttpError, ShuttingDown, as_http_error
+from ..api.http.rate_limit import Account
+from ..api.output.service import too_slow
 from ..errors import ConfigError
 from ..version import __version__
 from .ask import Ask, Upload

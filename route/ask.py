@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw, Struct
 from starlette.types import Receive
 
-from ..api.stream import ClientGone
+from ..api.http.exchange import ClientGone
 from .journal import ChatJournal, Journal
 from .prefixes import prefix_blocks
 from .typed_journal import TypedJournal

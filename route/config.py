@@ -5,7 +5,7 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from ..api.tls import tls_context
+from ..api.http.tls import tls_context
 from ..config.access import read_key_file
 from ..config.config import DoorConfig
 from ..config.flags import add_flags, read_flags

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import msgspec
 from msgspec import Struct
 
-from ..api.sse import as_event
+from ..api.output.sse import as_event
 
 _DONE = b"data: [DONE]"
 _GONE_CODES = ("engine_unavailable", "engine_failed", "shutting_down")

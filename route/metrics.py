@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from ..api.stats import Stats
+from ..api.gateway.stats import Stats
 from .engines import Fleet
 from .relay import RelayStats
 

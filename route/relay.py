@@ -13,9 +13,10 @@ import aiohttp
 from starlette.types import Scope, Send
 from yarl import URL
 
-from ..api.http_error import HttpError, anthropic_error_body, as_http_error, error_body, speaks_anthropic
-from ..api.sse import DIRECT, DirectWriter, as_event
-from ..api.stream import ClientGone
+from ..api.http.direct import DIRECT, DirectWriter
+from ..api.http.exchange import ClientGone
+from ..api.http.http_error import HttpError, anthropic_error_body, as_http_error, error_body, speaks_anthropic
+from ..api.output.sse import as_event
 from ..errors import PagewireError
 from .ask import Ask
 from .engines import Engine, Fleet

@@ -24,8 +24,8 @@ from ..config.machine import machine_facts
 from ..errors import ConfigError, StartError
 from ..ipc.zmq_channel import make_run_folder, remove_run_folder
 from ..procs import interpreter
-from ..procs.child import tie_life_to
 from ..procs.launch import run as run_supervisor
+from ..procs.lifeline import tie_life_to
 from ..procs.listening import Listening
 from ..procs.supervisor import Supervisor
 from .config import RouteConfig

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Coroutine
 
-from ..api.server import HttpConfig, HttpServer
+from ..api.http.server import HttpConfig, HttpServer
 from ..procs.listening import Listening, shown_address
 from .app import RouterApp
 from .config import RouteConfig

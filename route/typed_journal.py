@@ -1,15 +1,15 @@
 """The journal of a stream of typed events, as those of /v1/responses and /v1/messages; see `journal`.
 
-The order of such events is strict, and their ids follow from the answer's own (`api/resumable.py`), so what the client
-has is a number of events and so many characters of each text that grows: only these may come in other pieces. Token ids
-come in comments, each before the events of its tokens.
+The order of such events is strict, and their ids follow from the answer's id (`api/output/resumable.py`). What the
+client has is therefore a number of events, and a number of characters of each text that grows; only these may come in
+other pieces. Token ids come in comments, each before the events of its tokens.
 """
 
 from typing import cast
 
 import msgspec
 
-from ..api.resumable import FAILED, TOKEN_IDS
+from ..api.output.resumable import FAILED, TOKEN_IDS
 from .journal import Fields, Journal, Told, check_error
 
 _decode = msgspec.json.Decoder().decode

@@ -8,7 +8,7 @@ from fakes import all_tokens
 from runner_driver import engine_config
 
 from pagewire.engine.core.trace import make_scheduler
-from pagewire.engine.gpu.queue import Queue
+from pagewire.engine.device.queue import Queue
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import Drawn, Enqueue, Failed, Masks, TokenBatch, bytes_to_ids
 

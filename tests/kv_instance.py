@@ -10,7 +10,7 @@ from hashlib import shake_128
 import torch
 from torch import Tensor
 
-from pagewire.engine.cache.kv_cache import KvCache, KvShape
+from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.kv_connector import CoreConnector

@@ -11,7 +11,7 @@ from checkpoints import VOCAB_SIZE
 from pagewire.config.config import Config
 from pagewire.config.machine import machine_facts
 from pagewire.config.resolve import resolve
-from pagewire.engine.models.spec import model_facts, read_spec
+from pagewire.engine.checkpoint.spec import model_facts, read_spec
 from pagewire.engine.runner.runner import Runner
 from pagewire.ipc.messages import RowLogprobs, RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from pagewire.engine.extension.base import Options
+from pagewire.engine.extension import Options
 
 
 class ShortMemory:
-    """See `pagewire.engine.extension.base.Extension`."""
+    """See `pagewire.engine.extension.Extension`."""
 
     calls = 0  # of attention, since a test set it back
 

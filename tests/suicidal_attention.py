@@ -7,12 +7,12 @@ import os
 import signal
 
 from pagewire.engine.attention.base import AttentionBackend, AttentionStep
-from pagewire.engine.cache.kv_cache import KvCache
-from pagewire.engine.extension.base import Options
+from pagewire.engine.attention.kv_cache import KvCache
+from pagewire.engine.extension import Options
 
 
 class Suicidal:
-    """See `pagewire.engine.extension.base.Extension`."""
+    """See `pagewire.engine.extension.Extension`."""
 
     @staticmethod
     def core(options: Options) -> "Silent":

@@ -43,7 +43,7 @@ MODULES_BY_NAME = {
     "engine.models.registry": "our own, from a table",
     "kernels.triton.compile": "our own, from a list",
     "config.plugins": "what the operator's flags name",
-    "procs.trial": "what our own code names",
+    "procs.grammar_sandbox": "what our own code names",
 }
 PROCESSES = {
     "kernels.triton.compile": "a tool for those who build a wheel; its processes are forks of itself",
@@ -56,18 +56,18 @@ REGEX = {
     "offline.sampling_params": "msgspec's own words",
     "commands.doctor": "files and tools of this machine",
     "engine.weights.loader": "names of tensors, one literal at their end",
-    "engine.weights.source": "a flag of the operator",
+    "engine.checkpoint.source": "a flag of the operator",
     "engine.text.tokenizer": "a tree of literal texts: no repetition, so no going back",
     "engine.text.grammar_text": "one look at each line's beginning; the library's complaint, which is short",
     "engine.text.json_schema": "a look for a few literal beginnings",
     "kernels.triton.compile": "the compiler's output",
     "kernels.triton.cubins": "names within our own archive",
     "api.app": "one class of characters, of bounded length",
-    "api.origins": "one class of characters, of bounded length",
-    "api.openapi": "our own paths",
-    "api.parsers.block": "one class of characters",
-    "api.parsers.calls": "one character",
-    "api.parsers.spelling": "one class of characters, of bounded length",
+    "api.http.origins": "one class of characters, of bounded length",
+    "api.web.openapi": "our own paths",
+    "api.output.parsers.block": "one class of characters",
+    "api.output.parsers.calls": "one character",
+    "api.output.parsers.spelling": "one class of characters, of bounded length",
     "route.ask": "paths; one class of characters, of bounded length",
 }
 

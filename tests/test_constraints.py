@@ -26,7 +26,7 @@ from pagewire.ipc.messages import (
     bytes_to_ids,
     ids_to_bytes,
 )
-from pagewire.procs import trial
+from pagewire.procs import grammar_sandbox
 from pagewire.procs.inline import Inline
 
 GREEDY = Sampling(temperature=0)
@@ -221,7 +221,7 @@ def test_what_goes_wrong_fails_its_own_request(serve: Callable[..., Service]) ->
 def test_a_grammar_that_takes_for_ever_is_refused_in_time(
     serve: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "LIMIT_S", 0.3)
+    monkeypatch.setattr(grammar_sandbox, "LIMIT_S", 0.3)
     service = serve()
     slow = [service.ask(PROMPTS[0], cycle(*SETS, fault="hangs", free=i)) for i in range(2)]
     streams = service.ask(PROMPTS[1], max_tokens=60)

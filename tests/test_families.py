@@ -21,8 +21,8 @@ from pagewire.cli import main
 from pagewire.commands import doctor
 from pagewire.config.config import Config
 from pagewire.config.machine import machine_facts
-from pagewire.engine.models.purpose import is_generative
-from pagewire.engine.models.spec import read_spec
+from pagewire.engine.checkpoint.purpose import is_generative
+from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.models.transformers_fallback import load_fallback
 from pagewire.engine.runner.runner import Runner
 from pagewire.errors import PagewireError

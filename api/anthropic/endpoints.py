@@ -3,11 +3,12 @@
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ..openai.translate import chat_orders, chat_prompt, decode_body
-from ..operation import Operation
-from ..reply import Reply, id_list
-from ..resumable import WithTokenIds
-from ..service import Service, read_json, send_json
+from ..http.exchange import read_json, send_json
+from ..http.operation import Operation
+from ..openai.translate import chat_orders, chat_prompt, decode_body, read_turn
+from ..output.reply import Reply, id_list
+from ..output.resumable import WithTokenIds
+from ..output.service import Service
 from .reply import MessagesReply
 from .request import chat_request, in_terms_of_messages
 from .types import CountTokensRequest, MessageBody, MessageEvent, MessagesRequest, TokenCount
@@ -47,7 +48,7 @@ class AnthropicEndpoints:
         chat = chat_request(request, config)
         with in_terms_of_messages(config):
             orders = chat_orders(chat, config, scope["state"]["salt"])
-            reply: Reply = MessagesReply(model=model, turn=self._service.turn(chat), id=request.resume_id)
+            reply: Reply = MessagesReply(model=model, turn=read_turn(chat, self._service.config), id=request.resume_id)
             if request.return_token_ids:
                 reply = WithTokenIds(reply)
             await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)

@@ -9,11 +9,11 @@ from typing import assert_never
 import msgspec
 
 from ...ipc.messages import Chunk, Usage
-from ..http_error import HttpError, anthropic_error_body
-from ..parsers.events import CallArguments, CallStart, Reasoning, Text
-from ..reply import Reply, new_id
-from ..resumable import part_id
-from ..turn import Turn
+from ..http.http_error import HttpError, anthropic_error_body
+from ..output.parsers.events import CallArguments, CallStart, Reasoning, Text
+from ..output.reply import Reply, new_id
+from ..output.resumable import part_id
+from ..output.turn import Turn
 from .types import ContentBlock, MessageBody, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
 
 _encode = msgspec.json.Encoder().encode

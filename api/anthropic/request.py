@@ -9,11 +9,12 @@ import msgspec
 
 from ...config.config import EngineConfig
 from ...errors import RequestError
-from ..conversation import Conversation
-from ..http_error import HttpError, as_http_error
+from ..http.http_error import HttpError, as_http_error
+from ..openai.conversation import Conversation
 from ..openai.translate import set_thinking
-from ..openai.types import ChatRequest, GenerationRequest, ResponseFormat
-from ..parsers.registry import reasoning_tags
+from ..openai.types import ChatRequest
+from ..output.parsers.registry import reasoning_tags
+from ..output.shapes import GenerationRequest, ResponseFormat
 from .types import Block, CountTokensRequest, MessagesRequest
 
 _REFUSED = (

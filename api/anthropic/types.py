@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from ..openai.types import GenerationRequest, StopStrings, TokenId
-from ..responses.types import TextFormat
+from ..output.shapes import GenerationRequest, StopStrings, TextFormat, TokenId
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

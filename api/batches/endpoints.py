@@ -12,11 +12,11 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..http_error import HttpError
+from ..http.exchange import ClientGone, read_json, send_json, too_large
+from ..http.http_error import HttpError
+from ..http.operation import Operation
 from ..openai.translate import decode_body
-from ..operation import Operation
-from ..service import Service, read_json, send_json, too_large
-from ..stream import ClientGone
+from ..output.service import Service
 from .format import URLS
 from .runner import WINDOW_S, BatchRunner
 from .store import MAX_FILE_BYTES, BatchStore

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from ..http_error import HttpError, as_http_error, error_body
-from ..rate_limit import Account
+from ..http.http_error import HttpError, as_http_error, error_body
+from ..http.rate_limit import Account
 from .format import BatchRequest, answer_line, read_request
 from .store import BatchStore
 from .types import BatchBody, BatchError, BatchErrors, RequestCounts

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ...errors import ConfigError
-from ..http_error import HttpError
+from ..http.http_error import HttpError
 from .types import BatchBody, FileBody, Purpose
 
 MAX_FILE_BYTES = 512 << 20

@@ -23,11 +23,11 @@ from ...ipc.messages import (
     bytes_to_ids,
     ids_to_bytes,
 )
-from ...offline.beam import MOST_BEAMS, BeamSearch, BeamSearchParams, BeamSearchSequence
-from ..gateway import Gateway
-from ..http_error import HttpError
-from ..reply import Reply
-from .types import GenerationRequest
+from ..gateway.gateway import Gateway
+from ..http.http_error import HttpError
+from ..output.beam_search import MOST_BEAMS, BeamSearch, BeamSearchParams, BeamSearchSequence
+from ..output.reply import Reply
+from ..output.shapes import GenerationRequest
 
 # Beams are ranked by the model's own log-probabilities and looked at when they have ended, so what changes logits, and
 # what has to see text or tokens on their way, would be ignored.

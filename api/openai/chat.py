@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import msgspec
 
 from ...ipc.messages import Chunk
-from ..parsers.events import CallArguments, CallStart, Event, Reasoning, Text
-from ..parsers.lexer import Grammar
-from ..reply import Reply, UsageCount, chat_logprobs, id_list, json_text, new_id, prompt_logprobs, timings_body
-from ..sse import as_event
-from ..timeline import Timeline
-from ..turn import Turn
+from ..gateway.timeline import Timeline
+from ..output.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
+from ..output.parsers.lexer import Grammar
+from ..output.reply import Reply, UsageCount, chat_logprobs, id_list, json_text, new_id, prompt_logprobs, timings_body
+from ..output.shapes import FinishReason, PromptLogprobs, TimingsBody, TokenLogprobBody, UsageBody
+from ..output.sse import as_event
+from ..output.turn import Turn
 from .types import (
     ChatChoice,
     ChatChunk,
@@ -22,13 +23,8 @@ from .types import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    FinishReason,
     FunctionBody,
-    PromptLogprobs,
-    TimingsBody,
-    TokenLogprobBody,
     ToolCallBody,
-    UsageBody,
 )
 
 _encode = msgspec.json.Encoder().encode

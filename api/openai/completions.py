@@ -5,18 +5,11 @@ from collections.abc import Sequence
 import msgspec
 
 from ...ipc.messages import Chunk, IdsPrompt, PromptEcho, Submit, TextPrompt, TokenLogprob
-from ..reply import Reply, UsageCount, id_list, json_text, new_id, prompt_logprobs, timings_body, token_name
-from ..sse import as_event
-from ..timeline import Timeline
-from .types import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    FinishReason,
-    PromptLogprobs,
-    TimingsBody,
-    UsageBody,
-)
+from ..gateway.timeline import Timeline
+from ..output.reply import Reply, UsageCount, id_list, json_text, new_id, prompt_logprobs, timings_body, token_name
+from ..output.shapes import FinishReason, PromptLogprobs, TimingsBody, UsageBody
+from ..output.sse import as_event
+from .types import Completion, CompletionChoice, CompletionLogprobs
 
 _encode = msgspec.json.Encoder().encode
 

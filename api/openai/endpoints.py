@@ -8,16 +8,18 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import RequestError
 from ...ipc.messages import Submit
-from ..http_error import HttpError
-from ..operation import Operation
-from ..rate_limit import estimated_tokens
-from ..reply import Reply
-from ..service import Service, read_json, send_body, too_slow, while_connected
+from ..http.exchange import read_json, send_body, while_connected
+from ..http.http_error import HttpError
+from ..http.operation import Operation
+from ..http.rate_limit import estimated_tokens
+from ..output.reply import Reply
+from ..output.service import Service, too_slow
+from ..output.shapes import GenerationRequest
 from .beams import answer_with_beams
 from .chat import ChatReply
 from .completions import CompletionReply
 from .translate import chat_orders, completion_orders, decode_body, final_words, num_candidates, output_grammar
-from .types import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest, GenerationRequest
+from .types import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest
 
 
 class OpenAIEndpoints:

@@ -23,12 +23,14 @@ from ...ipc.messages import (
     TextSpec,
     ids_to_bytes,
 )
-from ..constraints import chat_constraint, completion_constraint
-from ..http_error import HttpError
-from ..journal import entries
-from ..parsers.lexer import Grammar
-from ..parsers.registry import find_grammar
-from .types import ChatRequest, CompletionRequest, GenerationRequest, Message, Tool
+from ..gateway.journal import entries
+from ..http.http_error import HttpError
+from ..output.parsers.lexer import Grammar
+from ..output.parsers.registry import find_grammar
+from ..output.shapes import GenerationRequest
+from ..output.turn import Turn
+from .constraints import chat_constraint, completion_constraint
+from .types import ChatRequest, CompletionRequest, Message, Tool
 
 T = TypeVar("T")
 
@@ -135,6 +137,12 @@ def chat_prompt(request: ChatRequest, config: EngineConfig) -> ChatPrompt:
     prompt = chat_orders(request, config, b"")[0].prompt
     assert isinstance(prompt, ChatPrompt), prompt
     return prompt
+
+
+def read_turn(request: ChatRequest, config: EngineConfig) -> Turn:
+    """Reads the one output of a chat request."""
+    grammar = output_grammar(request, config)
+    return Turn(grammar, parallel_tool_calls=request.parallel_tool_calls is not False)
 
 
 def output_grammar(request: ChatRequest, config: EngineConfig) -> Grammar | None:

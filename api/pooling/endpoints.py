@@ -5,9 +5,10 @@ import time
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ..http.exchange import read_json
+from ..http.operation import Operation
 from ..openai.translate import decode_body
-from ..operation import Operation
-from ..service import Service, read_json
+from ..output.service import Service
 from .reply import EmbeddingsReply, RerankReply, ScoreReply
 from .request import document_texts, embedding_orders, pair_orders, rerank_pairs, score_pairs
 from .types import EmbeddingList, EmbeddingsRequest, RerankBody, RerankRequest, ScoreList, ScoreRequest

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ...ipc.messages import Chunk
-from ..reply import Reply, new_id
+from ..output.reply import Reply, new_id
 from .types import (
     Document,
     EmbeddingBody,

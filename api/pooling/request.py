@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ...config.config import EngineConfig
 from ...ipc.messages import IdsPrompt, Limits, PairPrompt, Pooling, Sampling, Submit, TextPrompt, TextSpec, ids_to_bytes
-from ..http_error import HttpError
+from ..http.http_error import HttpError
 from .types import EmbeddingsRequest, PoolingRequest, RerankRequest, ScoreRequest
 
 MAX_INPUTS = 2048  # of one request

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..openai.types import TokenId
+from ..output.shapes import TokenId
 
 
 class PoolingRequest(Struct, frozen=True, kw_only=True):

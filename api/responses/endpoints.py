@@ -5,12 +5,13 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ..http_error import HttpError
-from ..openai.translate import chat_orders, decode_body
-from ..operation import Operation
-from ..reply import Reply
-from ..resumable import WithTokenIds
-from ..service import Service, read_json, send_body, send_json
+from ..http.exchange import read_json, send_body, send_json
+from ..http.http_error import HttpError
+from ..http.operation import Operation
+from ..openai.translate import chat_orders, decode_body, read_turn
+from ..output.reply import Reply
+from ..output.resumable import WithTokenIds
+from ..output.service import Service
 from .input_items import InputItemsQuery, ItemList, input_items, page
 from .reply import ResponsesReply, go_on, new_response
 from .request import chat_request, check_response, conversation_of, in_terms_of_responses, wants_logprobs
@@ -64,7 +65,7 @@ class ResponsesEndpoints:
                 stored = StoredResponse(msgspec.json.encode(ended), go_on(conversation, ended), items)
                 self._store.put(owner, ended.id, stored)
 
-        turn = self._service.turn(chat)
+        turn = read_turn(chat, self._service.config)
         reply: Reply = ResponsesReply(response, turn=turn, has_logprobs=wants_logprobs(request), on_end=keep)
         if request.return_token_ids:
             reply = WithTokenIds(reply)

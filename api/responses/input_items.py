@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ..http_error import HttpError
-from ..reply import new_id
+from ..http.http_error import HttpError
+from ..output.reply import new_id
 
 MOST_LISTED = 100
 _LISTED = 20  # unless asked otherwise

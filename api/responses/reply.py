@@ -12,13 +12,13 @@ import msgspec
 from msgspec.structs import replace
 
 from ...ipc.messages import Chunk, Usage
-from ..conversation import Conversation
-from ..http_error import HttpError
-from ..openai.types import TokenLogprobBody
-from ..parsers.events import CallArguments, CallStart, Reasoning, Text
-from ..reply import Reply, chat_logprobs, new_id
-from ..resumable import part_id
-from ..turn import Turn
+from ..http.http_error import HttpError
+from ..openai.conversation import Conversation
+from ..output.parsers.events import CallArguments, CallStart, Reasoning, Text
+from ..output.reply import Reply, chat_logprobs, new_id
+from ..output.resumable import part_id
+from ..output.shapes import TextFormat, TokenLogprobBody
+from ..output.turn import Turn
 from .request import functions
 from .types import (
     FunctionCallItem,
@@ -37,7 +37,6 @@ from .types import (
     ResponsesRequest,
     ResponseUsage,
     TextConfig,
-    TextFormat,
 )
 
 _encode = msgspec.json.Encoder().encode

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import msgspec
 
 from ...errors import RequestError
-from ..conversation import Conversation
-from ..http_error import HttpError, as_http_error
-from ..openai.types import ChatRequest, GenerationRequest, ResponseFormat
+from ..http.http_error import HttpError, as_http_error
+from ..openai.conversation import Conversation
+from ..openai.types import ChatRequest
+from ..output.shapes import GenerationRequest, ResponseFormat
 from .types import InputItem, InputPart, ResponsesRequest, ResponseTool
 
 _REFUSED = (

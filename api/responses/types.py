@@ -5,9 +5,9 @@ Knows nothing of the engine; `responses_request` does.
 
 from typing import Annotated, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
-from ..openai.types import GenerationRequest, JsonSchemaFormat, ResponseFormat, TokenId, TokenLogprobBody
+from ..output.shapes import GenerationRequest, TextFormat, TokenId, TokenLogprobBody
 
 Truncation = Literal["auto", "disabled"]
 
@@ -42,18 +42,6 @@ class ResponseTool(Struct, frozen=True):
     description: str | None = None
     parameters: dict[str, object] | None = None
     strict: bool | None = None
-
-
-class TextFormat(Struct, frozen=True):
-    type: str = "text"
-    name: str | UnsetType = UNSET
-    schema: dict[str, object] | UnsetType = UNSET
-    strict: bool | UnsetType | None = UNSET
-    description: str | UnsetType | None = UNSET
-
-    def as_response_format(self) -> ResponseFormat:
-        """The same as chat has it."""
-        return ResponseFormat(self.type, JsonSchemaFormat(None if self.schema is UNSET else self.schema))
 
 
 class TextConfig(Struct, frozen=True):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engine.gpu.queue import Queue
+from ...engine.device.queue import Queue
 from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, plan_decode, workspace_decode
 from ...kernels.triton.extend_attention import TILE_ROWS, extend_attention, extend_work, tile_tokens
 from .clock import copy_gbs, microseconds

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...engine.gpu.queue import Queue
+from ...engine.device.queue import Queue
 
 _CACHED = 256 << 20  # bytes; what is read in turn exceeds a GPU's cache several times
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...engine.gpu.queue import Queue, Work
+from ...engine.device.queue import Queue, Work
 from ...kernels.triton.small_product import small_product, tiling, workspace_small_product
 from .attention import Cached
 from .figures import Figure

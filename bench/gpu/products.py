@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
+from ...engine.device.queue import Queue
 from ...engine.gpu.products import InvariantProduct, Product, QuantizedProduct
-from ...engine.gpu.queue import Queue
 from ...kernels.quantized_weight import Fp8Weight, Int4Weight
 from ...kernels.triton.moe import moe, workspace_moe
 from ...kernels.triton.rms_norm import rms_norm

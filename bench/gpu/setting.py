@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ...tools.make_checkpoint import make_checkpoint
 
 if TYPE_CHECKING:
-    from ...engine.gpu.queue import Queue
+    from ...engine.device.queue import Queue
 
 ROOT = Path(__file__).resolve().parents[2]
 _T = TypeVar("_T")
@@ -29,7 +29,7 @@ class Setting:
         """Where kernels are launched. Only for parts that make no `Runner`, which has a queue of its own."""
         import torch
 
-        from ...engine.gpu.queue import CudaQueue, EagerQueue
+        from ...engine.device.queue import CudaQueue, EagerQueue
 
         return EagerQueue(torch.device("cpu")) if self.smoke else CudaQueue(torch.device("cuda", 0))
 

@@ -22,7 +22,7 @@ from pagewire.ipc.messages import TierSnapshot, Transferred
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagewire.engine.cache.kv_cache import KvCache
+    from pagewire.engine.attention.kv_cache import KvCache
 
 
 class Todo(msgspec.Struct):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pagewire.engine.attention.base import AttentionBackend, AttentionStep
-from pagewire.engine.cache.kv_cache import KvCache
+from pagewire.engine.attention.kv_cache import KvCache
 
 
 class TopkAttention:

@@ -15,18 +15,18 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pagewire.engine.extension.base import Options
+from pagewire.engine.extension import Options
 from pagewire.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagewire.engine.attention.base import AttentionBackend
-    from pagewire.engine.cache.kv_cache import KvCache
+    from pagewire.engine.attention.kv_cache import KvCache
 
 BLOCK_SIZE = 16
 
 
 class TopkBlocks:
-    """See `pagewire.engine.extension.base.Extension`."""
+    """See `pagewire.engine.extension.Extension`."""
 
     @staticmethod
     def core(options: Options) -> BlockBudget:
@@ -50,7 +50,7 @@ class TopkBlocks:
 
 
 class BlockBudget:
-    """See `pagewire.engine.extension.core.PlanExtension`."""
+    """See `pagewire.engine.core.extension.PlanExtension`."""
 
     def __init__(self, share: float, least: int) -> None:
         self._share = share

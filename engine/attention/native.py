@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...kernels.cpu.native import LANES, MOST_ROWS, Kernels, Pages, StepFields, dense
 from ...kernels.ops import Ops
-from ..cache.kv_cache import KvCache
 from .base import AttentionStep
+from .kv_cache import KvCache
 
 _FEW = 6  # tokens of a row, such as guesses: packing its keys for them would cost more than reading these once for each
 _WORK_BYTES = 256 << 20  # most that all threads together pack keys and values of prompts into; one may take more

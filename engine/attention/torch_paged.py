@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...kernels.ops import Ops
 from ...kernels.reference import attend
-from ..cache.kv_cache import KvCache
 from .base import AttentionStep
+from .kv_cache import KvCache
 
 _SLICE = 256  # queries of a prompt chunk taken at once
 _GATHER_BYTES = 2 << 20  # most bytes of keys gathered for several rows at once: a cache's worth. One row may take more

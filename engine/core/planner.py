@@ -11,12 +11,12 @@ from .block_pool import BlockPool
 from .cost import CAUTIOUS, NO_WORK, CostModel, Work, with_chunk
 from .draft import Draft
 from .loads import Loads
-from .news import News
+from .output_buffer import News
 from .policy import Policy
 from .preemption import choose_interrupted, choose_victim, order
 from .prefix import PrefixCache
 from .request import Request, State
-from .roster import Roster
+from .request_table import Roster
 from .stats import Counters
 
 _MIN_CHUNK = 16  # positions of a prompt that a step computes whatever the latency target

@@ -9,7 +9,7 @@ fails if that does not help: then the numbers are its own.
 from .block_pool import BlockPool
 from .loads import Loads
 from .request import Request, State
-from .roster import Roster
+from .request_table import Roster
 
 
 def poison(request: Request, pool: BlockPool, loads: Loads | None, roster: Roster) -> None:

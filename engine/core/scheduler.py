@@ -27,24 +27,24 @@ from ...ipc.messages import (
     Transferred,
     bytes_to_ids,
 )
-from ..extension.core import PlanExtension
 from .admission import Admission
 from .block_hash import root_key
 from .block_pool import BlockPool
 from .cost import CostModel, with_guesses
 from .deadlines import Deadlines
 from .draft import Draft, InFlight
+from .extension import PlanExtension
 from .kv_connector import CoreConnector
 from .kv_events import KvCacheEvent, event_of_tier
 from .loads import Loads
-from .news import Item, News
+from .oom_recovery import Shortage
+from .output_buffer import Item, News
 from .planner import Planner
 from .poison import poison
 from .policy import PolicyName, make_policy
 from .prefix import PrefixCache
 from .request import COMMIT_BLOCKS, Request, State
-from .roster import Roster
-from .shortage import Shortage
+from .request_table import Roster
 from .speculation import num_drawn, num_until_end
 from .stats import Counters
 

@@ -14,8 +14,8 @@ from msgspec import Struct, structs
 
 from ...config.config import EngineConfig
 from ...ipc.messages import Cancel, Enqueue, Masks, StepPlan, StepResult, StopHit, TierSnapshot, Transferred
-from ..extension.core import PlanExtension
 from .block_pool import BlockPool
+from .extension import PlanExtension
 from .kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .scheduler import Scheduler
 from .speculation import num_draft_tokens

@@ -6,8 +6,8 @@ import torch
 
 from ...config.config import EngineConfig
 from ...errors import ConfigError
-from ..gpu.queue import Queue
-from ..parallel.place import Place
+from ..parallel.rank import Place
+from .queue import Queue
 
 
 class Device(Protocol):

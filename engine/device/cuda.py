@@ -3,7 +3,7 @@
 import torch
 
 from ...kernels.triton import cubins
-from ..gpu.queue import CudaQueue
+from .queue import CudaQueue
 
 
 class CudaDevice:

@@ -22,7 +22,7 @@ from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
 from ...kernels.triton.prepare_step import prepare_step
 from ...kernels.triton.rms_norm import rms_norm
 from ...kernels.triton.small_product import workspace_small_product
-from ..cache.kv_cache import KvCache
+from ..attention.kv_cache import KvCache
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
 from ..layers.moe import MoeMlp

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable
 
-from .queue import Queue, Work
+from ..device.queue import Queue, Work
 
 _OFTEN = 3  # a shape that ran so often without a record gets one, even if the device is never idle
 

@@ -32,7 +32,7 @@ from ...config.plugins import Options as Options
 from ..core.kv_connector import CoreConnector
 
 if TYPE_CHECKING:
-    from ..cache.kv_cache import KvCache
+    from ..attention.kv_cache import KvCache
 
 
 class ConnectorFacts(Struct, frozen=True, kw_only=True):

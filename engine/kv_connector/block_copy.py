@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..cache.kv_cache import KvCache
+from ..attention.kv_cache import KvCache
 
 _CHUNK_BYTES = 32 << 20
 

@@ -17,7 +17,7 @@ from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .base import WorkerConnector
 
 if TYPE_CHECKING:
-    from ..cache.kv_cache import KvCache
+    from ..attention.kv_cache import KvCache
 
 _MAX_MATCHES = 1024  # waiting requests whose match is remembered
 

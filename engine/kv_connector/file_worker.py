@@ -17,7 +17,7 @@ from msgspec import msgpack
 from torch import Tensor
 
 from ...ipc.messages import bytes_to_ids
-from ..cache.kv_cache import KvCache
+from ..attention.kv_cache import KvCache
 from .base import ConnectorFacts
 from .block_copy import BlockCopier
 from .block_files import BadBlock, BlockFiles

@@ -19,7 +19,7 @@ from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .base import ConnectorFacts, KVConnector, Options, WorkerConnector
 
 if TYPE_CHECKING:
-    from ..cache.kv_cache import KvCache
+    from ..attention.kv_cache import KvCache
 
 log = logging.getLogger("pagewire.kv_connector")
 

@@ -8,33 +8,15 @@ from the worker, because plans run in order: what this plan stores, the next one
 from array import array
 from collections.abc import Sequence
 
-from msgspec import Struct, msgpack
+from msgspec import msgpack
 
 from ...ipc.messages import TierSnapshot, Transferred, ids_to_bytes
 from ..core.eviction import EvictionQueue
 from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .base import ConnectorFacts, Options, WorkerConnector
+from .host_meta import NO_SLOT, HostLoad, HostMeta
 from .ledger import Ledger, num_matched
 from .options import check_names, eviction_of, num_blocks_of, size_of
-
-NO_SLOT = -1
-"""A block was matched, but given up before its load was planned: the load fails."""
-
-
-class HostLoad(Struct, frozen=True, array_like=True):
-    """Columns, int32: from which slots which blocks are filled."""
-
-    rid: int
-    slots: bytes  # NO_SLOT: cannot be filled
-    blocks: bytes
-
-
-class HostMeta(Struct, frozen=True, array_like=True):
-    """What the worker half does with a plan, in this order."""
-
-    save_blocks: bytes  # int32
-    save_slots: bytes  # int32, each at most once
-    loads: tuple[HostLoad, ...]
 
 
 class HostConnector:

@@ -8,10 +8,10 @@ import torch
 from msgspec import msgpack
 
 from ...ipc.messages import bytes_to_ids
-from ..cache.kv_cache import KvCache
+from ..attention.kv_cache import KvCache
 from .base import ConnectorFacts
 from .block_copy import BlockCopier
-from .host import NO_SLOT, HostMeta
+from .host_meta import NO_SLOT, HostMeta
 
 _CHUNKS_AT_ONCE = 4  # of `BlockCopier.chunk` blocks
 

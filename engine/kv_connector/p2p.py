@@ -26,6 +26,7 @@ from msgspec import Struct
 from ...ipc.messages import TierSnapshot, Transferred, bytes_to_ids, ids_to_bytes
 from ..core.kv_connector import Evicted, KvEvent, KvRequest
 from .base import ConnectorFacts, Options
+from .p2p_meta import P2pLoad, P2pPlan
 from .p2p_wire import MAX_KEYS, Found, Lookup, Settings, decode_reply, encode, read_settings
 
 if TYPE_CHECKING:
@@ -38,25 +39,6 @@ _MAX_EXPECTED = (
 _ANSWER_AGE_S = 5.0  # after which an answer is asked for again: the peer may have dropped what it had, or have more
 _FIRST_PAUSE_S = 1.0  # in which a peer that failed is not asked; doubled by each further failure
 _LONGEST_PAUSE_S = 8.0
-
-
-class P2pLoad(Struct, frozen=True, array_like=True):
-    """Blocks of one request to be fetched."""
-
-    rid: int
-    keys: bytes
-    blocks: bytes  # int32, parallel to keys
-
-
-class P2pPlan(Struct, frozen=True, array_like=True):
-    """What the worker half must do with a plan, in this order."""
-
-    coming: tuple[tuple[int, bytes], ...]  # rid of a request that is being computed, and the keys that it will bring
-    drop: bytes  # keys
-    keep_keys: bytes
-    keep_blocks: bytes  # int32, parallel to keep_keys
-    over: tuple[int, ...]  # rids of which nothing more is coming
-    loads: tuple[P2pLoad, ...]
 
 
 class P2pConnector:

@@ -24,10 +24,10 @@ import zmq
 
 from ...errors import ConfigError
 from ...ipc.messages import bytes_to_ids
-from ..cache.kv_cache import KvCache
+from ..attention.kv_cache import KvCache
 from .base import ConnectorFacts
 from .block_copy import BlockCopier
-from .p2p import P2pLoad, P2pPlan
+from .p2p_meta import P2pLoad, P2pPlan
 from .p2p_wire import (
     CHECKSUM_BYTES,
     KEY_BYTES,

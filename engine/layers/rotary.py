@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RopeParameters:
-    """See `engine.models.spec.Rope`, which says the same of a checkpoint."""
+    """See `engine.checkpoint.spec.Rope`, which says the same of a checkpoint."""
 
     kind: str
     theta: float

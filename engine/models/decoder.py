@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ...kernels.ops import Ops
 from ..attention.base import AttentionBackend
-from ..cache.kv_cache import KvShape
+from ..attention.kv_cache import KvShape
+from ..checkpoint.spec import ModelSpec
 from ..layers.attention import Attention
 from ..layers.embedding import Vocabulary
 from ..layers.linear import Weight
@@ -23,7 +24,6 @@ from ..layers.norm import RmsNorm
 from ..layers.rotary import RopeParameters, RotaryTable
 from ..parallel import shard
 from ..parallel.collectives import Group
-from .spec import ModelSpec
 
 
 class Model(Protocol):

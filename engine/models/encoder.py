@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import CheckpointError, ConfigError, UnsupportedModel
-from .purpose import has_sigmoid, refuse_own_code
-from .spec import ModelSpec
-from .support import ENCODER_DECODER
+from ..checkpoint.purpose import has_sigmoid, refuse_own_code
+from ..checkpoint.spec import ModelSpec
+from ..checkpoint.support import ENCODER_DECODER
 
 _MOST_PADDING = 0.1  # of a batch's tokens
 _PASS_TOKENS = 64  # that cost about as much as a pass of its own

@@ -3,9 +3,9 @@
 import torch
 
 from ...kernels.ops import Ops
+from ..checkpoint.spec import ModelSpec
 from ..parallel.collectives import Group
 from .decoder import Decoder, ExpertNames
-from .spec import ModelSpec
 
 _EXPERTS = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 

@@ -3,9 +3,9 @@
 import torch
 
 from ...kernels.ops import Ops
+from ..checkpoint.spec import ModelSpec
 from ..parallel.collectives import Group
 from .decoder import Decoder
-from .spec import ModelSpec
 
 
 def build(

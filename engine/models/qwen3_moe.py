@@ -3,9 +3,9 @@
 import torch
 
 from ...kernels.ops import Ops
+from ..checkpoint.spec import ModelSpec
 from ..parallel.collectives import Group
 from .decoder import Decoder, ExpertNames
-from .spec import ModelSpec
 
 _EXPERTS = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
 

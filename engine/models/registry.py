@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from ...kernels.ops import Ops
+from ..checkpoint.purpose import NATIVE
+from ..checkpoint.spec import ModelSpec, is_native
 from ..layers.linear import Weight
 from ..layers.moe import MoeMlp
 from ..parallel.collectives import Group
 from .decoder import Decoder
-from .purpose import NATIVE
-from .spec import ModelSpec, is_native
 
 
 class _Page(Protocol):

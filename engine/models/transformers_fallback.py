@@ -27,11 +27,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ...errors import CheckpointError, ConfigError, PagewireError, UnsupportedModel
 from ...kernels import reference
 from ..attention.base import AttentionBackend
-from ..cache.kv_cache import KvShape
+from ..attention.kv_cache import KvShape
+from ..checkpoint.purpose import NATIVE, refuse_own_code
+from ..checkpoint.spec import ModelSpec
 from .masks import REACH, UNKNOWN, describe_mask
-from .purpose import NATIVE, refuse_own_code
 from .rehearsal import NUM_TOKENS, Call, Step, compare, rehearse
-from .spec import ModelSpec
 
 _NAME = "pagewire"
 _ORDINARY_LAYERS = {"full_attention", "sliding_attention", "attention"}

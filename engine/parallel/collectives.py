@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StartError
-from .place import Place
+from .rank import Place
 
 _TIMEOUT = timedelta(minutes=10)  # a rank that died is noticed by the supervisor long before
 _ONE_SHOT_BYTES = 1 << 20  # most that is summed in one shot; beyond, the links' bandwidth counts and not the latency

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from ...errors import ConfigError
-from ..models.spec import ModelSpec
+from ..checkpoint.spec import ModelSpec
 
 
 @dataclass(frozen=True)

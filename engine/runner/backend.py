@@ -10,8 +10,8 @@ from ...kernels import onednn
 from ...kernels.cpu.build import BuildError
 from ...kernels.ops import Ops, reference_ops
 from ..attention.base import AttentionBackend
+from ..attention.kv_cache import KvCache
 from ..attention.torch_paged import TorchPagedAttention
-from ..cache.kv_cache import KvCache
 from ..models.decoder import Decoder, Model
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from ...config.config import EngineConfig
-from ..cache.kv_cache import KvShape
+from ..attention.kv_cache import KvShape
+from ..checkpoint.spec import ModelSpec, read_spec
 from ..device.base import choose_device
 from ..layers.linear import Weight
 from ..models import registry
-from ..models.spec import ModelSpec, read_spec
 from ..parallel.collectives import Alone
-from ..parallel.place import Place
+from ..parallel.rank import Place
 from ..weights.reader import CheckpointReader
 from .backend import Backend, choose_backend
 from .loading import DTYPES, blocks_needed, check_positions, count_numbers, find_targets, host_workspace, no_kv

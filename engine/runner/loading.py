@@ -12,14 +12,14 @@ import torch
 from ...config.config import EngineConfig
 from ...errors import ConfigError
 from ...kernels.quantized_weight import QuantizedWeight
-from ..cache.kv_cache import KvShape
+from ..attention.kv_cache import KvShape
+from ..checkpoint.spec import ModelSpec, check_options, is_native
 from ..device.base import Device
 from ..device.cpu import available_memory
-from ..gpu.queue import Queue
+from ..device.queue import Queue
 from ..layers.linear import Linear
 from ..models import registry
 from ..models.decoder import Decoder, Model
-from ..models.spec import ModelSpec, check_options, is_native
 from ..parallel.collectives import Group
 from ..weights.dummy import fill_dummy
 from ..weights.loader import check_weights, load_weights, quantized_parameters
@@ -29,8 +29,8 @@ from .backend import Backend, choose_backend
 from .memory import size, workspace_bytes
 
 if TYPE_CHECKING:
-    from .device_steps import DeviceModel
-    from .encoder_steps import EncoderModel
+    from ..gpu.device_steps import DeviceModel
+    from ..steps.encoder_steps import EncoderModel
 
 DTYPES = {
     "float32": torch.float32,
@@ -124,7 +124,7 @@ def load_model(
 def _load_encoder(config: EngineConfig, spec: ModelSpec, device: Device) -> "EncoderModel":
     # Only here, since transformers takes seconds to import.
     from ..models.encoder import load_encoder
-    from .encoder_steps import EncoderModel
+    from ..steps.encoder_steps import EncoderModel
 
     folder, dtype = Path(config.model_path), DTYPES[config.dtype]
     CheckpointReader(folder).close()  # complains of damaged and missing files in our own words
@@ -207,8 +207,8 @@ def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend
 def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Queue) -> "DeviceModel":
     # Only here, since Triton comes with torch for GPUs alone.
     from ..gpu.decoder import TritonDecoder
+    from ..gpu.device_steps import DeviceModel, limits_of, num_graphs, num_guesses
     from ..gpu.state import RowState
-    from .device_steps import DeviceModel, limits_of, num_graphs, num_guesses
 
     if config.max_num_seqs > _MOST_ROWS:
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: on a GPU at most {_MOST_ROWS} requests run at once.")

@@ -17,25 +17,25 @@ import torch
 from ...config.config import EngineConfig
 from ...ipc.messages import StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
 from ..attention.base import AttentionBackend
-from ..cache.kv_cache import KvCache
+from ..attention.kv_cache import KvCache
+from ..checkpoint.spec import read_spec
 from ..device.base import Device, choose_device, is_out_of_memory
+from ..device.queue import Queue
 from ..device.sleep import Parked, storages_of
-from ..extension.load import load_extension
-from ..gpu.queue import Queue
+from ..extension import load_extension
 from ..kv_connector.attention import ConnectorAttention
 from ..kv_connector.base import ConnectorFacts, WorkerConnector
 from ..kv_connector.registry import worker_connector
-from ..models.spec import read_spec
 from ..parallel.collectives import Group, join
-from ..parallel.place import Place
-from .host_steps import HostSteps
+from ..parallel.rank import Place
+from ..steps.base import Steps
+from ..steps.host_steps import HostSteps
 from .loading import HostModel, blocks_needed, load_model
 from .memory import MemoryPlan
-from .steps import Steps
 
 if TYPE_CHECKING:
-    from .device_steps import DeviceModel
-    from .encoder_steps import EncoderModel
+    from ..gpu.device_steps import DeviceModel
+    from ..steps.encoder_steps import EncoderModel
 
 log = logging.getLogger(__name__)
 

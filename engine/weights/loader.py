@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...kernels.quantized_weight import QuantizedWeight, concatenate
+from ..checkpoint.quantization import Scheme
 from ..parallel.shard import Cut
-from ..quantization.scheme import Scheme
-from ..quantization.tensors import Shape, is_unused, quantized_modules, read_weight, tensors_of
-from .lanes import Lane, lanes_to
+from .copy_workers import Lane, lanes_to
 from .mapping import Target
+from .quantized import Shape, is_unused, quantized_modules, read_weight, tensors_of
 from .reader import CheckpointReader
 
 # Buffers that old exporters saved although they follow from config.json.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...config.model_files import read_json
 from ...errors import CheckpointError, ConfigError
-from .header import check_header
+from ..checkpoint.header import check_header
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -1,7 +1,7 @@
 """Bias, penalties and grammars: the logits that a request asked to change, in a copy.
 
 The raw logits stay, for log-probabilities, so only rows with something to change take a row of memory and time. The
-meaning is that of `engine/runner/sampler.py`: the bias is added, then come the penalties, and what overflows is made
+meaning is that of `engine/steps/sampler.py`: the bias is added, then come the penalties, and what overflows is made
 finite. A token that the model gave -inf keeps it, and one that the grammar forbids gets it. A row whose raw logits
 hold a NaN or +inf holds a NaN afterwards, so that `sampling.py` can tell.
 """

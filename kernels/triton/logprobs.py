@@ -1,6 +1,6 @@
 """Log-probabilities of the raw logits: of a given token and of the best ones, best first.
 
-The meaning is that of `engine/runner/logprobs.py`. Two launches: `_scan_kernel` keeps a block's mass and its best
+The meaning is that of `engine/steps/logprobs.py`. Two launches: `_scan_kernel` keeps a block's mass and its best
 tokens, `_merge_kernel`, one program a row, those of the row. Equal logits come in the order of their ids. Sums are
 taken in one order, so a row has the same numbers in any company.
 """

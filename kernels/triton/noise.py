@@ -1,6 +1,6 @@
 """The noise of a token: a hash of its request's seed, its output position and its id.
 
-It is the hash of `engine/runner/sampler.py`, which says where it comes from, so that a request draws the same tokens on
+It is the hash of `engine/steps/sampler.py`, which says where it comes from, so that a request draws the same tokens on
 a GPU as on a CPU, as far as their logits are the same. Whole numbers are equal bit for bit; logarithms are rounded by
 each device in its own way.
 """

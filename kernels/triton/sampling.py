@@ -1,6 +1,6 @@
 """Draws the next token of each row, without a word to the host.
 
-The meaning is that of `engine/runner/sampler.py`, and so is the noise (`noise.py`): temperature divides the logits,
+The meaning is that of `engine/steps/sampler.py`, and so is the noise (`noise.py`): temperature divides the logits,
 min_p, top_k and top_p cut the tail, and the token with the greatest logit + noise is drawn. `edit_logits.py` comes
 before, for the rows that need it.
 

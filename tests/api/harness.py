@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from pagewire.api.admin import Sleeper
+from pagewire.api.admin.endpoints import Sleeper
 from pagewire.api.app import create_app
-from pagewire.api.gateway import Gateway
+from pagewire.api.gateway.gateway import Gateway
 from pagewire.config.access import ApiKey
 from pagewire.config.config import EngineConfig, SamplingDefaults
 from pagewire.errors import ErrorKind

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pagewire.api.server import HttpConfig, HttpServer
+from pagewire.api.http.server import HttpConfig, HttpServer
 
 from .harness import CONFIG, FakeEngine, make_app
 

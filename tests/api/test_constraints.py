@@ -8,9 +8,9 @@ import pytest
 from drawing import draw, grammars_of, json_tokenizer
 from msgspec.structs import replace
 
-from pagewire.api.parsers.events import CallArguments, CallStart, Text
-from pagewire.api.parsers.lexer import Lexer
-from pagewire.api.parsers.registry import find_grammar
+from pagewire.api.output.parsers.events import CallArguments, CallStart, Text
+from pagewire.api.output.parsers.lexer import Lexer
+from pagewire.api.output.parsers.registry import find_grammar
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import Constraint, Source
 

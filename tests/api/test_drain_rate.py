@@ -1,6 +1,6 @@
 """When to come again: as long as what is open will take at the speed of late."""
 
-from pagewire.api.drain_rate import DrainRate
+from pagewire.api.gateway.drain_rate import DrainRate
 
 
 def test_nothing_is_known_at_first() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.api.page import PAGE_FILES
+from pagewire.api.web.page import PAGE_FILES
 from pagewire.ipc.messages import Snapshot, TierSnapshot
 
 from .harness import Client, FakeEngine, chat, complete, make_app, request, run

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from pagewire.api.gateway import Gateway
-from pagewire.api.http_error import HttpError
-from pagewire.api.stream import ClientGone
-from pagewire.api.unread import MOST_UNREAD_BYTES
+from pagewire.api.gateway.gateway import Gateway
+from pagewire.api.gateway.stream_backlog import MOST_UNREAD_BYTES
+from pagewire.api.http.exchange import ClientGone
+from pagewire.api.http.http_error import HttpError
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import (
     Accepted,

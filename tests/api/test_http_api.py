@@ -9,9 +9,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from pagewire.api.anthropic.types import MessagesRequest
-from pagewire.api.openai.types import ChatRequest, CompletionRequest, GenerationRequest
+from pagewire.api.openai.tokenizing import DetokenizeRequest, TokenizeRequest
+from pagewire.api.openai.types import ChatRequest, CompletionRequest
+from pagewire.api.output.shapes import GenerationRequest
 from pagewire.api.responses.types import ResponsesRequest
-from pagewire.api.tokenizing import DetokenizeRequest, TokenizeRequest
 
 from .harness import Answer, FakeEngine, request
 

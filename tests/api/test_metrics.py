@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.api.gateway import Gateway
-from pagewire.api.metrics import Metrics
+from pagewire.api.gateway.gateway import Gateway
+from pagewire.api.gateway.metrics import Metrics
 from pagewire.ipc.messages import Pulse, Snapshot, TierSnapshot
 from pagewire.ipc.reports import SECONDS, Histogram
 

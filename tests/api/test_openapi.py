@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.api.operation import Operation
-from pagewire.api.page import PAGE_FILES
+from pagewire.api.http.operation import Operation
+from pagewire.api.web.page import PAGE_FILES
 
 from .harness import FakeEngine, make_app, request
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pagewire.api.gateway import Gateway
+from pagewire.api.gateway.gateway import Gateway
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import (
     Accepted,

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from pagewire.api import page
-from pagewire.api.page import PAGE_FILES
+from pagewire.api.web import page
+from pagewire.api.web.page import PAGE_FILES
 
 from .harness import Answer, Client, FakeEngine, make_app, request, run
 

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from pagewire.api.parsers.calls import DEEPSEEK, HERMES, LLAMA3_JSON, MISTRAL, NO_CALLS, PYTHONIC, thinking
-from pagewire.api.parsers.events import CallArguments, CallStart, Event, Reasoning, Text, joined
-from pagewire.api.parsers.harmony import HARMONY
-from pagewire.api.parsers.lexer import MAX_HELD, Grammar, Lexer
-from pagewire.api.parsers.registry import find_grammar
+from pagewire.api.output.parsers.calls import DEEPSEEK, HERMES, LLAMA3_JSON, MISTRAL, NO_CALLS, PYTHONIC, thinking
+from pagewire.api.output.parsers.events import CallArguments, CallStart, Event, Reasoning, Text, joined
+from pagewire.api.output.parsers.harmony import HARMONY
+from pagewire.api.output.parsers.lexer import MAX_HELD, Grammar, Lexer
+from pagewire.api.output.parsers.registry import find_grammar
 
 Found = list[str | tuple[str, str] | dict[str, str]]  # text, call (name, arguments), reasoning {"r": …}
 

@@ -6,8 +6,8 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from pagewire.api.http_error import HttpError
-from pagewire.api.rate_limit import Account, Bucket, estimated_tokens
+from pagewire.api.http.http_error import HttpError
+from pagewire.api.http.rate_limit import Account, Bucket, estimated_tokens
 from pagewire.config.access import ApiKey
 from pagewire.ipc.messages import (
     ChatPrompt,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.api.journal import Entry
+from pagewire.api.gateway.journal import Entry
 from pagewire.ipc.messages import (
     Chunk,
     Limits,

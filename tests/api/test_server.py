@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import openai
 import pytest
 
-from pagewire.api import server
+from pagewire.api.http import server
 
 from .harness import run
 from .served import Served

@@ -9,10 +9,10 @@ import pytest
 from drawing import draw, grammars_of, json_tokenizer
 from msgspec.structs import replace
 
-from pagewire.api.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
-from pagewire.api.parsers.lexer import Lexer
-from pagewire.api.parsers.registry import find_grammar, reasoning_tags
-from pagewire.api.parsers.spelling import CannotSpell, spell_calls
+from pagewire.api.output.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
+from pagewire.api.output.parsers.lexer import Lexer
+from pagewire.api.output.parsers.registry import find_grammar, reasoning_tags
+from pagewire.api.output.parsers.spelling import CannotSpell, spell_calls
 from pagewire.engine.text.tokenizer import Tokenizer
 from pagewire.ipc.messages import Constraint
 

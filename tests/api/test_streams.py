@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from pagewire.api import sse
+from pagewire.api.http import direct
 from pagewire.api.openai.chat import ChatReply
+from pagewire.api.output import sse
 from pagewire.ipc.messages import Cancel, Chunk, Submit
 
 from .harness import Answer, Client, FakeEngine, chat, make_app, request, run
@@ -194,7 +195,7 @@ class Connection:
         self._client = client
         self._keeps_up = keeps_up
         self.num_writes = 0
-        client.extensions[sse.DIRECT] = self
+        client.extensions[direct.DIRECT] = self
 
     def keeps_up(self) -> bool:
         return self._keeps_up()

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from pagewire.api.gateway import Gateway
-from pagewire.api.http_error import ShuttingDown
-from pagewire.api.request_end import RequestEnd, log_request, request_end
-from pagewire.api.timeline import timeline, together
+from pagewire.api.gateway.gateway import Gateway
+from pagewire.api.gateway.request_end import RequestEnd, log_request, request_end
+from pagewire.api.gateway.timeline import timeline, together
+from pagewire.api.http.http_error import ShuttingDown
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import (
     Chunk,
@@ -162,6 +162,6 @@ def test_times_come_last_and_only_when_asked_for(ask: Any, usage: bool) -> None:
 )
 def test_what_a_span_calls_the_request(path: str, pooling: Pooling | None, operation: str) -> None:
     pytest.importorskip("opentelemetry.exporter")
-    from pagewire.api.tracing import operation_of
+    from pagewire.api.gateway.tracing import operation_of
 
     assert operation_of(path, pooling) == operation

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from pagewire import cli
-from pagewire.api.tls import tls_context
+from pagewire.api.http.tls import tls_context
 from pagewire.errors import ConfigError
 
 from .harness import CONFIG

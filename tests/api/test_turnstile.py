@@ -2,7 +2,7 @@
 
 import asyncio
 
-from pagewire.api.turnstile import MOST_A_TURN, Turnstile
+from pagewire.api.http.admission_throttle import MOST_A_TURN, Turnstile
 
 
 async def _crowd(num: int, leaving: frozenset[int] = frozenset()) -> list[tuple[int, int]]:

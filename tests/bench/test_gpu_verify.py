@@ -204,7 +204,7 @@ def test_launches_with_other_bits_are_counted() -> None:
     import torch
 
     from pagewire.bench.gpu.determinism import count_differences
-    from pagewire.engine.gpu.queue import EagerQueue
+    from pagewire.engine.device.queue import EagerQueue
 
     out, launches = torch.zeros(4, dtype=torch.bfloat16), 0
 

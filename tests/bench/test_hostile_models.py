@@ -6,7 +6,7 @@ import checkpoints
 import vocabulary
 
 from pagewire.bench import hostile_models
-from pagewire.engine.weights.source import DEMO_MODEL
+from pagewire.engine.checkpoint.source import DEMO_MODEL
 
 SEED, NUM = 11, 45
 

@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.commands import doctor
 from pagewire.config.config import MachineFacts
-from pagewire.engine.weights.source import DEMO_MODEL
+from pagewire.engine.checkpoint.source import DEMO_MODEL
 
 MACHINE = MachineFacts(num_cores=2)
 

@@ -6,8 +6,8 @@ import math
 import pytest
 from rich.console import Console
 
-from pagewire.api.gateway import Gateway
-from pagewire.api.metrics import Metrics
+from pagewire.api.gateway.gateway import Gateway
+from pagewire.api.gateway.metrics import Metrics
 from pagewire.commands.metrics import quantile, rate, read
 from pagewire.commands.top import Screen, curve, duration
 from pagewire.config.config import Config, MachineFacts, ModelFacts

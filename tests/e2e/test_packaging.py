@@ -45,7 +45,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
     assert not folders & {"tests", "bench", "tools", "docs"}
     assert {"api", "engine", "ipc", "kernels", "procs", "demo_model", "cli.py", "py.typed"} <= folders
     assert {"pagewire/demo_model/model.safetensors", "pagewire/demo_model/tokenizer.json"} <= set(names)
-    assert "pagewire/api/web/index.html" in names
+    assert "pagewire/api/web/static/index.html" in names
     assert wheel.stat().st_size < 8 * 2**20
 
 

@@ -9,7 +9,7 @@ import vocabulary
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, BeamSearchParams
-from pagewire.offline.beam import BeamSearch
+from pagewire.api.output.beam_search import BeamSearch
 
 PROMPTS = [[5, 9, 3, 77, 41, 8], list(range(3, 40))]
 LENGTH = 20

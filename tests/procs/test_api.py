@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.api.http_error import EngineFailed
-from pagewire.api.request_end import log_request
+from pagewire.api.gateway.request_end import log_request
+from pagewire.api.http.http_error import EngineFailed
 from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
 from pagewire.config.resolve import resolve
 from pagewire.errors import ConfigError
@@ -29,7 +29,7 @@ def test_nobody_is_told_unless_asked(tmp_path: Path) -> None:
 
 
 def test_tracing_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "pagewire.api.tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "pagewire.api.gateway.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     actor = ApiActor(config(tmp_path, otlp_traces_endpoint="http://127.0.0.1:4318"), http_fd=-1)
     with pytest.raises(ConfigError, match=r"pip install 'pagewire\[otel\]'"):

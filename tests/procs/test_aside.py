@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
 from pagewire.config.resolve import resolve
 from pagewire.ipc import messages as m
-from pagewire.procs.aside import Aside
+from pagewire.procs.prompt_sandbox import Aside
 from pagewire.procs.tokenizer import TokenizerActor
 
 TEXT = m.TextPrompt("hello")

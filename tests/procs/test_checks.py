@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
 from pagewire.config.resolve import resolve
-from pagewire.engine.runner.rows import Rows
-from pagewire.engine.runner.sampler import Sampler
+from pagewire.engine.steps.rows import Rows
+from pagewire.engine.steps.sampler import Sampler
 from pagewire.ipc import messages as m
 from pagewire.ipc.client_messages import PROTOCOL, Ack, Generate, Hello, News, ToClient, ToPort
 from pagewire.ipc.codec import Decoder, encode

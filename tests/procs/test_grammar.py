@@ -29,7 +29,7 @@ from pagewire.ipc.messages import (
     bytes_to_ids,
     ids_to_bytes,
 )
-from pagewire.procs import grammar, trial
+from pagewire.procs import grammar, grammar_sandbox
 
 SOME = Constraint("regex", "a")
 
@@ -150,7 +150,9 @@ def test_streams_have_their_turn_between_two_grammars(tmp_path: Path, monkeypatc
         actor.start(lambda receiver, message: said.append(message))
         try:
             some = cycle([1, 2], [3])
-            actor._trials._remember(msgspec.msgpack.encode(some), trial.Outcome())  # all are known to be grammars
+            actor._trials._remember(
+                msgspec.msgpack.encode(some), grammar_sandbox.Outcome()
+            )  # all are known to be grammars
             actor.handle([Constrain(rid, 1, some, b"") for rid in range(1, 5)])
             assert said == [Constrained(1), Masks(rids(1), bits_of([1, 2]))]
             actor.handle([Drawn(rids(1), ids_to_bytes([1]), b"")])
@@ -195,12 +197,12 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(tmp_path: Path) -> None
 
 
 def test_what_came_of_a_grammar_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials = trial.Trials(config_in(Path()), grammars.load)
-    bad = trial.Outcome("invalid_request", "no")
+    trials = grammar_sandbox.Trials(config_in(Path()), grammars.load)
+    bad = grammar_sandbox.Outcome("invalid_request", "no")
     trials._remember(msgspec.msgpack.encode(SOME), bad)
     trials.begin(1, SOME)
     assert trials.collect() == [(1, bad)] and trials.num_pending == 0
-    monkeypatch.setattr(trial, "_MOST_KNOWN_BYTES", 1000)
+    monkeypatch.setattr(grammar_sandbox, "_MOST_KNOWN_BYTES", 1000)
     for i in range(300):
         trials._remember(msgspec.msgpack.encode(Constraint("regex", str(i) * 20)), bad)
         trials._remember(msgspec.msgpack.encode(SOME), bad)
@@ -216,7 +218,7 @@ def test_grammars_together_have_a_limit_of_memory(tmp_path: Path) -> None:
         said: list[Message] = []
         actor.start(lambda receiver, message: said.append(message))
         large = cycle([1], fault="large")
-        actor._trials._remember(msgspec.msgpack.encode(large), trial.Outcome())
+        actor._trials._remember(msgspec.msgpack.encode(large), grammar_sandbox.Outcome())
         actor.handle([Constrain(rid, 1, large, b"") for rid in range(6)])
         await until(lambda: actor.num_pending == 0, "all are compiled or refused")
         answers = [message for message in said if isinstance(message, Constrained)]
@@ -232,7 +234,7 @@ def test_grammars_together_have_a_limit_of_memory(tmp_path: Path) -> None:
 
 def test_an_idle_process_that_was_killed_is_replaced() -> None:
     model = ModelFacts(path="", name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), dtype="float32")
-    trials = trial.Trials(resolve(Config(), model, MachineFacts(num_cores=1)), grammars.load)
+    trials = grammar_sandbox.Trials(resolve(Config(), model, MachineFacts(num_cores=1)), grammars.load)
     try:
         for i in range(2):
             trials.begin(i, cycle([i]))
@@ -240,7 +242,7 @@ def test_an_idle_process_that_was_killed_is_replaced() -> None:
             while not (done := trials.collect()):
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
-            assert done == [(i, trial.Outcome())]
+            assert done == [(i, grammar_sandbox.Outcome())]
             (process,) = trials._pool._processes
             process._process.kill()
             process._process.wait()

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from pagewire.ipc.messages import Pong
-from pagewire.procs.vigil import STEP_LIMIT_S, STORM_DEATHS, STORM_S, Deaths, Vigil
+from pagewire.procs.liveness import STEP_LIMIT_S, STORM_DEATHS, STORM_S, Deaths, Vigil
 
 
 def test_silence_is_a_complaint_and_an_answer_ends_it() -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from pagewire.api.openai.chat import ChatReply
-from pagewire.api.parsers.registry import find_grammar
+from pagewire.api.output.parsers.registry import find_grammar
 from pagewire.ipc.messages import Chunk, TokenLogprob, TopLogprob, Usage, ids_to_bytes
 from pagewire.route.journal import ChatJournal, Journal, StreamDiffers
 

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from pagewire.api.anthropic.reply import MessagesReply
-from pagewire.api.parsers.registry import find_grammar
-from pagewire.api.reply import Reply
+from pagewire.api.output.parsers.registry import find_grammar
+from pagewire.api.output.reply import Reply
+from pagewire.api.output.resumable import WithTokenIds
+from pagewire.api.output.turn import Turn
 from pagewire.api.responses.reply import ResponsesReply, new_response
 from pagewire.api.responses.types import ResponsesRequest
-from pagewire.api.resumable import WithTokenIds
-from pagewire.api.turn import Turn
 from pagewire.ipc.messages import Chunk, Usage, ids_to_bytes
 from pagewire.route.journal import StreamDiffers
 from pagewire.route.typed_journal import TypedJournal

@@ -17,7 +17,7 @@ from pagewire.engine.core.loads import Loads
 from pagewire.engine.core.planner import Planner
 from pagewire.engine.core.prefix import PrefixCache
 from pagewire.engine.core.request import Request, State
-from pagewire.engine.core.roster import Roster
+from pagewire.engine.core.request_table import Roster
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.core.waiting import Waiting
 from pagewire.engine.kv_connector.chain import ChainWorker

@@ -8,9 +8,9 @@ import torch
 
 from pagewire.engine.attention import torch_paged
 from pagewire.engine.attention.base import AttentionStep
+from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.attention.native import NativePagedAttention
 from pagewire.engine.attention.torch_paged import TorchPagedAttention
-from pagewire.engine.cache.kv_cache import KvCache, KvShape
 from pagewire.kernels.cpu import build
 from pagewire.kernels.cpu.native import Kernels, native_ops
 from pagewire.kernels.ops import reference_ops

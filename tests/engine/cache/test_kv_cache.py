@@ -2,7 +2,7 @@
 
 import torch
 
-from pagewire.engine.cache.kv_cache import KvCache, KvShape
+from pagewire.engine.attention.kv_cache import KvCache, KvShape
 
 
 def _cache():

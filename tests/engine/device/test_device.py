@@ -7,7 +7,7 @@ from pagewire.config.config import Config, MachineFacts, ModelFacts
 from pagewire.config.resolve import resolve
 from pagewire.engine.device import cpu
 from pagewire.engine.device.base import choose_device
-from pagewire.engine.parallel.place import Place
+from pagewire.engine.parallel.rank import Place
 from pagewire.errors import ConfigError
 
 

@@ -13,9 +13,9 @@ import vocabulary
 
 from pagewire import LLM, SamplingParams
 from pagewire.engine.attention.base import AttentionStep
+from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.attention.torch_paged import TorchPagedAttention
-from pagewire.engine.cache.kv_cache import KvCache, KvShape
-from pagewire.engine.extension.load import load_extension
+from pagewire.engine.extension import load_extension
 from pagewire.errors import ConfigError
 from pagewire.kernels.ops import reference_ops
 

@@ -12,7 +12,7 @@ from defaults import COMPILED, machine
 from msgspec import structs
 from runner_driver import Driver, engine_config
 
-from pagewire.engine.gpu.queue import EagerQueue
+from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.runner.runner import Runner
 
 NUM_BLOCKS = 96

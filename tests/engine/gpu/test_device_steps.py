@@ -7,8 +7,8 @@ import pytest
 import torch
 from runner_driver import engine_config
 
-from pagewire.engine.cache.kv_cache import KvCache, KvShape
-from pagewire.engine.gpu.queue import EagerQueue
+from pagewire.engine.attention.kv_cache import KvCache, KvShape
+from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.gpu.shapes import DrawShape, StepShape, at_least, decode_sizes, mixed_sizes
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
 
@@ -111,7 +111,7 @@ class State:
 @pytest.fixture
 def steps(checkpoint):
     """flags → (steps, decoder, state, queue)."""
-    from pagewire.engine.runner.device_steps import DeviceModel, limits_of
+    from pagewire.engine.gpu.device_steps import DeviceModel, limits_of
 
     def make(**flags):
         config = engine_config(checkpoint("llama"), **flags)

@@ -10,7 +10,7 @@ import torch
 from engine_loop import Loop
 from fakes import enqueue
 
-from pagewire.engine.gpu.queue import EagerQueue
+from pagewire.engine.device.queue import EagerQueue
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the queues are a CPU's")
 SMALL = {"max_num_batched_tokens": 24, "max_num_seqs": 4}  # each is a program to interpret

@@ -4,7 +4,7 @@ import pytest
 import torch
 from runner_driver import engine_config
 
-from pagewire.engine.gpu.queue import EagerQueue
+from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.runner.runner import Runner
 from pagewire.errors import ConfigError
 

@@ -10,7 +10,7 @@ import quantized_checkpoints
 import torch
 from runner_driver import Driver, Request, engine_config
 
-from pagewire.engine.gpu.queue import EagerQueue
+from pagewire.engine.device.queue import EagerQueue
 from pagewire.engine.layers.linear import Linear
 from pagewire.engine.runner.runner import Runner
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kv_instance import BLOCK_BYTES, FACTS, SHAPE, SIZE, Instance, content, sequence
 
-from pagewire.engine.cache.kv_cache import KvCache
+from pagewire.engine.attention.kv_cache import KvCache
 from pagewire.engine.core.eviction import EvictionQueue, Lru
 from pagewire.engine.core.kv_connector import Evicted
 from pagewire.engine.kv_connector.block_copy import BlockCopier

@@ -17,7 +17,7 @@ import pytest
 import torch
 import zmq
 
-from pagewire.engine.cache.kv_cache import KvCache, KvShape
+from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.kv_connector import p2p
 from pagewire.engine.kv_connector.base import ConnectorFacts

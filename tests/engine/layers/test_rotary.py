@@ -6,8 +6,8 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from pagewire.engine.checkpoint import spec as spec_module
 from pagewire.engine.layers.rotary import RopeParameters, RotaryTable
-from pagewire.engine.models import spec as spec_module
 from pagewire.kernels.reference import norm_rotary
 
 VARIANTS = {

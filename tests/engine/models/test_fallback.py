@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagewire.engine.models.spec import read_spec
+from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.models.transformers_fallback import load_fallback
 from pagewire.errors import CheckpointError, ConfigError, PagewireError
 

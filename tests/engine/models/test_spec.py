@@ -11,7 +11,7 @@ import pytest
 
 from pagewire.config.config import Config, MachineFacts, SamplingDefaults
 from pagewire.config.resolve import resolve
-from pagewire.engine.models.spec import Moe, fingerprint, model_facts, read_spec
+from pagewire.engine.checkpoint.spec import Moe, fingerprint, model_facts, read_spec
 from pagewire.errors import ConfigError
 
 LLAMA = {
@@ -228,5 +228,5 @@ def test_bad_folders(tmp_path):
 
 
 def test_the_spec_needs_no_torch():
-    code = "import sys, pagewire.engine.models.spec; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, pagewire.engine.checkpoint.spec; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,8 +8,8 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file
 
+from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.models import registry
-from pagewire.engine.models.spec import read_spec
 from pagewire.engine.parallel import shard
 from pagewire.engine.weights.loader import load_weights
 from pagewire.engine.weights.mapping import checkpoint_targets

@@ -9,13 +9,13 @@ import quantized_checkpoints
 import torch
 from safetensors.torch import load_file, save_file
 
+from pagewire.engine.checkpoint.spec import model_facts, read_spec
 from pagewire.engine.models import registry
-from pagewire.engine.models.spec import model_facts, read_spec
 from pagewire.engine.parallel.collectives import Alone
 from pagewire.engine.parallel.shard import Cut
-from pagewire.engine.quantization.tensors import read_weight
 from pagewire.engine.weights.loader import load_weights
 from pagewire.engine.weights.mapping import checkpoint_targets
+from pagewire.engine.weights.quantized import read_weight
 from pagewire.engine.weights.reader import CheckpointReader
 from pagewire.errors import CheckpointError, ConfigError
 from pagewire.kernels.ops import reference_ops

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import quantized_checkpoints
 
-from pagewire.engine.quantization.scheme import Fp8Scheme, Int4Scheme, read_scheme
+from pagewire.engine.checkpoint.quantization import Fp8Scheme, Int4Scheme, read_scheme
 from pagewire.errors import ConfigError
 
 FILE = Path("config.json")
@@ -78,6 +78,6 @@ def test_what_is_not_read(config, complaint):
 
 
 def test_it_needs_no_torch():
-    code = "import sys, pagewire.engine.quantization.scheme; print('torch' in sys.modules)"
+    code = "import sys, pagewire.engine.checkpoint.quantization; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.engine.models.purpose import NATIVE
-from pagewire.engine.models.spec import read_spec
+from pagewire.engine.checkpoint.purpose import NATIVE
+from pagewire.engine.checkpoint.spec import read_spec
 
 LENGTHS = (1, 2, 15, 16, 17, 40, 63, 130, 257, 600)
 

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from pagewire.engine.runner.ngram import find, guess, learn
-from pagewire.engine.runner.rows import Rows
+from pagewire.engine.steps.ngram import find, guess, learn
+from pagewire.engine.steps.rows import Rows
 from pagewire.ipc.messages import RowOpen, Sampling, ids_to_bytes
 
 

@@ -112,7 +112,7 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits(kind, checkpoint, driver
 def test_prompt_logprobs_are_those_of_one_full_pass(checkpoint, driver, make_request, logprob_arrays, monkeypatch):
     folder = checkpoint("llama")
     model = checkpoints.load_reference(folder)
-    monkeypatch.setattr("pagewire.engine.runner.logprobs._LOGITS_BYTES", 10 * 4 * checkpoints.VOCAB_SIZE)
+    monkeypatch.setattr("pagewire.engine.steps.logprobs._LOGITS_BYTES", 10 * 4 * checkpoints.VOCAB_SIZE)
     prompts = [[5], [5, 6], *_prompts(6, seed=4)]
     for chunk in (16, 2048):
         requests = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from pagewire.engine.runner.rows import Rows
-from pagewire.engine.runner.sampler import Sampler
+from pagewire.engine.steps.rows import Rows
+from pagewire.engine.steps.sampler import Sampler
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
 from pagewire.kernels.ops import reference_ops
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pagewire.engine.weights.header import check_header
+from pagewire.engine.checkpoint.header import check_header
 from pagewire.errors import CheckpointError
 
 GOOD = {"a": ("F32", [2, 3], [0, 24]), "b": ("BF16", [4], [24, 32]), "empty": ("I64", [0, 7], [32, 32])}

@@ -8,10 +8,10 @@ import checkpoints
 import pytest
 import torch
 
+from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.models import registry
-from pagewire.engine.models.spec import read_spec
 from pagewire.engine.parallel.collectives import Alone
-from pagewire.engine.weights.lanes import Here, Jobs, ToDevice
+from pagewire.engine.weights.copy_workers import Here, Jobs, ToDevice
 from pagewire.engine.weights.loader import load_weights
 from pagewire.engine.weights.mapping import checkpoint_targets
 from pagewire.engine.weights.reader import CheckpointReader

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.models import registry
-from pagewire.engine.models.spec import read_spec
 from pagewire.engine.parallel.collectives import Alone
 from pagewire.engine.parallel.shard import Cut
 from pagewire.engine.weights.loader import load_weights

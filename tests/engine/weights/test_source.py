@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.engine.weights.source import DEMO_MODEL, DEMO_NAME, locate
+from pagewire.engine.checkpoint.source import DEMO_MODEL, DEMO_NAME, locate
 from pagewire.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 def in_a_new_process(name: str, home: Path) -> str:
     """huggingface_hub reads its environment once, when it is imported."""
     code = (
-        "from pagewire.engine.weights.source import locate\n"
+        "from pagewire.engine.checkpoint.source import locate\n"
         f"try: print(locate({name!r}, None)[0])\n"
         "except Exception as error: print(error)"
     )

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.engine.runner import sampler as cpu
-from pagewire.engine.runner.rows import Rows
+from pagewire.engine.steps import sampler as cpu
+from pagewire.engine.steps.rows import Rows
 from pagewire.ipc.messages import RowOpen, Sampling, ids_to_bytes
 from pagewire.kernels.ops import reference_ops
 from pagewire.kernels.triton.edit_logits import EditColumns, count_drawn, edit_logits

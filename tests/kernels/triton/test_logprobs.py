@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.engine.runner.logprobs import best_logprobs
+from pagewire.engine.steps.logprobs import best_logprobs
 from pagewire.kernels.triton.logprobs import logprobs, workspace_logprobs
 
 

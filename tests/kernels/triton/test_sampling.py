@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.engine.runner import sampler as cpu
-from pagewire.engine.runner.rows import Rows
+from pagewire.engine.steps import sampler as cpu
+from pagewire.engine.steps.rows import Rows
 from pagewire.ipc.messages import RowOpen, Sampling, ids_to_bytes
 from pagewire.kernels.ops import reference_ops
 from pagewire.kernels.triton.noise import exponential, noise_key

@@ -1,0 +1,105 @@
+"""What the server says of itself: its models, its health, its load, its metrics."""
+
+import time
+
+from msgspec import Struct
+from starlette.types import Receive, Scope, Send
+
+from ...errors import RequestError
+from ..gateway.metrics import CONTENT_TYPE, Metrics
+from ..http.exchange import send_body, send_json
+from ..http.http_error import as_http_error
+from ..http.operation import Operation
+from ..openai.types import ModelCard, ModelList
+from ..output.service import Service
+
+
+class Status(Struct, frozen=True):
+    status: str
+
+
+class Version(Struct, frozen=True):
+    version: str
+
+
+class Load(Struct, frozen=True):
+    server_load: int
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+
+
+class AboutEndpoints:
+    """Everything that is asked with GET and generates nothing."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._started = int(time.time())
+        self._metrics = Metrics(service.gateway, service.config)
+
+    def routes(self) -> list[Operation]:
+        """Paths, and who answers there."""
+        return [
+            Operation("GET", "/v1/models", self.models, "The models that are served", gives=ModelList),
+            Operation("GET", "/v1/models/{id:path}", self.model, "One of the models", gives=ModelCard),
+            Operation("GET", "/health", self.health, "Whether the engine answers", gives=Status),
+            Operation("GET", "/ready", self.ready, "Whether a new request would be taken", gives=Status),
+            Operation("GET", "/load", self.load, "What there is to do", gives=Load),
+            Operation("GET", "/metrics", self.metrics, "Prometheus metrics", gives=str, gives_as="text/plain"),
+            Operation("GET", "/version", self.version, "The server's version", gives=Version),
+        ]
+
+    async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /v1/models"""
+        await send_json(send, ModelList([self._card(name) for name in self._service.config.served_model_names]))
+
+    async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /v1/models/{id}"""
+        await send_json(send, self._card(self._service.model_name(scope["path_params"]["id"])))
+
+    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /health: 200 while the engine answers. A server that lets its last requests finish must not be killed."""
+        if (trouble := self._service.healthy()) is not None:
+            raise as_http_error(RequestError("unavailable", trouble))
+        await send_json(send, Status("ok" if self._service.gateway.refusal is None else "draining"))
+
+    async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /ready: 200 while a new request would be taken; a full queue is no reason to kill a server."""
+        core = self._service.gateway.snapshot
+        trouble = self._service.gateway.refusal or self._service.healthy()
+        if trouble is None and core is not None and core.num_waiting >= self._service.config.max_queued_requests:
+            trouble = f"The queue is full: {core.num_waiting} sequences wait."
+        if trouble is None and core is not None and core.is_asleep:
+            trouble = "The engine sleeps; requests wait until it is woken."
+        if trouble is not None:
+            raise as_http_error(RequestError("unavailable", trouble))
+        await send_json(send, Status("ready"))
+
+    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /load: requests in this process, and the engine's rows, queue and KV memory as it last reported them."""
+        core = self._service.gateway.snapshot
+        load = Load(
+            server_load=self._service.gateway.num_requests,
+            num_running=core.num_running if core else 0,
+            num_waiting=core.num_waiting if core else 0,
+            kv_cache_usage=core.num_blocks_used / core.num_blocks if core and core.num_blocks else 0.0,
+        )
+        await send_json(send, load)
+
+    async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /metrics"""
+        await send_body(send, 200, self._metrics.render(), content_type=CONTENT_TYPE.encode())
+
+    async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """GET /version"""
+        await send_json(send, Version(self._service.version))
+
+    def _card(self, name: str) -> ModelCard:
+        return ModelCard(
+            id=name,
+            created=self._started,
+            root=self._service.config.served_model_names[0],
+            max_model_len=self._service.config.max_model_len,
+            batch_invariance=self._service.config.batch_invariance,
+            versions=self._service.config.versions,
+        )

@@ -1,0 +1,1 @@
+"""The open requests of one api process: what was sent to the engine, and what came back."""

@@ -1,0 +1,112 @@
+"""A span for each request, with one for each part of its time, sent to an OpenTelemetry collector over HTTP.
+
+Spans are made when a request has ended, from the stamps that it has anyway, and go out from a thread of the exporter's.
+Imported only with `--otlp-traces-endpoint`: the packages are the extra `otel`. What their own environment variables say
+of headers, certificates and limits counts, as in every program with OpenTelemetry.
+"""
+
+import logging
+import time
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from ...ipc.messages import Pooling
+from .request_end import RequestEnd
+
+_FLUSH_S = 2.0  # at the end, for what has not been sent; a collector that does not answer delays nobody longer
+
+
+class Tracing:
+    """Spans of one api process."""
+
+    def __init__(self, endpoint: str, *, model: str, version: str) -> None:
+        """`endpoint`: a collector's address; without a path, spans go to /v1/traces there."""
+        url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # of a batch that is lost, not of each try
+        self._model = model
+        self._propagator = TraceContextTextMapPropagator()
+        resource = Resource.create({"service.name": "pagewire", "service.version": version})
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+        self._tracer = self._provider.get_tracer("pagewire", version)
+
+    def observe(self, end: RequestEnd) -> None:
+        """Hands a request's spans to the exporter's thread, unless its caller's trace is not recorded."""
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in end.headers}
+        operation = operation_of(end.path, end.orders[0].pooling)
+        offset = time.time_ns() - time.monotonic_ns()
+
+        def wall(stamp: float) -> int:
+            return offset + int(stamp * 1e9)
+
+        span = self._tracer.start_span(
+            f"{operation} {self._model}",
+            self._propagator.extract(carrier),
+            SpanKind.SERVER,
+            {"gen_ai.operation.name": operation, **self._attributes(end)},
+            start_time=wall(end.timeline.arrived),
+        )
+        if not span.is_recording():
+            return
+        for outcome in end.outcomes:
+            if outcome.startswith(("error", "abort")):
+                span.set_attribute("error.type", outcome)
+                span.set_status(StatusCode.ERROR)
+        inside = set_span_in_context(span)
+        start = end.timeline.arrived
+        for part, seconds in end.timeline.parts().items():
+            child = self._tracer.start_span(part, inside, start_time=wall(start))
+            start += seconds
+            child.end(wall(start))
+        span.end(wall(end.timeline.ended))
+
+    def _attributes(self, end: RequestEnd) -> dict[str, Any]:
+        """By the semantic conventions for generative AI."""
+        order = end.orders[0]
+        sampling = order.sampling
+        attributes: dict[str, Any] = {
+            "gen_ai.provider.name": "pagewire",
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+            "gen_ai.request.choice.count": order.n,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+            "gen_ai.request.presence_penalty": sampling.presence_penalty,
+            "gen_ai.response.finish_reasons": end.outcomes,
+            "gen_ai.usage.input_tokens": end.num_prompt,
+            "gen_ai.usage.cache_read.input_tokens": end.num_cached,
+            "gen_ai.usage.output_tokens": end.num_output,
+            "http.request.header.x-request-id": [end.request_id],
+            "url.path": end.path,
+        }
+        if sampling.top_k:
+            attributes["gen_ai.request.top_k"] = sampling.top_k
+        if order.limits.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = order.limits.max_tokens
+        return attributes
+
+    def close(self) -> None:
+        """Sends what is left, for a moment at most."""
+        flushing = Thread(target=self._provider.shutdown, name="otlp-flush", daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH_S)
+
+
+def operation_of(path: str, pooling: Pooling | None) -> str:
+    """The semantic conventions' name for it, where they have one."""
+    match path:
+        case "/v1/completions":
+            return "text_completion"
+        case "/v1/embeddings":
+            return "embeddings"
+        case _:
+            return "chat" if pooling is None else "score"

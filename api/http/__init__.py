@@ -1,0 +1,1 @@
+"""The HTTP server itself: connections, limits, keys, errors; it knows nothing of models."""

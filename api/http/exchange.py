@@ -1,0 +1,81 @@
+"""One HTTP exchange over raw ASGI: read the body, send the answer, notice that the client left."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from .http_error import HttpError
+
+Headers = Sequence[tuple[bytes, bytes]]
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client has left; there is nobody to tell."""
+
+
+class Endpoint:
+    """A coroutine function as an ASGI application: the router would give a bare one a Request."""
+
+    def __init__(self, call: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._call(scope, receive, send)
+
+
+async def read_json(scope: Scope, receive: Receive) -> bytes:
+    """The body, within the bounds that `app` keeps. Raises HttpError if it is not said to be JSON; ClientGone."""
+    content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    if content_type.partition(b";")[0].strip().lower() != b"application/json":
+        raise HttpError(400, "The content type must be application/json.", code="invalid_json")
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def send_body(
+    send: Send, status: int, body: bytes, *, content_type: bytes = b"application/json", headers: Headers = ()
+) -> None:
+    """Sends a whole response."""
+    all_headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, value: object) -> None:
+    await send_body(send, 200, msgspec.json.encode(value))
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. It is cancelled when the client leaves, which raises ClientGone."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(client_gone(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+async def client_gone(receive: Receive) -> None:
+    """The one reader of `receive` once the body is in."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def too_large(max_bytes: int) -> HttpError:
+    """What a body over the limit gets."""
+    return HttpError(413, f"The body is larger than {max_bytes} bytes.", headers=((b"connection", b"close"),))

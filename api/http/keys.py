@@ -1,0 +1,50 @@
+"""Who asks: the key of a request, in OpenAI's header or Anthropic's, and what belongs to its owner."""
+
+import hashlib
+import hmac
+from collections.abc import Callable, Mapping, Sequence
+
+from ...config.access import ApiKey
+from .http_error import HttpError
+from .rate_limit import Account
+
+
+class Caller:
+    """The owner of a key; without keys there is one, for all."""
+
+    def __init__(self, salt: bytes, account: Account) -> None:
+        self.salt = salt  # keeps this owner's prefix cache and stored responses apart; empty with fewer than two keys
+        self.account = account
+
+
+class Keys:
+    """Of users, or of administrators."""
+
+    def __init__(self, keys: Sequence[ApiKey], anyone: Account, clock: Callable[[], float]) -> None:
+        """`anyone`: pays for everybody if there are no keys."""
+        rates = [(key.requests_per_minute, key.tokens_per_minute) for key in keys]
+        self._digests = [hashlib.sha256(key.key.encode()).digest() for key in keys]
+        self._callers = [
+            Caller(digest[:16] if len(self._digests) > 1 else b"", Account(*rate, clock=clock))
+            for digest, rate in zip(self._digests, rates, strict=True)
+        ]
+        self._anyone = Caller(b"", anyone)
+
+    def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
+        """Raises HttpError 401."""
+        if not self._digests:
+            return self._anyone
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if not scheme and b"x-api-key" in headers:  # Anthropic's way
+            scheme, key = b"bearer", headers[b"x-api-key"]
+        digest = hashlib.sha256(key.strip()).digest()
+        # Every key is compared, so the time tells nothing of which one was close.
+        is_known = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != b"bearer" or not any(is_known):
+            raise HttpError(
+                401,
+                "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+        return self._callers[is_known.index(True)]

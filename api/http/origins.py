@@ -1,0 +1,99 @@
+"""Which web pages may use the server: its own, and those of the origins that the operator allows (CORS).
+
+A browser sends a page's requests to any address that the page names, also to a server on its reader's own machine, and
+tells in `Origin` whose page it is. Programs that are no browsers send none.
+"""
+
+import ipaddress
+import re
+from collections.abc import Mapping
+
+from ...config.config import DoorConfig
+from .http_error import HttpError
+
+_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}(,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}){0,63}")
+_EXPOSED = b", ".join(
+    [
+        b"x-request-id",
+        b"retry-after",
+        *(
+            b"x-ratelimit-" + word + what
+            for what in (b"requests", b"tokens")
+            for word in (b"limit-", b"remaining-", b"reset-")
+        ),
+    ]
+)
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+class Origins:
+    """What is allowed to whom."""
+
+    def __init__(self, config: DoorConfig) -> None:
+        self._allowed = frozenset(origin.rstrip("/").lower().encode() for origin in config.allowed_origins)
+        self._names = frozenset(_name(origin.partition(b"://")[2]) for origin in self._allowed)
+        # A page of any name can have that name lead to this machine (DNS rebinding), and is of the same origin then.
+        # Where nobody but this machine's people should reach the server, and nothing else tells them apart, no name is
+        # trusted that others decide about.
+        self._trusts_names = (
+            bool(config.api_keys) or config.uds is not None or not _is_loopback(config.host) or b"*" in self._allowed
+        )
+
+    def check_name(self, host: bytes) -> None:
+        """Raises HttpError 403 if the server is asked under a name that could be anyone's. `host`: the header."""
+        if self._trusts_names or not host:  # browsers always send one
+            return
+        name = _name(host)
+        if not (_is_loopback(name) or _is_address(name) or name.endswith(".localhost") or name in self._names):
+            raise HttpError(
+                403,
+                "A server without keys that listens on loopback answers to localhost, addresses and the names in "
+                "--allowed-origins only.",
+            )
+
+    def headers(self, headers: Mapping[bytes, bytes]) -> Headers:
+        """What the answer must carry for the page to read it. Raises HttpError 403."""
+        origin = headers.get(b"origin")
+        if origin is None:
+            return ()
+        if b"*" in self._allowed:
+            return ((b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", _EXPOSED))
+        if origin.lower() in self._allowed:
+            return (
+                (b"access-control-allow-origin", origin),
+                (b"access-control-expose-headers", _EXPOSED),
+                (b"vary", b"origin"),
+            )
+        if origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower():
+            raise HttpError(403, "Requests from other origins are not allowed; see --allowed-origins.")
+        return ()
+
+    def preflight(self, headers: Mapping[bytes, bytes]) -> Headers | None:
+        """The answer to a browser that asks what it may send, if this is one; it never has a key."""
+        if b"origin" not in headers or b"access-control-request-method" not in headers:
+            return None
+        wanted = headers.get(b"access-control-request-headers", b"")
+        return (
+            (b"access-control-allow-methods", b"GET, POST, DELETE"),
+            *(((b"access-control-allow-headers", wanted),) if _NAMES.fullmatch(wanted) else ()),
+            (b"access-control-max-age", b"600"),
+        )
+
+
+def _name(host: bytes) -> str:
+    """Without the port and the brackets of an address."""
+    text = host.decode("latin-1").lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
+
+
+def _is_loopback(name: str) -> bool:
+    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,138 @@
+"""How much a key may use: requests and tokens a minute, each a bucket that fills steadily.
+
+A request pays for itself when it comes, and for its tokens as they are estimated; when it has ended, the estimate is
+replaced by what it was. So a bucket may be in debt for a while, and over time no key gets more than its rate. Knows no
+HTTP but the headers' names, and no clock but the one it is given.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import assert_never
+
+from ...ipc.messages import ChatPrompt, IdsPrompt, PairPrompt, Submit, TextPrompt
+from .http_error import HttpError
+
+_BYTES_PER_TOKEN = 4  # of English; other text and the settlement put it right
+_UNSAID_OUTPUT = 256  # tokens that a request which names no limit is taken to write
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Bucket:
+    """So many a minute: full at first, and a minute from empty to full."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = float(per_minute)  # at `_at`; below zero: a debt
+        self._at = clock()
+
+    @property
+    def level(self) -> float:
+        """What may be taken now."""
+        now = self._clock()
+        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
+        self._at = now
+        return self._level
+
+    def take(self, amount: float) -> None:
+        """Less than nothing gives back."""
+        self._level = min(self.per_minute, self.level - amount)
+
+    def wait_s(self, amount: float) -> float:
+        """Until so much is there, or all that the bucket can hold; 0: now."""
+        return max(0.0, (min(amount, self.per_minute) - self.level) * 60 / self.per_minute)
+
+
+class Hold:
+    """The tokens that one request was estimated at; whoever serves it says in the end what they were."""
+
+    num_tokens = 0  # of prompts and outputs, as far as there were any
+
+
+class Account:
+    """What one key has left; without keys there is one account for all."""
+
+    def __init__(
+        self,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._requests = None if requests_per_minute is None else Bucket(requests_per_minute, clock)
+        self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute, clock)
+
+    def take_request(self) -> None:
+        """One request more. Raises HttpError 429, with the time to wait."""
+        if self._requests is not None:
+            _check(self._requests, 1, "requests")
+            self._requests.take(1)
+
+    def hold(self, orders: Sequence[Submit]) -> AbstractContextManager[Hold]:
+        """While `orders` are served. Raises HttpError 429, with the time to wait."""
+        return self.hold_tokens(sum(map(estimated_tokens, orders)))
+
+    @contextmanager
+    def hold_tokens(self, estimate: int) -> Iterator[Hold]:
+        """While a request is served that needs so many, as far as can be told. Raises HttpError 429."""
+        hold = Hold()
+        if self._tokens is None:
+            yield hold
+            return
+        _check(self._tokens, estimate, "tokens")
+        self._tokens.take(estimate)
+        try:
+            yield hold
+        finally:
+            self._tokens.take(hold.num_tokens - estimate)
+
+    def headers(self) -> Headers:
+        """What is left, in OpenAI's headers."""
+        found: Headers = []
+        for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
+            if bucket is not None:
+                found += [
+                    (b"x-ratelimit-limit-" + name, b"%d" % bucket.per_minute),
+                    (b"x-ratelimit-remaining-" + name, b"%d" % max(0, math.floor(bucket.level))),
+                    (b"x-ratelimit-reset-" + name, _duration(bucket.wait_s(bucket.per_minute))),
+                ]
+        return found
+
+
+def estimated_tokens(order: Submit) -> int:
+    """Of its prompt and all its outputs."""
+    match order.prompt:
+        case IdsPrompt(ids=ids):
+            num_prompt = len(ids) // 4
+        case TextPrompt(text=text):
+            num_prompt = len(text) // _BYTES_PER_TOKEN + 1
+        case ChatPrompt(messages=messages, tools=tools):
+            num_prompt = (len(messages) + len(tools)) // _BYTES_PER_TOKEN + 1
+        case PairPrompt(first=first, second=second):
+            num_prompt = (len(first) + len(second)) // _BYTES_PER_TOKEN + 1
+        case _:
+            assert_never(order.prompt)
+    num_output = _UNSAID_OUTPUT if order.limits.max_tokens is None else order.limits.max_tokens
+    return num_prompt + order.n * num_output
+
+
+def _check(bucket: Bucket, amount: int, what: str) -> None:
+    wait_s = bucket.wait_s(amount)
+    if wait_s > 0:
+        raise HttpError(
+            429,
+            f"The rate limit of {bucket.per_minute} {what} per minute is reached; try again in {wait_s:.1f} s.",
+            code="rate_limit_exceeded",
+            headers=((b"retry-after", b"%d" % math.ceil(wait_s)),),
+        )
+
+
+def _duration(seconds: float) -> bytes:
+    """As OpenAI writes it: 12ms, 1.5s, 6m0s."""
+    if seconds < 1:
+        return b"%dms" % math.ceil(seconds * 1000)
+    minutes, rest = divmod(round(seconds, 1), 60)
+    return f"{minutes:.0f}m{rest:g}s".encode() if minutes else f"{rest:g}s".encode()

@@ -1,0 +1,36 @@
+"""The server's side of TLS, from the operator's files."""
+
+import ssl
+
+from ...config.config import DoorConfig
+from ...errors import ConfigError
+
+
+def tls_context(config: DoorConfig) -> ssl.SSLContext | None:
+    """None without a certificate. Raises ConfigError, which names the file that cannot be used."""
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # TLS 1.2 or newer
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=_no_password)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError, too
+        files = config.ssl_certfile if config.ssl_keyfile is None else f"{config.ssl_certfile}, {config.ssl_keyfile}"
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile: {files} cannot be used: {_reason(error)}.") from error
+    if config.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except OSError as error:
+            raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used: {_reason(error)}.") from error
+        context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the private key is encrypted, and nobody is there to be asked for its password")
+
+
+def _reason(error: Exception) -> str:
+    """OpenSSL's reasons look like KEY_VALUES_MISMATCH."""
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or "it is no PEM file of this kind").lower().replace("_", " ")
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,1 @@
+"""From the chunks of one request to its answer, plain or streamed."""

@@ -1,0 +1,167 @@
+"""What the answers to requests have in common: their protocol, usage, ids and log-probabilities."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from ...ipc.messages import Chunk, PromptEcho, TopLogprob, Usage, bytes_to_ids
+from ..gateway.timeline import Timeline
+from ..http.http_error import HttpError, error_body
+from .shapes import (
+    CompletionTokensDetails,
+    PromptLogprobBody,
+    PromptLogprobs,
+    PromptTokensDetails,
+    TimingsBody,
+    TokenLogprobBody,
+    TopLogprobBody,
+    UsageBody,
+)
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Reply(Protocol):
+    """Turns chunks into an answer, streamed or plain; one object answers one request in one of the two ways.
+
+    How a stream begins and ends is OpenAI's unless an API says otherwise."""
+
+    def admitted(self, nums_prompt: Sequence[int]) -> None:
+        """The engine has taken the request: tokens of each choice's prompt. Comes first."""
+        return
+
+    def ended(self, timeline: Timeline) -> None:
+        """Every sequence has ended. Comes before `closing` or `body`."""
+        return
+
+    def opening(self) -> list[bytes]:
+        """The events before any chunk."""
+
+    def events(self, index: int, chunk: Chunk) -> list[bytes]:
+        """The events of one choice's news."""
+
+    def closing(self) -> list[bytes]:
+        """The events after all chunks, without the `ending`."""
+
+    def ending(self) -> bytes:
+        """What ends a stream that has gone well."""
+        return DONE
+
+    def failure(self, error: HttpError) -> bytes:
+        """The event that ends a stream which has failed."""
+        return b"data: " + error_body(error) + b"\n\n"
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        """Takes one choice's news into the plain answer."""
+
+    def body(self) -> bytes:
+        """The plain answer."""
+
+
+class UsageCount:
+    """Adds up the sequences of one request; a prompt counts once however many sequences it has."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._num_prompt = 0
+        self._num_cached = 0
+        self._num_output = 0
+        self._num_reasoning: int | None = None  # nobody looks for reasoning, unless someone counts
+        self._nums_prompt: Sequence[int] = ()  # of each choice, for `so_far`
+        self._nums_drawn: dict[int, int] = {}  # the same
+
+    def begin(self, nums_prompt: Sequence[int]) -> None:
+        """Tokens of each choice's prompt."""
+        self._nums_prompt = nums_prompt
+
+    def draw(self, index: int, chunk: Chunk) -> None:
+        """What a choice got."""
+        self._nums_drawn[index] = self._nums_drawn.get(index, 0) + len(chunk.ids) // 4
+
+    def so_far(self, index: int) -> UsageBody:
+        """Of one choice, before its end is known."""
+        num_prompt, num_output = self._nums_prompt[index], self._nums_drawn.get(index, 0)
+        return UsageBody(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(0))
+
+    def add_reasoning(self, num_tokens: int) -> None:
+        """Tokens of a choice's reasoning, which are among its output's."""
+        self._num_reasoning = (self._num_reasoning or 0) + num_tokens
+
+    def add(self, index: int, usage: Usage | None) -> None:
+        """The end of a choice."""
+        if usage is None:
+            return
+        self._num_output += usage.num_output
+        if index % self._n == 0:
+            self._num_prompt += usage.num_prompt
+            self._num_cached += usage.num_cached
+
+    def body(self) -> UsageBody:
+        return UsageBody(
+            prompt_tokens=self._num_prompt,
+            completion_tokens=self._num_output,
+            total_tokens=self._num_prompt + self._num_output,
+            prompt_tokens_details=PromptTokensDetails(self._num_cached),
+            completion_tokens_details=msgspec.UNSET
+            if self._num_reasoning is None
+            else CompletionTokensDetails(self._num_reasoning),
+        )
+
+
+def timings_body(timeline: Timeline) -> TimingsBody:
+    """Milliseconds, for who asked with `return_timings`."""
+    parts = {f"{part}_ms": round(1000 * seconds, 3) for part, seconds in timeline.parts().items()}
+    return TimingsBody(**parts, total_ms=round(1000 * timeline.total, 3))
+
+
+def new_id(prefix: str) -> str:
+    """An id for OpenAI's clients; nothing here is ever looked up by it."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def json_text(text: str) -> str:
+    """A JSON string, quotes included."""
+    return msgspec.json.encode(text).decode()
+
+
+def id_list(ids: bytes) -> list[int]:
+    """A message's ids as JSON wants them."""
+    return bytes_to_ids(ids).tolist()
+
+
+def token_name(candidate: TopLogprob, as_id: bool) -> str:
+    """What log-probabilities call a token: its text, or its id, since several tokens may have the same text."""
+    return f"token_id:{candidate.id}" if as_id else candidate.token
+
+
+def prompt_logprobs(prompt: PromptEcho) -> PromptLogprobs:
+    """The prompt's log-probabilities in vLLM's shape."""
+    told: PromptLogprobs = []
+    for position in prompt.logprobs or (None,):
+        if position is None:
+            told.append(None)
+            continue
+        ranked = [(rank, candidate) for rank, candidate in enumerate(position.top, start=1)]
+        found = {c.id: PromptLogprobBody(c.logprob, rank, c.token) for rank, c in ranked}
+        chosen = position.chosen
+        told.append({chosen.id: PromptLogprobBody(chosen.logprob, None, chosen.token)} | found)
+    return told
+
+
+def chat_logprobs(chunk: Chunk, *, as_ids: bool = False) -> list[TokenLogprobBody]:
+    """The chunk's log-probabilities in chat's shape. `as_ids`: see `token_name`."""
+
+    def top(candidate: TopLogprob) -> TopLogprobBody:
+        return TopLogprobBody(token_name(candidate, as_ids), candidate.logprob, list(candidate.bytes))
+
+    return [
+        TokenLogprobBody(
+            token=token_name(position.chosen, as_ids),
+            logprob=position.chosen.logprob,
+            bytes=list(position.chosen.bytes),
+            top_logprobs=[top(candidate) for candidate in position.top],
+        )
+        for position in chunk.logprobs or ()
+    ]

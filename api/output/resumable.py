@@ -1,0 +1,60 @@
+"""What another engine needs to go on with a stream of typed events, as those of /v1/responses and /v1/messages are.
+
+Chat and completions have a place for token ids in their events; here they come in comments, which clients skip. The ids
+of an answer's parts follow from the answer's own, so that an engine that is told that one names them all alike.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ...ipc.messages import Chunk
+from ..gateway.timeline import Timeline
+from ..http.http_error import HttpError
+from .reply import Reply, id_list
+
+TOKEN_IDS = b": token_ids "  # begins a comment before the events of these tokens
+FAILED = b": failed "  # begins one before the event of an error, and names its code
+
+
+def part_id(prefix: str, whole: str, index: int) -> str:
+    """The id of a part of the answer whose id is `whole`; no other answer has such a part."""
+    return f"{prefix}{whole.partition('_')[2]}{index:02x}"
+
+
+class WithTokenIds(Reply):
+    """Another reply's stream with these comments."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def admitted(self, nums_prompt: Sequence[int]) -> None:
+        self._reply.admitted(nums_prompt)
+
+    def ended(self, timeline: Timeline) -> None:
+        self._reply.ended(timeline)
+
+    def opening(self) -> list[bytes]:
+        return self._reply.opening()
+
+    def events(self, index: int, chunk: Chunk) -> list[bytes]:
+        """One piece: whoever has seen an event has seen the ids before it."""
+        events = b"".join(self._reply.events(index, chunk))
+        if not chunk.ids:
+            return [events] if events else []
+        return [TOKEN_IDS + msgspec.json.encode(id_list(chunk.ids)) + b"\n\n" + events]
+
+    def closing(self) -> list[bytes]:
+        return self._reply.closing()
+
+    def ending(self) -> bytes:
+        return self._reply.ending()
+
+    def failure(self, error: HttpError) -> bytes:
+        return FAILED + (error.code or str(error.status)).encode() + b"\n\n" + self._reply.failure(error)
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        self._reply.add(index, chunk)
+
+    def body(self) -> bytes:
+        return self._reply.body()

@@ -1,0 +1,114 @@
+"""What every endpoint needs: read a request, hand it to the gateway, watch its client, answer.
+
+Owns the way from an ASGI call to a `Reply` and back. The endpoints stand beside the shapes that they speak; what is
+around all of them is `app`'s.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from starlette.types import Receive, Scope, Send
+
+from ...config.config import EngineConfig
+from ...errors import RequestError
+from ...ipc.messages import Submit
+from ..gateway.gateway import Gateway
+from ..gateway.request_end import Observer, request_end
+from ..gateway.stream import Stream
+from ..http.direct import DIRECT
+from ..http.exchange import ClientGone, client_gone, send_body
+from ..http.http_error import HttpError
+from ..http.rate_limit import Account
+from .reply import Reply
+from .sse import send_stream
+
+
+class Service:
+    """What the endpoints of one api process share."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        config: EngineConfig,
+        *,
+        healthy: Callable[[], str | None],
+        version: str,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        """`healthy` returns None, or one sentence that says what is wrong with the engine. `observers` are told of
+        every request that has ended."""
+        self.gateway = gateway
+        self.config = config
+        self.healthy = healthy
+        self.version = version
+        self._observers = observers
+
+    async def answer(
+        self, orders: Sequence[Submit], reply: Reply, streamed: bool, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """The first byte waits for the engine to take the request, so that a refusal still has its status. The account
+        in the scope's state pays for the tokens."""
+        self.check_health()
+        account: Account = scope["state"]["account"]
+        with account.hold(orders) as hold:
+            stream = self.gateway.submit(orders)
+            try:
+                await self._answer(stream, reply, streamed, scope, receive, send)
+            finally:
+                hold.num_tokens = stream.num_tokens
+                if self._observers:
+                    end = request_end(scope, orders, stream)
+                    for observe in self._observers:
+                        observe(end)
+
+    async def _answer(
+        self, stream: Stream, reply: Reply, streamed: bool, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        watcher = asyncio.create_task(_cancel_when_gone(receive, stream))
+        limit_s = self.config.request_timeout_s
+        deadline = (
+            None if limit_s is None else asyncio.get_running_loop().call_later(limit_s, stream.end, too_slow(limit_s))
+        )
+        try:
+            await stream.admitted()
+            reply.admitted(stream.nums_prompt)
+            if streamed:
+                await send_stream(send, stream, reply, scope.get("extensions", {}).get(DIRECT))
+            else:
+                while not stream.finished:
+                    for index, chunk in await stream.news():
+                        reply.add(index, chunk)
+                reply.ended(stream.timeline())
+                await send_body(send, 200, reply.body())
+        except ClientGone:
+            stream.cancel()
+            raise
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+            watcher.cancel()
+            self.gateway.end(stream, RequestError("internal", "The answer could not be made."))
+
+    def check_health(self) -> None:
+        """Raises RequestError if something is wrong with the engine. One that is being mended is waited for."""
+        if self.gateway.outage is None and (trouble := self.healthy()) is not None:
+            raise RequestError("unavailable", trouble)
+
+    def model_name(self, asked: str | None) -> str:
+        """The served name that was asked for. Raises HttpError 404."""
+        names = self.config.served_model_names
+        if not asked:
+            return names[0]
+        if asked not in names:
+            raise HttpError(404, f"The model {asked[:200]!r} does not exist.", code="model_not_found", param="model")
+        return asked
+
+
+def too_slow(limit_s: float) -> HttpError:
+    """What ends a request at --request-timeout-s."""
+    return HttpError(504, f"The request has taken longer than {limit_s:g} s.", code="request_timeout")
+
+
+async def _cancel_when_gone(receive: Receive, stream: Stream) -> None:
+    await client_gone(receive)
+    stream.cancel()

@@ -1,0 +1,224 @@
+"""The shapes that several APIs share: the parameters of a generation, and the parts of an answer.
+
+Requests: null is the same as absent, unknown fields are ignored (clients are ahead of servers), and a parameter that
+cannot be served has a field here so that it is refused instead of ignored. Answers: UNSET fields are left out.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from ...ipc.messages import (
+    MOST_ALLOWED_TOKENS,
+    MOST_BAD_WORDS,
+    MOST_BIASES,
+    MOST_CHOICES,
+    MOST_STOP_TOKENS,
+    BadWord,
+    StopString,
+)
+
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+
+
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+# What stays JSON: it is checked here and rendered elsewhere. The schemas are for /openapi.json.
+MessagesJson = Annotated[
+    Raw, Meta(extra_json_schema={"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1})
+]
+
+
+ToolsJson = Annotated[
+    Raw, Meta(extra_json_schema={"type": ["array", "null"], "items": {"$ref": "#/components/schemas/Tool"}})
+]
+
+
+class StreamOptions(Struct, frozen=True):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # in every event that of its choice so far; needs include_usage
+    include_obfuscation: object = None  # ignored
+
+
+JsonSchema = dict[str, object] | bool
+
+
+class JsonSchemaFormat(Struct, frozen=True):
+    """Enforced whether `strict` or not; the name and the description are the client's own."""
+
+    schema: JsonSchema | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, frozen=True):
+    """vLLM's: exactly one of the first five, and how spaces may stand in JSON."""
+
+    json: JsonSchema | str | None = None  # a text holds the schema's JSON
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # Lark, or llama.cpp's GBNF
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_fallback: bool | None = None  # there is nothing to fall back to
+    disable_additional_properties: bool | None = None  # it is always so where a schema does not say otherwise
+
+    # Understood and refused.
+    structural_tag: object = None
+
+
+class GenerationRequest(Struct, frozen=True, kw_only=True):
+    """What chat and completions have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | StopStrings | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MOST_BIASES)] | None = None
+
+    # What vLLM's users send in extra_body.
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_STOP_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MOST_ALLOWED_TOKENS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None  # of a beam search, like the next
+    early_stopping: bool | None = None
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:5" for what may be no text
+    return_timings: bool | None = None
+    add_special_tokens: bool | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None  # under --scheduling-policy fair: whose turn it is
+    timeout: Annotated[float, Meta(ge=1.0, le=1e9)] | None = None  # seconds to wait for a start before failing
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None  # structured_outputs.json, as vLLM called it before, and so on
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no bound
+    thinking_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # the same, as others call it
+    bad_words: Annotated[list[BadWord], Meta(max_length=MOST_BAD_WORDS)] | None = None
+
+    # Accepted and ignored: they change nothing about the answer.
+    metadata: object = None
+    moderation: object = None
+    prediction: object = None
+    prompt_cache_key: object = None
+    prompt_cache_options: object = None
+    prompt_cache_retention: object = None
+    request_id: object = None
+    safety_identifier: object = None
+    service_tier: object = None
+    store: object = None
+
+    # Understood and refused: to ignore these would give an answer that was not asked for.
+    logits_processors: object = None
+    kv_transfer_params: object = None
+    prompt_embeds: object = None
+    guided_decoding_backend: object = None
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class UsageBody(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+class TimingsBody(Struct, frozen=True):
+    """Where the time of a request went, in ms. Parts that it did not come to are left out; the others add up."""
+
+    total_ms: float
+    tokenizer_queue_ms: float | UnsetType = UNSET
+    tokenize_ms: float | UnsetType = UNSET
+    queue_ms: float | UnsetType = UNSET
+    prefill_ms: float | UnsetType = UNSET
+    decode_ms: float | UnsetType = UNSET
+
+
+class TopLogprobBody(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobBody(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprobBody]
+
+
+class PromptLogprobBody(Struct, frozen=True):
+    """One candidate of a position of the prompt, in vLLM's shape."""
+
+    logprob: float
+    rank: int | None  # 1: the best; null: not among those asked for
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprobBody] | None]
+"""By position: id → candidate; of the first there is none."""
+
+
+class TextFormat(Struct, frozen=True):
+    """`response_format` as /v1/responses and /v1/messages have it."""
+
+    type: str = "text"
+    name: str | UnsetType = UNSET
+    schema: dict[str, object] | UnsetType = UNSET
+    strict: bool | UnsetType | None = UNSET
+    description: str | UnsetType | None = UNSET
+
+    def as_response_format(self) -> ResponseFormat:
+        """The same as chat has it."""
+        return ResponseFormat(self.type, JsonSchemaFormat(None if self.schema is UNSET else self.schema))

@@ -1,0 +1,119 @@
+"""Server-sent events over raw ASGI: one event an HTTP chunk, keep-alive comments, errors after the first byte.
+
+Owns the bytes of a stream's frame, not of its events. While a client keeps up, news are written to its connection as
+they come in; ASGI's `send` and the task that awaits it take over where one has to wait.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from starlette.types import Send
+
+from ...errors import PagewireError
+from ...ipc.messages import Chunk
+from ..gateway.stream import Stream
+from ..http.direct import DirectWriter
+from ..http.exchange import ClientGone
+from ..http.http_error import as_http_error
+from .reply import Reply
+
+KEEP_ALIVE_S = 15.0
+_KEEP_ALIVE = b": keep-alive\n\n"
+
+_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+log = logging.getLogger(__name__)
+
+
+def as_event(body: bytes) -> bytes:
+    """One line of JSON as an event."""
+    return b"data: " + body + b"\n\n"
+
+
+async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWriter | None) -> None:
+    """Sends the whole response. An error ends it with the reply's `failure`. Raises ClientGone."""
+    await send(_START)
+    ticker = _Ticker(stream)
+    short_way = None if writer is None else _ShortWay(stream, reply, writer, ticker)
+    try:
+        await _send_all(send, reply.opening())
+        while not stream.finished:
+            news = await stream.news(short_way)
+            if not news:
+                await _send_all(send, [_KEEP_ALIVE])
+            for index, chunk in news:
+                ticker.is_fresh = True
+                await _send_all(send, reply.events(index, chunk))
+        reply.ended(stream.timeline())
+        await _send_all(send, reply.closing())
+        last = reply.ending()
+    except ClientGone:
+        raise
+    except PagewireError as error:
+        last = reply.failure(as_http_error(error))
+    except Exception as error:  # the status is out: all that is left is to say so and to close in good form
+        log.exception("a stream failed")
+        last = reply.failure(as_http_error(error))
+    finally:
+        ticker.stop()
+    await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _send_all(send: Send, events: Iterable[bytes]) -> None:
+    for event in events:
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+class _Ticker:
+    """Wakes a stream's reader when a whole interval has passed without news; one timer a stream, none a token."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._loop = asyncio.get_running_loop()
+        self.is_fresh = True
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._tick)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        if not self.is_fresh:
+            self._stream.wake()
+        self.is_fresh = False
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._tick)
+
+
+class _ShortWay:
+    """See `stream.ShortWay`: news become events and go to the connection. The last chunk of a choice is left to the
+    reader, who knows what follows it."""
+
+    def __init__(self, stream: Stream, reply: Reply, writer: DirectWriter, ticker: _Ticker) -> None:
+        self._stream = stream
+        self._reply = reply
+        self._writer = writer
+        self._ticker = ticker
+        self._events: list[bytes] = []  # to be written
+
+    def take(self, index: int, chunk: Chunk) -> bool:
+        if chunk.finish is not None or not self._writer.keeps_up():
+            return False
+        try:
+            self._events += self._reply.events(index, chunk)
+        except Exception as error:
+            self._stream.fail(error)
+        return True
+
+    def flush(self) -> None:
+        self._ticker.is_fresh = True
+        if self._events:
+            self._writer.write_parts(self._events)
+            self._events.clear()

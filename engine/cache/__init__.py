@@ -1,1 +1,0 @@
-"""The paged KV cache: layout, dtype, per-layer views."""

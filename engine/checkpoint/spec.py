@@ -1,0 +1,414 @@
+"""What a checkpoint's config files say of the model. The only reader of config.json and generation_config.json, but for
+what `purpose` makes of them.
+
+Imports without torch, because the command line reads it before any process is started, and runs nothing that comes with
+the checkpoint. Every complaint is one sentence in a ConfigError.
+"""
+
+import math
+import os
+from hashlib import sha256
+from pathlib import Path
+
+from msgspec import Struct
+
+from ...config.config import ModelFacts, Purpose, SamplingDefaults
+from ...config.model_files import open_file, read_file, read_object
+from ...errors import ConfigError
+from .purpose import NATIVE, causal_name, generates, max_length, read_purpose
+from .quantization import Scheme, read_scheme
+from .support import check_architecture
+
+_DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+
+
+# More than any model has. What asks for more would take hours or all memory before it were seen to be wrong.
+_MOST_SIZE = 2**24
+_MOST_LAYERS = 2**10
+_MOST_EXPERTS = 2**17  # of all layers
+_MOST_POSITIONS = 2**27
+_MOST_NUMBER = 1e12
+
+
+class Rope(Struct, frozen=True, kw_only=True):
+    """Rotary position embedding. Fields that a kind does not use keep their defaults."""
+
+    kind: str = "default"  # default, linear, dynamic, llama3, yarn; others only the fallback knows
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position: int = 0  # llama3, yarn: context length before scaling
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
+    truncate: bool = True  # yarn: whole dimensions bound the ramp
+
+
+class Moe(Struct, frozen=True, kw_only=True):
+    """A mixture of experts, which takes the place of the feed-forward part in some layers."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of each expert
+    norm_topk_prob: bool  # the weights of a token's experts add up to 1
+    rounds_weights: bool  # these weights are rounded to the activations' type; if not, they stay float32
+    layers: tuple[bool, ...]  # by layer: it has experts
+
+
+class ModelSpec(Struct, frozen=True, kw_only=True):
+    """A model's shape. For architectures only transformers knows, the fields it does not need may be 0."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int  # declared context, tokens
+    rms_norm_eps: float
+    rope: Rope
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    hidden_act: str
+    windows: tuple[int | None, ...]  # by layer: how many positions a token sees, itself included; None: all
+    moe: Moe | None  # None: no layer has experts; read for the native families
+    dtype: str  # of the checkpoint: float32, bfloat16, float16
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults
+    purpose: Purpose = Purpose()
+    scheme: Scheme | None = None  # of a quantized checkpoint
+
+
+_NATIVE_ACTIVATIONS = ("silu", "swish")
+_NATIVE_ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # those of `layers.rotary`
+
+
+def is_native(spec: ModelSpec) -> bool:
+    """Whether our own layers can run it. If not, its architecture or a variant of it is only known to transformers."""
+    return (
+        spec.architecture in NATIVE
+        and spec.hidden_act in _NATIVE_ACTIVATIONS
+        and spec.rope.kind in _NATIVE_ROPES
+        and not spec.purpose.is_encoder
+    )
+
+
+def check_options(spec: ModelSpec, *, tensor_parallel_size: int, is_dummy: bool, quantization: str | None) -> None:
+    """Refuses what only our own layers have, for a model that transformers computes. Raises ConfigError."""
+    if is_native(spec) or spec.purpose.is_encoder:
+        return
+    for what, is_asked in (
+        ("--tensor-parallel-size is", tensor_parallel_size > 1),
+        ("--load-format dummy is", is_dummy),
+        ("--quantization is", quantization is not None),
+        ("Quantized checkpoints are", spec.scheme is not None),
+    ):
+        if is_asked:
+            raise ConfigError(f"{what} there for {', '.join(NATIVE)}; this is {spec.architecture}.")
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """Reads config.json, and generation_config.json where there is one. Raises ConfigError."""
+    if not folder.is_dir():
+        raise ConfigError(f"There is no model folder {folder}.")
+    read = read_object(folder / "config.json")
+    if read is None:
+        if any(folder.glob("*.gguf")):
+            raise ConfigError(f"{folder} holds GGUF files; pagewire reads safetensors with a config.json beside them.")
+        raise ConfigError(f"{folder} has no config.json, so it is not a model folder.")
+    config = _Fields(read, folder / "config.json")
+    generation = _Fields(read_object(folder / "generation_config.json") or {}, folder / "generation_config.json")
+
+    architectures = config.raw.get("architectures")
+    if not (isinstance(architectures, list) and architectures and all(isinstance(a, str) for a in architectures)):
+        raise ConfigError(f"{config.file} names no architecture, so this is not a model that can be served.")
+    quantization = config.part("quantization_config")
+    architecture = causal_name(str(architectures[0]))
+    model_type = config.text("model_type", "")
+    check_architecture(config.raw, architecture, generates=generates(folder, architecture))
+
+    hidden_size = config.size("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
+    num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=_MOST_LAYERS)
+    num_heads = config.size("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+    num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{config.file} has {num_heads} attention heads, which {num_kv_heads} key/value heads do not divide."
+        )
+    # Qwen3's files may leave head_dim out; its heads are 128 wide whatever the hidden size.
+    head_dim = config.size("head_dim", default=128 if model_type == "qwen3" else hidden_size // num_heads)
+    if head_dim % 2:
+        raise ConfigError(f"{config.file} has a head_dim of {head_dim}, which is odd.")
+    max_position = config.size(
+        "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length",
+        default=2048, most=_MOST_POSITIONS,
+    )  # fmt: skip
+    purpose = read_purpose(folder, config.raw, hidden_size=hidden_size)
+    return ModelSpec(
+        architecture=architecture,
+        model_type=model_type,
+        vocab_size=config.size("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=max_length(folder, max_position, config.raw),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=_rope(config, max_position),
+        # A model that does not generate may come without a head, and needs none.
+        tie_word_embeddings=config.flag("tie_word_embeddings", False) or "generate" not in purpose.tasks,
+        attention_bias=config.flag("attention_bias", False),
+        mlp_bias=config.flag("mlp_bias", False),
+        hidden_act=config.text("hidden_act", "silu"),
+        windows=_windows(config, model_type, num_layers),
+        moe=_moe(config, architecture, num_layers),
+        dtype=_dtype(config),
+        bos_token_id=next(iter(config.ids("bos_token_id")), None),
+        sampling=_sampling_defaults(generation),
+        purpose=purpose,
+        eos_token_ids=tuple(dict.fromkeys([*generation.ids("eos_token_id"), *config.ids("eos_token_id")])),
+        scheme=None if quantization is None else read_scheme(quantization.raw, config.file),
+    )
+
+
+def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
+    """The part of a spec that the configuration depends on, and which checkpoint it is. Raises ConfigError."""
+    tells_apart = fingerprint(folder)  # which sees that every file can be read
+    return ModelFacts(
+        path=str(folder),
+        name=name,
+        max_position=spec.max_position,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        dtype=spec.dtype,
+        weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        * (1 if spec.scheme is None else spec.scheme.narrower),
+        fingerprint=tells_apart,
+        is_native=is_native(spec),
+        sampling=spec.sampling,
+        purpose=spec.purpose,
+    )
+
+
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its format has it
+
+
+def fingerprint(folder: Path) -> str:
+    """Hex SHA-256 that tells checkpoints apart without reading their weights: config.json, and of each safetensors file
+    its name, size, time of change and header. Raises ConfigError."""
+    digest = sha256()
+
+    def add(part: bytes) -> None:
+        digest.update(len(part).to_bytes(8, "little") + part)
+
+    try:
+        add(read_file(folder / "config.json"))
+        for path in sorted(folder.glob("*.safetensors")):
+            with open(open_file(path), "rb") as file:
+                status = os.fstat(file.fileno())
+                add(os.fsencode(path.name))
+                add(f"{status.st_size} {status.st_mtime_ns}".encode())
+                length = int.from_bytes(file.read(8), "little")
+                add(file.read(min(length, MAX_HEADER_BYTES)))
+    except OSError as e:
+        raise ConfigError(f"{e.filename} cannot be read: {e.strerror}.") from None
+    return digest.hexdigest()
+
+
+def _sampling_defaults(generation: "_Fields") -> SamplingDefaults:
+    """What generation_config.json recommends. As in transformers, do_sample = false means greedy."""
+    if not generation.flag("do_sample", True) or generation.raw.get("temperature") == 0:
+        return SamplingDefaults(temperature=0.0, repetition_penalty=generation.number("repetition_penalty", 1.0))
+    return SamplingDefaults(
+        temperature=generation.number("temperature", 1.0),
+        top_k=generation.size("top_k") if generation.raw.get("top_k") else 0,
+        top_p=min(1.0, generation.number("top_p", 1.0)),
+        min_p=min(1.0, generation.number("min_p", 0.0)) if generation.raw.get("min_p") else 0.0,
+        repetition_penalty=generation.number("repetition_penalty", 1.0),
+    )
+
+
+class _Fields:
+    """Typed access to one JSON object; every misfit names the file and the field. A null counts as absent."""
+
+    def __init__(self, raw: dict[str, object], file: Path) -> None:
+        self.raw = raw
+        self.file = file
+
+    def size(self, *names: str, default: int | None = None, most: int = _MOST_SIZE) -> int:
+        """A positive whole number under the first of `names` that is there; by default a width or a count."""
+        for name in names:
+            value = self.raw.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a positive whole number.")
+            if value > most:
+                raise ConfigError(
+                    f"{self.file} has {name} = {value}; no model that pagewire can serve has over {most}."
+                )
+            return value
+        if default is None:
+            raise ConfigError(f"{self.file} has no {names[0]}.")
+        if default < 1:
+            raise ConfigError(f"{self.file} has no {names[0]}, and its other sizes give {default}.")
+        return default
+
+    def number(self, name: str, default: float) -> float:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_NUMBER:
+            raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a positive number.")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.file} has {name} = {value!r}, which should be true or false.")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a text.")
+        return value
+
+    def ids(self, name: str) -> list[int]:
+        """Token ids: a number, a list of numbers, or nothing."""
+        value = self.raw.get(name)
+        entries: list[object] = [] if value is None else value if isinstance(value, list) else [value]
+        ids = [i for i in entries if isinstance(i, int) and not isinstance(i, bool)]
+        if len(ids) < len(entries):
+            raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a token id or a list of them.")
+        return [i for i in ids if i >= 0]  # -1 stands for "none" in some files
+
+    def part(self, name: str) -> "_Fields | None":
+        value = self.raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.file} has {name} = {value!r}, which should be an object.")
+        return _Fields(value, self.file)
+
+
+def _rope(config: _Fields, max_position: int) -> Rope:
+    """transformers 5 writes everything into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
+    scaling = config.part("rope_parameters") or config.part("rope_scaling") or _Fields({}, config.file)
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    name = "original_max_position_embeddings"
+    default = scaling.size(name, default=max_position, most=_MOST_POSITIONS)
+    original = config.size(name, default=default, most=_MOST_POSITIONS)
+    factor = scaling.number("factor", max_position / original if kind == "yarn" else 1.0)
+    if any(isinstance(value, dict) for value in scaling.raw.values()):
+        kind = "by layer"  # one set for each kind of layer: only the fallback knows such models
+    theta = scaling.number("rope_theta", config.number("rope_theta", 10_000.0))
+    low, high = scaling.number("low_freq_factor", 1.0), scaling.number("high_freq_factor", 4.0)
+    for name, value, least in (("rope_theta", theta, 1.0), ("high_freq_factor", high, low)):
+        if value <= least:
+            raise ConfigError(f"{config.file} has {name} = {value:g}, which should be more than {least:g}.")
+    return Rope(
+        kind=kind,
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+        attention_factor=_yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
+        truncate=scaling.flag("truncate", True),
+    )
+
+
+def _yarn_attention_factor(scaling: _Fields, factor: float) -> float:
+    """How much yarn sharpens attention (arXiv 2309.00071, section 3.4; mscale is DeepSeek's refinement)."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.raw.get("mscale") and scaling.raw.get("mscale_all_dim"):
+        derived = mscale(scaling.number("mscale", 1.0)) / mscale(scaling.number("mscale_all_dim", 1.0))
+    else:
+        derived = mscale(1.0)
+    return scaling.number("attention_factor", derived)
+
+
+_WINDOWED = ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+def _windows(config: _Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+    """Which layers look back only so far. Read for the native families; the fallback's models say it themselves."""
+    everything: tuple[int | None, ...] = (None,) * num_layers
+    if config.raw.get("sliding_window") is None or model_type not in _WINDOWED:
+        return everything
+    window = config.size("sliding_window", most=2**31 - 1)
+    if model_type in ("mistral", "mixtral"):
+        return (window,) * num_layers
+    if not config.flag("use_sliding_window", False):
+        return everything
+    if model_type == "qwen3_moe":
+        return (window,) * num_layers
+    types = config.raw.get("layer_types")
+    if isinstance(types, list):
+        if len(types) != num_layers:
+            raise ConfigError(f"{config.file} has {num_layers} layers but {len(types)} layer_types.")
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    first = config.size("max_window_layers", default=28)  # 28 is what the config class assumes
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _moe(config: _Fields, architecture: str, num_layers: int) -> Moe | None:
+    """Defaults are those of the config classes."""
+    match architecture:
+        case "MixtralForCausalLM":
+            num_experts = config.size("num_local_experts", "num_experts", default=8)
+            top_k = config.size("num_experts_per_tok", default=2)
+            intermediate_size, renormalized, rounded = config.size("intermediate_size"), True, False
+            layers = (True,) * num_layers
+        case "Qwen3MoeForCausalLM":
+            num_experts = config.size("num_experts", "num_local_experts", default=128)
+            top_k = config.size("num_experts_per_tok", default=8)
+            intermediate_size = config.size("moe_intermediate_size", default=768)
+            renormalized, rounded = config.flag("norm_topk_prob", False), True
+            step, dense = config.size("decoder_sparse_step", default=1), config.raw.get("mlp_only_layers") or []
+            if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+                raise ConfigError(f"{config.file} has mlp_only_layers = {dense!r}, which should be a list of numbers.")
+            layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+        case _:
+            return None
+    if num_experts * num_layers > _MOST_EXPERTS:
+        raise ConfigError(
+            f"{config.file} has {num_experts} experts in each of {num_layers} layers, which are too many."
+        )
+    if top_k > num_experts:
+        raise ConfigError(f"{config.file} has num_experts_per_tok = {top_k}, but there are {num_experts} experts.")
+    if not any(layers):
+        return None
+    return Moe(
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
+        intermediate_size=intermediate_size,
+        norm_topk_prob=renormalized,
+        rounds_weights=rounded,
+        layers=layers,
+    )
+
+
+def _dtype(config: _Fields) -> str:
+    name = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"{config.file} has dtype = {name!r}; pagewire reads float32, bfloat16 and float16.")
+    return _DTYPES[name]

@@ -1,0 +1,100 @@
+"""Steps that the device had no memory for: they are taken back, and steps are smaller for a while.
+
+The worker has dropped the rows of such a plan and of every later one that was made before the core knew, because those
+went on from where it would have ended. What they would have computed counts for nothing: everybody in them keeps row
+and blocks, and is told of anew, as far as results say that it was computed. So every step that has memory brings
+somebody further, however many have none. Only who found blocks that were about to be filled has to start again.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain
+
+from ...ipc.messages import Failed
+from .block_pool import BlockPool
+from .draft import InFlight
+from .loads import Loads
+from .planner import Planner
+from .request import Request, State
+from .request_table import Roster
+from .stats import Counters
+
+_MOST_TRIES = 3  # steps without memory in a row, before a request that has a step to itself is given up
+
+
+class Shortage:
+    """Of one scheduler. Halves the budget of a step with each fault, and adds a token to it with each good step."""
+
+    def __init__(
+        self, planner: Planner, roster: Roster, pool: BlockPool, loads: Loads | None, counters: Counters
+    ) -> None:
+        self._roster = roster
+        self._pool = pool
+        self._planner = planner
+        self._loads = loads
+        self._counters = counters
+        self._most = planner.budget
+        self._num_tries = 0  # faults since the last good step
+        self._lost_until = 0  # the last step that was in flight when a fault became known
+        self.is_untold = False  # the worker waits for a plan that was made with its fault in mind
+
+    def passed(self, flight: InFlight) -> None:
+        """A step had memory enough."""
+        if (self._num_tries or self._planner.budget < self._most) and flight.num_positions:
+            self._num_tries = 0
+            self._planner.budget = min(self._most, self._planner.budget + 1)
+
+    def take_back(self, flight: InFlight, later: deque[InFlight]) -> None:
+        """The worker has dropped `flight`, the oldest plan in flight, and will drop the `later` ones."""
+        if flight.step > self._lost_until:  # else it is lost since an earlier one was
+            self._lose(flight, later)
+            for i, lost in enumerate(later):
+                later[i] = lost.emptied()
+            self._lost_until = later[-1].step if later else flight.step
+            self.is_untold = True
+        for request in flight.requests():
+            request.num_in_flight -= 1
+            if request.num_in_flight == 0 and request.state in (State.ENDED, State.LEAVING):
+                self._roster.release(request)
+
+    def _lose(self, flight: InFlight, later: Iterable[InFlight]) -> None:
+        self._num_tries += 1
+        self._counters.num_out_of_memory += 1
+        self._planner.budget = max(1, min(self._planner.budget, flight.num_positions) // 2)
+        self._set_back([request for lost in (flight, *later) for request in lost.requests()])
+        first, *others = flight.requests()
+        is_least = not others and (flight.num_positions == 1 or not self._planner.is_chunked)
+        if is_least and self._num_tries >= _MOST_TRIES and first.state is not State.ENDED:
+            self._num_tries = 0
+            detail = "The device has no memory for this request, not even alone in a step; try again later."
+            self._roster.end(first, Failed(first.rid, "unavailable", detail))
+
+    def _set_back(self, touched: list[Request]) -> None:
+        """To what is known to be computed."""
+        size = self._planner.block_size
+        bad: set[int] = set()
+        for request in touched:
+            num = request.num_computed
+            if request.pooling is not None and request.wants_all:
+                num = 0  # the worker has forgotten what it has of the others
+            elif num == request.num_found:
+                num -= num % size  # nothing of it was applied, so what it was to copy is not there
+            self._cut(request, num)
+            bad.update(request.blocks[num // size :])
+        self._pool.forget(bad)
+        loading = () if self._loads is None else self._loads.requests()
+        for request in {id(r): r for r in chain(touched, self._roster.running, loading)}.values():
+            found = request.blocks[: request.num_computed // size]
+            num_good = next((i for i, block in enumerate(found) if block in bad), None)
+            if num_good is not None:
+                self._cut(request, num_good * size)
+                if request.state in (State.RUNNING, State.LOADING):
+                    self._roster.preempt(request)
+
+    def _cut(self, request: Request, num: int) -> None:
+        """Nothing of it is computed or under way after its first `num` positions, and the worker has no row for it."""
+        request.num_computed = request.num_planned = num
+        request.num_total = len(request.ids)
+        request.num_committed = min(request.num_committed, num // self._planner.block_size)
+        request.is_open = False
+        request.settle()

@@ -1,0 +1,184 @@
+"""Who is in: the requests that wait, in lines, and those that run, with their rows and blocks.
+
+The one place where a request comes, is preempted, and goes. The in-flight rule lives here: row and blocks return to
+their pools only once a request has ended or been preempted *and* nothing in flight touches it.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from operator import attrgetter
+
+from ...ipc.messages import Failed, Masks, Tokens
+from .block_pool import BlockPool
+from .constraints import Constraints, allow
+from .kv_connector import CoreConnector
+from .output_buffer import News
+from .policy import Policy
+from .prefix import PrefixCache
+from .request import Request, State
+from .stats import Counters
+from .waiting import Waiting
+
+_arrival = attrgetter("arrival")
+
+
+class Roster:
+    """All requests of one scheduler."""
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        prefix: PrefixCache,
+        policy: Policy,
+        news: News,
+        counters: Counters,
+        connector: CoreConnector | None,
+        num_rows: int,
+    ) -> None:
+        self._pool = pool
+        self._prefix = prefix
+        self._policy = policy
+        self._news = news
+        self._counters = counters
+        self._connector = connector
+        self.constraints = Constraints()
+        self.requests: dict[int, Request] = {}  # every request that has not ended
+        self.waiting = Waiting(policy)
+        self.running: list[Request] = []  # by arrival: all that hold a row, and ended ones not yet swept
+        self.num_leaving = 0  # of them
+        self.held: dict[int, list[int]] = {}  # ended rid → blocks that the connector still reads
+        self._num_rows = num_rows
+        self.free_rows = list(range(num_rows - 1, -1, -1))
+        self._has_ended = False  # somebody in running
+
+    def join(self, request: Request) -> None:
+        """A new request waits."""
+        self.requests[request.rid] = request
+        self.waiting.add(request)
+
+    def admit(self, request: Request, blocks: list[int], state: State) -> None:
+        """The first in line gets a row and these blocks."""
+        self.waiting.remove(request)
+        request.blocks = blocks
+        request.row = self.free_rows.pop()
+        request.state = state
+        insort(self.running, request, key=_arrival)
+
+    def sweep(self) -> None:
+        """Leaves out of `running` who has ended."""
+        if self._has_ended:
+            self.running = [r for r in self.running if r.state is not State.ENDED]
+            self._has_ended = False
+
+    def end(self, request: Request, terminal: Tokens | Failed) -> None:
+        """The one way out: finished, cancelled or failed."""
+        assert request.state is not State.ENDED, request.rid
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+        else:
+            self._has_ended = True
+            self.num_leaving -= request.state is State.LEAVING
+        self._policy.leave(request.line)
+        request.state = State.ENDED
+        request.settle()
+        del self.requests[request.rid]
+        if request.is_constrained:
+            self.constraints.end(request.rid)
+        if isinstance(terminal, Tokens):
+            self._news.add(terminal)
+        else:
+            self._news.add_item(terminal)
+        if request.num_in_flight == 0:
+            self.release(request)
+
+    def allow(self, message: Masks) -> None:
+        """The masks of constrained requests; those to which nothing can be added end."""
+        self._news.close_batch()  # it may have news of them
+        for request, end in allow(message, self.requests):
+            self.end(request, end)
+
+    def preempt(self, request: Request) -> None:
+        """Its blocks go to others; it waits again in its old place with its output as part of the prompt."""
+        self._counters.num_preemptions += 1
+        request.state = State.LEAVING
+        self.num_leaving += 1
+        request.settle()
+        if request.num_in_flight == 0:
+            self.release(request)
+
+    def start_again(self, request: Request) -> None:
+        """It is preempted, and what steps in flight give of it counts for nothing."""
+        if request.state is State.RUNNING:
+            request.state = State.LEAVING
+            self.num_leaving += 1
+            request.settle()
+
+    def release(self, request: Request) -> None:
+        """Gives row and blocks back, and a preempted request its place in the line. Nothing in flight touches it."""
+        assert request.num_in_flight == 0, request.rid
+        if request.row >= 0:
+            kept = False
+            if not request.is_poisoned:
+                self._prefix.commit(request)
+                self._prefix.commit_beginning(request, request.num_computed)
+                if request.state is State.ENDED and self._connector is not None:
+                    kept = self._connector.request_finished(request, request.blocks)
+            if kept:
+                self.held[request.rid] = request.blocks
+            else:
+                self._pool.release(request.blocks)
+            self.free_rows.append(request.row)
+            request.forget_row()
+        if request.state is State.LEAVING:
+            self.num_leaving -= 1
+            request.state = State.WAITING
+            request.is_poisoned = False
+            del self.running[bisect_left(self.running, request.arrival, key=_arrival)]
+            self.waiting.add(request)
+
+    def loaded(self, request: Request, num_good: int) -> None:
+        """Its load is over: the first `num_good` blocks of it are there."""
+        request.num_in_flight -= 1
+        if request.state is State.LOADING:
+            request.state = State.RUNNING
+            num_hits = len(request.blocks) - request.num_loading
+            request.num_computed = request.num_planned = (num_hits + num_good) * request.block_size
+            self._prefix.commit(request)
+        elif request.num_in_flight == 0:
+            self.release(request)
+
+    def sent(self, rids: Iterable[int]) -> None:
+        """The connector no longer reads the blocks of these ended requests."""
+        for rid in rids:
+            self._pool.release(self.held.pop(rid))
+
+    def mend(self) -> str | None:
+        """While nobody is in: what is wrong with rows and blocks, which are then counted anew. None: nothing."""
+        flaw = self._pool.flaw(self.held.values())
+        if flaw is None and sorted(self.free_rows) != list(range(self._num_rows)):
+            flaw = f"{len(self.free_rows)} rows of {self._num_rows} are free and nobody is served"
+        if flaw is not None:
+            self._counters.num_mended += 1
+            self._pool.rebuild(self.held.values())
+            self.free_rows = list(range(self._num_rows - 1, -1, -1))
+        return flaw
+
+    def reset(self, touched: Iterable[Request]) -> None:
+        """Nothing is in flight, no KV is left, and whoever ran waits again. `touched`: by what was in flight."""
+        holders = {id(r): r for r in (*touched, *self.running) if r.row >= 0}
+        for request in holders.values():
+            self._pool.release(request.blocks)
+            self.free_rows.append(request.row)
+            request.num_in_flight = 0
+            request.forget_row()
+            if request.state is not State.ENDED:
+                request.state = State.WAITING
+                request.settle()
+                self.waiting.add(request)
+        self.running = []
+        self._has_ended = False
+        self.num_leaving = 0
+        for blocks in self.held.values():
+            self._pool.release(blocks)
+        self.held.clear()

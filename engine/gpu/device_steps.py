@@ -1,0 +1,420 @@
+"""Steps on a device that is ahead of the host: a plan is launched while the one before it still runs.
+
+The host knows how long each row will be, and nothing of what its last step drew; the device does. So a launch writes a
+packet, sends it, starts what was recorded for a step of this size, and comes back. What was drawn is copied to the host
+beside the steps that follow. Only guesses need the rows' ids on the host: a step with guesses waits for all before it.
+"""
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...config.config import EngineConfig
+from ...ipc.messages import RowLogprobs, StepPlan, StepResult
+from ...kernels.triton.extend_attention import extend_work, most_tiles, tile_tokens
+from ...kernels.triton.logprobs import MOST_BEST
+from ...kernels.triton.prepare_step import fill_packet
+from ..attention.kv_cache import KvCache, KvShape
+from ..device.queue import Mark, Queue, Work
+from ..steps.base import copy_blocks
+from ..steps.logprobs import prompt_logprobs, row_logprobs
+from ..steps.ngram import guess
+from ..steps.pooling import RowPooler
+from ..steps.rows import Rows
+from ..steps.sampled import Drawn, take_in
+from ..steps.step_inputs import Draws, draws_of
+from .decoder import GUESS_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
+from .packet import HostPacket, Limits, Packet, size_of
+from .recordings import Recordings
+from .shapes import DrawShape, StepShape, at_least, decode_sizes, mixed_sizes
+from .state import KINDS, RowState, has_penalties, write_opens
+
+_MOST_PART = 256  # draws that are sampled at once: logits are 4 bytes for each token of the vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceModel:
+    """A model through the Triton kernels, with all its memory but the KV cache."""
+
+    decoder: TritonDecoder
+    state: RowState
+    limits: Limits
+    queue: Queue
+    kv_shape: KvShape
+    weights: int  # bytes
+    workspace: int  # bytes that are taken, and those that steps will take, estimated
+    graphs: int  # bytes that recorded steps may take
+    note: str  # for the operator
+    head_major = True
+
+    def steps(self, config: EngineConfig, cache: KvCache) -> "DeviceSteps":
+        return DeviceSteps(config=config, model=self, cache=cache)
+
+
+@dataclass
+class _Slot:
+    """A place of the ring: what one step sends and fetches."""
+
+    packet: HostPacket
+    ids: Tensor  # [draws] int32
+    best_ids: Tensor  # [draws, 1 + MOST_BEST] int32
+    best_values: Tensor  # the same, float32
+    masks: Tensor | None = None  # [rows, ⌈vocab / 32⌉] int32, once a step has some
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    """A step whose result was not collected."""
+
+    plan: StepPlan
+    slot: _Slot
+    begun: Mark
+    done: Mark
+    draws: Draws
+    num_opens: NDArray[np.int64]  # [draws] how often the row of each had been opened
+    num_logprobs: NDArray[np.int64]  # [draws] wanted; -1: none
+    guesses: NDArray[np.int64]
+    prompt_logprobs: dict[int, RowLogprobs]
+    vectors: dict[int, bytes]
+    drawn: Drawn | None = None  # once the host knows
+
+
+def limits_of(config: EngineConfig, *, group: int, guesses: int) -> Limits:
+    """Of the steps that the core may plan. group: query heads of a kv head; guesses: most of a row."""
+    rows = config.max_num_seqs
+    tokens = max(config.max_num_batched_tokens, rows)
+    part = min(rows, _MOST_PART)
+    tiles = max(most_tiles(tokens, rows, tile_tokens(group, tile_rows)) for tile_rows in (GUESS_ROWS, PROMPT_ROWS))
+    return Limits(
+        rows=rows,
+        tokens=tokens,
+        draws=-(-min(rows * (1 + guesses), tokens) // part) * part,
+        part=part,
+        tiles=tiles,
+        blocks=-(-(config.max_model_len + 1) // config.block_size),
+    )
+
+
+def num_guesses(config: EngineConfig) -> int:
+    """Most guesses of a row in a step."""
+    return 0 if config.speculative is None else config.block_size - 1  # what the planner allows at most
+
+
+def num_graphs(limits: Limits) -> int:
+    """Recordings that are made sooner or later, about."""
+    return len(_planned(limits, is_deterministic=False))
+
+
+def _planned(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
+    """Largest first, since smaller graphs find room in what these leave of the pool. Steps of decoding come before
+    steps with prompts, of which there are fewer in a day."""
+    decode, prompt = (INVARIANT_ROWS, INVARIANT_ROWS) if is_deterministic else (0, PROMPT_ROWS)
+    shapes: list[Hashable] = [StepShape(size, decode) for size in reversed(decode_sizes(limits.rows))]
+    for size in reversed(decode_sizes(limits.part)):
+        shapes += [(0, DrawShape(size, kind, False, False)) for kind in range(len(KINDS))]
+    return shapes + [StepShape(size, prompt) for size in reversed(mixed_sizes(limits.tokens))]
+
+
+class DeviceSteps:
+    """See `Steps`. One thread."""
+
+    def __init__(self, *, config: EngineConfig, model: DeviceModel, cache: KvCache) -> None:
+        self._config = config
+        self._decoder, self._state = model.decoder, model.state
+        self._queue, self._limits = model.queue, model.limits
+        limits, queue = model.limits, model.queue
+        self._cache = cache
+        self._decoder.open(cache)
+        self._rows = Rows(
+            num_rows=limits.rows,
+            max_len=config.max_model_len,
+            block_size=config.block_size,
+            vocab_size=config.vocab_size,
+        )
+        self._pooler = RowPooler(num_rows=limits.rows)
+        self._num_sent: NDArray[np.int64] = np.zeros(limits.rows, np.int64)  # blocks that the device knows of
+        self._num_opens: NDArray[np.int64] = np.zeros(limits.rows, np.int64)
+        self._has_penalties: NDArray[np.bool_] = np.zeros(limits.rows, np.bool_)
+        self._part = limits.part
+        self._decode_sizes = decode_sizes(limits.rows)
+        self._mixed_sizes = mixed_sizes(limits.tokens)
+        self._draw_sizes = decode_sizes(self._part)
+        size = size_of(limits)
+        self._packet = Packet.over(torch.zeros(size, dtype=torch.int32, device=queue.device), limits)
+        # One more than can be in flight: an empty packet, for recording.
+        slots = [self._slot(size) for _ in range(config.pipeline_depth + 2)]
+        self._empty, self._free = slots[0].packet, deque(slots[1:])
+        self._pending: deque[_Pending] = deque()
+        self._fetched: Mark | None = None
+        self._recordings = Recordings(queue, self._work, _planned(limits, is_deterministic=config.deterministic))
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def num_recorded(self) -> int:
+        """Graphs there are."""
+        return self._recordings.num_recorded
+
+    def is_done(self) -> bool:
+        return bool(self._pending) and self._pending[0].done.is_reached()
+
+    def collect(self) -> StepResult:
+        self._settle(self._pending[0])
+        step = self._pending.popleft()
+        assert step.drawn is not None
+        self._free.append(step.slot)
+        return replace(step.drawn, vectors=step.vectors).result(step.plan.step, step.done.ms_since(step.begun))
+
+    def launch(self, plan: StepPlan) -> None:
+        slot = self._free.popleft()
+        try:
+            self._pending.append(self._launch(plan, slot))
+        except Exception:
+            self._queue.mark().wait()  # what was sent from the slot has arrived
+            self._free.append(slot)
+            raise
+
+    def _launch(self, plan: StepPlan, slot: _Slot) -> _Pending:
+        rows = self._rows
+        if plan.num_speculative or any(step.guesses.any() for step in self._pending):
+            for step in self._pending:
+                self._settle(step)
+        for opened in plan.open:
+            rows.open(opened)
+            self._pooler.open(opened)
+            self._num_sent[opened.row] = 0
+            self._num_opens[opened.row] += 1
+            self._has_penalties[opened.row] = has_penalties(opened.sampling)
+        rows.mask(plan)
+        rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
+        packet = slot.packet
+        write_opens(plan.open, packet.opens)
+        begun = self._queue.mark()
+
+        planned = np.frombuffer(plan.rows, "<i4").astype(np.int64)
+        guesses = self._guess(plan, planned[: plan.num_speculative])
+        counts = np.frombuffer(plan.counts, "<i4").astype(np.int64)
+        nums = np.frombuffer(plan.sample, np.uint8).astype(np.int64)
+        counts[: len(guesses)] += guesses
+        nums[: len(guesses)] += guesses
+        order = np.argsort(counts != 1, kind="stable")  # rows that decode come first
+        picked, counts, nums = planned[order], counts[order], nums[order]
+        starts = rows.num_computed[picked]
+        ends = starts + counts
+        assert (ends <= rows.num_blocks[picked] * self._config.block_size).all(), f"step {plan.step}: no block"
+        draws = draws_of(picked, ends, np.cumsum(counts), order, nums)
+
+        lifted = rows.lift_minimum(draws.rows, draws.ends)
+        shape, parts = self._send(packet, picked, counts, starts, draws)
+        if rows.masks:
+            self._send_masks(slot)
+        if plan.open:
+            self._state.open(plan.open, self._packet)
+        for row in lifted:
+            self._state.change_bias(row, rows.bias(row))
+        copy_blocks(plan, self._cache)
+        told: dict[int, RowLogprobs] = {}
+        vectors: dict[int, bytes] = {}
+        if len(picked):
+            self._recordings.run(shape)
+            told = prompt_logprobs(rows, picked, starts, counts, order, self._logits_of, self._config.vocab_size)
+            vectors = self._pooler.take(picked, starts, counts, order, rows.num_prompt, self._hidden_of)
+        if self._fetched is not None:
+            self._queue.follow(self._fetched)  # what the step before drew is copied from where this one's will stand
+        for part in parts:
+            self._recordings.run(part)
+        done = self._fetched = self._queue.fetch(self._results(slot, len(draws.rows), parts))
+        rows.num_computed[picked] = ends
+        if not guesses.any():  # else `take_in` says how long the rows are
+            rows.num_ids[draws.rows] = draws.ends + 1
+            rows.ids[draws.rows, draws.ends] = -1  # only the device knows
+        return _Pending(
+            plan=plan,
+            slot=slot,
+            begun=begun,
+            done=done,
+            draws=draws,
+            num_opens=self._num_opens[draws.rows],
+            num_logprobs=rows.num_logprobs[draws.rows],
+            guesses=guesses,
+            prompt_logprobs=told,
+            vectors=vectors,
+        )
+
+    def forget_addresses(self) -> None:
+        self._recordings.forget()
+
+    def use_idle(self) -> bool:
+        # Ranks talk to each other in a step, so all would have to be idle at once; they record what runs often.
+        shape = self._recordings.next_shape() if self._decoder.num_ranks == 1 else None
+        if shape is None:
+            return False
+        none = np.zeros(0, np.int64)
+        self._send(self._empty, none, none, none, Draws(none, none, none, none))
+        self._recordings.record(shape)
+        return self._recordings.next_shape() is not None
+
+    def _slot(self, size: int) -> _Slot:
+        draws, width = self._limits.draws, 1 + MOST_BEST
+        return _Slot(
+            packet=HostPacket(self._queue.host_memory(size, torch.int32), self._limits),
+            ids=self._queue.host_memory(draws, torch.int32),
+            best_ids=self._queue.host_memory(draws * width, torch.int32).view(draws, width),
+            best_values=self._queue.host_memory(draws * width, torch.float32).view(draws, width),
+        )
+
+    def _work(self, shape: Hashable) -> Work:
+        if isinstance(shape, StepShape):
+            return lambda: self._decoder.run(self._packet, self._state, shape)
+        assert isinstance(shape, tuple)
+        first, draws = shape
+
+        def draw() -> None:
+            part = slice(first, first + draws.draws)
+            logits = self._decoder.logits(self._decoder.hidden(self._packet.draw_tokens[part]))
+            self._state.sample(logits, self._packet, first, draws)
+
+        return draw
+
+    def _guess(self, plan: StepPlan, speculative: NDArray[np.int64]) -> NDArray[np.int64]:
+        guesses = guess(self._rows, speculative, plan.speculate, plan.break_even)
+        # What such rows draw changes what they draw next, and the device counts it a step at a time.
+        guesses[self._has_penalties[speculative]] = 0
+        return guesses
+
+    def _send(
+        self,
+        packet: HostPacket,
+        picked: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        draws: Draws,
+    ) -> tuple[StepShape, list[tuple[int, DrawShape]]]:
+        """Tells the device of a step, and says what it is to be run for."""
+        shape, num_step = self._fill(packet, picked, counts, starts)
+        parts = self._fill_draws(packet, draws)
+        sent = packet.filled(num_step)
+        self._queue.send(sent, self._packet.whole[: len(sent)])
+        return shape, parts
+
+    def _fill(
+        self, packet: HostPacket, picked: NDArray[np.int64], counts: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> tuple[StepShape, int]:
+        """Writes who computes what, and says how many numbers of the last section that took. All are [rows], those
+        with one token first."""
+        rows = self._rows
+        # Decode attention adds up in another order than that of prompts.
+        num_decode = 0 if self._config.deterministic else int(np.count_nonzero(counts == 1))
+        total, most = int(counts.sum()), int(counts.max(initial=0))
+        row_of_token = np.repeat(picked, counts)
+        positions = np.arange(total) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        num_new = rows.num_blocks[picked] - self._num_sent[picked]
+        row_of_block = np.repeat(picked, num_new)
+        place = np.arange(len(row_of_block)) + np.repeat(
+            self._num_sent[picked] - (np.cumsum(num_new) - num_new), num_new
+        )
+        num_step = fill_packet(
+            packet.step,
+            rows=picked,
+            counts=counts,
+            starts=starts,
+            ids=rows.ids[row_of_token, positions],
+            places=self._num_sent[picked],
+            num_new=num_new,
+            blocks=rows.blocks[row_of_block, place],
+        )
+        self._num_sent[picked] = rows.num_blocks[picked]
+        packet.decode_lens[:num_decode] = starts[:num_decode] + 1
+        packet.decode_lens[num_decode:] = 0
+        if num_decode == len(picked):  # or there are none
+            return StepShape(at_least(self._decode_sizes, max(total, 1)), 0), num_step
+        tile_rows = GUESS_ROWS if most <= GUESS_ROWS else PROMPT_ROWS
+        if self._config.deterministic:
+            tile_rows = INVARIANT_ROWS
+        lens = counts.copy()
+        lens[:num_decode] = 0
+        work = extend_work(lens, starts + counts, tile_tokens(self._decoder.group, tile_rows))
+        work[:, 1] += num_decode
+        packet.tiles[: len(work)] = work
+        packet.tiles[len(work) :, 2] = 0
+        sizes = self._decode_sizes if most == 1 else self._mixed_sizes
+        return StepShape(at_least(sizes, total), tile_rows), num_step
+
+    def _fill_draws(self, packet: HostPacket, draws: Draws) -> list[tuple[int, DrawShape]]:
+        """Writes who draws, and says in which parts."""
+        rows, num = self._rows, len(draws.rows)
+        packet.draw_tokens[:num], packet.draw_tokens[num:] = draws.tokens, 0
+        packet.draw_rows[:num], packet.draw_rows[num:] = draws.rows, self._limits.rows
+        packet.draw_positions[:num], packet.draw_positions[num:] = draws.ends - rows.num_prompt[draws.rows], 0
+        packet.places[:] = packet.masks[:] = -1
+        packet.asking[:] = -1
+        if rows.masks:
+            places = np.full(self._limits.rows, -1, np.int32)
+            places[list(rows.masks)] = np.arange(len(rows.masks))
+            packet.masks[:num] = places[draws.rows]
+        parts = []
+        for first in range(0, num, self._part):
+            part = slice(first, min(first + self._part, num))
+            picked = draws.rows[part]
+            edits = np.flatnonzero(rows.edits_logits[picked] | rows.is_masked[picked])
+            asking = np.flatnonzero(rows.num_logprobs[picked] >= 0)
+            packet.places[first + edits] = np.arange(len(edits))
+            packet.asking[first : first + len(asking)] = asking
+            is_drawn = rows.temperature[picked] > 0
+            is_filtered = is_drawn & ((rows.top_k[picked] > 0) | (rows.top_p[picked] < 1) | (rows.min_p[picked] > 0))
+            kind = 2 if is_filtered.any() else int(is_drawn.any())
+            size = at_least(self._draw_sizes, len(picked))
+            parts.append((first, DrawShape(size, kind, len(edits) > 0, len(asking) > 0)))
+        return parts
+
+    def _send_masks(self, slot: _Slot) -> None:
+        """In the order of `Rows.masks`. What ran before has read those of its own: the queue is in order."""
+        device_masks, masks = self._state.masks, self._rows.masks
+        if slot.masks is None:
+            slot.masks = self._queue.host_memory(device_masks.numel(), torch.int32).view_as(device_masks)
+        np.stack(list(masks.values()), out=slot.masks.numpy()[: len(masks)])
+        self._queue.send(slot.masks[: len(masks)], device_masks[: len(masks)])
+
+    def _results(self, slot: _Slot, num: int, parts: list[tuple[int, DrawShape]]) -> tuple[tuple[Tensor, Tensor], ...]:
+        """What to fetch: (from, to)."""
+        state = self._state
+        pairs = [(state.drawn[:num], slot.ids[:num])] if num else []
+        if any(shape.logprobs for _, shape in parts):
+            pairs += [(state.best_ids[:num], slot.best_ids[:num]), (state.best_values[:num], slot.best_values[:num])]
+        return tuple(pairs)
+
+    def _hidden_of(self, first: int, last: int) -> Tensor:
+        return self._decoder.hidden(torch.arange(first, last, dtype=torch.int32, device=self._queue.device))
+
+    def _logits_of(self, first: int, last: int) -> Tensor:
+        return self._decoder.logits(self._hidden_of(first, last))
+
+    def _settle(self, step: _Pending) -> None:
+        """Waits for what was drawn. The host's rows learn of it, unless they are held by others by now."""
+        if step.drawn is not None:
+            return
+        step.done.wait()
+        draws, slot, rows = step.draws, step.slot, self._rows
+        ids = slot.ids[: len(draws.rows)].numpy().astype(np.int64)
+        logprobs = {}
+        asking = np.flatnonzero(step.num_logprobs >= 0)
+        in_part = np.bincount(asking // self._part, minlength=1)  # those of a part lie side by side at its beginning
+        moved = np.repeat(np.arange(len(in_part)) * self._part - (np.cumsum(in_part) - in_part), in_part)
+        for i, at in zip(asking.tolist(), (np.arange(len(asking)) + moved).tolist(), strict=True):
+            width = 1 + min(int(step.num_logprobs[i]), self._config.vocab_size)
+            if ids[i] >= 0:
+                told = slot.best_ids[at : at + 1, :width].numpy(), slot.best_values[at : at + 1, :width].numpy()
+                logprobs[int(draws.order[i])] = row_logprobs(*told)
+        if step.guesses.any():
+            step.drawn = take_in(step.plan, rows, draws, ids, step.guesses, step.prompt_logprobs, logprobs)
+            return
+        same = self._num_opens[draws.rows] == step.num_opens
+        rows.ids[draws.rows[same], draws.ends[same]] = np.maximum(ids[same], 0)
+        step.drawn = Drawn(step.prompt_logprobs, logprobs, ids[np.argsort(draws.order, kind="stable")])

@@ -1,0 +1,1 @@
+"""What runs one plan: rows, inputs, sampling, results."""

@@ -1,0 +1,147 @@
+"""Steps whose every token the host knows before it starts the next. On a CPU nothing is lost by that."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...config.config import EngineConfig
+from ...ipc.messages import RowLogprobs, StepPlan, StepResult
+from ...kernels.ops import Ops
+from ..attention.base import AttentionBackend
+from ..attention.kv_cache import KvCache
+from ..models.decoder import Model
+from .base import copy_blocks
+from .logprobs import best_logprobs, prompt_logprobs, row_logprobs
+from .ngram import guess
+from .pooling import RowPooler
+from .rows import Rows
+from .sampled import Drawn, take_in
+from .sampler import Sampler
+from .step_inputs import step_inputs
+
+
+class HostSteps:
+    """See `Steps`."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        model: Model,
+        cache: KvCache,
+        attention: AttentionBackend,
+        ops: Ops,
+        synchronize: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._cache = cache
+        self._attention = attention
+        self._device = cache.pages[0][0].device
+        self._synchronize = synchronize
+        self._rows = Rows(
+            num_rows=config.max_num_seqs,
+            max_len=config.max_model_len,
+            block_size=config.block_size,
+            vocab_size=config.vocab_size,
+        )
+        self._pooler = RowPooler(num_rows=config.max_num_seqs)
+        self._sampler = Sampler(vocab_size=config.vocab_size, device=self._device, ops=ops)
+        self._results: deque[StepResult] = deque()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._results)
+
+    def is_done(self) -> bool:
+        return True
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def forget_addresses(self) -> None:
+        pass
+
+    def use_idle(self) -> bool:
+        return False
+
+    def launch(self, plan: StepPlan) -> None:
+        for row in plan.open:
+            self._rows.open(row)
+            self._pooler.open(row)
+        self._rows.mask(plan)
+        self._rows.grow(np.frombuffer(plan.grow_rows, "<i4"), np.frombuffer(plan.grow_blocks, "<i4"))
+        started = time.perf_counter()
+        copy_blocks(plan, self._cache)
+        self._clear_rests(plan)
+        drawn = self._run(plan)
+        self._synchronize()
+        self._results.append(drawn.result(plan.step, (time.perf_counter() - started) * 1000))
+
+    def _clear_rests(self, plan: StepPlan) -> None:
+        """A row that goes on in the middle of a block may find anything behind it, numbers that are none included."""
+        for row in plan.open:
+            place, first = divmod(row.num_computed, self._config.block_size)
+            if first:
+                self._cache.clear_rest(int(self._rows.blocks[row.row, place]), first)
+
+    def _run(self, plan: StepPlan) -> Drawn:
+        """What the pass gave, and the rows brought up to date."""
+        if not plan.rows:
+            return Drawn({})
+        device, rows = self._device, self._rows
+        speculative = np.frombuffer(plan.rows, "<i4", plan.num_speculative).astype(np.int64)
+        guesses = guess(rows, speculative, plan.speculate, plan.break_even)
+        step = step_inputs(plan, rows, guesses, block_size=self._config.block_size, device=device)
+        self._attention.begin(step.attention)
+        hidden = self._model.hidden(step.ids, step.positions, self._attention)
+
+        def logits_of(first: int, last: int) -> Tensor:
+            return self._model.logits(hidden[first:last])
+
+        told = prompt_logprobs(
+            rows, step.rows, step.starts, step.counts, step.order, logits_of, self._config.vocab_size
+        )
+        vectors = self._pooler.take(
+            step.rows, step.starts, step.counts, step.order, rows.num_prompt, lambda first, last: hidden[first:last]
+        )
+        rows.num_computed[step.rows] += step.counts
+        draws = step.drawn
+        if not len(draws.rows):
+            return Drawn(told, vectors=vectors)
+        rows.lift_minimum(draws.rows, draws.ends)
+        if len(draws.tokens) < hidden.shape[0]:
+            hidden = hidden.index_select(0, torch.from_numpy(draws.tokens).to(device))
+        parts: list[NDArray[np.int64]] = []
+        logprobs: dict[int, RowLogprobs] = {}
+        size = self._config.max_num_seqs  # there is memory for so many logits; only guesses need more
+        for part in (slice(at, at + size) for at in range(0, len(draws.rows), size)):
+            picked = draws.rows[part]
+            if not (rows.uses_logits | rows.is_masked)[picked].any():
+                parts.append(self._sampler.greedy(*self._model.greedy(hidden[part])))
+                continue
+            logits = self._model.logits(hidden[part])
+            parts.append(self._sampler.sample(logits, rows, picked, draws.ends[part]))
+            logprobs |= self._logprobs(logits, parts[-1], draws.order[part], rows.num_logprobs[picked])
+        return replace(take_in(plan, rows, draws, np.concatenate(parts), guesses, told, logprobs), vectors=vectors)
+
+    def _logprobs(
+        self, logits: Tensor, ids: NDArray[np.int64], plan_rows: NDArray[np.int64], wanted: NDArray[np.int64]
+    ) -> dict[int, RowLogprobs]:
+        """Of the tokens drawn, for the rows that want them. All arguments are parallel."""
+        asking = np.flatnonzero((wanted >= 0) & (ids >= 0))
+        if not len(asking):
+            return {}
+        index = torch.from_numpy(asking).to(logits.device)
+        chosen = torch.from_numpy(ids[asking]).to(logits.device)
+        best_ids, values = best_logprobs(logits[index], chosen, int(wanted[asking].max()))
+        return {
+            int(plan_rows[i]): row_logprobs(best_ids[j : j + 1, : wanted[i] + 1], values[j : j + 1, : wanted[i] + 1])
+            for j, i in enumerate(asking.tolist())
+        }

@@ -1,0 +1,176 @@
+"""The tensors of a quantized checkpoint: what belongs to a module, and what it means.
+
+    fp8, compressed-tensors   weight            float8_e4m3fn [n, k]
+                              weight_scale_inv  blocks [⌈n / 128⌉, ⌈k / 128⌉] (DeepSeek-V3, Qwen3-FP8; it is multiplied
+                                                by, whatever its name says), or
+                              weight_scale      one number, [n, 1] for rows, or blocks (compressed-tensors, AutoFP8)
+    awq                       qweight           int32 [k, n / 8]
+                              qzeros            int32 [k / group, n / 8]
+                              scales            [k / group, n]
+    gptq                      qweight           int32 [k / 8, n]
+                              qzeros            int32 [k / group, n / 8], less one but in checkpoint_format gptq_v2
+                              scales            [k / group, n]
+                              g_idx             int32 [k], the group of each column (desc_act); may be missing
+
+Eight numbers of 4 bits share an int32, the first in the lowest bits; AWQ's are those of columns 0, 2, 4, 6, 1, 3, 5, 7
+(`order_map` of AutoAWQ's WQLinear_GEMM). The weight is (number - zero) · scale. GPTQ's are packed as in `pack` of
+AutoGPTQ's QuantLinear; a zero point of 15 less one, as v1 stores it, is 16 and not 0 (as in vLLM's q_gemm.cu).
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError, ConfigError
+from ...kernels.quantized_weight import Fp8Weight, Int4Weight, QuantizedWeight, int4_weight
+from ..checkpoint.quantization import Fp8Scheme, Int4Scheme, Scheme
+from ..parallel.shard import Cut
+from .reader import CheckpointReader
+
+Shape = tuple[int, ...]
+
+_FP8_SCALES = ("weight_scale_inv", "weight_scale")
+_FP8_UNUSED = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")  # of activations and the KV cache
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def quantized_modules(scheme: Scheme, names: Collection[str]) -> set[str]:
+    """The modules of the checkpoint whose weight is quantized: those that have a scale."""
+    marks = _FP8_SCALES if isinstance(scheme, Fp8Scheme) else ("qweight",)
+    split = (name.rpartition(".") for name in names)
+    return {module for module, _, leaf in split if leaf in marks}
+
+
+def tensors_of(scheme: Scheme, module: str, n: int, k: int, names: Collection[str]) -> Mapping[str, tuple[Shape, ...]]:
+    """What the weight [n, k] of a quantized module is made of: names, and the shapes that each may have. names: of the
+    checkpoint."""
+    if isinstance(scheme, Fp8Scheme):
+        scale = next(name for name in _FP8_SCALES if f"{module}.{name}" in names)
+        blocks = () if scheme.block is None else ((-(-n // scheme.block[0]), -(-k // scheme.block[1])),)
+        return {f"{module}.weight": ((n, k),), f"{module}.{scale}": (*blocks, (), (1,), (1, 1), (n, 1), (n,))}
+    groups = k // (scheme.group_size or k)
+    packed = (k, n // 8) if scheme.layout == "awq" else (k // 8, n)
+    found: dict[str, tuple[Shape, ...]] = {
+        f"{module}.qweight": (packed,),
+        f"{module}.qzeros": ((groups, n // 8),),
+        f"{module}.scales": ((groups, n),),
+    }
+    if f"{module}.g_idx" in names:
+        found[f"{module}.g_idx"] = ((k,),)
+    return found
+
+
+def is_unused(scheme: Scheme, name: str) -> bool:
+    """Whether a tensor of a quantized checkpoint says nothing of its weights."""
+    return isinstance(scheme, Fp8Scheme) and name.rpartition(".")[2] in _FP8_UNUSED
+
+
+def read_weight(
+    scheme: Scheme, reader: CheckpointReader, module: str, n: int, k: int, cut: Cut | None
+) -> QuantizedWeight:
+    """The weight of a module [n, k], or this rank's part of it. Raises CheckpointError, and ConfigError if the cut goes
+    through weights that share a scale."""
+    rows = (cut.first, cut.last) if cut is not None and cut.dim == 0 else (0, n)
+    columns = (cut.first, cut.last) if cut is not None and cut.dim == 1 else (0, k)
+    read = _Part(reader, module, rows, columns)
+    if isinstance(scheme, Fp8Scheme):
+        return _fp8(scheme, read, n, k)
+    return _int4(scheme, read, k)
+
+
+class _Part:
+    """This rank's rows and columns of one module's tensors."""
+
+    def __init__(self, reader: CheckpointReader, module: str, rows: tuple[int, int], columns: tuple[int, int]) -> None:
+        self._reader = reader
+        self.module = module
+        self.rows = rows
+        self.columns = columns
+
+    def has(self, leaf: str) -> bool:
+        return f"{self.module}.{leaf}" in self._reader
+
+    def whole(self, leaf: str) -> Tensor:
+        return self._reader.tensor(f"{self.module}.{leaf}")
+
+    def tensor(self, leaf: str, first: slice, second: slice) -> Tensor:
+        return self._reader.tensor(f"{self.module}.{leaf}", (first, second))
+
+    def row_slice(self, share: int, n: int | None = None) -> slice:
+        """Of rows that come or are scaled `share` at a time; n: where the last ones may be fewer."""
+        return self._slice("rows", self.rows, share, n)
+
+    def column_slice(self, share: int, k: int | None = None) -> slice:
+        """The same of columns."""
+        return self._slice("columns", self.columns, share, k)
+
+    def _slice(self, what: str, part: tuple[int, int], share: int, end: int | None) -> slice:
+        first, last = part
+        if first % share or (last % share and last != end):
+            raise ConfigError(
+                f"{self.module} is quantized {share} {what} at a time, which a rank's part of it, {what} {first} to "
+                f"{last}, would cut through; choose another --tensor-parallel-size."
+            )
+        return slice(first // share, -(-last // share))
+
+
+def _fp8(scheme: Fp8Scheme, part: _Part, n: int, k: int) -> Fp8Weight:
+    values = part.tensor("weight", slice(*part.rows), slice(*part.columns))
+    if values.dtype != torch.float8_e4m3fn:
+        kind = str(values.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{part.module}.weight has a scale, but is of {kind} and not of float8_e4m3fn.")
+    scale = part.whole(next(leaf for leaf in _FP8_SCALES if part.has(leaf)))
+    if not scale.is_floating_point():
+        raise CheckpointError(f"{part.module} has scales of {str(scale.dtype).removeprefix('torch.')}, no floats.")
+    scale = scale.float()
+    if scheme.block is not None and scale.shape == (-(-n // scheme.block[0]), -(-k // scheme.block[1])):
+        blocks = scale[part.row_slice(scheme.block[0], n), part.column_slice(scheme.block[1], k)]
+        return Fp8Weight(values, blocks.contiguous(), scheme.block)
+    each = scale.reshape(-1).expand(n)[slice(*part.rows)]
+    return Fp8Weight(values, each.contiguous())
+
+
+def _int4(scheme: Int4Scheme, part: _Part, k: int) -> Int4Weight:
+    n_first, n_last = part.rows
+    eighths = part.row_slice(8)
+    group = scheme.group_size or k
+    groups = slice(0, 1) if scheme.group_size is None else part.column_slice(group)
+    zeros = _unpack(part.tensor("qzeros", groups, eighths), scheme.layout) + scheme.zero_offset
+    scales = part.tensor("scales", groups, slice(n_first, n_last))
+    if scheme.layout == "awq":
+        numbers = _unpack(part.tensor("qweight", slice(*part.columns), eighths), "awq").t()
+    else:
+        words = part.tensor("qweight", part.column_slice(8), slice(n_first, n_last))
+        numbers = _unpack(words.t(), "gptq")
+    order = _order(part.whole("g_idx"), group, part, k) if part.has("g_idx") else None
+    if order is not None:
+        numbers = numbers[:, order.long()]
+    try:
+        return int4_weight(numbers.contiguous(), scales, zeros, order)
+    except ValueError as e:
+        raise CheckpointError(f"{part.module} cannot be read: {e}.") from None
+
+
+def _unpack(words: Tensor, layout: str) -> Tensor:
+    """int32 [rows, columns / 8] → uint8 [rows, columns]."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    numbers = (words[:, :, None] >> shifts & 15).to(torch.uint8)
+    if layout == "awq":
+        numbers = numbers[:, :, torch.tensor(_AWQ_ORDER).argsort()]
+    return numbers.reshape(words.shape[0], -1)
+
+
+def _order(groups: Tensor, size: int, part: _Part, k: int) -> Tensor | None:
+    """The columns sorted by their groups, or None if they are."""
+    groups = groups.long()
+    if torch.equal(groups, torch.arange(k) // size):
+        return None
+    if not torch.equal(groups.sort().values, torch.arange(k) // size):
+        raise CheckpointError(f"{part.module}.g_idx does not deal out {k} columns in groups of {size}.")
+    if part.columns != (0, k):
+        raise ConfigError(
+            f"{part.module} has its columns quantized in another order (desc_act), so ranks cannot share them out; "
+            "leave --tensor-parallel-size out."
+        )
+    return groups.argsort(stable=True).int()
