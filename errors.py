@@ -21,7 +21,7 @@ ErrorKind = Literal[
 ]
 
 
-_MOST_CHARS = 1000  # of a sentence: what it quotes may have any length
+_MAX_CHARS = 1000  # of a sentence: what it quotes may have any length
 
 
 class PagewireError(Exception):
@@ -31,8 +31,8 @@ class PagewireError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        if len(text) > _MOST_CHARS:
-            text = f"{text[: _MOST_CHARS - 100]} … {text[-97:]}"
+        if len(text) > _MAX_CHARS:
+            text = f"{text[: _MAX_CHARS - 100]} … {text[-97:]}"
         if text.isprintable():
             return text
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

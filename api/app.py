@@ -28,7 +28,7 @@ from .batches.store import MAX_FILE_BYTES
 from .gateway.gateway import Gateway
 from .gateway.request_end import Observer
 from .gateway.stats import Stats
-from .http.admission_throttle import Turnstile
+from .http.admission_throttle import AdmissionThrottle
 from .http.exchange import ClientGone, send_body, too_large
 from .http.http_error import HttpError, anthropic_error_body, as_http_error, error_body, speaks_anthropic
 from .http.keys import Keys
@@ -133,7 +133,7 @@ class Edge:
         self._admin_keys = Keys(config.admin_keys, account, clock)
         self._admin_paths = admin_paths if config.admin_keys else frozenset()
         self._origins = Origins(config)
-        self._turnstile = Turnstile()
+        self._throttle = AdmissionThrottle()
 
     def start(self) -> None:
         """The engine is there: begins what goes on without a client."""
@@ -189,7 +189,7 @@ class Edge:
             if scope["method"] == "POST":
                 request.account = caller.account
                 caller.account.take_request()
-                await self._turnstile.enter()
+                await self._throttle.enter()
         max_bytes = MAX_FILE_BYTES if scope["path"] == FILES_PATH else self._config.max_body_size
         self._check_body(headers, max_bytes)
         scope["state"] = state

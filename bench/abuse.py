@@ -28,11 +28,11 @@ from .own_server import MB, OwnServer, ask, closed_loop, completion, connect, le
 from .report import Row, machine, print_table, write_json
 
 FREE_LIMIT_S = 2.0
-MOST_SLOWDOWN = 1.1  # of a median beside stalled readers
-MOST_STALLED_MB = 1.0
+MAX_SLOWDOWN = 1.1  # of a median beside stalled readers
+MAX_STALLED_MB = 1.0
 HEAD_SLACK_S = 2.0  # over --head-timeout-s
-MOST_IDLE_MB = 200.0
-MOST_IDLE_SLOWDOWN = 1.05
+MAX_IDLE_MB = 200.0
+MAX_IDLE_SLOWDOWN = 1.05
 _LIMIT_S = 120.0
 _LONG = 8000  # tokens: nothing here waits for the end of such an answer
 _NUM_BEFORE_STALL = 1000  # tokens of each stream, more than the buffers between two sockets hold
@@ -124,9 +124,9 @@ async def stalled(server: OwnServer, row: Row, num_others: int, num: int, num_to
         **{"readers beside": num_others, "ms/token beside readers": fast, "beside stalled ones": slow},
         **{"ratio": slow / fast, "MB held by each": held_mb},
     )
-    return [f"beside stalled readers a token took {slow / fast:.2f} times as long"] * (slow / fast > MOST_SLOWDOWN) + [
+    return [f"beside stalled readers a token took {slow / fast:.2f} times as long"] * (slow / fast > MAX_SLOWDOWN) + [
         f"a stalled stream held {held_mb:.2f} MB"
-    ] * (held_mb > MOST_STALLED_MB)
+    ] * (held_mb > MAX_STALLED_MB)
 
 
 async def heads(server: OwnServer, row: Row, num: int, limit_s: float) -> list[str]:
@@ -189,9 +189,9 @@ async def idle(server: OwnServer, row: Row, num: int, num_requests: int, rounds:
             "to one alone": ratio,
         }
     )
-    return [f"{num} idle connections cost {growth_mb:.0f} MB"] * (growth_mb > MOST_IDLE_MB) + [
+    return [f"{num} idle connections cost {growth_mb:.0f} MB"] * (growth_mb > MAX_IDLE_MB) + [
         f"beside idle connections a request took {ratio:.2f} times as long"
-    ] * (ratio > MOST_IDLE_SLOWDOWN)
+    ] * (ratio > MAX_IDLE_SLOWDOWN)
 
 
 async def play(part: str, server: OwnServer, row: Row, arguments: argparse.Namespace) -> list[str]:

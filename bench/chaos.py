@@ -38,7 +38,7 @@ from .report import Row, machine, write_json
 KINDS = ("tokenizer", "detokenizer", "core", "grammar", "worker", "api")
 NOTHING = "nothing"  # a round in which no process is touched: what the instrument sees then is its own
 _START_TIMEOUT_S = 120.0
-_MOST_DEATHS = 5  # of one server: more in a minute would end it
+_MAX_DEATHS = 5  # of one server: more in a minute would end it
 _PAUSE_S = 0.25  # a shorter time without a token is no interruption
 _NEWCOMER_S = 0.2  # between newcomers
 _NEWCOMER_LIMIT_S = 40.0
@@ -357,7 +357,7 @@ def main(argv: list[str] | None = None) -> None:
                     while (
                         len(row.figures.get("failed", ())) < arguments.rounds
                         and server.process.poll() is None
-                        and server.num_deaths < _MOST_DEATHS
+                        and server.num_deaths < _MAX_DEATHS
                     ):
                         row.add(**asyncio.run(experiment.round(server, kind, signum)))
                     if server.process.poll() is not None:

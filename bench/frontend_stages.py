@@ -102,8 +102,8 @@ class _HalfMute(BoundedHttp):
 
 async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_streams: int) -> None:
     """The real server with clients in a process of their own, who have the rids that the core was given."""
-    orders: list[m.Submit] = []
-    gateway = Gateway(lambda message: orders.append(message) if isinstance(message, m.Submit) else None)
+    submits: list[m.Submit] = []
+    gateway = Gateway(lambda message: submits.append(message) if isinstance(message, m.Submit) else None)
     settings = HttpConfig(
         create_app(gateway, config, healthy=lambda: None, version="", sleeper=Sleeper(lambda message: None)), config
     )
@@ -118,9 +118,9 @@ async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_str
         stdout=asyncio.subprocess.DEVNULL,
     )
     reading = asyncio.ensure_future(client.communicate(chat_body(1)))
-    while len(orders) < num_streams:
+    while len(submits) < num_streams:
         await asyncio.sleep(_LOOK_S)
-    gateway.handle([m.Accepted(order.rid, _PROMPT_LEN) for order in orders])
+    gateway.handle([m.Accepted(order.rid, _PROMPT_LEN) for order in submits])
     read = Decoder[m.TextBatch](m.ToApi)
     for i, text in enumerate(texts):
         await asyncio.sleep(_LOOK_S)

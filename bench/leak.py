@@ -22,8 +22,8 @@ import uvloop
 from .own_server import MB, Answer, Holding, OwnServer, ask, completion, connect, leave, request_bytes, serving
 from .report import Row, machine, print_table, write_json
 
-MOST_MB = 0.5  # that a process may grow in a thousand requests
-MOST_HANDLES = 0.1  # descriptors or threads; a leak in every hundredth request is ten
+MAX_MB = 0.5  # that a process may grow in a thousand requests
+MAX_HANDLES = 0.1  # descriptors or threads; a leak in every hundredth request is ten
 _LIMIT_S = 120.0
 _NUM_SCHEMAS = 8
 _CONCURRENCY = 32
@@ -79,11 +79,11 @@ def complaints(slopes: Mapping[str, Slope]) -> list[str]:
     """What grows."""
     found = []
     for name, slope in slopes.items():
-        if slope.num_bytes / MB > MOST_MB:
+        if slope.num_bytes / MB > MAX_MB:
             found.append(f"{name} grows by {slope.num_bytes / MB:.2f} MB in a thousand requests")
-        if slope.num_fds > MOST_HANDLES:
+        if slope.num_fds > MAX_HANDLES:
             found.append(f"{name} opens {slope.num_fds:.1f} descriptors more in a thousand requests")
-        if slope.num_threads > MOST_HANDLES:
+        if slope.num_threads > MAX_HANDLES:
             found.append(f"{name} starts {slope.num_threads:.1f} threads more in a thousand requests")
     return found
 

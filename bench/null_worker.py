@@ -20,18 +20,18 @@ class NullWorker:
     def __init__(self, *, first_id: int, num_ids: int) -> None:
         self._first_id = first_id
         self._num_ids = num_ids
-        self._num_drawn: dict[int, int] = {}  # row → tokens of its request
+        self._num_sampled: dict[int, int] = {}  # row → tokens of its request
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step."""
         assert not plan.num_speculative, "nothing is guessed here"
         for opened in plan.open:
-            self._num_drawn[opened.row] = len(bytes_to_ids(opened.ids)) - opened.num_prompt
+            self._num_sampled[opened.row] = len(bytes_to_ids(opened.ids)) - opened.num_prompt
         ids = array("i")
         for row, is_sampled in zip(bytes_to_ids(plan.rows), plan.sample, strict=True):
             if is_sampled:
-                num = self._num_drawn[row]
-                self._num_drawn[row] = num + 1
+                num = self._num_sampled[row]
+                self._num_sampled[row] = num + 1
                 ids.append(self._first_id + num % self._num_ids)
         return StepResult(plan.step, ids.tobytes(), {}, {}, 0.0)
 

@@ -23,7 +23,7 @@ from .report import Row, machine, print_table, write_json
 
 LIMIT_S = 60.0  # for every answer
 HEALTH_LIMIT_S = 1.0
-MOST_GROWTH_MB = 256.0
+MAX_GROWTH_MB = 256.0
 LEAST_GOODPUT = 0.9  # of the best rate
 _HEALTH_S = 0.2  # between looks
 _MEMORY_S = 0.5
@@ -101,7 +101,7 @@ def complaints(answers: Sequence[Answer], seen: Seen, goodput: float) -> list[st
     found = [f"{num} requests got status {status} (0: none in {LIMIT_S:g} s)" for status, num in lost.items()]
     if seen.num_unhealthy or seen.slowest_health_s > HEALTH_LIMIT_S:
         found.append(f"/health failed {seen.num_unhealthy} times and took up to {seen.slowest_health_s:.2f} s")
-    if seen.growth_mb > MOST_GROWTH_MB:
+    if seen.growth_mb > MAX_GROWTH_MB:
         found.append(f"the processes grew by {seen.growth_mb:.0f} MB")
     if goodput < LEAST_GOODPUT:
         found.append(f"only {100 * goodput:.0f} % of the best rate was served")

@@ -53,9 +53,9 @@ def measure(num_rows: int, num_steps: int) -> dict[str, float]:
             result = StepResult(oldest.step, ids_to_bytes([5] * sum(oldest.sample)), {}, {}, 0.0)
             started = clock()
             scheduler.apply(result)
-            news = scheduler.take_news()
+            outputs = scheduler.take_outputs()
             applied = clock()
-            for message in news:
+            for message in outputs:
                 encode(message)
             spent["apply µs"] += applied - started
             spent["encode µs"] += clock() - applied

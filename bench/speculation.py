@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def engine(**options: object) -> LLM:
         return LLM(str(folder), threads=given.threads, enable_prefix_caching=False, max_model_len=1024, **options)
 
-    plain, guessing = engine(), engine(speculative="ngram")
+    plain, drafting = engine(), engine(speculative="ngram")
     rows = []
     for num in given.requests:
         batch = prompts(folder, num, 128)
@@ -55,15 +55,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             said: dict[LLM, list[list[int]]] = {}
             for repetition in range(given.repeat + 1):
                 seconds: dict[LLM, float] = {}
-                for llm in (plain, guessing) if repetition % 2 else (guessing, plain):
+                for llm in (plain, drafting) if repetition % 2 else (drafting, plain):
                     started = time.perf_counter()
                     outputs = llm.generate(batch, params, use_tqdm=False)
                     seconds[llm] = time.perf_counter() - started
                     said[llm] = [output.outputs[0].token_ids for output in outputs]
-                assert said[plain] == said[guessing], f"{text}: the tokens differ"
+                assert said[plain] == said[drafting], f"{text}: the tokens differ"
                 if repetition:  # the first warms up
-                    row.add(**{"without, s": seconds[plain], "with, s": seconds[guessing]})
-                    row.add(**{"times as fast": seconds[plain] / seconds[guessing]})
+                    row.add(**{"without, s": seconds[plain], "with, s": seconds[drafting]})
+                    row.add(**{"times as fast": seconds[plain] / seconds[drafting]})
             rows.append(row)
     print(f"{name}, prompts of 128 tokens, {given.length} tokens each; the same tokens with and without")
     print_table(rows)

@@ -45,13 +45,13 @@ from ..ipc.zmq_channel import ZmqContext, ZmqDealer, read_keys
 from ..procs import interpreter
 
 WINDOW = 64  # `News` on the way
-MOST_LOSSES = 2  # more of the engine, until a request that got nothing meanwhile is taken for the reason
+MAX_LOSSES = 2  # more of the engine, until a request that got nothing meanwhile is taken for the reason
 SILENCE_LIMIT_S = 3.0  # the core is heard twice a second
 _DOUBT_S = 1.0  # of silence, after which we ask: a core that took the place of ours says that it does not know us
 _STOP_LIMIT_S = 30.0  # for an engine of one's own to end
 _TICK_S = 0.25
 _HELLO_AGAIN_S = 1.0
-_MOST_UNSENT = 10_000  # messages that the engine has not taken yet
+_MAX_UNSENT = 10_000  # messages that the engine has not taken yet
 
 log = logging.getLogger("pagewire.client")
 _generate: Decoder[Generate] = Decoder(Generate)
@@ -256,7 +256,7 @@ class EngineClient:
         Raises RequestError if a value is out of bounds, or the engine is gone or takes nothing."""
         if self._closed:
             raise RequestError("unavailable", "The client is closed.")
-        if len(self._unsent) >= _MOST_UNSENT:
+        if len(self._unsent) >= _MAX_UNSENT:
             raise RequestError("queue_full", "The engine does not take what is sent to it.")
         sampling = sampling or Sampling(seed=secrets.randbits(62))
         if (
@@ -434,7 +434,7 @@ class EngineClient:
                 pass
             elif generation._scored:
                 self._end(generation, RequestError("unavailable", "The engine was lost while a prompt was scored."))
-            elif generation._num_losses >= MOST_LOSSES:
+            elif generation._num_losses >= MAX_LOSSES:
                 self._end(generation, RequestError("unavailable", "The engine was lost over it again and again."))
             else:
                 generation._num_losses += 1

@@ -164,10 +164,10 @@ class Screen:
         if asked > 0:
             hits = now.get("prefix_cache_hits_total") - before.get("prefix_cache_hits_total")
             table.add_row("from cache", f"{100 * hits / asked:.1f} %", "of these prompt tokens")
-        guessed = now.get("spec_decode_num_draft_tokens_total") - before.get("spec_decode_num_draft_tokens_total")
-        if guessed > 0:
+        drafted = now.get("spec_decode_num_draft_tokens_total") - before.get("spec_decode_num_draft_tokens_total")
+        if drafted > 0:
             name = "spec_decode_num_accepted_tokens_total"
-            table.add_row("guesses", f"{100 * (now.get(name) - before.get(name)) / guessed:.1f} %", "came true")
+            table.add_row("guesses", f"{100 * (now.get(name) - before.get(name)) / drafted:.1f} %", "came true")
         return table
 
     def _latencies(self, before: Reading, now: Reading) -> "Table":

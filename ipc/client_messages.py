@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .messages import MOST_CHOICES as MOST_CHOICES
+from .messages import MAX_CHOICES as MAX_CHOICES
 from .messages import Accepted, Cancel, Constraint, Failed, Limits, RowLogprobs, Sampling, Snapshot, Tokens
 
 PROTOCOL = 1
@@ -38,7 +38,7 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
     """
 
     rid: Rid
-    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
     prompt_ids: bytes  # int32
     sampling: Sampling = Sampling()
     limits: Limits = Limits()

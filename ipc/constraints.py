@@ -2,7 +2,7 @@
 
 `messages` has all names of this file.
 
-    core ─Constrain, Drawn─▶ grammar ─Constrained, Masks─▶ core
+    core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
 """
 
 from typing import Annotated, Literal
@@ -11,8 +11,8 @@ from msgspec import Meta, Struct
 
 from ..errors import ErrorKind
 
-MOST_GRAMMAR_BYTES = 1 << 18  # of `Constraint.text`
-MOST_BAD_SEQUENCES = 2048  # a bad word at the start of a text and after a space
+MAX_GRAMMAR_BYTES = 1 << 18  # of `Constraint.text`
+MAX_BAD_SEQUENCES = 2048  # a bad word at the start of a text and after a space
 _Mark = Annotated[str, Meta(max_length=256)]
 
 
@@ -30,7 +30,7 @@ class Constraint(Struct, frozen=True, array_like=True):
     """What the output must keep to besides the model's own taste. Compiled and followed by the grammar process."""
 
     kind: Literal["none", "json_schema", "json_object", "regex", "choice", "lark"] = "none"  # none: only what follows
-    text: Annotated[str, Meta(max_length=MOST_GRAMMAR_BYTES)] = (
+    text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] = (
         ""  # the schema as JSON, the pattern, the choices as a JSON list, the grammar
     )
     reasoning_ends: Annotated[
@@ -41,7 +41,7 @@ class Constraint(Struct, frozen=True, array_like=True):
     ] = ()  # what opens reasoning in an output (a prompt may have opened it already)
     thinking_budget: Annotated[int, Meta(ge=0)] | None = None  # tokens of reasoning after which its end is forced
     bad_words: Annotated[
-        tuple[Annotated[bytes, Meta(max_length=8192)], ...], Meta(max_length=MOST_BAD_SEQUENCES)
+        tuple[Annotated[bytes, Meta(max_length=8192)], ...], Meta(max_length=MAX_BAD_SEQUENCES)
     ] = ()  # int32 ids of each sequence that must not appear
     lark_marks: tuple[str, ...] = ()  # in a lark text, what its rules mark0, mark1 … stand for; else, what comes first
     sources: tuple[
@@ -59,7 +59,7 @@ class Constrain(Struct, frozen=True, array_like=True, tag=True):
     resume_ids: bytes = b""  # int32, output that is there already
 
 
-class Drawn(Struct, frozen=True, array_like=True, tag=True):
+class Sampled(Struct, frozen=True, array_like=True, tag=True):
     """core → grammar: what constrained sequences drew, one token each, and which of them are over.
 
     One that `Constrained` has not told of yet may be over, too: its grammar is not compiled then."""

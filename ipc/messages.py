@@ -8,7 +8,7 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
     core ─Opened, TokenBatch─▶ detokenizer ─TextBatch─▶ api          detokenizer ─StopHit─▶ core
     tokenizer, core ─Accepted, Failed, Snapshot, Pulse─▶ api         anyone ─Ready, Fault, Pong─▶ supervisor
     api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
-    core ─Constrain, Drawn─▶ grammar ─Constrained, Masks─▶ core
+    core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
     supervisor ─Ping, Reset, Leave, Stop─▶ anyone       supervisor ─Serve, Restored, Swapped─▶ api ─Swap─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
@@ -23,12 +23,12 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..errors import ErrorKind
-from .constraints import MOST_GRAMMAR_BYTES as MOST_GRAMMAR_BYTES
+from .constraints import MAX_GRAMMAR_BYTES as MAX_GRAMMAR_BYTES
 from .constraints import Constrain as Constrain
 from .constraints import Constrained as Constrained
 from .constraints import Constraint as Constraint
-from .constraints import Drawn as Drawn
 from .constraints import Masks as Masks
+from .constraints import Sampled as Sampled
 from .constraints import Source as Source
 from .prompts import ChatPrompt as ChatPrompt
 from .prompts import IdsPrompt as IdsPrompt
@@ -79,11 +79,11 @@ def bytes_to_ids(data: bytes) -> "array[int]":
 # ── what a request asks for ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-MOST_CHOICES = 128  # of one prompt
-MOST_BIASES = 1024  # of a request; a GPU has room for as many in each row
-MOST_STOP_TOKENS = 1024
-MOST_ALLOWED_TOKENS = 4096
-MOST_BAD_WORDS = 1024
+MAX_CHOICES = 128  # of one prompt
+MAX_BIASES = 1024  # of a request; a GPU has room for as many in each row
+MAX_STOP_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 4096
+MAX_BAD_WORDS = 1024
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
 
@@ -98,11 +98,11 @@ class Sampling(Struct, frozen=True, array_like=True):
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0  # over prompt and output
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0  # over output
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0  # over output
-    logit_bias: dict[int, float] | None = None  # token id → added to its logit; at most MOST_BIASES
+    logit_bias: dict[int, float] | None = None  # token id → added to its logit; at most MAX_BIASES
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # noise is keyed by (seed, output position)
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # None: none; n: the sampled token's and the n best
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same for every prompt position but the first
-    allowed_token_ids: Annotated[tuple[int, ...], Meta(max_length=MOST_ALLOWED_TOKENS)] = ()  # no other; (): any
+    allowed_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_ALLOWED_TOKENS)] = ()  # no other; (): any
 
     def __post_init__(self) -> None:
         numbers = (
@@ -117,17 +117,15 @@ class Sampling(Struct, frozen=True, array_like=True):
             raise ValueError("sampling parameters must be finite numbers")
         if self.logit_bias and not all(k >= 0 and math.isfinite(v) for k, v in self.logit_bias.items()):
             raise ValueError("logit_bias must map token ids to finite numbers")
-        if self.logit_bias and len(self.logit_bias) > MOST_BIASES:
-            raise ValueError(f"logit_bias may name at most {MOST_BIASES} tokens")
+        if self.logit_bias and len(self.logit_bias) > MAX_BIASES:
+            raise ValueError(f"logit_bias may name at most {MAX_BIASES} tokens")
 
 
 class Limits(Struct, frozen=True, array_like=True):
     """When the core ends a request by itself."""
 
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # None: to the end of the context; 0: score the prompt only
-    stop_token_ids: Annotated[
-        tuple[int, ...], Meta(max_length=MOST_STOP_TOKENS)
-    ] = ()  # besides the model's own eos ids
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKENS)] = ()  # besides the model's own eos ids
     ignore_eos: bool = False
     queue_timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # fail rather than wait longer for a row
     min_tokens: Annotated[int, Meta(ge=0)] = 0  # no eos or stop token is drawn before so many tokens were
@@ -153,7 +151,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     """api → tokenizer: `n` sequences of one prompt, with the rids `rid` … `rid + n - 1` and seeds `seed + i`."""
 
     rid: int
-    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
     prompt: TextPrompt | ChatPrompt | IdsPrompt | PairPrompt
     sampling: Sampling
     limits: Limits
@@ -163,7 +161,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     tenant: str = ""  # who shares the engine fairly: the API key's digest, else the `user` of the request
     truncate: Annotated[int, Meta(ge=-1)] | None = None  # keep so many of the prompt's last tokens; -1: all that fit
     constraint: Constraint | None = None
-    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MOST_BAD_WORDS)] = ()  # texts; see `Constraint`
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()  # texts; see `Constraint`
     pooling: Pooling | None = None  # with n = 1 and max_tokens = 0; the answer is `Chunk.vector`
     resume_ids: bytes = b""  # see `Enqueue`
     resume_chars: Annotated[int, Meta(ge=-1)] = 0
@@ -185,7 +183,7 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     priority: int = 0
     salt: bytes = b""
     tenant: str = ""
-    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     resume_ids: bytes = b""
     constraint: Constraint | None = None
     times: Times = Times()  # so far
@@ -250,7 +248,7 @@ class RowOpen(Struct, frozen=True, array_like=True):
     block_ids: bytes  # the row's block table so far, hits first
     sampling: Sampling
     min_len: int = 0  # while the row has fewer ids, none of `ends` is drawn
-    ends: bytes = b""  # int32, at most MOST_BIASES together with those of `logit_bias`
+    ends: bytes = b""  # int32, at most MAX_BIASES together with those of `logit_bias`
     pooling: Pooling | None = None  # the step that computes the last position of the prompt answers with a vector
     type_ids: bytes = b""  # see `Enqueue`
 
@@ -308,7 +306,7 @@ class StepResult(Struct, frozen=True, array_like=True, tag=True):
     logprobs: dict[int, RowLogprobs]  # index into the plan's rows → the sampled token's
     prompt_logprobs: dict[int, RowLogprobs]  # index into the plan's rows → those of the prompt positions it computed
     device_ms: float
-    num_drawn: bytes = b""  # int32, how many of `ids` each row with sample = 1 drew; empty: one each
+    num_sampled: bytes = b""  # int32, how many of `ids` each row with sample = 1 drew; empty: one each
     num_drafts: int = 0  # rows that computed guesses
     num_draft_tokens: int = 0  # guesses
     vectors: dict[int, bytes] = {}  # index into the plan's rows → float32; empty: not finite, fail that request
@@ -484,7 +482,7 @@ ToCore = (
     Enqueue | Cancel | StopHit | CacheOffer | StepResult | Transferred | Constrained | Masks | Sleep | Wake | Slept
     | Ping | Reset | Leave | Stop
 )  # fmt: skip
-ToGrammar = Constrain | Drawn | Ping | Reset | Leave | Stop
+ToGrammar = Constrain | Sampled | Ping | Reset | Leave | Stop
 ToWorker = OpenCache | StepPlan | Sleep | Wake | Ping | Reset | Leave | Stop
 ToDetokenizer = Opened | TokenBatch | Failed | Ping | Reset | Leave | Stop
 ToApi = (

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from ..config.config import Purpose, Task
 from ..errors import RequestError
-from ..ipc.messages import MOST_BIASES, Constraint, Limits, Pooling, Sampling, bytes_to_ids
+from ..ipc.messages import MAX_BIASES, Constraint, Limits, Pooling, Sampling, bytes_to_ids
 
 _DOES: dict[Task, str] = {"generate": "generates text", "embed": "makes embeddings", "score": "scores pairs of texts"}
 _NEEDED: dict[Task, str] = {
@@ -37,8 +37,8 @@ def check_min_tokens(eos_token_ids: Collection[int], sampling: Sampling, limits:
     if limits.min_tokens and limits.max_tokens is not None and limits.min_tokens > limits.max_tokens:
         raise RequestError("invalid_request", "min_tokens must not be more than max_tokens.")
     ends = {*limits.stop_token_ids, *eos_token_ids}  # they take places of the row's bias until then
-    if limits.min_tokens and len(ends | set(sampling.logit_bias or ())) > MOST_BIASES:
-        detail = f"With min_tokens, at most {MOST_BIASES} tokens may be named in stop_token_ids, logit_bias and as eos."
+    if limits.min_tokens and len(ends | set(sampling.logit_bias or ())) > MAX_BIASES:
+        detail = f"With min_tokens, at most {MAX_BIASES} tokens may be named in stop_token_ids, logit_bias and as eos."
         raise RequestError("invalid_request", detail)
 
 

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from ..config.config import EngineConfig
-from ..engine.parallel.rank import Place
+from ..engine.parallel.rank import RankInfo
 from ..errors import CheckpointError, ConfigError, PagewireError
 from ..ipc.actor import Actor, Post
 from ..ipc.channel import ChannelFull, Inbox
@@ -59,7 +59,7 @@ class Launch(Struct, frozen=True):
     lifeline_fd: int  # read end of a pipe whose other end only the supervisor holds
     http_fd: int  # the api's bound socket; -1: none
     progress: bool  # draw a progress bar while weights load
-    ranks_here: tuple[int, ...] = (0,)  # of the tensor-parallel group; see `Place`
+    ranks_here: tuple[int, ...] = (0,)  # of the tensor-parallel group; see `RankInfo`
     rendezvous: str = ""
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
@@ -86,7 +86,7 @@ def run_worker(
     from .worker import Worker, run
 
     with contextlib.ExitStack() as stack:
-        place = Place(index(name), launch.ranks_here, launch.rendezvous)
+        place = RankInfo(index(name), launch.ranks_here, launch.rendezvous)
         progress = _progress_bar(stack) if launch.progress and place.rank == 0 else None
         worker = Worker(launch.config, place=place, progress=progress)
 
@@ -178,7 +178,7 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
             from .limits import CpuLimit
             from .tokenizer import TokenizerActor
 
-            actor = TokenizerActor(config, limit=CpuLimit(), has_aside=True, is_replacement=launch.epoch > 1)
+            actor = TokenizerActor(config, limit=CpuLimit(), has_prompt_sandbox=True, is_replacement=launch.epoch > 1)
         case "detokenizer":
             from .detokenizer import DetokenizerActor
 

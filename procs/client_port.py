@@ -5,7 +5,7 @@ the detokenizer's; what clients ask for comes out as the very messages that the 
 have numbers of the engine's own from `CLIENT_RIDS` on, so no client can name what another one has.
 
 Nobody is waited for. A session has a window: so many `News` may be on the way. Beyond it the news of each sequence is
-put together until the client has acknowledged some; who takes nothing for `STALL_LIMIT_S`, or lets `MOST_BEHIND_BYTES`
+put together until the client has acknowledged some; who takes nothing for `STALL_LIMIT_S`, or lets `MAX_BEHIND_BYTES`
 pile up, is told goodbye. A connection that breaks is noticed with the next message for it, at the latest with the next
 beat; what the session had open is cancelled.
 """
@@ -25,7 +25,7 @@ from ..engine.core.output_buffer import Item
 from ..errors import RequestError
 from ..ipc.channel import ChannelFull
 from ..ipc.client_messages import (
-    MOST_CHOICES,
+    MAX_CHOICES,
     PROTOCOL,
     Ack,
     Bye,
@@ -57,10 +57,10 @@ from .checks import check_ids, check_min_tokens, check_parameters, check_task
 CLIENT_RIDS = 1 << 62
 """The first rid of a client's sequence; those of api processes are smaller."""
 
-MOST_CLIENTS = 1024
-MOST_BEHIND_BYTES = 16 * 2**20
+MAX_CLIENTS = 1024
+MAX_BEHIND_BYTES = 16 * 2**20
 STALL_LIMIT_S = 60.0
-_MOST_FRAMES = 256  # taken in before the core has its turn
+_MAX_FRAMES = 256  # taken in before the core has its turn
 
 log = logging.getLogger("pagewire.clients")
 
@@ -182,7 +182,7 @@ class ClientPort:
     def drain(self) -> list[Enqueue | Cancel]:
         """What clients ask of the engine, in order."""
         asked: list[Enqueue | Cancel] = []
-        for _ in range(_MOST_FRAMES):
+        for _ in range(_MAX_FRAMES):
             frames = self._socket.receive()
             if frames is None:
                 return asked
@@ -232,8 +232,8 @@ class ClientPort:
             self._part(peer, f"This engine speaks protocol {PROTOCOL}, not {hello.protocol}.", asked)
         elif peer in self._sessions:
             self._part(peer, "Hello was said twice.", asked)
-        elif len(self._sessions) >= MOST_CLIENTS:
-            self._part(peer, f"There are {MOST_CLIENTS} clients already.", asked)
+        elif len(self._sessions) >= MAX_CLIENTS:
+            self._part(peer, f"There are {MAX_CLIENTS} clients already.", asked)
         elif self._send(peer, self._welcome):
             self._sessions[peer] = _Session(peer, hello)
 
@@ -297,7 +297,7 @@ class ClientPort:
         except DecodeError:
             return False
         match fields:
-            case ["Generate", int(rid), int(n), *_] if 0 <= rid < 2**53 and 1 <= n <= MOST_CHOICES:
+            case ["Generate", int(rid), int(n), *_] if 0 <= rid < 2**53 and 1 <= n <= MAX_CHOICES:
                 rids = range(rid, rid + n)
                 if any(rid in session.rids for rid in rids):
                     return False
@@ -397,8 +397,8 @@ class ClientPort:
                 return
         if session.stalled_at is None:
             session.stalled_at = self._clock()
-        if session.num_bytes > MOST_BEHIND_BYTES:
-            self._part(session.peer, f"More than {MOST_BEHIND_BYTES} bytes of news wait to be taken.", asked)
+        if session.num_bytes > MAX_BEHIND_BYTES:
+            self._part(session.peer, f"More than {MAX_BEHIND_BYTES} bytes of news wait to be taken.", asked)
 
     def _send(self, peer: bytes, message: ToClient) -> bool:
         """Whether the peer is still there. One whose queue is full goes without the message."""

@@ -292,7 +292,7 @@ class CoreActor:
             self._record(trace.WorkerLost())
             scheduler.reset()
             self._sleep.forget()
-        requests = scheduler.roster.requests
+        requests = scheduler.table.requests
         gone = {rid for rid in requests if rid < CLIENT_RIDS}
         if self._clients is not None:
             lost = [rid for rid, request in requests.items() if has_lost_workers or request.is_constrained]
@@ -304,9 +304,9 @@ class CoreActor:
         self._given_up.clear()
         self._cancel(Cancel(tuple(sorted(gone & requests.keys()))))
         scheduler.constraints.take()  # the grammar process has forgotten them all
-        news = scheduler.take_news()
+        outputs = scheduler.take_outputs()
         if self._clients is not None:
-            self._clients.sort(news)
+            self._clients.sort(outputs)
 
     def hear_clients(self) -> None:
         """Takes in what clients ask for."""
@@ -319,8 +319,8 @@ class CoreActor:
             now = time.monotonic()
             self._record(trace.Expired(now))
             scheduler.expire(now)
-        if (drawn := scheduler.constraints.take()) is not None:
-            self._post("grammar", drawn)
+        if (sampled := scheduler.constraints.take()) is not None:
+            self._post("grammar", sampled)
         self._sleep.pause(scheduler)
         while self._has_workers and not self._sleep.is_asleep:
             plan = scheduler.plan()
@@ -332,8 +332,8 @@ class CoreActor:
             self._tell_workers(plan)
         if self._has_workers:
             self._sleep.settle(scheduler)
-        news = scheduler.take_news()
-        for item in news if self._clients is None else self._clients.sort(news):
+        outputs = scheduler.take_outputs()
+        for item in outputs if self._clients is None else self._clients.sort(outputs):
             if isinstance(item, Opened):
                 times = structs.replace(item.times, started=time.monotonic(), num_cached=item.num_cached)
                 item = structs.replace(item, times=times)

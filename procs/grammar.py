@@ -20,17 +20,17 @@ from ..ipc.actor import Post
 from ..ipc.messages import (
     Constrain,
     Constrained,
-    Drawn,
     Facts,
     Leave,
     Masks,
     Ping,
     Reset,
+    Sampled,
     Stop,
     ToGrammar,
     bytes_to_ids,
 )
-from .grammar_sandbox import Compiler, Load, Matcher, Outcome, Trials, num_words
+from .grammar_sandbox import Compiler, GrammarSandbox, Load, Matcher, Outcome, num_words
 from .limits import return_memory, used_memory
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class GrammarActor:
         """memory_bytes: that all grammars may take, in a process of their own."""
         self._config = config
         self._load = load
-        self._trials = Trials(config, load)
+        self._sandbox = GrammarSandbox(config, load)
         self._tried: dict[int, Constrain] = {}  # by their first rid
         self._unwanted: set[int] = set()  # of them, those that were cancelled
         self._through: deque[tuple[int, Outcome]] = deque()  # of them, those whose trial is over
@@ -104,12 +104,12 @@ class GrammarActor:
             match message:
                 case Constrain():
                     self._tried[message.rid] = message
-                    self._trials.begin(message.rid, message.constraint)
-                case Drawn():
+                    self._sandbox.begin(message.rid, message.constraint)
+                case Sampled():
                     for rid in memoryview(message.ended).cast("q"):
                         if rid in self._tried:
                             self._unwanted.add(rid)
-                            self._trials.forget(rid)
+                            self._sandbox.forget(rid)
                         self._matchers.pop(rid, None)
                     for rid, token in zip(memoryview(message.rids).cast("q"), bytes_to_ids(message.ids), strict=True):
                         self._go_on(rid, [token], answer)
@@ -124,13 +124,13 @@ class GrammarActor:
 
     async def stop(self, grace_s: float) -> None:
         """See `Actor`."""
-        self._trials.close()
+        self._sandbox.close()
         self._through.clear()
 
     def _forget(self) -> None:
         """Everyone begins anew: the core will ask again for what it still wants."""
-        if self._trials.num_pending:
-            self._trials.close()
+        if self._sandbox.num_pending:
+            self._sandbox.close()
         self._tried.clear()
         self._unwanted.clear()
         self._matchers.clear()
@@ -139,12 +139,12 @@ class GrammarActor:
     @property
     def num_pending(self) -> int:
         """Grammars that are tried out: as long as there are any, `poll` is to be called."""
-        return self._trials.num_pending + len(self._through)
+        return self._sandbox.num_pending + len(self._through)
 
     def poll(self) -> None:
         """Goes on with the grammars that are through, for a while: what sequences draw meanwhile waits."""
-        if self._trials.num_pending:
-            self._through += self._trials.collect()
+        if self._sandbox.num_pending:
+            self._through += self._sandbox.collect()
         if self._through:
             answer, until = _Answer(), time.monotonic() + _TURN_S
             while self._through:

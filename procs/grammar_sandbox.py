@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LIMIT_S = 2.0  # of the CPU, for a grammar
 MEMORY_BYTES = 512 * 2**20  # that a grammar may take
-_MOST_KNOWN_BYTES = 16 * 2**20  # of grammars that are remembered
+_MAX_KNOWN_BYTES = 16 * 2**20  # of grammars that are remembered
 
 _encode = msgspec.msgpack.Encoder().encode
 log = logging.getLogger("pagewire.grammar")
@@ -80,7 +80,7 @@ def num_words(config: EngineConfig) -> int:
     return -(-config.vocab_size // 32)
 
 
-class Trials:
+class GrammarSandbox:
     """The grammars that are tried out, and what is known of others."""
 
     def __init__(self, config: EngineConfig, load: Load) -> None:
@@ -146,7 +146,7 @@ class Trials:
         if self._known.pop(grammar, None) is None:
             self._num_bytes += len(grammar)
         self._known[grammar] = outcome
-        while self._num_bytes > _MOST_KNOWN_BYTES:
+        while self._num_bytes > _MAX_KNOWN_BYTES:
             oldest = next(iter(self._known))
             del self._known[oldest]
             self._num_bytes -= len(oldest)

@@ -16,7 +16,7 @@ class IdleCheck:
 
     def is_due(self, scheduler: Scheduler) -> bool:
         """Whether nobody was served this time and the time before, and there was work since it was due last."""
-        is_idle = not scheduler.roster.requests and not scheduler.is_busy
+        is_idle = not scheduler.table.requests and not scheduler.is_busy
         was_idle, self._idle_since = self._idle_since == scheduler.step, scheduler.step if is_idle else -1
         if not (is_idle and was_idle and self._checked != scheduler.step):
             return False

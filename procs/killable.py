@@ -27,7 +27,7 @@ from .limits import killed_after, limit_memory
 
 START_LIMIT_S = 60.0  # for a process: it reads the model's vocabulary
 _WAITS = 10  # how many times its CPU time a work may take by the clock, where the machine is busy
-_MOST_PROCESSES = 2
+_MAX_PROCESSES = 2
 
 Lost = Literal["late", "dead", "unstartable"]
 """Why there is no answer: the work took too long; the process died of it; no process can be started."""
@@ -141,7 +141,7 @@ class Pool:
             idle.pop().begin(key, self._waiting.pop(key))
             self._num_begun += 1
         num_starting = sum(not process.is_started for process in self._processes)
-        if len(self._waiting) > num_starting and len(self._processes) < _MOST_PROCESSES:
+        if len(self._waiting) > num_starting and len(self._processes) < _MAX_PROCESSES:
             self._processes.append(_Process(self._command, self._config))
         return done
 

@@ -16,7 +16,7 @@ STORM_DEATHS = 5  # more within STORM_S are no accidents
 STORM_S = 60.0
 
 
-class Vigil:
+class Liveness:
     """Over one process that is ready."""
 
     def __init__(self, pid: int, *, may_be_busy: bool, now: float) -> None:

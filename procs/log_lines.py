@@ -11,8 +11,8 @@ from types import TracebackType
 
 from ..errors import PagewireError
 
-_MOST_CHARS = 8192  # of a line
-_MOST_FRAMES = 12  # of an exception, the innermost
+_MAX_CHARS = 8192  # of a line
+_MAX_FRAMES = 12  # of an exception, the innermost
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
@@ -39,7 +39,7 @@ class LineFormatter(logging.Formatter):
         line = self.formatMessage(record)
         if record.exc_info:
             line += f": {self.formatException(record.exc_info)}"
-        return escaped(line)[:_MOST_CHARS]
+        return escaped(line)[:_MAX_CHARS]
 
     def formatException(self, ei: _ExcInfo) -> str:
         """See `logging.Formatter`."""
@@ -47,7 +47,7 @@ class LineFormatter(logging.Formatter):
         if error is None:
             return "no exception"
         words = f": {error}" if isinstance(error, PagewireError | OSError) else ""
-        frames = traceback.extract_tb(trace)[: -_MOST_FRAMES - 1 : -1]
+        frames = traceback.extract_tb(trace)[: -_MAX_FRAMES - 1 : -1]
         places = [f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno} {f.name}" for f in frames]
         return f"{type(error).__name__}{words} in {', from '.join(places) or 'no frame'}"
 

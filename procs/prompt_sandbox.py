@@ -72,7 +72,7 @@ def too_slow(prompt: TextPrompt | ChatPrompt | IdsPrompt | PairPrompt) -> str:
 TOO_LARGE = "The prompt takes more memory than it may: shorten it."
 
 
-class Aside:
+class PromptSandbox:
     """The prompts that are made aside, and what waits for them."""
 
     def __init__(self, config: EngineConfig, post: Post, *, is_wary: bool = False) -> None:

@@ -45,7 +45,7 @@ from .child import Launch, process_age_s
 from .elsewhere import Elsewhere
 from .environment import environment_of
 from .listening import Listening
-from .liveness import Deaths, Vigil
+from .liveness import Deaths, Liveness
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
 
 PING_INTERVAL_S = 0.5
@@ -65,7 +65,7 @@ class Child:
         self.epoch = epoch  # the last one that it is known to be in
         self.started_at = time.monotonic()
         self.facts: Facts | None = None  # once ready
-        self.vigil: Vigil | None = None  # once ready
+        self.liveness: Liveness | None = None  # once ready
         self.may_end = False  # we have asked for it
         self.exited = asyncio.ensure_future(process.wait())
 
@@ -281,13 +281,13 @@ class Supervisor:
         for child in self._children.values():
             if child.exited.done() or child.may_end:
                 continue
-            if child.vigil is None:
+            if child.liveness is None:
                 late = now > child.started_at + self._config.start_timeout_s
                 complaint = "did not become ready in time" if late else None
             else:
                 if was_away:
-                    child.vigil.excuse(now)
-                complaint = child.vigil.complaint(self._config.hang_timeout_s, now)
+                    child.liveness.excuse(now)
+                complaint = child.liveness.complaint(self._config.hang_timeout_s, now)
             if complaint is not None:
                 self._faults[child.name] = Fault(child.name, f"{child.name} {complaint}", "", 1)
                 with contextlib.suppress(ProcessLookupError):
@@ -398,9 +398,9 @@ class Supervisor:
                     self._elsewhere.heard(message, is_news=not self._must_end)
                 case Pong():
                     child = self._children[message.name]
-                    if child.vigil is not None and message.epoch >= child.epoch:
+                    if child.liveness is not None and message.epoch >= child.epoch:
                         child.epoch = message.epoch
-                        child.vigil.heard(message, time.monotonic())
+                        child.liveness.heard(message, time.monotonic())
 
     def _ready(self, message: Ready) -> None:
         if message.schema != SCHEMA_VERSION:
@@ -410,7 +410,7 @@ class Supervisor:
             return
         child.facts = message.facts
         is_worker = kind(child.name) == "worker"
-        child.vigil = Vigil(child.process.pid, may_be_busy=is_worker, now=time.monotonic())
+        child.liveness = Liveness(child.process.pid, may_be_busy=is_worker, now=time.monotonic())
         if self._url is not None and kind(child.name) == "api":
             self._outboxes[child.name].send(Serve())
 

@@ -45,7 +45,7 @@ from ..ipc.messages import (
 )
 from .checks import check_ids, check_min_tokens, check_parameters, check_task
 from .limits import CpuLimit, OutOfTime, limit_memory
-from .prompt_sandbox import MEMORY_BYTES, TOO_LARGE, Aside, cpu_s, too_slow
+from .prompt_sandbox import MEMORY_BYTES, TOO_LARGE, PromptSandbox, cpu_s, too_slow
 
 # Longest text that is encoded: what so many bytes a token can hold. Some vocabularies have tokens of a hundred blanks,
 # but nobody means megabytes of blanks, and encoding them would take seconds.
@@ -67,16 +67,16 @@ class TokenizerActor:
         config: EngineConfig,
         *,
         limit: CpuLimit | None = None,
-        has_aside: bool = False,
+        has_prompt_sandbox: bool = False,
         is_replacement: bool = False,
     ) -> None:
-        """limit: of each prompt, in a process of our own. has_aside: prompts may be made in other processes.
+        """limit: of each prompt, in a process of our own. has_prompt_sandbox: prompts may be made in other processes.
         is_replacement: one before this has died, maybe of a prompt that comes again."""
         self._config = config
         self._limit = limit
-        self._has_aside = has_aside
+        self._has_prompt_sandbox = has_prompt_sandbox
         self._is_replacement = is_replacement
-        self._aside: Aside | None = None
+        self._prompt_sandbox: PromptSandbox | None = None
         self._tokenizer: Tokenizer
         self._template: ChatTemplate
 
@@ -86,20 +86,20 @@ class TokenizerActor:
         self._tokenizer, self._template = load_text(self._config)
         if self._limit is not None:
             limit_memory(2 * MEMORY_BYTES)  # much may be waiting here
-        if self._has_aside:
-            self._aside = Aside(self._config, post, is_wary=self._is_replacement)
+        if self._has_prompt_sandbox:
+            self._prompt_sandbox = PromptSandbox(self._config, post, is_wary=self._is_replacement)
         return Facts()
 
     def handle(self, messages: list[ToTokenizer]) -> None:
         """See `Actor`."""
         for message in messages:
             match message:
-                case Submit() | Tokenize() if self._aside is not None and self._aside.wants(message):
-                    self._aside.begin(message)
+                case Submit() | Tokenize() if self._prompt_sandbox is not None and self._prompt_sandbox.wants(message):
+                    self._prompt_sandbox.begin(message)
                 case Submit():
                     self._submit(message)
                 case Cancel():
-                    now = message if self._aside is None else self._aside.hold_back(message)
+                    now = message if self._prompt_sandbox is None else self._prompt_sandbox.hold_back(message)
                     if now.rids:
                         self._post("core", now)
                 case Tokenize():
@@ -109,8 +109,8 @@ class TokenizerActor:
                 case Describe():
                     self._answer(message, self._described)
                 case Reset():
-                    if self._aside is not None:
-                        self._aside.close()  # who wants it still will ask again
+                    if self._prompt_sandbox is not None:
+                        self._prompt_sandbox.close()  # who wants it still will ask again
                 case Ping() | Leave() | Stop():
                     pass
                 case _:
@@ -118,8 +118,8 @@ class TokenizerActor:
 
     async def stop(self, grace_s: float) -> None:
         """See `Actor`."""
-        if self._aside is not None:
-            self._aside.close()
+        if self._prompt_sandbox is not None:
+            self._prompt_sandbox.close()
 
     def _submit(self, submit: Submit) -> None:
         taken = time.monotonic()
@@ -176,8 +176,8 @@ class TokenizerActor:
         try:
             return self._limit.within(cpu_s(prompt), work)
         except (OutOfTime, MemoryError) as error:
-            if self._aside is not None:
-                self._aside.beware()
+            if self._prompt_sandbox is not None:
+                self._prompt_sandbox.beware()
             text = TOO_LARGE if isinstance(error, MemoryError) else too_slow(prompt)
             raise RequestError("invalid_request", text) from None
 

@@ -26,7 +26,7 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("tokenizer", "api"): (m.Failed, m.Tokenized, m.Detokenized, m.Described, m.Pulse),
     ("core", "worker"): (m.OpenCache, m.StepPlan, m.Sleep, m.Wake),
     ("worker", "core"): (m.CacheOffer, m.StepResult, m.Transferred, m.Slept),
-    ("core", "grammar"): (m.Constrain, m.Drawn),
+    ("core", "grammar"): (m.Constrain, m.Sampled),
     ("grammar", "core"): (m.Constrained, m.Masks),
     ("grammar", "api"): (m.Pulse,),
     ("core", "detokenizer"): (m.Opened, m.TokenBatch, m.Failed),

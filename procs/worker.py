@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, assert_never
 
 from ..config.config import EngineConfig
-from ..engine.parallel.rank import Place
+from ..engine.parallel.rank import RankInfo
 from ..errors import StartError
 from ..ipc.actor import Post
 from ..ipc.channel import Inbox
@@ -32,7 +32,7 @@ from ..ipc.messages import (
 if TYPE_CHECKING:
     from ..engine.runner.runner import Runner
 
-_ALONE = Place()
+_ALONE = RankInfo()
 _IDLE_WAIT_S = 1.0
 _TRANSFER_WAIT_S = 0.001  # between looks at KV transfers under way
 
@@ -44,7 +44,7 @@ class Worker:
         self,
         config: EngineConfig,
         *,
-        place: Place = _ALONE,
+        place: RankInfo = _ALONE,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """`progress` is told the bytes of weights that were read, and of all."""

@@ -22,7 +22,7 @@ from .ask import Ask
 from .engines import Engine, Fleet
 from .journal import EngineLeaves, Journal, StreamDiffers
 
-MOST_FRUITLESS = 2  # engines that break a request off without having said anything new: it may be why
+MAX_FRUITLESS = 2  # engines that break a request off without having said anything new: it may be why
 _MAX_WHOLE_BYTES = 64 << 20  # of an answer that can be kept until it is complete; larger ones pass through
 _MAX_RESPONSE_IDS = 100_000
 
@@ -164,7 +164,7 @@ class Relay:
                     num_fruitless, num_ids, deadline = 0, journal.num_ids, None
                 elif lost.may_be_why:
                     num_fruitless, deadline = num_fruitless + 1, None
-                if num_fruitless >= MOST_FRUITLESS:
+                if num_fruitless >= MAX_FRUITLESS:
                     self.stats.failures["fruitless"] += 1
                     raise _gone("Two engines have gone while they had this request; it is not tried again.") from None
                 if journal is not None and answer.has_started:

@@ -31,7 +31,7 @@ from ..procs.supervisor import Supervisor
 from .config import RouteConfig
 from .serve import Door, Signals
 
-MOST_DEATHS = 5  # within DEATHS_WINDOW_S; one more ends the service
+MAX_DEATHS = 5  # within DEATHS_WINDOW_S; one more ends the service
 DEATHS_WINDOW_S = 60.0
 STOP_GRACE_S = 30.0  # for an engine, on top of what open requests are given
 
@@ -113,7 +113,7 @@ class Replicas:
         self._config = config
         self._replicas: list[Replica] = []
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
-        self._deaths: deque[float] = deque(maxlen=MOST_DEATHS + 1)
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         self._failed: asyncio.Future[int]  # the exit code, when it cannot go on
         self._restarting: asyncio.Task[None] | None = None
 
@@ -172,7 +172,7 @@ class Replicas:
         now = time.monotonic()
         self._deaths.append(now)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        too_many = len(self._deaths) > MOST_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_S
+        too_many = len(self._deaths) > MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_S
         if too_many or not self._door.is_open:
             why = f" {len(self._deaths)} engines have died in {now - self._deaths[0]:.0f} s." if too_many else ""
             print(f"pagewire: engine {replica.index} {how}.{why} Stopping.", file=sys.stderr, flush=True)

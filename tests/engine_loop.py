@@ -10,7 +10,7 @@ from runner_driver import engine_config
 from pagewire.engine.core.trace import make_scheduler
 from pagewire.engine.device.queue import Queue
 from pagewire.engine.runner.runner import Runner
-from pagewire.ipc.messages import Drawn, Enqueue, Failed, Masks, TokenBatch, bytes_to_ids
+from pagewire.ipc.messages import Enqueue, Failed, Masks, Sampled, TokenBatch, bytes_to_ids
 
 NUM_BLOCKS = 64
 
@@ -37,8 +37,8 @@ class Loop:
             if message.constraint is not None:
                 self._allow([message.rid])
         while True:
-            if (drawn := scheduler.constraints.take()) is not None:
-                self._allow(self._rids(drawn))
+            if (sampled := scheduler.constraints.take()) is not None:
+                self._allow(self._rids(sampled))
             while (plan := scheduler.plan()) is not None:
                 runner.launch(plan)
                 scheduler.is_paused = scheduler.step in self.naps
@@ -51,7 +51,7 @@ class Loop:
                 continue
             assert runner.is_done()
             scheduler.apply(runner.collect())
-            for item in scheduler.take_news():
+            for item in scheduler.take_outputs():
                 if isinstance(item, Failed):
                     output[item.rid] = item
                 for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
@@ -64,6 +64,6 @@ class Loop:
     def _allow(self, rids: Sequence[int]) -> None:
         self.scheduler.allow(Masks(b"".join(rid.to_bytes(8, "little") for rid in rids), self._everything * len(rids)))
 
-    def _rids(self, drawn: Drawn) -> list[int]:
-        ended = set(memoryview(drawn.ended).cast("q"))
-        return [rid for rid in memoryview(drawn.rids).cast("q") if rid not in ended]
+    def _rids(self, sampled: Sampled) -> list[int]:
+        ended = set(memoryview(sampled.ended).cast("q"))
+        return [rid for rid in memoryview(sampled.rids).cast("q") if rid not in ended]

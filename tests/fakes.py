@@ -172,10 +172,10 @@ class FakeWorker:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         carry_out: Callable[[bytes], None] | None = None,
-        guess: "Callable[[FakeRow, int], Sequence[int]] | None" = None,
+        draft: "Callable[[FakeRow, int], Sequence[int]] | None" = None,
         fits: Callable[[int], bool] = lambda num: True,
     ) -> None:
-        """`carry_out`: the worker half of a KV connector, given what each plan tells it. `guess`: at most so many ids
+        """`carry_out`: the worker half of a KV connector, given what each plan tells it. `draft`: at most so many ids
         that may come next in a row. `fits`: whether there is memory for a step of so many positions."""
         self.block_size = block_size
         self.block_bytes = KV_BYTES * block_size
@@ -186,7 +186,7 @@ class FakeWorker:
         self.fail_seeds: set[int] = set()  # requests whose logits are "not finite"
         self.is_faulted = False  # until a plan says that the core knows
         self._carry_out = carry_out
-        self._guess = guess
+        self._draft = draft
         self._fits = fits
 
     def read_block(self, block: int) -> bytes:
@@ -228,11 +228,13 @@ class FakeWorker:
                 self._spoil(self._row(row), count)
             return self._drop(structs.replace(plan, kv=b""))
         masked = bytes_to_ids(plan.masked_rows)
-        assert set(masked) <= {row for row, draws in zip(rows, plan.sample, strict=True) if draws}, "masks for nobody"
+        assert set(masked) <= {row for row, samples in zip(rows, plan.sample, strict=True) if samples}, (
+            "masks for nobody"
+        )
         masks = _allowed(masked, plan.masks)
-        drawn: list[int] = []
-        num_drawn: list[int] = []
-        num_drafts = num_guesses = 0
+        sampled: list[int] = []
+        num_sampled: list[int] = []
+        num_drafts = num_draft_tokens = 0
         logprobs: dict[int, RowLogprobs] = {}
         prompt_logprobs: dict[int, RowLogprobs] = {}
         vectors: dict[int, bytes] = {}
@@ -244,15 +246,15 @@ class FakeWorker:
             if i < plan.num_speculative:
                 assert count == plan.sample[i] == 1 and sampling.logprobs is None, "no row to guess for"
                 assert len(ids) >= state.min_len, "what may not be drawn yet is known of one position"
-                guesses = [] if self._guess is None else list(self._guess(state, plan.speculate))
-                assert len(guesses) <= plan.speculate
+                draft_tokens = [] if self._draft is None else list(self._draft(state, plan.speculate))
+                assert len(draft_tokens) <= plan.speculate
                 places = len(state.blocks) * self.block_size
                 assert end + plan.speculate <= places, "guesses without a block"
-                num_drafts += bool(guesses)
-                num_guesses += len(guesses)
-                tokens = self._speculate(state, guesses)
-                drawn += tokens
-                num_drawn.append(len(tokens))
+                num_drafts += bool(draft_tokens)
+                num_draft_tokens += len(draft_tokens)
+                tokens = self._speculate(state, draft_tokens)
+                sampled += tokens
+                num_sampled.append(len(tokens))
                 continue
             kv = self._compute(state, start, end)
             if state.pooling is not None:
@@ -274,17 +276,17 @@ class FakeWorker:
                     token = -1
                 elif sampling.logprobs is not None:
                     logprobs[i] = _certain(ids[-1:])
-                drawn.append(token)
-                num_drawn.append(1)
+                sampled.append(token)
+                num_sampled.append(1)
         return StepResult(
             plan.step,
-            ids_to_bytes(drawn),
+            ids_to_bytes(sampled),
             logprobs,
             prompt_logprobs,
             self.device_ms(counts),
-            ids_to_bytes(num_drawn) if len(drawn) > len(num_drawn) else b"",
+            ids_to_bytes(num_sampled) if len(sampled) > len(num_sampled) else b"",
             num_drafts,
-            num_guesses,
+            num_draft_tokens,
             vectors,
         )
 
@@ -304,16 +306,16 @@ class FakeWorker:
             slot = self._slot(state, position)
             self.memory[slot : slot + KV_BYTES] = b"\xee" * KV_BYTES
 
-    def _speculate(self, state: FakeRow, guesses: list[int]) -> list[int]:
+    def _speculate(self, state: FakeRow, draft_tokens: list[int]) -> list[int]:
         """One position and these guesses after it, at once: the tokens drawn up to the first that was not guessed."""
         ids, start = state.ids, state.num_computed
-        ids.extend(guesses)
-        kv = self._compute(state, start, start + 1 + len(guesses))
+        ids.extend(draft_tokens)
+        kv = self._compute(state, start, start + 1 + len(draft_tokens))
         tokens: list[int] = []
-        for end in range(start + 1, start + 2 + len(guesses)):
+        for end in range(start + 1, start + 2 + len(draft_tokens)):
             token = next_token(kv[: end * KV_BYTES], state.sampling.seed)
             tokens.append(-1 if state.sampling.seed in self.fail_seeds else token)
-            if tokens[-1:] != guesses[end - start - 1 : end - start]:
+            if tokens[-1:] != draft_tokens[end - start - 1 : end - start]:
                 break
         del ids[start + len(tokens) :]
         ids.append(token)

@@ -16,18 +16,18 @@ class Touched:
         self.requests: dict[int, Request] = {}  # by id(): an ended request's rid may be in use again
         self.num_steps: dict[int, int] = {}
         self.num_positions: dict[int, int] = {}
-        self.num_drawn: dict[int, int] = {}
-        self.num_guesses: dict[int, int] = {}
+        self.num_sampled: dict[int, int] = {}
+        self.num_draft_tokens: dict[int, int] = {}
         for flight in scheduler._in_flight:
             for i, request in enumerate(flight.decodes):
                 most = 1 + flight.speculate * (i < flight.num_speculative)
                 self._add(request, most, most)
-                self.num_guesses[id(request)] = self.num_guesses.get(id(request), 0) + most - 1
+                self.num_draft_tokens[id(request)] = self.num_draft_tokens.get(id(request), 0) + most - 1
             for request, count, sample in zip(flight.others, flight.counts, flight.sample, strict=True):
                 self._add(request, count, sample)
         self.loading = {} if scheduler._loads is None else {id(r): r for r, _ in scheduler._loads._requests.values()}
-        roster = scheduler.roster
-        everyone = (*roster.requests.values(), *roster.running, *self.requests.values(), *self.loading.values())
+        table = scheduler.table
+        everyone = (*table.requests.values(), *table.running, *self.requests.values(), *self.loading.values())
         self.everyone = {id(r): r for r in everyone}.values()
 
     def _add(self, request: Request, count: int, sample: int) -> None:
@@ -35,7 +35,7 @@ class Touched:
         self.requests[key] = request
         self.num_steps[key] = self.num_steps.get(key, 0) + 1
         self.num_positions[key] = self.num_positions.get(key, 0) + count
-        self.num_drawn[key] = self.num_drawn.get(key, 0) + sample
+        self.num_sampled[key] = self.num_sampled.get(key, 0) + sample
 
 
 def check(scheduler: Scheduler, num_rows: int | None = None) -> None:
@@ -55,13 +55,13 @@ def check(scheduler: Scheduler, num_rows: int | None = None) -> None:
 def blocks_have_their_holders(scheduler: Scheduler, touched: Touched) -> None:
     """Each block is held, idle or empty, and its count is the number of tables that it is in."""
     tables = [r.blocks for r in touched.everyone if r.row >= 0]
-    scheduler.pool.check([*tables, *scheduler.roster.held.values()])
+    scheduler.pool.check([*tables, *scheduler.table.held.values()])
     assert not any(r.blocks for r in touched.everyone if r.row < 0), "blocks without a row"
 
 
 def rows_are_owned(scheduler: Scheduler, touched: Touched, num_rows: int | None) -> None:
     """Each row is free or has one owner."""
-    free = scheduler.roster.free_rows
+    free = scheduler.table.free_rows
     rows = sorted([*free, *(r.row for r in touched.everyone if r.row >= 0)])
     assert rows == list(range(len(rows) if num_rows is None else num_rows)), "a row is lost or held twice"
 
@@ -83,9 +83,9 @@ def nothing_is_let_go_in_flight(scheduler: Scheduler, touched: Touched) -> None:
 
 def states_hold_what_they_may(scheduler: Scheduler, touched: Touched) -> None:
     """Waiting requests hold nothing; running, loading and leaving ones hold a row; ended ones are forgotten."""
-    roster = scheduler.roster
+    table = scheduler.table
     for request in touched.everyone:
-        assert (roster.requests.get(request.rid) is request) == (request.state is not State.ENDED), "ended but kept"
+        assert (table.requests.get(request.rid) is request) == (request.state is not State.ENDED), "ended but kept"
         if request.state is State.WAITING:
             assert request.row < 0 and not request.blocks, "a waiting request holds something"
         elif request.state is not State.ENDED:
@@ -93,7 +93,7 @@ def states_hold_what_they_may(scheduler: Scheduler, touched: Touched) -> None:
         if request.state is State.LOADING:
             assert id(request) in touched.loading, "nobody loads for it"
             assert id(request) not in touched.requests, "a request is computed while it is loaded"
-    assert roster.num_leaving == sum(r.state is State.LEAVING for r in touched.everyone), "who leaves is miscounted"
+    assert table.num_leaving == sum(r.state is State.LEAVING for r in touched.everyone), "who leaves is miscounted"
 
 
 def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
@@ -109,16 +109,16 @@ def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
         assert r.num_total <= r.num_allowed, "a token was drawn before its grammar allowed one"
         if r.state is State.RUNNING and r.is_open and r.max_tokens:
             due = -1 if r.is_constrained else min(r.end, len(r.blocks) * scheduler.block_size)
-            assert r.room == due, "its room is out of date"
+            assert r.fast_limit == due, "its room is out of date"
 
 
 def tokens_in_flight_have_a_place(touched: Touched) -> None:
     """A token that is still on the device was drawn by exactly one plan in flight."""
     for r in touched.everyone:
         if r.state is not State.ENDED:
-            drawn = touched.num_drawn.get(id(r), 0)
-            assert r.num_total - len(r.ids) == drawn, (
-                f"{r.rid}: {r.num_total} ids, {len(r.ids)} here, {drawn} on the way"
+            sampled = touched.num_sampled.get(id(r), 0)
+            assert r.num_total - len(r.ids) == sampled, (
+                f"{r.rid}: {r.num_total} ids, {len(r.ids)} here, {sampled} on the way"
             )
 
 
@@ -135,7 +135,7 @@ def blocks_are_named_as_their_table(scheduler: Scheduler, touched: Touched) -> N
 
 def lines_hold_who_waits(scheduler: Scheduler) -> None:
     """Every waiting request stands in a line, and their tokens are counted."""
-    waiting, requests = scheduler.roster.waiting, scheduler.roster.requests.values()
+    waiting, requests = scheduler.table.waiting, scheduler.table.requests.values()
     assert {r.rid for r in waiting} == {r.rid for r in requests if r.state is State.WAITING}, "lost in line"
     assert len(waiting) == sum(1 for _ in waiting), "the waiting are miscounted"
     assert waiting.num_tokens == sum(r.max_len for r in waiting), "waiting tokens are miscounted"
@@ -153,9 +153,9 @@ def writes_are_exclusive(scheduler: Scheduler, copied_to: Iterable[int]) -> None
     written: list[int] = []
     for request, count in rows:
         # Guesses of plans in flight may all turn out wrong: each plan writes one position for certain.
-        guesses = known.num_guesses.get(id(request), 0)
+        draft_tokens = known.num_draft_tokens.get(id(request), 0)
         written += request.blocks[
-            (request.num_planned - count - guesses) // size : (request.num_planned - 1) // size + 1
+            (request.num_planned - count - draft_tokens) // size : (request.num_planned - 1) // size + 1
         ]
     assert len(set(written)) == len(written), "two rows write one block"
     # Whose row the worker has dropped, and who does not come back to it, reads no more.

@@ -32,7 +32,7 @@ class Request:
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
     row: int = -1
     planned: int = 0  # positions whose computation was launched
-    drawn: int = 0  # tokens whose drawing was launched
+    sampled: int = 0  # tokens whose drawing was launched
     blocks: list[int] = field(default_factory=list)
 
 
@@ -72,9 +72,9 @@ class Driver:
                     )
                 )
             for request in running:
-                known = len(request.prompt) + request.drawn
+                known = len(request.prompt) + request.sampled
                 count = min(known - request.planned, chunk, left)
-                if count <= 0 or request.drawn == request.max_new:
+                if count <= 0 or request.sampled == request.max_new:
                     continue
                 while len(request.blocks) * BLOCK_SIZE < request.planned + count:
                     request.blocks.append(self.free_blocks.pop(rng.randrange(len(self.free_blocks))))
@@ -83,8 +83,8 @@ class Driver:
                 request.planned += count
                 sample = request.planned == known
                 if sample and request.allowed:
-                    masks.append((request.row, _bits(request.allowed[request.drawn % len(request.allowed)])))
-                request.drawn += sample
+                    masks.append((request.row, _bits(request.allowed[request.sampled % len(request.allowed)])))
+                request.sampled += sample
                 planned.append((request, count, sample))
             if planned:
                 rng.shuffle(planned)

@@ -93,7 +93,7 @@ class Service:
         scheduler = self.engine.scheduler
         grammar, core = self.engine._grammar, self.engine._core
         return (
-            not scheduler.roster.requests
+            not scheduler.table.requests
             and scheduler.pool.num_held == 0
             and not grammar._matchers
             and not grammar._tried

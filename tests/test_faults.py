@@ -100,13 +100,13 @@ def test_blocks_and_rows_that_were_lost_are_found_while_nobody_is_served(model, 
     inline, scheduler = llm._engine, llm._engine.scheduler
     expected = tokens(llm)
     scheduler.pool.allocate(3)
-    scheduler.roster.free_rows.pop()
+    scheduler.table.free_rows.pop()
     for num_mended in (0, 1, 1):
         inline.post("core", Ping())
         inline.run()
         assert scheduler.counters.num_mended == num_mended
     assert "counted anew: reference counts differ from the tables" in caplog.text
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks and len(scheduler.roster.free_rows) == 256
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks and len(scheduler.table.free_rows) == 256
     assert tokens(llm) == expected
     for _ in range(3):
         inline.post("core", Ping())

@@ -5,7 +5,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..http.exchange import read_json, send_json
 from ..http.operation import Operation
-from ..openai.translate import chat_orders, chat_prompt, decode_body, read_turn
+from ..openai.translate import chat_prompt, chat_submits, decode_body, read_turn
 from ..output.reply import Reply, id_list
 from ..output.resumable import WithTokenIds
 from ..output.service import Service
@@ -47,11 +47,11 @@ class AnthropicEndpoints:
         config = self._service.config
         chat = chat_request(request, config)
         with in_terms_of_messages(config):
-            orders = chat_orders(chat, config, scope["state"]["salt"])
+            submits = chat_submits(chat, config, scope["state"]["salt"])
             reply: Reply = MessagesReply(model=model, turn=read_turn(chat, self._service.config), id=request.resume_id)
             if request.return_token_ids:
                 reply = WithTokenIds(reply)
-            await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
+            await self._service.answer(submits, reply, bool(request.stream), scope, receive, send)
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/messages/count_tokens"""

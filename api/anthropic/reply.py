@@ -87,25 +87,25 @@ class MessagesReply(Reply):
     # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take(self, chunk: Chunk) -> list[_Event]:
-        news: list[_Event] = []
+        chunks: list[_Event] = []
         for event in self._turn.read(chunk):
             match event:
                 case Text(text=text):
                     if not isinstance(self._open, TextBlock):
-                        self._begin(TextBlock(""), news)
-                    self._grow({"type": "text_delta", "text": text}, text, news)
+                        self._begin(TextBlock(""), chunks)
+                    self._grow({"type": "text_delta", "text": text}, text, chunks)
                 case Reasoning(text=text):
                     if not isinstance(self._open, ThinkingBlock):
-                        self._begin(ThinkingBlock(""), news)
-                    self._grow({"type": "thinking_delta", "thinking": text}, text, news)
+                        self._begin(ThinkingBlock(""), chunks)
+                    self._grow({"type": "thinking_delta", "thinking": text}, text, chunks)
                 case CallStart(name=name):
-                    self._begin(ToolUseBlock(self._call_id(), name, _EMPTY), news)
+                    self._begin(ToolUseBlock(self._call_id(), name, _EMPTY), chunks)
                 case CallArguments(text=text):
-                    self._grow({"type": "input_json_delta", "partial_json": text}, text, news)
+                    self._grow({"type": "input_json_delta", "partial_json": text}, text, chunks)
                 case _:
                     assert_never(event)
         if chunk.finish is not None:
-            self._end_block(news)
+            self._end_block(chunks)
             reason = self._stop_reason(chunk)
             self._message = msgspec.structs.replace(
                 self._message,
@@ -114,27 +114,27 @@ class MessagesReply(Reply):
                 stop_reason=reason,
                 stop_sequence=chunk.stop_reason if reason == "stop_sequence" else None,
             )
-        return news
+        return chunks
 
     def _call_id(self) -> str:
         return part_id("toolu_", self._message.id, len(self._blocks) + (self._open is not None))
 
-    def _begin(self, block: ContentBlock, news: list[_Event]) -> None:
-        self._end_block(news)
+    def _begin(self, block: ContentBlock, chunks: list[_Event]) -> None:
+        self._end_block(chunks)
         self._open = block
-        news.append({"type": "content_block_start", "index": len(self._blocks), "content_block": block})
+        chunks.append({"type": "content_block_start", "index": len(self._blocks), "content_block": block})
 
-    def _grow(self, delta: dict[str, str], piece: str, news: list[_Event]) -> None:
+    def _grow(self, delta: dict[str, str], piece: str, chunks: list[_Event]) -> None:
         self._pieces.append(piece)
-        news.append({"type": "content_block_delta", "index": len(self._blocks), "delta": delta})
+        chunks.append({"type": "content_block_delta", "index": len(self._blocks), "delta": delta})
 
-    def _end_block(self, news: list[_Event]) -> None:
+    def _end_block(self, chunks: list[_Event]) -> None:
         if self._open is None:
             return
         if isinstance(self._open, ThinkingBlock):  # comes last, where Anthropic's own would
             delta = {"type": "signature_delta", "signature": self._open.signature}
-            news.append({"type": "content_block_delta", "index": len(self._blocks), "delta": delta})
-        news.append({"type": "content_block_stop", "index": len(self._blocks)})
+            chunks.append({"type": "content_block_delta", "index": len(self._blocks), "delta": delta})
+        chunks.append({"type": "content_block_stop", "index": len(self._blocks)})
         whole = "".join(self._pieces)
         match self._open:
             case TextBlock():

@@ -22,7 +22,7 @@ from .runner import WINDOW_S, BatchRunner
 from .store import MAX_FILE_BYTES, BatchStore
 from .types import BatchBody, Binary, CreateBatch, FileBody, FileDeleted, Page, PageQuery, Upload
 
-_MOST_LISTED = 100
+_MAX_LISTED = 100
 _PIECE_BYTES = 1 << 20
 
 
@@ -209,6 +209,6 @@ async def _send_page(scope: Scope, send: Send, all: Sequence[FileBody] | Sequenc
     if (after := query.get("after")) is not None and after not in ids:
         raise HttpError(400, f"after: there is no {after[:100]!r}.", param="after")
     first = ids.index(after) + 1 if after is not None else 0
-    page = all[first : first + min(int(limit), _MOST_LISTED)]
+    page = all[first : first + min(int(limit), _MAX_LISTED)]
     first_id, last_id = (page[0].id, page[-1].id) if page else (None, None)
     await send_json(send, Page(page, first_id, last_id, has_more=first + len(page) < len(all)))

@@ -7,7 +7,7 @@ that time: an idle hour says nothing of the speed. Knows no clock but the one it
 import math
 
 _MEMORY_S = 10.0  # of busy time
-_LEAST_S, _MOST_S = 1, 60  # what a client is told
+_LEAST_S, _MAX_S = 1, 60  # what a client is told
 
 
 class DrainRate:
@@ -33,4 +33,4 @@ class DrainRate:
         """Until so many sequences will have ended at this speed; a minute at most, a second if nothing is known."""
         if self._num_ended < 1 or self._busy_s <= 0:
             return _LEAST_S
-        return max(_LEAST_S, min(_MOST_S, math.ceil(num_ahead * self._busy_s / self._num_ended)))
+        return max(_LEAST_S, min(_MAX_S, math.ceil(num_ahead * self._busy_s / self._num_ended)))

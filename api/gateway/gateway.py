@@ -41,7 +41,7 @@ from ..http.exchange import ClientGone
 from ..http.http_error import EngineFailed, HttpError, ShuttingDown
 from .drain_rate import DrainRate
 from .journal import fingerprint
-from .poison_detector import Suspects
+from .poison_detector import PoisonDetector
 from .stats import Stats
 from .stream import ShortWay, Stream
 from .timeline import EndedSequence, timeline
@@ -99,7 +99,7 @@ class Gateway:
         self._streams: dict[int, Stream] = {}  # every rid that has not ended
         self._questions: dict[int, _Asked] = {}  # to the tokenizer, not answered yet
         self._held: dict[Stream, None] = {}  # open, and not with the engine now
-        self._suspects: Suspects[Stream] = Suspects()
+        self._poison_detector: PoisonDetector[Stream] = PoisonDetector()
         self.outage: Outage | None = None
         self.num_resumed = 0  # sequences that were submitted again
         self._refusal: str | None = None  # why nothing new is taken
@@ -137,16 +137,16 @@ class Gateway:
         num_ahead = max(len(self._streams), core.num_running + core.num_waiting if core is not None else 0)
         return self._drain_rate.retry_after_s(num_ahead)
 
-    def submit(self, orders: Sequence[Submit]) -> Stream:
-        """Sends `orders` on, each with rids of its own (theirs are ignored). The stream's choices are theirs in order.
+    def submit(self, submits: Sequence[Submit]) -> Stream:
+        """Sends `submits` on, each with rids of its own (theirs are ignored). The stream's choices are theirs in order.
 
         Whoever takes the stream must `cancel` it in the end, which is harmless when it has finished. Raises
         ShuttingDown, RequestError."""
         if self._refusal is not None:
             raise ShuttingDown(self._refusal)
-        if self._suspects.are_known and self._suspects.has_killed(fingerprint(orders)):
+        if self._poison_detector.are_known and self._poison_detector.has_killed(fingerprint(submits)):
             raise RequestError("internal", _KILLED)
-        num_choices = sum(order.n for order in orders)
+        num_choices = sum(order.n for order in submits)
         if self._most_open is not None and self._streams and len(self._streams) + num_choices > self._most_open:
             self.stats.errors["queue_full"] += num_choices
             raise RequestError("queue_full", f"{len(self._streams)} sequences are open already; try again later.")
@@ -154,11 +154,11 @@ class Gateway:
             raise RequestError("queue_full", "Too many requests wait for the engine, a part of which is replaced.")
         now = self._clock()
         self._drain_rate.note(now, is_busy=True)
-        stream = Stream(self, self._next_rid, orders, now)
+        stream = Stream(self, self._next_rid, submits, now)
         self._next_rid += num_choices
         self._streams.update(dict.fromkeys(stream.open_rids, stream))
         self._idle.clear()
-        for order in orders:
+        for order in submits:
             self.stats.asked(order.n, order.limits.max_tokens)
         if self._is_holding:
             self._hold(stream)
@@ -261,7 +261,7 @@ class Gateway:
     @property
     def _is_holding(self) -> bool:
         """Nothing new is sent on: the engine is not whole, or works on what may have killed it."""
-        return self.outage is not None or bool(self._suspects)
+        return self.outage is not None or bool(self._poison_detector)
 
     def _hold(self, stream: Stream) -> None:
         """It waits for the engine: as long as it takes if its client has heard something, else for a while."""
@@ -280,9 +280,9 @@ class Gateway:
         kinds = {name.partition("-")[0] for name in reset.lost}
         self.stats.lost.update(name.partition("-")[0] for name in reset.lost)
         streams = list(dict.fromkeys(self._streams.values()))
-        killer = self._suspects.blame(s for s in streams if s not in self._held and s.was_with(kinds))
+        killer = self._poison_detector.blame(s for s in streams if s not in self._held and s.was_with(kinds))
         if killer is not None:
-            self._suspects.remember(fingerprint(killer.orders))
+            self._poison_detector.remember(fingerprint(killer.submits))
             self._failed(killer, min(killer.open_rids), RequestError("internal", _KILLED), now)
         for stream in streams:
             if stream.open_rids:
@@ -299,20 +299,20 @@ class Gateway:
             return
         self.outage = None
         self._held = dict.fromkeys(sorted(self._held, key=lambda stream: stream.number))
-        self._suspects.line_up(stream for stream in self._held if stream.num_deaths)
+        self._poison_detector.line_up(stream for stream in self._held if stream.num_deaths)
         for asked in self._questions.values():
             if not asked.answer.done():
                 self._post(asked.question)
         self._take_turns()
 
     def _take_turns(self) -> None:
-        while self.outage is None and not self._suspects:
-            turn = self._suspects.next()
+        while self.outage is None and not self._poison_detector:
+            turn = self._poison_detector.next()
             for stream in turn or list(self._held):
                 if stream.open_rids:
                     self._resume(stream)
                 else:
-                    self._suspects.got_on(stream, 0)
+                    self._poison_detector.got_on(stream, 0)
             if not turn:
                 return
 
@@ -352,8 +352,8 @@ class Gateway:
             stream.last_news[index] = now
             stream.num_tokens += len(chunk.ids) >> 2
         stream.entries[index].note(chunk)
-        if self._suspects:
-            self._suspects.got_on(stream, len(chunk.ids) >> 2)
+        if self._poison_detector:
+            self._poison_detector.got_on(stream, len(chunk.ids) >> 2)
             self._take_turns()
         if chunk.finish is None:
             stream.give(index, chunk)
@@ -377,8 +377,8 @@ class Gateway:
         if usage is not None and outcome != "abort":
             self.stats.completed(passed, usage)
         stream.open_rids.discard(rid)
-        if self._suspects and not stream.open_rids:
-            self._suspects.got_on(stream, 0)
+        if self._poison_detector and not stream.open_rids:
+            self._poison_detector.got_on(stream, 0)
             self._take_turns()
         if not stream.open_rids and (longest := stream.longest_output):
             self.stats.max_generation_tokens.observe(longest)

@@ -47,9 +47,9 @@ class Entry:
         )
 
 
-def entries(orders: Sequence[Submit]) -> list[Entry]:
+def entries(submits: Sequence[Submit]) -> list[Entry]:
     """An entry for each sequence of the orders, in order."""
-    return [Entry(one) for order in orders for one in _apart(order)]
+    return [Entry(one) for order in submits for one in _apart(order)]
 
 
 def _apart(order: Submit) -> Iterator[Submit]:
@@ -61,7 +61,7 @@ def _apart(order: Submit) -> Iterator[Submit]:
         yield replace(order, n=1, sampling=sampling)
 
 
-def fingerprint(orders: Sequence[Submit]) -> bytes:
+def fingerprint(submits: Sequence[Submit]) -> bytes:
     """The same for requests that ask the same, whenever they come and whatever their noise."""
-    same = [replace(o, rid=0, sampling=replace(o.sampling, seed=0), resume_ids=b"", attempt=0) for o in orders]
+    same = [replace(o, rid=0, sampling=replace(o.sampling, seed=0), resume_ids=b"", attempt=0) for o in submits]
     return sha256(msgspec.msgpack.encode(same)).digest()

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
-_MOST_TURNS = 8  # in which those come back that had hardly begun; up to so many come one by one
-_MOST_SEASONED_TURNS = 3  # in which the others do: what kills mostly does so early
+_MAX_TURNS = 8  # in which those come back that had hardly begun; up to so many come one by one
+_MAX_SEASONED_TURNS = 3  # in which the others do: what kills mostly does so early
 _SEASONED = 16  # tokens of output that somebody has who is hardly the one
 _TOKENS = 4  # that each has to get; a death's last tokens were on their way through the pipeline
-_MOST_REMEMBERED = 256  # fingerprints of requests that have killed
+_MAX_REMEMBERED = 256  # fingerprints of requests that have killed
 
 
 class Suspect(Protocol):
@@ -30,7 +30,7 @@ class Suspect(Protocol):
 S = TypeVar("S", bound=Suspect)
 
 
-class Suspects(Generic[S]):
+class PoisonDetector(Generic[S]):
     """Of one api process."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Suspects(Generic[S]):
     def remember(self, fingerprint: bytes) -> None:
         """Such a request has killed."""
         self._killers[fingerprint] = None
-        if len(self._killers) > _MOST_REMEMBERED:
+        if len(self._killers) > _MAX_REMEMBERED:
             del self._killers[next(iter(self._killers))]
 
     def blame(self, present: Iterable[S]) -> S | None:
@@ -67,15 +67,15 @@ class Suspects(Generic[S]):
         self._waiting.clear()
         return blamed[0] if len(blamed) == 1 and blamed[0].num_deaths > 1 else None
 
-    def line_up(self, suspects: Iterable[S]) -> None:
+    def line_up(self, poison_detector: Iterable[S]) -> None:
         """They shall come back in this order: those that were there in several deaths one by one, then those that had
         hardly begun, then those that have gone well for a while."""
-        suspects = list(suspects)
-        self._waiting.extend([suspect] for suspect in suspects if suspect.num_deaths > 1)
-        others = [suspect for suspect in suspects if suspect.num_deaths <= 1]
+        poison_detector = list(poison_detector)
+        self._waiting.extend([suspect] for suspect in poison_detector if suspect.num_deaths > 1)
+        others = [suspect for suspect in poison_detector if suspect.num_deaths <= 1]
         fresh = [suspect for suspect in others if suspect.num_output < _SEASONED]
         seasoned = [suspect for suspect in others if suspect.num_output >= _SEASONED]
-        for group, most_turns in ((fresh, _MOST_TURNS), (seasoned, _MOST_SEASONED_TURNS)):
+        for group, most_turns in ((fresh, _MAX_TURNS), (seasoned, _MAX_SEASONED_TURNS)):
             size = -(-len(group) // most_turns)
             self._waiting.extend(group[i : i + size] for i in range(0, len(group), size or 1))
 

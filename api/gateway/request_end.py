@@ -19,7 +19,7 @@ class RequestEnd(Struct, frozen=True):
     request_id: str
     path: str
     headers: Sequence[tuple[bytes, bytes]]  # as they came
-    orders: Sequence[Submit]
+    submits: Sequence[Submit]
     outcomes: tuple[str, ...]  # why its sequences ended, each reason once
     num_prompt: int  # tokens of each prompt that was begun, counted once
     num_cached: int  # of them, those that were not computed
@@ -28,16 +28,16 @@ class RequestEnd(Struct, frozen=True):
 
     @property
     def num_sequences(self) -> int:
-        return sum(order.n for order in self.orders)
+        return sum(order.n for order in self.submits)
 
 
 Observer = Callable[[RequestEnd], None]
 
 
-def request_end(scope: Scope, orders: Sequence[Submit], stream: Stream) -> RequestEnd:
+def request_end(scope: Scope, submits: Sequence[Submit], stream: Stream) -> RequestEnd:
     """Of a stream all of whose sequences have ended."""
     firsts, at = [], 0
-    for order in orders:
+    for order in submits:
         firsts.append(at)
         at += order.n
     usages = {ended.choice: ended.usage for ended in stream.ended if ended.usage is not None}
@@ -46,7 +46,7 @@ def request_end(scope: Scope, orders: Sequence[Submit], stream: Stream) -> Reque
         request_id=scope["state"]["request_id"],
         path=scope["path"],
         headers=scope["headers"],
-        orders=orders,
+        submits=submits,
         outcomes=tuple(dict.fromkeys(ended.outcome for ended in stream.ended)),
         num_prompt=sum(usage.num_prompt for usage in prompts),
         num_cached=sum(usage.num_cached for usage in prompts),

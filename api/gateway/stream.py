@@ -14,7 +14,7 @@ from ...ipc.messages import Chunk, Submit, Times
 from ..http.exchange import ClientGone
 from ..http.http_error import HttpError
 from .journal import entries
-from .stream_backlog import MOST_UNREAD_BYTES, Unread
+from .stream_backlog import MAX_BACKLOG_BYTES, StreamBacklog
 from .timeline import EndedSequence, Timeline, together
 
 
@@ -41,16 +41,16 @@ class Keeper(Protocol):
 class Stream:
     """The news of one HTTP request's sequences. One reader."""
 
-    def __init__(self, gateway: Keeper, first_rid: int, orders: Sequence[Submit], arrived: float) -> None:
+    def __init__(self, gateway: Keeper, first_rid: int, submits: Sequence[Submit], arrived: float) -> None:
         self._gateway = gateway
         self.number = first_rid  # streams in the order in which they came
         self.first_rid = first_rid
         self.arrived = arrived
-        self.orders = orders
-        self.entries = entries(orders)  # the gateway's: of each choice what was delivered
+        self.submits = submits
+        self.entries = entries(submits)  # the gateway's: of each choice what was delivered
         self.was_sent = False  # the gateway's: the engine may know of it
         self.was_resumed = False  # the engine has lost it before
-        self.num_deaths = 0  # the gateway's: see `Suspects`
+        self.num_deaths = 0  # the gateway's: see `PoisonDetector`
         self._patience: asyncio.TimerHandle | None = None  # while it is held and has no answer
         num_choices = len(self.entries)
         self.open_rids = set(range(first_rid, first_rid + num_choices))  # the gateway's: those that have not ended
@@ -60,11 +60,11 @@ class Stream:
         self.first_news: list[float | None] = [None] * num_choices  # the gateway's: when a choice first got ids
         self.last_news: list[float | None] = [None] * num_choices  # the gateway's: when a choice last got ids
         self.ended: list[EndedSequence] = []  # choices, in the order of their ends
-        starts = accumulate((order.n for order in orders), initial=0)
+        starts = accumulate((order.n for order in submits), initial=0)
         self._first_of_prompts = set(starts)  # indices: of each prompt its first choice
         self._unanswered = set(self.open_rids)  # of which the engine has said nothing yet
-        self._news: list[tuple[int, Chunk]] = []
-        self._unread = Unread()  # what came after them while the reader waits for its client
+        self._chunks: list[tuple[int, Chunk]] = []
+        self._backlog = StreamBacklog()  # what came after them while the reader waits for its client
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._short_way: ShortWay | None = None  # only while a reader waits
@@ -72,7 +72,7 @@ class Stream:
     @property
     def finished(self) -> bool:
         """Everything has been read and nothing more will come."""
-        return not (self.open_rids or self._news or self._unread) and self._error is None
+        return not (self.open_rids or self._chunks or self._backlog) and self._error is None
 
     @property
     def num_unanswered(self) -> int:
@@ -100,18 +100,18 @@ class Stream:
         if self._error is not None:
             raise self._error
 
-    async def news(self, short_way: ShortWay | None = None) -> list[tuple[int, Chunk]]:
+    async def chunks(self, short_way: ShortWay | None = None) -> list[tuple[int, Chunk]]:
         """The chunks since the last call, as (choice, chunk) in order; waits for some. Empty after `wake`.
 
         `short_way` is offered every chunk while this waits. Raises RequestError when the request has failed,
         ClientGone."""
-        if not (self._news or self._unread) and self._error is None:
+        if not (self._chunks or self._backlog) and self._error is None:
             self._short_way = short_way
             await self._wait()
-        if not (self._news or self._unread) and self._error is not None:
+        if not (self._chunks or self._backlog) and self._error is not None:
             raise self._error
-        news, self._news = self._news + self._unread.take(), []
-        return news
+        chunks, self._chunks = self._chunks + self._backlog.take(), []
+        return chunks
 
     def wake(self) -> None:
         """Makes a waiting reader look up."""
@@ -125,8 +125,8 @@ class Stream:
 
     def end(self, error: Exception) -> None:
         """Cuts it off: the reader gets `error`, and nothing of what it has not read yet."""
-        self._news.clear()
-        self._unread.clear()
+        self._chunks.clear()
+        self._backlog.clear()
         self._gateway.end(self, error)
 
     def send(self) -> list[Submit]:
@@ -135,11 +135,11 @@ class Stream:
             first = self.first_rid
             return [self.entries[rid - first].resumed(rid) for rid in sorted(self.open_rids)]
         self.was_sent = True
-        orders, rid = [], self.first_rid
-        for order in self.orders:
-            orders.append(msgspec.structs.replace(order, rid=rid))
+        submits, rid = [], self.first_rid
+        for order in self.submits:
+            submits.append(msgspec.structs.replace(order, rid=rid))
             rid += order.n
-        return orders
+        return submits
 
     def rebase(self, first_rid: int) -> None:
         """For the gateway: its choices get other rids."""
@@ -156,7 +156,7 @@ class Stream:
         return (
             ("tokenizer" in kinds and bool(self._unanswered))
             or ("detokenizer" in kinds and len(self._unanswered) < len(self.open_rids))
-            or ("grammar" in kinds and any(order.constraint is not None for order in self.orders))
+            or ("grammar" in kinds and any(order.constraint is not None for order in self.submits))
         )
 
     def wait_at_most(self, wait_s: float, give_up: Callable[["Stream"], None]) -> None:
@@ -195,12 +195,12 @@ class Stream:
             self._gateway.unflushed[way] = None
         elif self._error is not None:
             pass
-        elif self._waiter is not None and not self._unread:
-            self._news.append((index, chunk))
+        elif self._waiter is not None and not self._backlog:
+            self._chunks.append((index, chunk))
             self.wake()
         else:  # the reader is on its way to a client that does not keep up
-            self._unread.add(index, chunk)
-            if self._unread.num_bytes > MOST_UNREAD_BYTES:
+            self._backlog.add(index, chunk)
+            if self._backlog.num_bytes > MAX_BACKLOG_BYTES:
                 self.end(HttpError(408, "Too much of the answer was left unread.", code="client_too_slow"))
 
     def fail(self, error: Exception) -> None:

@@ -8,13 +8,13 @@ from msgspec.structs import replace
 
 from ...ipc.messages import Chunk
 
-MOST_UNREAD_BYTES = 256 << 10
+MAX_BACKLOG_BYTES = 256 << 10
 """What one stream may leave unread. As much may be on its way out, and all of it is longer once it is JSON."""
 
 _LOGPROB_BYTES = 200  # of one candidate
 
 
-class Unread:
+class StreamBacklog:
     """One stream's."""
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class Tracing:
     def observe(self, end: RequestEnd) -> None:
         """Hands a request's spans to the exporter's thread, unless its caller's trace is not recorded."""
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in end.headers}
-        operation = operation_of(end.path, end.orders[0].pooling)
+        operation = operation_of(end.path, end.submits[0].pooling)
         offset = time.time_ns() - time.monotonic_ns()
 
         def wall(stamp: float) -> int:
@@ -70,7 +70,7 @@ class Tracing:
 
     def _attributes(self, end: RequestEnd) -> dict[str, Any]:
         """By the semantic conventions for generative AI."""
-        order = end.orders[0]
+        order = end.submits[0]
         sampling = order.sampling
         attributes: dict[str, Any] = {
             "gen_ai.provider.name": "pagewire",

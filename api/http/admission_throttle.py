@@ -3,14 +3,14 @@
 import asyncio
 from collections import deque
 
-MOST_A_TURN = 8  # requests of a turn of the loop: a few milliseconds
+MAX_PER_TURN = 8  # requests of a turn of the loop: a few milliseconds
 
 
-class Turnstile:
+class AdmissionThrottle:
     """Of one event loop."""
 
     def __init__(self) -> None:
-        self._room = MOST_A_TURN
+        self._room = MAX_PER_TURN
         self._is_turning = False
         self._crowd: deque[asyncio.Future[None]] = deque()
 
@@ -27,7 +27,7 @@ class Turnstile:
         await place
 
     def _turn(self) -> None:
-        self._room = MOST_A_TURN
+        self._room = MAX_PER_TURN
         while self._crowd and self._room:
             place = self._crowd.popleft()
             if not place.done():  # else it has left

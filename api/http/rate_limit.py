@@ -71,9 +71,9 @@ class Account:
             _check(self._requests, 1, "requests")
             self._requests.take(1)
 
-    def hold(self, orders: Sequence[Submit]) -> AbstractContextManager[Hold]:
-        """While `orders` are served. Raises HttpError 429, with the time to wait."""
-        return self.hold_tokens(sum(map(estimated_tokens, orders)))
+    def hold(self, submits: Sequence[Submit]) -> AbstractContextManager[Hold]:
+        """While `submits` are served. Raises HttpError 429, with the time to wait."""
+        return self.hold_tokens(sum(map(estimated_tokens, submits)))
 
     @contextmanager
     def hold_tokens(self, estimate: int) -> Iterator[Hold]:

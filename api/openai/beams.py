@@ -25,7 +25,7 @@ from ...ipc.messages import (
 )
 from ..gateway.gateway import Gateway
 from ..http.http_error import HttpError
-from ..output.beam_search import MOST_BEAMS, BeamSearch, BeamSearchParams, BeamSearchSequence
+from ..output.beam_search import MAX_BEAMS, BeamSearch, BeamSearchParams, BeamSearchSequence
 from ..output.reply import Reply
 from ..output.shapes import GenerationRequest
 
@@ -40,16 +40,16 @@ _NUM_END_IDS = 16  # of a prompt, whose text the reading of the output begins wi
 
 
 async def answer_with_beams(
-    gateway: Gateway, config: EngineConfig, request: GenerationRequest, orders: Sequence[Submit], reply: Reply
+    gateway: Gateway, config: EngineConfig, request: GenerationRequest, submits: Sequence[Submit], reply: Reply
 ) -> bytes:
     """The plain answer. Raises HttpError and RequestError."""
     for name in _REFUSED:
         if getattr(request, name, None):
             raise _not_beside(name)
     for name in ("logprobs", "prompt_logprobs"):
-        if getattr(orders[0].sampling, name) is not None:
+        if getattr(submits[0].sampling, name) is not None:
             raise _not_beside(name)
-    if orders[0].constraint is not None and orders[0].constraint.thinking_budget is not None:
+    if submits[0].constraint is not None and submits[0].constraint.thinking_budget is not None:
         raise _not_beside("thinking_token_budget")
     if request.repetition_penalty not in (None, 1):
         raise _not_beside("repetition_penalty")
@@ -59,9 +59,9 @@ async def answer_with_beams(
     if form is not None and form.type != "text":
         raise _not_beside("response_format")
     n = request.n or 1
-    if n > MOST_BEAMS:
-        raise HttpError(400, f"n must be at most {MOST_BEAMS} beside use_beam_search.", param="n")
-    for i, order in enumerate(orders):
+    if n > MAX_BEAMS:
+        raise HttpError(400, f"n must be at most {MAX_BEAMS} beside use_beam_search.", param="n")
+    for i, order in enumerate(submits):
         if not (ids := await _prompt_ids(gateway, order)):
             raise RequestError("invalid_request", "The prompt is empty.")
         room = max(1, config.max_model_len - len(ids))
@@ -113,7 +113,7 @@ async def _expand(
     num_cached = 0
     try:
         while not stream.finished:
-            for index, chunk in await stream.news():
+            for index, chunk in await stream.chunks():
                 for position in chunk.logprobs or ():
                     candidates[index] = _best(position)
                 if index == 0 and chunk.usage is not None:

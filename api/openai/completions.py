@@ -22,7 +22,7 @@ class CompletionReply(Reply):
         *,
         model: str,
         created: int,
-        orders: Sequence[Submit],
+        submits: Sequence[Submit],
         num_candidates: int,
         n: int | None = None,
         include_usage: bool = False,
@@ -48,7 +48,7 @@ class CompletionReply(Reply):
         self._has_timings = has_timings
         self._timings: TimingsBody | msgspec.UnsetType = msgspec.UNSET  # until the request has ended
         self._usage = UsageCount(self._num_candidates)
-        self._choices = [_Choice(order, echo, has_logprobs, names_ids) for order in orders for _ in range(order.n)]
+        self._choices = [_Choice(order, echo, has_logprobs, names_ids) for order in submits for _ in range(order.n)]
         # Most events carry a piece of text and nothing else: two constants around an encoded string.
         self._is_simple = not (echo or has_logprobs or has_token_ids or continuous_usage)
         head = f'"id":{json_text(self._id)},"object":"text_completion","created":{created},"model":{json_text(model)}'
@@ -126,7 +126,7 @@ class CompletionReply(Reply):
         choice = self._choices[index]
         choice.texts.append(choice.text_of(chunk))
         choice.total_logprob += sum(position.chosen.logprob for position in chunk.logprobs or ())
-        choice.num_drawn += len(chunk.logprobs or ())
+        choice.num_sampled += len(chunk.logprobs or ())
         if (logprobs := choice.logprobs_of(chunk)) is not None:
             choice.logprobs.append(logprobs)
         if self._has_token_ids:
@@ -191,13 +191,13 @@ class _Choice:
         self.token_ids: list[int] = []
         self.prompt_token_ids: list[int] = []
         self.prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-        self.total_logprob = 0.0  # of the `num_drawn` tokens
-        self.num_drawn = 0
+        self.total_logprob = 0.0  # of the `num_sampled` tokens
+        self.num_sampled = 0
         self.last: Chunk | None = None
 
     def mean(self) -> float:
         """Log-probability for each token."""
-        return self.total_logprob / max(1, self.num_drawn)
+        return self.total_logprob / max(1, self.num_sampled)
 
     def text_of(self, chunk: Chunk) -> str:
         """The chunk's text, after the prompt's if this is the first and echo was asked for."""

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ...config.config import EngineConfig
-from ...ipc.messages import MOST_GRAMMAR_BYTES, Constraint, Source
+from ...ipc.messages import MAX_GRAMMAR_BYTES, Constraint, Source
 from ..http.http_error import HttpError
 from ..output.parsers.registry import HARMONY_ANSWER, reasoning_tags, writes_harmony
 from ..output.parsers.spelling import ANY_OBJECT, CallRules, CannotSpell, Schema, spell_calls
@@ -185,8 +185,8 @@ def _parse_schema(text: str, field: str) -> JsonSchema:
 
 
 def _bounded(text: str, field: str) -> str:
-    if len(text) > MOST_GRAMMAR_BYTES:
-        raise HttpError(400, f"{field} is larger than {MOST_GRAMMAR_BYTES} bytes.", param=field)
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise HttpError(400, f"{field} is larger than {MAX_GRAMMAR_BYTES} bytes.", param=field)
     return text
 
 
@@ -261,7 +261,7 @@ def _calls_or_answer(
 ) -> Constraint:
     """`marks`: what stands before an answer."""
     rules = _call_rules(request, called, config)
-    if sum(len(rule) + 1 for rule in rules.rules) + len(format.text) > MOST_GRAMMAR_BYTES - _ROOM:
+    if sum(len(rule) + 1 for rule in rules.rules) + len(format.text) > MAX_GRAMMAR_BYTES - _ROOM:
         called = [one._replace(schema=ANY_OBJECT) for one in called]
         rules = _call_rules(request, called, config)
     before = f"mark{len(rules.marks)} " if marks else ""

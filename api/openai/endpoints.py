@@ -18,7 +18,7 @@ from ..output.shapes import GenerationRequest
 from .beams import answer_with_beams
 from .chat import ChatReply
 from .completions import CompletionReply
-from .translate import chat_orders, completion_orders, decode_body, final_words, num_candidates, output_grammar
+from .translate import chat_submits, completion_submits, decode_body, final_words, num_candidates, output_grammar
 from .types import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest
 
 
@@ -53,7 +53,7 @@ class OpenAIEndpoints:
         """POST /v1/chat/completions"""
         request = decode_body(self._chat_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
-        orders = chat_orders(request, self._service.config, scope["state"]["salt"])
+        submits = chat_submits(request, self._service.config, scope["state"]["salt"])
         reply = ChatReply(
             model=model,
             created=int(time.time()),
@@ -70,17 +70,17 @@ class OpenAIEndpoints:
             include_reasoning=request.include_reasoning is not False,
             has_timings=bool(request.return_timings),
         )
-        await self._answer(request, orders, reply, scope, receive, send)
+        await self._answer(request, submits, reply, scope, receive, send)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/completions"""
         request = decode_body(self._completion_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
-        orders = completion_orders(request, self._service.config, scope["state"]["salt"])
+        submits = completion_submits(request, self._service.config, scope["state"]["salt"])
         reply = CompletionReply(
             model=model,
             created=int(time.time()),
-            orders=orders,
+            submits=submits,
             num_candidates=num_candidates(request),
             n=request.n or 1,
             include_usage=_includes_usage(request),
@@ -92,12 +92,12 @@ class OpenAIEndpoints:
             has_token_ids=bool(request.return_token_ids),
             has_timings=bool(request.return_timings),
         )
-        await self._answer(request, orders, reply, scope, receive, send)
+        await self._answer(request, submits, reply, scope, receive, send)
 
     async def _answer(
         self,
         request: GenerationRequest,
-        orders: list[Submit],
+        submits: list[Submit],
         reply: Reply,
         scope: Scope,
         receive: Receive,
@@ -105,10 +105,10 @@ class OpenAIEndpoints:
     ) -> None:
         if request.use_beam_search:
             self._service.check_health()
-            with scope["state"]["account"].hold(orders) as hold:
-                work = answer_with_beams(self._service.gateway, self._service.config, request, orders, reply)
+            with scope["state"]["account"].hold(submits) as hold:
+                work = answer_with_beams(self._service.gateway, self._service.config, request, submits, reply)
                 limit_s = self._service.config.request_timeout_s
-                hold.num_tokens = sum(map(estimated_tokens, orders))  # who leaves has had steps, too
+                hold.num_tokens = sum(map(estimated_tokens, submits))  # who leaves has had steps, too
                 try:
                     async with asyncio.timeout(limit_s):
                         body = await while_connected(receive, work)
@@ -120,7 +120,7 @@ class OpenAIEndpoints:
                     raise
             await send_body(send, 200, body)
         else:
-            await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
+            await self._service.answer(submits, reply, bool(request.stream), scope, receive, send)
 
 
 def _includes_usage(request: GenerationRequest) -> bool:

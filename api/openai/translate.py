@@ -60,7 +60,7 @@ def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
     return _decode(lambda: decoder.decode(text), "")
 
 
-def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
+def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
     """The one prompt of a chat request."""
     _check_common(request, config.vocab_size)
     messages = _decode(lambda: _messages_decoder.decode(request.messages), "messages")
@@ -111,7 +111,7 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
     if max_tokens == 0:
         raise HttpError(400, "max_tokens must be at least 1.", param="max_tokens")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    orders = _orders(
+    submits = _submits(
         request,
         [prompt],
         n=request.n or 1,
@@ -122,7 +122,7 @@ def chat_orders(request: ChatRequest, config: EngineConfig, salt: bytes) -> list
         grammar=output_grammar(request, config),
         constraint=chat_constraint(request, tools, config),
     )
-    return _resumed(request, orders, config.vocab_size)
+    return _resumed(request, submits, config.vocab_size)
 
 
 def set_thinking(variables: dict[str, object], is_on: bool) -> None:
@@ -134,7 +134,7 @@ def set_thinking(variables: dict[str, object], is_on: bool) -> None:
 
 def chat_prompt(request: ChatRequest, config: EngineConfig) -> ChatPrompt:
     """What a chat request would show the model. Raises HttpError."""
-    prompt = chat_orders(request, config, b"")[0].prompt
+    prompt = chat_submits(request, config, b"")[0].prompt
     assert isinstance(prompt, ChatPrompt), prompt
     return prompt
 
@@ -170,7 +170,7 @@ def _sends_tools(request: ChatRequest) -> bool:
     return bytes(request.tools).translate(None, b" \t\r\n") not in (b"", b"null", b"[]")
 
 
-def completion_orders(request: CompletionRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
+def completion_submits(request: CompletionRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
     """The prompts of a completion request, in order."""
     _check_common(request, config.vocab_size)
     best_of = num_candidates(request)
@@ -186,7 +186,7 @@ def completion_orders(request: CompletionRequest, config: EngineConfig, salt: by
     if max_tokens == 0 and not request.echo:
         raise HttpError(400, "max_tokens must be at least 1 unless echo is true.", param="max_tokens")
     chooses = best_of > (request.n or 1)  # by log-probability
-    orders = _orders(
+    submits = _submits(
         request,
         prompts,
         n=best_of,
@@ -200,7 +200,7 @@ def completion_orders(request: CompletionRequest, config: EngineConfig, salt: by
         defaults=config.sampling,
         constraint=completion_constraint(request),
     )
-    return _resumed(request, orders, config.vocab_size)
+    return _resumed(request, submits, config.vocab_size)
 
 
 def num_candidates(request: CompletionRequest) -> int:
@@ -231,20 +231,20 @@ def _prompts(request: CompletionRequest) -> list[TextPrompt | IdsPrompt]:
     return [IdsPrompt(ids_to_bytes(part)) for part in lists]
 
 
-def _resumed(request: ChatRequest | CompletionRequest, orders: list[Submit], vocab_size: int) -> list[Submit]:
+def _resumed(request: ChatRequest | CompletionRequest, submits: list[Submit], vocab_size: int) -> list[Submit]:
     """An order for each choice that is to begin with ids which another engine has drawn, and to say them, too."""
     token_ids, name = request.resume_token_ids, "resume_token_ids"
     if token_ids is None:
-        return orders
+        return submits
     if request.use_beam_search or (
         isinstance(request, CompletionRequest) and num_candidates(request) > (request.n or 1)
     ):
         raise HttpError(400, f"{name} cannot be used where outputs are compared.", param=name)
-    choices = entries(orders)
+    choices = entries(submits)
     if len(token_ids) != len(choices):
         raise HttpError(400, f"{name} must have a list for each choice, which makes {len(choices)}.", param=name)
     longest = max(token_ids, key=len)
-    if orders[0].limits.max_tokens is not None and len(longest) > orders[0].limits.max_tokens:
+    if submits[0].limits.max_tokens is not None and len(longest) > submits[0].limits.max_tokens:
         raise HttpError(400, f"{name} has {len(longest)} tokens of a choice, more than max_tokens.", param=name)
     for ids in token_ids:
         if ids and max(ids) >= vocab_size:
@@ -261,7 +261,7 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _orders(
+def _submits(
     request: GenerationRequest,
     prompts: Sequence[TextPrompt | ChatPrompt | IdsPrompt],
     *,

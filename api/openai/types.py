@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from ...config.config import BatchInvariance, ModelVersion
-from ...ipc.messages import MOST_CHOICES
+from ...ipc.messages import MAX_CHOICES
 from ..output.shapes import (
     FinishReason,
     GenerationRequest,
@@ -109,7 +109,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     resume_token_ids: list[list[TokenId]] | None = None  # what each choice is known to begin with
 
     # Understood and refused.

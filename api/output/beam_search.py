@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-MOST_BEAMS = 10
+MAX_BEAMS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class BeamSearch:
 
     def __init__(self, prompt: Sequence[int], params: BeamSearchParams, ends: frozenset[int]) -> None:
         """`ends`: tokens that end a beam. Raises ValueError if `params` make no sense."""
-        if not 1 <= params.beam_width <= MOST_BEAMS or params.max_tokens < 1 or not prompt:
+        if not 1 <= params.beam_width <= MAX_BEAMS or params.max_tokens < 1 or not prompt:
             raise ValueError("beam_width must be 1 to 10, max_tokens at least 1, and the prompt not empty.")
         self._params = params
         self._ends = ends

@@ -70,7 +70,7 @@ class UsageCount:
         self._num_output = 0
         self._num_reasoning: int | None = None  # nobody looks for reasoning, unless someone counts
         self._nums_prompt: Sequence[int] = ()  # of each choice, for `so_far`
-        self._nums_drawn: dict[int, int] = {}  # the same
+        self._nums_sampled: dict[int, int] = {}  # the same
 
     def begin(self, nums_prompt: Sequence[int]) -> None:
         """Tokens of each choice's prompt."""
@@ -78,11 +78,11 @@ class UsageCount:
 
     def draw(self, index: int, chunk: Chunk) -> None:
         """What a choice got."""
-        self._nums_drawn[index] = self._nums_drawn.get(index, 0) + len(chunk.ids) // 4
+        self._nums_sampled[index] = self._nums_sampled.get(index, 0) + len(chunk.ids) // 4
 
     def so_far(self, index: int) -> UsageBody:
         """Of one choice, before its end is known."""
-        num_prompt, num_output = self._nums_prompt[index], self._nums_drawn.get(index, 0)
+        num_prompt, num_output = self._nums_prompt[index], self._nums_sampled.get(index, 0)
         return UsageBody(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(0))
 
     def add_reasoning(self, num_tokens: int) -> None:

@@ -44,20 +44,20 @@ class Service:
         self._observers = observers
 
     async def answer(
-        self, orders: Sequence[Submit], reply: Reply, streamed: bool, scope: Scope, receive: Receive, send: Send
+        self, submits: Sequence[Submit], reply: Reply, streamed: bool, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """The first byte waits for the engine to take the request, so that a refusal still has its status. The account
         in the scope's state pays for the tokens."""
         self.check_health()
         account: Account = scope["state"]["account"]
-        with account.hold(orders) as hold:
-            stream = self.gateway.submit(orders)
+        with account.hold(submits) as hold:
+            stream = self.gateway.submit(submits)
             try:
                 await self._answer(stream, reply, streamed, scope, receive, send)
             finally:
                 hold.num_tokens = stream.num_tokens
                 if self._observers:
-                    end = request_end(scope, orders, stream)
+                    end = request_end(scope, submits, stream)
                     for observe in self._observers:
                         observe(end)
 
@@ -76,7 +76,7 @@ class Service:
                 await send_stream(send, stream, reply, scope.get("extensions", {}).get(DIRECT))
             else:
                 while not stream.finished:
-                    for index, chunk in await stream.news():
+                    for index, chunk in await stream.chunks():
                         reply.add(index, chunk)
                 reply.ended(stream.timeline())
                 await send_body(send, 200, reply.body())

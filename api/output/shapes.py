@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from ...ipc.messages import (
-    MOST_ALLOWED_TOKENS,
-    MOST_BAD_WORDS,
-    MOST_BIASES,
-    MOST_CHOICES,
-    MOST_STOP_TOKENS,
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_STOP_TOKENS,
     BadWord,
     StopString,
 )
@@ -93,7 +93,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """What chat and completions have in common."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -103,16 +103,16 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     stop: StopString | StopStrings | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
 
     # What vLLM's users send in extra_body.
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MOST_ALLOWED_TOKENS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     use_beam_search: bool | None = None
@@ -137,7 +137,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     guided_whitespace_pattern: str | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no bound
     thinking_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # the same, as others call it
-    bad_words: Annotated[list[BadWord], Meta(max_length=MOST_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
 
     # Accepted and ignored: they change nothing about the answer.
     metadata: object = None

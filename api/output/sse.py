@@ -47,10 +47,10 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
     try:
         await _send_all(send, reply.opening())
         while not stream.finished:
-            news = await stream.news(short_way)
-            if not news:
+            chunks = await stream.chunks(short_way)
+            if not chunks:
                 await _send_all(send, [_KEEP_ALIVE])
-            for index, chunk in news:
+            for index, chunk in chunks:
                 ticker.is_fresh = True
                 await _send_all(send, reply.events(index, chunk))
         reply.ended(stream.timeline())

@@ -10,7 +10,7 @@ from ..http.operation import Operation
 from ..openai.translate import decode_body
 from ..output.service import Service
 from .reply import EmbeddingsReply, RerankReply, ScoreReply
-from .request import document_texts, embedding_orders, pair_orders, rerank_pairs, score_pairs
+from .request import document_texts, embedding_submits, pair_submits, rerank_pairs, score_pairs
 from .types import EmbeddingList, EmbeddingsRequest, RerankBody, RerankRequest, ScoreList, ScoreRequest
 
 
@@ -50,27 +50,27 @@ class PoolingEndpoints:
         """POST /v1/embeddings"""
         request = decode_body(self._embeddings_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
-        orders = embedding_orders(request, self._service.config, scope["state"]["salt"])
-        reply = EmbeddingsReply(model=model, num=len(orders), is_base64=request.encoding_format == "base64")
-        await self._service.answer(orders, reply, False, scope, receive, send)
+        submits = embedding_submits(request, self._service.config, scope["state"]["salt"])
+        reply = EmbeddingsReply(model=model, num=len(submits), is_base64=request.encoding_format == "base64")
+        await self._service.answer(submits, reply, False, scope, receive, send)
 
     async def rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /rerank, /v1/rerank, /v2/rerank"""
         request = decode_body(self._rerank_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
-        orders = pair_orders(request, rerank_pairs(request), self._service.config, scope["state"]["salt"])
+        submits = pair_submits(request, rerank_pairs(request), self._service.config, scope["state"]["salt"])
         reply = RerankReply(
             model=model,
             texts=document_texts(request),
             top_n=request.top_n,
             has_documents=request.return_documents is not False,
         )
-        await self._service.answer(orders, reply, False, scope, receive, send)
+        await self._service.answer(submits, reply, False, scope, receive, send)
 
     async def score(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /score, /v1/score"""
         request = decode_body(self._score_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
-        orders = pair_orders(request, score_pairs(request), self._service.config, scope["state"]["salt"])
-        reply = ScoreReply(model=model, num=len(orders), created=int(time.time()))
-        await self._service.answer(orders, reply, False, scope, receive, send)
+        submits = pair_submits(request, score_pairs(request), self._service.config, scope["state"]["salt"])
+        reply = ScoreReply(model=model, num=len(submits), created=int(time.time()))
+        await self._service.answer(submits, reply, False, scope, receive, send)

@@ -12,7 +12,7 @@ MAX_INPUTS = 2048  # of one request
 _REFUSED = ("messages", "embed_dtype", "endianness", "use_activation", "rank_fields", "max_chunks_per_doc")
 
 
-def embedding_orders(request: EmbeddingsRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
+def embedding_submits(request: EmbeddingsRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
     """Raises HttpError."""
     purpose = config.purpose
     if request.dimensions is not None and request.dimensions > purpose.size:
@@ -24,7 +24,7 @@ def embedding_orders(request: EmbeddingsRequest, config: EngineConfig, salt: byt
         request.dimensions,
         _truncation(request, config),
     )
-    return _orders(request, _inputs(request, config), pooling, salt)
+    return _submits(request, _inputs(request, config), pooling, salt)
 
 
 def score_pairs(request: ScoreRequest) -> list[PairPrompt]:
@@ -57,11 +57,11 @@ def document_texts(request: RerankRequest) -> list[str]:
     return [document if isinstance(document, str) else document.text for document in request.documents]
 
 
-def pair_orders(
+def pair_submits(
     request: ScoreRequest | RerankRequest, pairs: Sequence[PairPrompt], config: EngineConfig, salt: bytes
 ) -> list[Submit]:
     """Raises HttpError."""
-    return _orders(request, pairs, Pooling("score", truncate=_truncation(request, config)), salt)
+    return _submits(request, pairs, Pooling("score", truncate=_truncation(request, config)), salt)
 
 
 def _truncation(request: PoolingRequest, config: EngineConfig) -> int | None:
@@ -98,7 +98,7 @@ def _prefix(request: EmbeddingsRequest, config: EngineConfig) -> str:
     return "" if name is None else purpose.prompts[name]
 
 
-def _orders(
+def _submits(
     request: PoolingRequest, prompts: Sequence[TextPrompt | IdsPrompt | PairPrompt], pooling: Pooling, salt: bytes
 ) -> list[Submit]:
     for name in _REFUSED:

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 from ..http.exchange import read_json, send_body, send_json
 from ..http.http_error import HttpError
 from ..http.operation import Operation
-from ..openai.translate import chat_orders, decode_body, read_turn
+from ..openai.translate import chat_submits, decode_body, read_turn
 from ..output.reply import Reply
 from ..output.resumable import WithTokenIds
 from ..output.service import Service
@@ -55,8 +55,8 @@ class ResponsesEndpoints:
         conversation = conversation_of(request, self._earlier_messages(owner, request.previous_response_id))
         chat = chat_request(request, conversation.json())
         with in_terms_of_responses(request):
-            orders = chat_orders(chat, self._service.config, owner)
-        sampling = orders[0].sampling
+            submits = chat_submits(chat, self._service.config, owner)
+        sampling = submits[0].sampling
         response = new_response(request, model=model, temperature=sampling.temperature, top_p=sampling.top_p)
 
         def keep(ended: ResponseBody) -> None:
@@ -70,7 +70,7 @@ class ResponsesEndpoints:
         if request.return_token_ids:
             reply = WithTokenIds(reply)
         with in_terms_of_responses(request):
-            await self._service.answer(orders, reply, bool(request.stream), scope, receive, send)
+            await self._service.answer(submits, reply, bool(request.stream), scope, receive, send)
 
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /v1/responses/{id}"""

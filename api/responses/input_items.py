@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from ..http.http_error import HttpError
 from ..output.reply import new_id
 
-MOST_LISTED = 100
+MAX_LISTED = 100
 _LISTED = 20  # unless asked otherwise
 _Item = dict[str, object]
 
@@ -16,7 +16,7 @@ _Item = dict[str, object]
 class InputItemsQuery(Struct, frozen=True):
     """What a client may ask of the list."""
 
-    limit: Annotated[int, Meta(ge=1, le=MOST_LISTED)] = _LISTED
+    limit: Annotated[int, Meta(ge=1, le=MAX_LISTED)] = _LISTED
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
 
@@ -85,8 +85,8 @@ def page(items: bytes, query: dict[str, str]) -> ItemList:
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(_LISTED))
     if order not in ("asc", "desc"):
         raise HttpError(400, 'order must be "asc" or "desc".', param="order")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MOST_LISTED):
-        raise HttpError(400, f"limit must be a number from 1 to {MOST_LISTED}.", param="limit")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LISTED):
+        raise HttpError(400, f"limit must be a number from 1 to {MAX_LISTED}.", param="limit")
     if order == "desc":
         found.reverse()
     if after is not None:

@@ -146,40 +146,40 @@ class ResponsesReply(Reply):
     # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take(self, chunk: Chunk) -> list[_Event]:
-        news: list[_Event] = []
+        chunks: list[_Event] = []
         if self._has_logprobs:
             self._logprobs += chat_logprobs(chunk)
         for event in self._turn.read(chunk):
             match event:
                 case Text(text=text):
                     if not isinstance(self._open, _Message):
-                        self._begin(_Message(self._response.id, self._next_index), news)
+                        self._begin(_Message(self._response.id, self._next_index), chunks)
                     assert isinstance(self._open, _Message)
-                    news.append(self._open.grow(text, self._logprobs))
+                    chunks.append(self._open.grow(text, self._logprobs))
                     self._logprobs = []
                 case Reasoning(text=text):
                     if not isinstance(self._open, _Reasoning):
-                        self._begin(_Reasoning(self._response.id, self._next_index), news)
+                        self._begin(_Reasoning(self._response.id, self._next_index), chunks)
                     assert isinstance(self._open, _Reasoning)
-                    news.append(self._open.grow(text))
+                    chunks.append(self._open.grow(text))
                     self._logprobs = []  # reasoning has no place for them
                 case CallStart(name=name):
-                    self._begin(_Call(self._response.id, self._next_index, name), news)
+                    self._begin(_Call(self._response.id, self._next_index, name), chunks)
                     self._logprobs = []  # a call has no place for them
                 case CallArguments(text=text):
                     assert isinstance(self._open, _Call), "arguments without a call"
-                    news.append(self._open.grow(text))
+                    chunks.append(self._open.grow(text))
                     self._logprobs = []
                 case _:
                     assert_never(event)
         if chunk.finish is not None:
             assert chunk.finish != "abort", "the gateway turns an abort into an error"
             if self._open is None and not self._items:
-                self._begin(_Message(self._response.id, 0), news)  # an answer of no words is still an answer
+                self._begin(_Message(self._response.id, 0), chunks)  # an answer of no words is still an answer
             if isinstance(self._open, _Message):
                 self._open.logprobs += self._logprobs  # of what gave no text, such as the end of the turn
             is_complete = chunk.finish == "stop"
-            self._end_item("completed" if is_complete else "incomplete", news)
+            self._end_item("completed" if is_complete else "incomplete", chunks)
             self._response = replace(
                 self._response,
                 status="completed" if is_complete else "incomplete",
@@ -188,21 +188,21 @@ class ResponsesReply(Reply):
                 output=self._items,
                 usage=_usage(chunk.usage, self._turn.num_reasoning),
             )
-        return news
+        return chunks
 
     @property
     def _next_index(self) -> int:
         """Of the item after those that there are."""
         return len(self._items) + (self._open is not None)
 
-    def _begin(self, item: "_Message | _Reasoning | _Call", news: list[_Event]) -> None:
-        self._end_item("completed", news)
+    def _begin(self, item: "_Message | _Reasoning | _Call", chunks: list[_Event]) -> None:
+        self._end_item("completed", chunks)
         self._open = item
-        news.extend(item.begin())
+        chunks.extend(item.begin())
 
-    def _end_item(self, status: ItemStatus, news: list[_Event]) -> None:
+    def _end_item(self, status: ItemStatus, chunks: list[_Event]) -> None:
         if self._open is not None:
-            news.extend(self._open.end(status))
+            chunks.extend(self._open.end(status))
             self._items.append(self._open.item(status))
             self._open = None
 

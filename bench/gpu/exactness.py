@@ -16,7 +16,7 @@ from .setting import ROOT, Setting
 
 _LENGTHS = (1, 15, 16, 17, 45, 130, 300)
 _WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
-_MOST_ERROR = 1.25  # of transformers' own
+_MAX_ERROR = 1.25  # of transformers' own
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
@@ -62,7 +62,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         exact, theirs = (_logprobs(checkpoints, folder, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
         error, their_error = np.abs(ours - exact).mean(), np.abs(theirs - exact).mean()
         name = f"{kind}, bfloat16: mean error of log-probabilities, of transformers' own"
-        yield Figure(name=name, value=float(error / their_error), unit="×", most=_MOST_ERROR, is_proof=True)
+        yield Figure(name=name, value=float(error / their_error), unit="×", most=_MAX_ERROR, is_proof=True)
 
 
 def _logprobs(checkpoints: Any, folder: Any, ids: list[int], dtype: torch.dtype) -> Any:

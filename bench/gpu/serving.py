@@ -22,8 +22,8 @@ from .setting import Setting
 from .throughput import offline_rate, requests
 
 _LEAST_SHARE = 85  # % of the rate without HTTP
-_MOST_TTFT_MS = 25
-_MOST_READY_S, _MOST_WEIGHTS_S = 10, 3
+_MAX_TTFT_MS = 25
+_MAX_READY_S, _MAX_WEIGHTS_S = 10, 3
 _ROOM = 20 << 30  # bytes that a checkpoint of 8 billion bfloat16 weights needs
 
 
@@ -63,7 +63,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     # The first few warm up: a shape is recorded when it has run three times.
     ttft = statistics.median(first_ms[4:])
     name_of_prompt = f"first token of a prompt of {len(prompts[0].prompt)}, over HTTP"
-    yield Figure(name=name_of_prompt, value=ttft, unit="ms", most=_MOST_TTFT_MS)
+    yield Figure(name=name_of_prompt, value=ttft, unit="ms", most=_MAX_TTFT_MS)
     offline = offline_rate(setting, batch, max_len=max_len, max_seqs=streams)
     yield Figure(name=f"{name}, without HTTP", value=offline, unit="output tokens/s")
     yield Figure(name=f"{name}, over HTTP, of that without", value=100 * rate / offline, unit="%", least=_LEAST_SHARE)
@@ -80,12 +80,12 @@ def start(setting: Setting) -> Iterator[Figure]:
             with serving(setting, folder, "--max-model-len", length) as server:
                 server.wait_ready()
                 taken = time.perf_counter() - started
-            most = _MOST_READY_S if title == "second" else None
+            most = _MAX_READY_S if title == "second" else None
             yield Figure(name=f"ready, {title} start", value=taken, unit="s", most=most)
         flags = {**setting.flags(), "model": str(folder), "load_format": "auto", "max_model_len": int(length)}
         runner = Runner.load(prepare(msgspec.convert(flags, Config)))
         yield Figure(
-            name="reading weights, a second time", value=runner.timings["weights"], unit="s", most=_MOST_WEIGHTS_S
+            name="reading weights, a second time", value=runner.timings["weights"], unit="s", most=_MAX_WEIGHTS_S
         )
 
 

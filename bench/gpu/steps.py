@@ -59,7 +59,7 @@ class Stepper:
         opens: Sequence[RowOpen] = (),
         *,
         first: int = 0,
-        draws: bool = True,
+        samples: bool = True,
         copied_to: int | None = None,
     ) -> StepPlan:
         """The rows from `first` on compute so many positions each, and draw. copied_to: a row that gets the blocks of
@@ -71,7 +71,7 @@ class Stepper:
         if copied_to is not None:
             own = np.arange(self._blocks_a_row)
             copies = ids_to_bytes(np.stack((own, own + copied_to * self._blocks_a_row), axis=1).ravel().tolist())
-        return StepPlan(self._num_steps, tuple(opens), b"", b"", rows, columns, bytes([draws] * num), copies)
+        return StepPlan(self._num_steps, tuple(opens), b"", b"", rows, columns, bytes([samples] * num), copies)
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         """One plan ahead of the device."""
@@ -86,7 +86,7 @@ class Stepper:
 
     def decode_ms(self, rows: int, context: int, num: int) -> float:
         """Mean of `num` steps of so many rows, which begin after `context` positions."""
-        self.run([self.plan([context - 1], [self.opened(0, context, 0)], draws=False)])
+        self.run([self.plan([context - 1], [self.opened(0, context, 0)], samples=False)])
         for row in range(1, rows):
             self.run([self.plan([], [self.opened(row, context, context - 1)], copied_to=row)])
         self.run([self.plan([1] * rows) for _ in range(1 + self._num_warm_up)])
@@ -159,7 +159,7 @@ def probe(setting: Setting) -> Iterator[Figure]:
             for piece in range(pieces):
                 opens = [] if piece else [stepper.opened(row, context, 0, logprobs=20)]
                 is_last = piece == pieces - 1
-                stepper.run([stepper.plan([context // pieces], opens, first=row, draws=is_last)])
+                stepper.run([stepper.plan([context // pieces], opens, first=row, samples=is_last)])
         return stepper.run([stepper.plan([1] * rows)])[0].logprobs[0]
 
     alone = seen(1, 1)

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.cpu.native import LANES, MOST_ROWS, Kernels, Pages, StepFields, dense
+from ...kernels.cpu.native import LANES, MAX_ROWS, Kernels, Pages, StepFields, dense
 from ...kernels.ops import Ops
 from .base import AttentionStep
 from .kv_cache import KvCache
@@ -56,7 +56,7 @@ class NativePagedAttention:
         self._decode_room = threads * self._score_stride
         n = -(-int(contexts[num_decode:].max(initial=0)) // LANES) * LANES
         dim = self._cache.pages[0][0].shape[3]
-        self._work_stride = (2 * dim + 2 * MOST_ROWS) * n + 2 * MOST_ROWS * dim
+        self._work_stride = (2 * dim + 2 * MAX_ROWS) * n + 2 * MAX_ROWS * dim
         self._num_works = min(threads, max(1, _WORK_BYTES // (4 * self._work_stride)))
 
     def forward(

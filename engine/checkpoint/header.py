@@ -18,7 +18,7 @@ from ...config.model_files import open_file
 from ...errors import CheckpointError, ConfigError
 from .spec import MAX_HEADER_BYTES
 
-_MOST_DIMS = 8
+_MAX_DIMS = 8
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
@@ -100,7 +100,7 @@ def _read(path: Path, name: str, raw: msgspec.Raw) -> tuple[int, int]:
     bits = _BITS.get(tensor.dtype)
     if bits is None:
         raise CheckpointError(f"{path} has {name} in {tensor.dtype}, a type that pagewire does not read.")
-    if len(tensor.shape) > _MOST_DIMS:
+    if len(tensor.shape) > _MAX_DIMS:
         raise CheckpointError(f"{path} is damaged: {name} has {len(tensor.shape)} dimensions.")
     first, last = tensor.data_offsets
     wanted = math.prod(tensor.shape) * bits // 8

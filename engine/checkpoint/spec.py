@@ -23,11 +23,11 @@ _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "fl
 
 
 # More than any model has. What asks for more would take hours or all memory before it were seen to be wrong.
-_MOST_SIZE = 2**24
-_MOST_LAYERS = 2**10
-_MOST_EXPERTS = 2**17  # of all layers
-_MOST_POSITIONS = 2**27
-_MOST_NUMBER = 1e12
+_MAX_SIZE = 2**24
+_MAX_LAYERS = 2**10
+_MAX_EXPERTS = 2**17  # of all layers
+_MAX_POSITIONS = 2**27
+_MAX_NUMBER = 1e12
 
 
 class Rope(Struct, frozen=True, kw_only=True):
@@ -134,7 +134,7 @@ def read_spec(folder: Path) -> ModelSpec:
     check_architecture(config.raw, architecture, generates=generates(folder, architecture))
 
     hidden_size = config.size("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
-    num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=_MOST_LAYERS)
+    num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=_MAX_LAYERS)
     num_heads = config.size("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -147,7 +147,7 @@ def read_spec(folder: Path) -> ModelSpec:
         raise ConfigError(f"{config.file} has a head_dim of {head_dim}, which is odd.")
     max_position = config.size(
         "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length",
-        default=2048, most=_MOST_POSITIONS,
+        default=2048, most=_MAX_POSITIONS,
     )  # fmt: skip
     purpose = read_purpose(folder, config.raw, hidden_size=hidden_size)
     return ModelSpec(
@@ -243,7 +243,7 @@ class _Fields:
         self.raw = raw
         self.file = file
 
-    def size(self, *names: str, default: int | None = None, most: int = _MOST_SIZE) -> int:
+    def size(self, *names: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
         """A positive whole number under the first of `names` that is there; by default a width or a count."""
         for name in names:
             value = self.raw.get(name)
@@ -266,7 +266,7 @@ class _Fields:
         value = self.raw.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_NUMBER:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
             raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a positive number.")
         return float(value)
 
@@ -309,8 +309,8 @@ def _rope(config: _Fields, max_position: int) -> Rope:
     scaling = config.part("rope_parameters") or config.part("rope_scaling") or _Fields({}, config.file)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     name = "original_max_position_embeddings"
-    default = scaling.size(name, default=max_position, most=_MOST_POSITIONS)
-    original = config.size(name, default=default, most=_MOST_POSITIONS)
+    default = scaling.size(name, default=max_position, most=_MAX_POSITIONS)
+    original = config.size(name, default=default, most=_MAX_POSITIONS)
     factor = scaling.number("factor", max_position / original if kind == "yarn" else 1.0)
     if any(isinstance(value, dict) for value in scaling.raw.values()):
         kind = "by layer"  # one set for each kind of layer: only the fallback knows such models
@@ -389,7 +389,7 @@ def _moe(config: _Fields, architecture: str, num_layers: int) -> Moe | None:
             layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
         case _:
             return None
-    if num_experts * num_layers > _MOST_EXPERTS:
+    if num_experts * num_layers > _MAX_EXPERTS:
         raise ConfigError(
             f"{config.file} has {num_experts} experts in each of {num_layers} layers, which are too many."
         )

@@ -7,7 +7,7 @@ it is planned to draw only once the mask for that very position is here (`Reques
 from array import array
 from collections.abc import Collection, Iterator, Mapping
 
-from ...ipc.messages import Drawn, Failed, Masks, Tokens
+from ...ipc.messages import Failed, Masks, Sampled, Tokens
 from .request import Request
 
 
@@ -28,13 +28,13 @@ class Constraints:
         """It is over, whatever the reason."""
         self._ended.append(rid)
 
-    def take(self) -> Drawn | None:
+    def take(self) -> Sampled | None:
         """Everything since the last call, if there is anything."""
         if not self._rids and not self._ended:
             return None
-        drawn = Drawn(self._rids.tobytes(), self._ids.tobytes(), self._ended.tobytes())
+        sampled = Sampled(self._rids.tobytes(), self._ids.tobytes(), self._ended.tobytes())
         del self._rids[:], self._ids[:], self._ended[:]
-        return drawn
+        return sampled
 
 
 def allow(message: Masks, requests: Mapping[int, Request]) -> Iterator[tuple[Request, Tokens | Failed]]:

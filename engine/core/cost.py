@@ -76,7 +76,7 @@ class CostModel:
         many each position has its price. `CAUTIOUS` until steps were seen."""
         work = Work(work.rows, work.context, 0, 0)
         ms = self.predict(work)
-        more = self.predict(with_guesses(work, work.rows)) - ms
+        more = self.predict(with_draft_tokens(work, work.rows)) - ms
         return min(0.95, max(0.1, more / ms)) if work.rows and more > 0 else CAUTIOUS
 
     def longest_chunk(self, beside: Work, past: int, target_ms: float, limit: int) -> int:
@@ -113,7 +113,7 @@ class CostModel:
         self._coefficients = solved
 
 
-def with_guesses(work: Work, num: int) -> Work:
+def with_draft_tokens(work: Work, num: int) -> Work:
     """`work` whose rows computed `num` guessed positions more. Each reads as much as the one before it; nobody can tell
     beforehand how many there will be, so what is predicted is a step without them."""
     return work._replace(rows=work.rows + num, context=work.context + num * (work.context // max(1, work.rows)))

@@ -12,7 +12,7 @@ from .kv_connector import CoreConnector
 from .request import Request
 
 _WEIGHT = 0.2  # of a load that took longer than expected in the running mean of what a block costs
-_MOST_REFUSED = 65_536  # keys
+_MAX_REFUSED = 65_536  # keys
 _LONG = 1024  # positions
 _DOUBT = 0.98  # what a load that was not worth its while does to that mean, so that it is tried again one day
 
@@ -80,7 +80,7 @@ class Loads:
         """What is stored of this request is worth nothing."""
         full = min(request.num_planned, len(request.ids)) // self._block_size
         self._refused.update(dict.fromkeys(request.block_keys(full, self._block_size)))
-        for key in list(islice(self._refused, max(0, len(self._refused) - _MOST_REFUSED))):
+        for key in list(islice(self._refused, max(0, len(self._refused) - _MAX_REFUSED))):
             del self._refused[key]
 
     def requests(self) -> list[Request]:

@@ -16,19 +16,19 @@ from .draft import InFlight
 from .loads import Loads
 from .planner import Planner
 from .request import Request, State
-from .request_table import Roster
+from .request_table import RequestTable
 from .stats import Counters
 
-_MOST_TRIES = 3  # steps without memory in a row, before a request that has a step to itself is given up
+_MAX_TRIES = 3  # steps without memory in a row, before a request that has a step to itself is given up
 
 
-class Shortage:
+class OomRecovery:
     """Of one scheduler. Halves the budget of a step with each fault, and adds a token to it with each good step."""
 
     def __init__(
-        self, planner: Planner, roster: Roster, pool: BlockPool, loads: Loads | None, counters: Counters
+        self, planner: Planner, table: RequestTable, pool: BlockPool, loads: Loads | None, counters: Counters
     ) -> None:
-        self._roster = roster
+        self._table = table
         self._pool = pool
         self._planner = planner
         self._loads = loads
@@ -55,7 +55,7 @@ class Shortage:
         for request in flight.requests():
             request.num_in_flight -= 1
             if request.num_in_flight == 0 and request.state in (State.ENDED, State.LEAVING):
-                self._roster.release(request)
+                self._table.release(request)
 
     def _lose(self, flight: InFlight, later: Iterable[InFlight]) -> None:
         self._num_tries += 1
@@ -64,10 +64,10 @@ class Shortage:
         self._set_back([request for lost in (flight, *later) for request in lost.requests()])
         first, *others = flight.requests()
         is_least = not others and (flight.num_positions == 1 or not self._planner.is_chunked)
-        if is_least and self._num_tries >= _MOST_TRIES and first.state is not State.ENDED:
+        if is_least and self._num_tries >= _MAX_TRIES and first.state is not State.ENDED:
             self._num_tries = 0
             detail = "The device has no memory for this request, not even alone in a step; try again later."
-            self._roster.end(first, Failed(first.rid, "unavailable", detail))
+            self._table.end(first, Failed(first.rid, "unavailable", detail))
 
     def _set_back(self, touched: list[Request]) -> None:
         """To what is known to be computed."""
@@ -83,13 +83,13 @@ class Shortage:
             bad.update(request.blocks[num // size :])
         self._pool.forget(bad)
         loading = () if self._loads is None else self._loads.requests()
-        for request in {id(r): r for r in chain(touched, self._roster.running, loading)}.values():
+        for request in {id(r): r for r in chain(touched, self._table.running, loading)}.values():
             found = request.blocks[: request.num_computed // size]
             num_good = next((i for i, block in enumerate(found) if block in bad), None)
             if num_good is not None:
                 self._cut(request, num_good * size)
                 if request.state in (State.RUNNING, State.LOADING):
-                    self._roster.preempt(request)
+                    self._table.preempt(request)
 
     def _cut(self, request: Request, num: int) -> None:
         """Nothing of it is computed or under way after its first `num` positions, and the worker has no row for it."""

@@ -11,7 +11,7 @@ from ...ipc.messages import Failed, Opened, TokenBatch, Tokens
 Item = Opened | TokenBatch | Failed
 
 
-class News:
+class OutputBuffer:
     """A batch being filled, and everything before it."""
 
     def __init__(self) -> None:

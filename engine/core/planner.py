@@ -11,12 +11,12 @@ from .block_pool import BlockPool
 from .cost import CAUTIOUS, NO_WORK, CostModel, Work, with_chunk
 from .draft import Draft
 from .loads import Loads
-from .output_buffer import News
+from .output_buffer import OutputBuffer
 from .policy import Policy
 from .preemption import choose_interrupted, choose_victim, order
 from .prefix import PrefixCache
 from .request import Request, State
-from .request_table import Roster
+from .request_table import RequestTable
 from .stats import Counters
 
 _MIN_CHUNK = 16  # positions of a prompt that a step computes whatever the latency target
@@ -29,13 +29,13 @@ class Planner:
     def __init__(
         self,
         *,
-        roster: Roster,
+        table: RequestTable,
         pool: BlockPool,
         prefix: PrefixCache,
         policy: Policy,
         loads: Loads | None,
         cost: CostModel,
-        news: News,
+        outputs: OutputBuffer,
         counters: Counters,
         block_size: int,
         max_num_batched_tokens: int,
@@ -47,16 +47,16 @@ class Planner:
         block, so that a row never needs two blocks at once for one token. `is_chunked`: a prompt may be computed in
         pieces; if not, the budget of a step has room for the longest."""
         assert 0 <= speculate < block_size, (speculate, block_size)
-        self._roster = roster
+        self._table = table
         self._pool = pool
         self._prefix = prefix
         self._policy = policy
         self._loads = loads
         self._cost = cost
-        self._news = news
+        self._outputs = outputs
         self._counters = counters
         self.block_size = block_size
-        self.budget = max_num_batched_tokens  # of a step; `Shortage` makes it smaller for a while
+        self.budget = max_num_batched_tokens  # of a step; `OomRecovery` makes it smaller for a while
         self._itl_target_ms = itl_target_ms
         self._speculate = speculate
         self.is_chunked = is_chunked
@@ -64,14 +64,14 @@ class Planner:
 
     def draft(self) -> Draft:
         """The next step, possibly empty."""
-        roster = self._roster
-        roster.sweep()
+        table = self._table
+        table.sweep()
         draft = Draft(self.budget)
         rest = self._plan_decodes(draft)
         draft.work = Work(len(draft.decodes), sum(map(_num_planned, draft.decodes)), 0, 0)
         if self._loads is not None:
             self._loads.asks_again = False
-        first = roster.waiting.first()
+        first = table.waiting.first()
         if first is not None and self._policy.may_interrupt and any(self._goes_before(first, r) for r in rest):
             rest.sort(key=order(self._policy))  # it must not overtake those that stand before it as well
         for request in rest:
@@ -91,27 +91,27 @@ class Planner:
                 self._prefix.commit_beginning(request, len(request.ids) - 1)
         if self._policy.counts_tokens:
             for request in draft.decodes:
-                self._policy.serve(request.line, 1)
+                self._policy.serve(request.queue_key, 1)
             for request, count in zip(draft.others, draft.counts, strict=True):
-                self._policy.serve(request.line, count)
+                self._policy.serve(request.queue_key, count)
 
     def _plan_decodes(self, draft: Draft) -> list[Request]:
         """Plans the rows that need one position and no block: nearly every row of nearly every step. Returns the others
         that have something to compute, the first in line first, then those with one position."""
-        roster = self._roster
-        running = roster.running
+        table = self._table
+        running = table.running
         limit = draft.budget
         front: Request | None = None
-        if self._pool.num_free < len(roster.running) or limit < len(roster.running) + (len(roster.waiting) > 0):
+        if self._pool.num_free < len(table.running) or limit < len(table.running) + (len(table.waiting) > 0):
             front = self._make_room(draft)
-            running = sorted(roster.running, key=order(self._policy))
-            if front is not None and (front.num_planned >= front.room or front.num_total - front.num_planned > 1):
+            running = sorted(table.running, key=order(self._policy))
+            if front is not None and (front.num_planned >= front.fast_limit or front.num_total - front.num_planned > 1):
                 limit -= 1  # it is none of the rows below, and must have a position all the same
-            elif (first := roster.waiting.first()) is not None and self._goes_before(first, running[-1]):
+            elif (first := table.waiting.first()) is not None and self._goes_before(first, running[-1]):
                 limit -= 1
         elif (
             self._speculate
-            and len(running) * (1 + self._speculate) + (len(roster.waiting) > 0) <= limit
+            and len(running) * (1 + self._speculate) + (len(table.waiting) > 0) <= limit
             and all(request.num_total - request.num_planned <= 1 for request in running)  # else positions are dear
         ):
             running = self._plan_speculative(draft, running)
@@ -122,7 +122,7 @@ class Planner:
         long: list[Request] = []
         for request in running:
             position = request.num_planned
-            if position < request.room and position + 1 == request.num_total:
+            if position < request.fast_limit and position + 1 == request.num_total:
                 request.num_planned = position + 1
                 request.num_total = position + 2
                 request.num_in_flight += 1
@@ -131,7 +131,7 @@ class Planner:
                 if request.num_total - position > 1:
                     long.append(request)
                 else:
-                    (growing if position == request.room else single).append(request)
+                    (growing if position == request.fast_limit else single).append(request)
         over = decodes[limit:]
         for request in over:
             request.num_planned -= 1
@@ -164,8 +164,8 @@ class Planner:
             if position + num > request.end or position + 1 != request.num_total or not request.may_speculate:
                 others.append(request)
                 continue
-            if position + num > request.room:
-                if request.room < 0:
+            if position + num > request.fast_limit:
+                if request.fast_limit < 0:
                     others.append(request)
                     continue
                 growing.append(request)
@@ -177,7 +177,7 @@ class Planner:
         draft.grow_blocks.extend(blocks)
         for request, block in zip(growing, blocks, strict=True):
             request.blocks.append(block)
-            request.room = min(request.end, request.room + self.block_size)
+            request.fast_limit = min(request.end, request.fast_limit + self.block_size)
             draft.grow_rows.append(request.row)
         draft.num_speculative = len(draft.decodes)
         draft.speculate = self._speculate if draft.decodes else 0
@@ -191,7 +191,7 @@ class Planner:
         draft.grow_blocks.extend(blocks)
         for request, block in zip(growing, blocks):  # noqa: B905  # those without a block are returned
             request.blocks.append(block)
-            request.room = min(request.end, request.room + self.block_size)
+            request.fast_limit = min(request.end, request.fast_limit + self.block_size)
             request.num_planned += 1
             request.num_total += 1
             request.num_in_flight += 1
@@ -202,8 +202,8 @@ class Planner:
     def _make_room(self, draft: Draft) -> Request | None:
         """When blocks are short: preempts until the first in line can have its chunk and each row that needs one
         position its block, as far as that is possible. Returns the first in line."""
-        roster = self._roster
-        working = [r for r in roster.running if r.has_work]
+        table = self._table
+        working = [r for r in table.running if r.has_work]
         front = min(working, key=order(self._policy), default=None)
 
         def need(request: Request) -> int:
@@ -213,8 +213,8 @@ class Planner:
             return max(0, self._num_blocks(request.num_planned + min(num, draft.budget)) - len(request.blocks))
 
         total = sum(map(need, working))
-        candidates = sorted((r for r in roster.running if r.state is State.RUNNING), key=order(self._policy))
-        coming = sum(len(r.blocks) for r in roster.running if r.state is State.LEAVING)
+        candidates = sorted((r for r in table.running if r.state is State.RUNNING), key=order(self._policy))
+        coming = sum(len(r.blocks) for r in table.running if r.state is State.LEAVING)
         while self._pool.num_free < total:
             if coming and self._pool.num_free + coming >= total:
                 break  # they return when the steps in flight are applied
@@ -224,7 +224,7 @@ class Planner:
             candidates.remove(victim)
             if victim.has_work:
                 total -= need(victim)
-            roster.preempt(victim)
+            table.preempt(victim)
             coming += len(victim.blocks)  # none, if they have returned already
             draft.preempted = True
         return front
@@ -268,15 +268,15 @@ class Planner:
             draft.chunked.append(request)
             draft.fresh.update(self._prefix.upcoming(request))
         request.num_in_flight += 1
-        draws = request.num_planned == request.num_total and request.max_tokens > 0
-        if draws:
+        samples = request.num_planned == request.num_total and request.max_tokens > 0
+        if samples:
             request.num_total += 1
             if request.mask:
                 draft.masks.append((request.row, request.mask))
         draft.budget -= num
         draft.others.append(request)
         draft.counts.append(num)
-        draft.sample.append(int(draws))
+        draft.sample.append(int(samples))
         request.settle()
 
     def _chunk(self, draft: Draft, past: int, num: int) -> int:
@@ -301,18 +301,20 @@ class Planner:
         return chunk
 
     def _goes_before(self, waiting: Request, running: Request) -> bool:
-        return self._policy.may_interrupt and self._policy.interrupts(waiting.line, running.line, len(waiting.ids))
+        return self._policy.may_interrupt and self._policy.interrupts(
+            waiting.queue_key, running.queue_key, len(waiting.ids)
+        )
 
     def _admit(self, draft: Draft, ahead_of: Request | None = None) -> None:
         """Takes waiting requests in, strictly in their order, while rows, blocks and budget last; with `ahead_of`, only
         those that may interrupt that running one."""
-        roster, loads, size = self._roster, self._loads, self.block_size
-        while draft.budget > 0 and (request := roster.waiting.first()) is not None:
-            if draft.preempted or roster.num_leaving:
+        table, loads, size = self._table, self._loads, self.block_size
+        while draft.budget > 0 and (request := table.waiting.first()) is not None:
+            if draft.preempted or table.num_leaving:
                 return  # those that leave come first
             if ahead_of is not None and not self._goes_before(request, ahead_of):
                 return
-            if not roster.free_rows and not self._policy.may_interrupt:
+            if not table.free_rows and not self._policy.may_interrupt:
                 return
             found = self._prefix.find(request)
             if not draft.fresh.isdisjoint(found.missing) or (loads and not loads.keys.isdisjoint(found.missing)):
@@ -321,17 +323,17 @@ class Planner:
             num_cached = len(hits) * size
             pinned = [] if found.source is None else [found.source]
             need = self._num_blocks(len(request.ids)) - len(hits)
-            reserve = len(roster.running)  # every running row may want its next block soon
+            reserve = len(table.running)  # every running row may want its next block soon
             short = need + reserve - (self._pool.num_free - self._pool.num_idle(hits))
             if pinned and short + self._pool.num_idle(pinned) > 0:
                 found, pinned = found._replace(source=None, num_copied=0), []  # no room to copy from it
-            if short > 0 or not roster.free_rows:
+            if short > 0 or not table.free_rows:
                 victims = []
                 if self._policy.may_interrupt:
-                    has_row = bool(roster.free_rows)
-                    victims = choose_interrupted(roster.running, request, short, has_row, self._pool, self._policy)
+                    has_row = bool(table.free_rows)
+                    victims = choose_interrupted(table.running, request, short, has_row, self._pool, self._policy)
                 for victim in victims:  # they give up what is missing; the next plan admits the request
-                    roster.preempt(victim)
+                    table.preempt(victim)
                 return
             external = 0
             if loads is not None and self._prefix.enabled and not request.wants_all:
@@ -351,7 +353,7 @@ class Planner:
                 draft.pinned += pinned
             end = num_cached + (external or found.num_copied + num)
             blocks = hits + self._pool.allocate(self._num_blocks(end) - len(hits))
-            roster.admit(request, blocks, State.LOADING if external else State.RUNNING)
+            table.admit(request, blocks, State.LOADING if external else State.RUNNING)
             request.num_committed = len(hits)
             request.num_computed = request.num_planned = num_cached
             request.num_found = num_cached + (0 if external else found.num_copied)
@@ -374,7 +376,7 @@ class Planner:
         request.num_cached = min(request.num_computed, request.num_prompt)
         self._counters.num_prompt_tokens += request.num_prompt
         self._counters.num_cached_tokens += request.num_found
-        self._news.add_item(request.as_opened())
+        self._outputs.add_item(request.as_opened())
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

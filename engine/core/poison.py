@@ -9,10 +9,10 @@ fails if that does not help: then the numbers are its own.
 from .block_pool import BlockPool
 from .loads import Loads
 from .request import Request, State
-from .request_table import Roster
+from .request_table import RequestTable
 
 
-def poison(request: Request, pool: BlockPool, loads: Loads | None, roster: Roster) -> None:
+def poison(request: Request, pool: BlockPool, loads: Loads | None, table: RequestTable) -> None:
     """A step has shown it. Whoever calls ends the request unless it `starts_again`."""
     request.is_poisoned = True
     pool.forget(request.blocks)
@@ -20,4 +20,4 @@ def poison(request: Request, pool: BlockPool, loads: Loads | None, roster: Roste
         loads.refuse(request)
     if (request.num_found or request.num_loading) and request.state is not State.ENDED:
         request.wants_all = True
-        roster.start_again(request)
+        table.start_again(request)

@@ -27,17 +27,17 @@ class Policy(Protocol):
     def join(self, message: Enqueue) -> Hashable:
         """The line of a request that arrives; called once for each."""
 
-    def rank(self, line: Hashable) -> int:
+    def rank(self, queue_key: Hashable) -> int:
         """Smaller goes first. May change as tokens are served."""
 
-    def serve(self, line: Hashable, num_tokens: int) -> None:
+    def serve(self, queue_key: Hashable, num_tokens: int) -> None:
         """So many tokens of a request of this line go into a step."""
 
-    def leave(self, line: Hashable) -> None:
+    def leave(self, queue_key: Hashable) -> None:
         """A request of this line has ended; called once for each."""
 
-    def interrupts(self, line: Hashable, running: Hashable, num_tokens: int) -> bool:
-        """Whether a waiting request of `line` may take the place of a running one of the line `running`. `num_tokens`:
+    def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
+        """Whether a waiting request of `queue_key` may preempt a running one of the key `running`. `num_tokens`:
         what the waiting one has to compute, perhaps again, before it gets on."""
 
 
@@ -51,17 +51,17 @@ class Fcfs:
         """See `Policy`."""
         return None
 
-    def rank(self, line: Hashable) -> int:
+    def rank(self, queue_key: Hashable) -> int:
         """See `Policy`."""
         return 0
 
-    def serve(self, line: Hashable, num_tokens: int) -> None:
+    def serve(self, queue_key: Hashable, num_tokens: int) -> None:
         """See `Policy`."""
 
-    def leave(self, line: Hashable) -> None:
+    def leave(self, queue_key: Hashable) -> None:
         """See `Policy`."""
 
-    def interrupts(self, line: Hashable, running: Hashable, num_tokens: int) -> bool:
+    def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
         """See `Policy`."""
         return False
 
@@ -75,14 +75,14 @@ class Priority(Fcfs):
         """See `Policy`."""
         return message.priority
 
-    def rank(self, line: Hashable) -> int:
+    def rank(self, queue_key: Hashable) -> int:
         """See `Policy`."""
-        assert isinstance(line, int)
-        return line
+        assert isinstance(queue_key, int)
+        return queue_key
 
-    def interrupts(self, line: Hashable, running: Hashable, num_tokens: int) -> bool:
+    def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
         """See `Policy`."""
-        return self.rank(line) < self.rank(running)
+        return self.rank(queue_key) < self.rank(running)
 
 
 class Fair:
@@ -112,28 +112,28 @@ class Fair:
         self._open[tenant] += 1
         return tenant
 
-    def rank(self, line: Hashable) -> int:
+    def rank(self, queue_key: Hashable) -> int:
         """See `Policy`."""
-        return self._served[line]
+        return self._served[queue_key]
 
-    def serve(self, line: Hashable, num_tokens: int) -> None:
+    def serve(self, queue_key: Hashable, num_tokens: int) -> None:
         """See `Policy`."""
-        self._served[line] += num_tokens
+        self._served[queue_key] += num_tokens
 
-    def leave(self, line: Hashable) -> None:
+    def leave(self, queue_key: Hashable) -> None:
         """See `Policy`."""
-        self._open[line] -= 1
-        if self._open[line] == 0:
-            del self._open[line]
-            served = self._served.pop(line)
+        self._open[queue_key] -= 1
+        if self._open[queue_key] == 0:
+            del self._open[queue_key]
+            served = self._served.pop(queue_key)
             self._floor = max(self._floor, served)
             if served > min(self._served.values(), default=served):
-                self._left[line] = served
+                self._left[queue_key] = served
 
-    def interrupts(self, line: Hashable, running: Hashable, num_tokens: int) -> bool:
+    def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
         """See `Policy`."""
         # Taking turns must bring everyone further than it costs to start again, or nobody would ever end.
-        return self.rank(running) - self.rank(line) > FAIR_QUANTUM + num_tokens
+        return self.rank(running) - self.rank(queue_key) > FAIR_QUANTUM + num_tokens
 
 
 def make_policy(name: PolicyName) -> Policy:

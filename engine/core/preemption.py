@@ -14,7 +14,7 @@ _NUM_CANDIDATES = 8  # running requests whose preemption is priced when blocks r
 
 def order(policy: Policy) -> Callable[[Request], tuple[int, int]]:
     """A sort key for running requests: who goes first comes first."""
-    return lambda request: (policy.rank(request.line), request.arrival)
+    return lambda request: (policy.rank(request.queue_key), request.arrival)
 
 
 def choose_victim(
@@ -41,13 +41,13 @@ def choose_interrupted(
     `short`: blocks that are missing; `has_row`: whether a row is free. Empty if the whole of it cannot be had.
     """
     last = max(running, key=order(policy), default=None)
-    if last is None or not policy.interrupts(request.line, last.line, len(request.ids)):
+    if last is None or not policy.interrupts(request.queue_key, last.queue_key, len(request.ids)):
         return []
     victims: list[Request] = []
     for candidate in sorted(running, key=order(policy), reverse=True):
         if short <= 0 and (victims or has_row):
             break
-        if not policy.interrupts(request.line, candidate.line, len(request.ids)):
+        if not policy.interrupts(request.queue_key, candidate.queue_key, len(request.ids)):
             return []
         victims.append(candidate)
         short -= pool.num_only_held(candidate.blocks) + 1  # and the block that was reserved for its next one

@@ -50,19 +50,19 @@ class Request:
         "block_size",
         "blocks",
         "end",
+        "fast_limit",
         "ids",
         "is_constrained",
         "is_open",
         "is_poisoned",
         "keys",
         "limits",
-        "line",
-        "mark",
         "mask",
         "max_len",
         "max_tokens",
         "may_speculate",
         "min_len",
+        "next_check",
         "num_allowed",
         "num_cached",
         "num_committed",
@@ -77,9 +77,9 @@ class Request:
         "num_total",
         "opened",
         "pooling",
+        "queue_key",
         "resume_chars",
         "rid",
-        "room",
         "root",
         "row",
         "sampling",
@@ -97,7 +97,7 @@ class Request:
         *,
         choice: int,
         arrival: int,
-        line: Hashable,
+        queue_key: Hashable,
         max_model_len: int,
         block_size: int,
         root: bytes,
@@ -107,7 +107,7 @@ class Request:
         self.rid = message.rid + choice
         self.block_size = block_size
         self.arrival = arrival  # its place among its equals
-        self.line = line  # of the policy
+        self.queue_key = queue_key  # of the policy
         self.ids: array[int] = bytes_to_ids(message.prompt_ids)  # prompt and the output applied so far
         self.num_prompt = len(self.ids)
         self.ids.frombytes(message.resume_ids)
@@ -149,8 +149,8 @@ class Request:
         self.num_loading = 0  # blocks that the KV connector fills, after those that the prefix index had
         self.is_open = False  # the worker knows its row
         # A position below it needs no block, is to be computed, and draws. -1 unless RUNNING, and if constrained.
-        self.room = -1
-        self.mark = 0  # once so many positions are computed, applying a token is more than storing it
+        self.fast_limit = -1
+        self.next_check = 0  # once so many positions are computed, applying a token is more than storing it
         self.is_poisoned = False  # its KV gave numbers that are not finite
         self.root = root  # parent key of its first block
         self.keys: list[bytes] = []  # keys of its full blocks, as far as they were needed
@@ -223,15 +223,15 @@ class Request:
         self.num_total = len(self.ids)
 
     def settle(self) -> None:
-        """Works out `room` and `mark` anew: after its state, its blocks or what is computed have changed."""
+        """Computes `fast_limit` and `next_check` after a change of state, blocks or computed positions."""
         block_size = self.block_size
         if self.state is not State.RUNNING:
-            self.room, self.mark = -1, 0
+            self.fast_limit, self.next_check = -1, 0
             return
         is_free = self.max_tokens and self.is_open and not self.is_constrained
-        self.room = min(self.end, len(self.blocks) * block_size) if is_free else -1
+        self.fast_limit = min(self.end, len(self.blocks) * block_size) if is_free else -1
         stretch = COMMIT_BLOCKS * block_size
-        self.mark = min((self.num_computed // stretch + 1) * stretch, self.end)
+        self.next_check = min((self.num_computed // stretch + 1) * stretch, self.end)
 
     def as_row(self) -> RowOpen:
         """How the worker is told of it when it gets a row."""

@@ -12,7 +12,7 @@ from ...ipc.messages import Failed, Masks, Tokens
 from .block_pool import BlockPool
 from .constraints import Constraints, allow
 from .kv_connector import CoreConnector
-from .output_buffer import News
+from .output_buffer import OutputBuffer
 from .policy import Policy
 from .prefix import PrefixCache
 from .request import Request, State
@@ -22,7 +22,7 @@ from .waiting import Waiting
 _arrival = attrgetter("arrival")
 
 
-class Roster:
+class RequestTable:
     """All requests of one scheduler."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Roster:
         pool: BlockPool,
         prefix: PrefixCache,
         policy: Policy,
-        news: News,
+        outputs: OutputBuffer,
         counters: Counters,
         connector: CoreConnector | None,
         num_rows: int,
@@ -39,7 +39,7 @@ class Roster:
         self._pool = pool
         self._prefix = prefix
         self._policy = policy
-        self._news = news
+        self._outputs = outputs
         self._counters = counters
         self._connector = connector
         self.constraints = Constraints()
@@ -79,22 +79,22 @@ class Roster:
         else:
             self._has_ended = True
             self.num_leaving -= request.state is State.LEAVING
-        self._policy.leave(request.line)
+        self._policy.leave(request.queue_key)
         request.state = State.ENDED
         request.settle()
         del self.requests[request.rid]
         if request.is_constrained:
             self.constraints.end(request.rid)
         if isinstance(terminal, Tokens):
-            self._news.add(terminal)
+            self._outputs.add(terminal)
         else:
-            self._news.add_item(terminal)
+            self._outputs.add_item(terminal)
         if request.num_in_flight == 0:
             self.release(request)
 
     def allow(self, message: Masks) -> None:
         """The masks of constrained requests; those to which nothing can be added end."""
-        self._news.close_batch()  # it may have news of them
+        self._outputs.close_batch()  # it may have news of them
         for request, end in allow(message, self.requests):
             self.end(request, end)
 

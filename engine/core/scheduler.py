@@ -1,7 +1,7 @@
 """Who computes what in the next step: continuous batching, chunked prefill, preemption.
 
 Plain Python without I/O, clock or randomness, so that histories can be simulated and replayed. The core process calls
-`add`, `cancel`, `stop_hit`, `plan`, `apply` and `transferred`, and sends on what `take_news` returns.
+`add`, `cancel`, `stop_hit`, `plan`, `apply` and `transferred`, and sends on what `take_outputs` returns.
 
 Several plans may be in flight: a sampled token stays on the worker, so the next plan does not wait for it.
 
@@ -30,22 +30,22 @@ from ...ipc.messages import (
 from .admission import Admission
 from .block_hash import root_key
 from .block_pool import BlockPool
-from .cost import CostModel, with_guesses
+from .cost import CostModel, with_draft_tokens
 from .deadlines import Deadlines
 from .draft import Draft, InFlight
 from .extension import PlanExtension
 from .kv_connector import CoreConnector
 from .kv_events import KvCacheEvent, event_of_tier
 from .loads import Loads
-from .oom_recovery import Shortage
-from .output_buffer import Item, News
+from .oom_recovery import OomRecovery
+from .output_buffer import Item, OutputBuffer
 from .planner import Planner
 from .poison import poison
 from .policy import PolicyName, make_policy
 from .prefix import PrefixCache
 from .request import COMMIT_BLOCKS, Request, State
-from .request_table import Roster
-from .speculation import num_drawn, num_until_end
+from .request_table import RequestTable
+from .speculation import num_sampled, num_until_end
 from .stats import Counters
 
 _BEFORE_ALL = 2**40  # resumed requests stand before all others, among themselves as they came
@@ -98,30 +98,30 @@ class Scheduler:
         self.is_paused = False  # plans tell the KV connector what it has to know, and compute nothing
         self.deadlines = Deadlines()
         self._extension = extension
-        self._news = News()
+        self._outputs = OutputBuffer()
         self._policy = make_policy(policy)
         self._cost = CostModel()
         self._loads = Loads(connector, self._cost, block_size) if connector is not None and prefix_caching else None
         self._num_arrived = 0
         self._in_flight: deque[InFlight] = deque()
-        self.roster = Roster(
+        self.table = RequestTable(
             pool=pool,
             prefix=self.prefix,
             policy=self._policy,
-            news=self._news,
+            outputs=self._outputs,
             counters=self.counters,
             connector=connector if prefix_caching else None,
             num_rows=max_num_seqs,
         )
-        self.constraints = self.roster.constraints
+        self.constraints = self.table.constraints
         self._planner = Planner(
-            roster=self.roster,
+            table=self.table,
             pool=pool,
             prefix=self.prefix,
             policy=self._policy,
             loads=self._loads,
             cost=self._cost,
-            news=self._news,
+            outputs=self._outputs,
             counters=self.counters,
             block_size=block_size,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -129,19 +129,19 @@ class Scheduler:
             speculate=speculate,
             is_chunked=is_chunked,
         )
-        self._shortage = Shortage(self._planner, self.roster, pool, self._loads, self.counters)
+        self._oom_recovery = OomRecovery(self._planner, self.table, pool, self._loads, self.counters)
 
     # ── requests come and go ─────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold no row."""
-        return len(self.roster.waiting)
+        return len(self.table.waiting)
 
     @property
     def num_running(self) -> int:
         """Requests that have not ended and hold a row."""
-        return len(self.roster.requests) - len(self.roster.waiting)
+        return len(self.table.requests) - len(self.table.waiting)
 
     @property
     def num_in_flight(self) -> int:
@@ -151,7 +151,7 @@ class Scheduler:
     @property
     def is_busy(self) -> bool:
         """A plan, a load or a send is under way."""
-        return bool(self._in_flight or self.roster.held or self._loads)
+        return bool(self._in_flight or self.table.held or self._loads)
 
     @property
     def asks_again(self) -> bool:
@@ -172,7 +172,7 @@ class Scheduler:
                 message,
                 choice=choice,
                 arrival=self._num_arrived - (_BEFORE_ALL if message.attempt else 0),
-                line=self._policy.join(message),
+                queue_key=self._policy.join(message),
                 max_model_len=self.max_model_len,
                 block_size=self.block_size,
                 root=root,
@@ -181,19 +181,19 @@ class Scheduler:
             if message.n > 1 and self.prefix.enabled:  # one prompt is hashed once
                 keys = keys or request.block_keys(num_prompt // self.block_size, self.block_size)
                 request.keys = keys.copy()
-            self.roster.join(request)
+            self.table.join(request)
             if message.limits.queue_timeout_s is not None:
-                self.deadlines.put(now + message.limits.queue_timeout_s, request.rid, self.roster.requests)
+                self.deadlines.put(now + message.limits.queue_timeout_s, request.rid, self.table.requests)
             if message.resume_ids and (finish := request.finish_of(request.ids[-1])) is not None:
                 # Only the word that it has ended was lost; who is told everything again gets it with the last token.
                 again = message.resume_chars < 0
-                self._news.add_item(request.as_opened(request.num_resumed - again))
+                self._outputs.add_item(request.as_opened(request.num_resumed - again))
                 self._end_with(request, finish, request.ids[-1:], is_news=again)
         return [Accepted(rid, num_prompt) for rid in rids]
 
     def refusal(self, message: Enqueue) -> Failed | None:
         """Why a request is not taken in."""
-        return self._admission.refusal(message, self.roster.requests, self.roster.waiting)
+        return self._admission.refusal(message, self.table.requests, self.table.waiting)
 
     def cancel(self, rid: int) -> None:
         """Its client is gone. Unknown rids have ended already."""
@@ -204,26 +204,26 @@ class Scheduler:
         self._end_early(rid, "stop")
 
     def _end_early(self, rid: int, finish: FinishReason) -> None:
-        if (request := self.roster.requests.get(rid)) is not None:
-            self._news.close_batch()  # the last step may have news of it
-            self.roster.end(request, request.terminal(finish))
+        if (request := self.table.requests.get(rid)) is not None:
+            self._outputs.close_batch()  # the last step may have news of it
+            self.table.end(request, request.terminal(finish))
 
     def allow(self, message: Masks) -> None:
         """Takes in what constrained requests may draw next. Ends those to which nothing can be added."""
-        self.roster.allow(message)
+        self.table.allow(message)
 
     def expire(self, now: float) -> None:
         """Fails the requests that have waited for their first step longer than they were willing to."""
         for rid in self.deadlines.take_due(now):
-            request = self.roster.requests.get(rid)
+            request = self.table.requests.get(rid)
             if request is not None and not request.opened:
                 seconds = request.limits.queue_timeout_s
                 detail = f"The request has waited {seconds:g} s without being started; try again later."
-                self.roster.end(request, Failed(request.rid, "unavailable", detail))
+                self.table.end(request, Failed(request.rid, "unavailable", detail))
 
-    def take_news(self) -> list[Item]:
+    def take_outputs(self) -> list[Item]:
         """What the detokenizer is told of everything since the last call, in order."""
-        return self._news.take()
+        return self._outputs.take()
 
     def take_kv_events(self) -> list[KvCacheEvent]:
         """What became findable, on the device and behind it, and what no longer is, since the last call."""
@@ -262,7 +262,7 @@ class Scheduler:
             requests, counts = draft.decodes + draft.others, [1] * len(draft.decodes) + draft.counts
             starts = [r.num_planned - count for r, count in zip(requests, counts, strict=True)]
             extension = self._extension.extend(self.step, list(map(_rid, requests)), counts, starts)
-        after_fault, self._shortage.is_untold = self._shortage.is_untold, False
+        after_fault, self._oom_recovery.is_untold = self._oom_recovery.is_untold, False
         return draft.finish(self.step, kv, extension, after_fault)
 
     # ── apply ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -273,48 +273,48 @@ class Scheduler:
             expected = self._in_flight[0].step if self._in_flight else None
             raise ValueError(f"the worker answered step {result.step} where step {expected} was due")
         flight = self._in_flight.popleft()
-        self._news.close_batch()
+        self._outputs.close_batch()
         if result.fault is not None:
-            self._shortage.take_back(flight, self._in_flight)
+            self._oom_recovery.take_back(flight, self._in_flight)
             return
-        self._shortage.passed(flight)
+        self._oom_recovery.passed(flight)
         decodes, first = flight.decodes, flight.num_speculative
-        drawn = bytes_to_ids(result.ids)
-        nums = num_drawn(flight, result, len(drawn))
+        sampled = bytes_to_ids(result.ids)
+        nums = num_sampled(flight, result, len(sampled))
         if flight.work is not None and flight.work.rows + flight.work.prefill:
-            self._cost.observe(with_guesses(flight.work, result.num_draft_tokens), result.device_ms)
+            self._cost.observe(with_draft_tokens(flight.work, result.num_draft_tokens), result.device_ms)
             if first:
                 self._planner.break_even = self._cost.break_even(flight.work)
-        guessed_rids, guessed_ids = array("q"), array("i")
+        drafted_rids, drafted_ids = array("q"), array("i")
         if first:
-            self._apply_speculative(flight, nums, drawn, guessed_rids, guessed_ids)
+            self._apply_speculative(flight, nums, sampled, drafted_rids, drafted_ids)
             self.counters.num_drafts += result.num_drafts
             self.counters.num_draft_tokens += result.num_draft_tokens
-            decodes, drawn = decodes[first:], drawn[sum(nums) :]
+            decodes, sampled = decodes[first:], sampled[sum(nums) :]
         logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
         odd: set[int] = set()  # rids of decodes whose news is no plain token
-        if logprobs or (drawn and min(drawn) < 0):
+        if logprobs or (sampled and min(sampled) < 0):
             for i, request in enumerate(decodes):
-                if not self._apply_row(request, 1, drawn[i : i + 1], logprobs.get(first + i), None):
+                if not self._apply_row(request, 1, sampled[i : i + 1], logprobs.get(first + i), None):
                     odd.add(request.rid)
         else:
-            for request, token in zip(decodes, drawn):  # noqa: B905  # the others' tokens come after theirs
+            for request, token in zip(decodes, sampled):  # noqa: B905  # the others' tokens come after theirs
                 computed = request.num_computed + 1
-                if computed < request.mark and token not in request.stops:
+                if computed < request.next_check and token not in request.stops:
                     request.num_computed = computed
                     request.num_in_flight -= 1
                     request.ids.append(token)
                 elif not self._apply_mark(request, array("i", [token])):
                     odd.add(request.rid)
-        rids, ids = array("q", map(_rid, decodes)), drawn[: len(decodes)]
+        rids, ids = array("q", map(_rid, decodes)), sampled[: len(decodes)]
         if odd:
             plain = [i for i, rid in enumerate(rids) if rid not in odd]
             rids, ids = array("q", [rids[i] for i in plain]), array("i", [ids[i] for i in plain])
         if first:
-            rids, ids = guessed_rids + rids, guessed_ids + ids
+            rids, ids = drafted_rids + rids, drafted_ids + ids
         at = len(decodes)
         for i, request in enumerate(flight.others):
-            tokens = drawn[at : at + flight.sample[i]]
+            tokens = sampled[at : at + flight.sample[i]]
             at += len(tokens)
             row = len(flight.decodes) + i
             told, vector = prompt_logprobs.get(row), result.vectors.get(row, b"")
@@ -322,13 +322,13 @@ class Scheduler:
                 rids.append(request.rid)
                 ids.append(request.ids[-1])
         if rids:
-            self._news.set_columns(rids, ids)
+            self._outputs.set_columns(rids, ids)
             self.counters.num_output_tokens += len(rids)
 
     def _apply_speculative(
-        self, flight: InFlight, nums: "array[int]", drawn: "array[int]", rids: "array[int]", ids: "array[int]"
+        self, flight: InFlight, nums: "array[int]", sampled: "array[int]", rids: "array[int]", ids: "array[int]"
     ) -> None:
-        """The first rows of a step, each of which drew the next `nums` of the tokens `drawn`. What was planned of
+        """The first rows of a step, each of which drew the next `nums` of the tokens `sampled`. What was planned of
         guesses that did not come true is taken back. Plain news goes to the columns."""
         speculate, end, num_accepted = flight.speculate, 0, 0
         for request, num in zip(flight.decodes, nums):  # noqa: B905  # the other decodes drew one each
@@ -336,13 +336,13 @@ class Scheduler:
             wrong = speculate + 1 - num
             request.num_planned -= wrong
             request.num_total -= wrong
-            token = drawn[end - 1]
+            token = sampled[end - 1]
             if num > 1:
                 num_accepted += num - 1
-                tokens = drawn[start:end]
+                tokens = sampled[start:end]
                 if request.stops.isdisjoint(tokens):
                     computed = request.num_computed + num
-                    if computed < request.mark and token >= 0:
+                    if computed < request.next_check and token >= 0:
                         request.num_computed = computed
                         request.num_in_flight -= 1
                         request.ids += tokens
@@ -355,10 +355,10 @@ class Scheduler:
                     request.num_total -= len(tokens) - num
                     del tokens[num:]  # what comes after its end is nothing
                     if token < 0 and not request.is_poisoned:
-                        poison(request, self.pool, self._loads, self.roster)
+                        poison(request, self.pool, self._loads, self.table)
             else:
                 computed = request.num_computed + 1
-                if computed < request.mark and token not in request.stops and token >= 0:
+                if computed < request.next_check and token not in request.stops and token >= 0:
                     request.num_computed = computed
                     request.num_in_flight -= 1
                     request.ids.append(token)
@@ -373,7 +373,7 @@ class Scheduler:
         if self._policy.counts_tokens and num_accepted:
             for request, num in zip(flight.decodes, nums):  # noqa: B905
                 if request.state is not State.ENDED:
-                    self._policy.serve(request.line, num - 1)
+                    self._policy.serve(request.queue_key, num - 1)
 
     def _apply_mark(self, request: Request, tokens: "array[int]") -> bool:
         """A decode row's tokens with which it may end, or has output to offer. See `_apply_row`."""
@@ -385,7 +385,7 @@ class Scheduler:
         request.num_computed += len(tokens)
         request.num_in_flight -= 1
         self.prefix.commit(request)
-        request.mark = min(request.mark + COMMIT_BLOCKS * self.block_size, request.end)
+        request.next_check = min(request.next_check + COMMIT_BLOCKS * self.block_size, request.end)
         return True
 
     def _apply_row(
@@ -402,7 +402,7 @@ class Scheduler:
         request.num_in_flight -= 1
         is_plain, is_finite = False, not tokens or tokens[-1] >= 0
         if not is_finite and not request.is_poisoned:
-            poison(request, self.pool, self._loads, self.roster)
+            poison(request, self.pool, self._loads, self.table)
         if request.starts_again:  # what was in flight then is nothing
             request.num_planned -= count
             request.num_total -= len(tokens)
@@ -415,21 +415,21 @@ class Scheduler:
                 if request.max_tokens == 0 and request.num_computed == request.end:
                     word = request.last_word(prompt_logprobs, vector)
                     if isinstance(word, Failed):
-                        poison(request, self.pool, self._loads, self.roster)
+                        poison(request, self.pool, self._loads, self.table)
                     if not request.starts_again:
-                        self.roster.end(request, word)
+                        self.table.end(request, word)
                 elif prompt_logprobs is not None:
-                    self._news.add(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
+                    self._outputs.add(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
             elif is_finite:
                 is_plain = self._apply_tokens(request, tokens, logprobs, prompt_logprobs)
             else:
                 if len(tokens) > 1:
-                    self._news.add(Tokens(request.rid, tokens[:-1].tobytes()))
+                    self._outputs.add(Tokens(request.rid, tokens[:-1].tobytes()))
                     self.counters.num_output_tokens += len(tokens) - 1
-                self.roster.end(request, request.failure())
+                self.table.end(request, request.failure())
             request.settle()
         if request.num_in_flight == 0 and request.state in (State.ENDED, State.LEAVING):
-            self.roster.release(request)
+            self.table.release(request)
         return is_plain
 
     def _apply_tokens(
@@ -449,7 +449,7 @@ class Scheduler:
             return True
         self.counters.num_output_tokens += len(tokens)
         if finish is None:
-            self._news.add(Tokens(request.rid, tokens.tobytes(), logprobs, prompt_logprobs))
+            self._outputs.add(Tokens(request.rid, tokens.tobytes(), logprobs, prompt_logprobs))
         else:
             self._end_with(request, finish, tokens, logprobs, prompt_logprobs)
         return False
@@ -467,15 +467,15 @@ class Scheduler:
         """Its last tokens end it. `is_news`: they were not told before."""
         stop_token_id = tokens[-1] if tokens[-1] in request.limits.stop_token_ids else None
         ids = tokens.tobytes() if is_news else b""
-        self.roster.end(request, request.terminal(finish, ids, logprobs, prompt_logprobs, stop_token_id))
+        self.table.end(request, request.terminal(finish, ids, logprobs, prompt_logprobs, stop_token_id))
 
     def transferred(self, message: Transferred) -> None:
         """Takes in what the worker half of the KV connector reports."""
         assert self._loads is not None and self.connector is not None, message
         self.connector.update_connector_output(message)
         for request, num_good in self._loads.finish(message):
-            self.roster.loaded(request, num_good)
-        self.roster.sent(message.sent)
+            self.table.loaded(request, num_good)
+        self.table.sent(message.sent)
 
     def reset(self) -> None:
         """The worker was replaced: its rows, its KV and everything in flight are gone. Who ran waits again."""
@@ -483,7 +483,7 @@ class Scheduler:
         if self._loads is not None:
             touched += self._loads.forget()
         self._in_flight.clear()
-        self.roster.reset(touched)
+        self.table.reset(touched)
         self.pool.forget_all()
         if self.connector is not None:
             self.connector.reset()
@@ -491,9 +491,9 @@ class Scheduler:
     def empty(self) -> None:
         """The memory of the KV is given to others while nothing is under way. Who ran waits again."""
         assert not self.is_busy, "something is under way"
-        self.roster.reset(())
+        self.table.reset(())
         self.pool.forget_all()
 
     def mend(self) -> str | None:
         """Whether rows and blocks add up, while nobody is served; else what was wrong, and they do from now on."""
-        return self.roster.mend() if not self.roster.requests and not self.is_busy else None
+        return self.table.mend() if not self.table.requests and not self.is_busy else None

@@ -13,7 +13,7 @@ from .draft import InFlight
 
 _FLAG = "--speculative"
 _NUM_TOKENS = 4
-_MOST_TOKENS = 15  # less than a block: see `Planner`
+_MAX_TOKENS = 15  # less than a block: see `Planner`
 _one = array("i", [1])
 
 
@@ -27,8 +27,8 @@ def num_draft_tokens(spec: str | None) -> int:
         raise ConfigError(f"{_FLAG} {spec}: write ngram, or ngram,tokens=N.")
     text = options.get("tokens", str(_NUM_TOKENS))
     num = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= num <= _MOST_TOKENS:
-        raise ConfigError(f"{_FLAG} {spec}: tokens is a number from 1 to {_MOST_TOKENS}.")
+    if not 1 <= num <= _MAX_TOKENS:
+        raise ConfigError(f"{_FLAG} {spec}: tokens is a number from 1 to {_MAX_TOKENS}.")
     return num
 
 
@@ -37,14 +37,14 @@ def num_until_end(tokens: "array[int]", stops: frozenset[int]) -> int:
     return next((i for i, token in enumerate(tokens, start=1) if token in stops), len(tokens))
 
 
-def num_drawn(flight: InFlight, result: StepResult, num_ids: int) -> "array[int]":
+def num_sampled(flight: InFlight, result: StepResult, num_ids: int) -> "array[int]":
     """How many tokens each speculative row drew. Raises ValueError if that is not what the plan allows."""
     due, first = len(flight.decodes) + sum(flight.sample), flight.num_speculative
-    if not result.num_drawn:
+    if not result.num_sampled:
         if num_ids != due:
             raise ValueError(f"step {result.step} drew {num_ids} tokens where {due} were due")
         return _one * first
-    nums = bytes_to_ids(result.num_drawn)
+    nums = bytes_to_ids(result.num_sampled)
     if len(nums) != due or sum(nums) != num_ids or min(nums) < 1:
         raise ValueError(f"step {result.step} drew {num_ids} tokens in {len(nums)} rows, and {sum(nums)} are counted")
     if max(nums[:first], default=1) > 1 + flight.speculate or max(nums[first:], default=1) > 1:

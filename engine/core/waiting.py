@@ -27,18 +27,18 @@ class Waiting:
 
     def add(self, request: Request) -> None:
         """Takes its place by arrival: a preempted request stands where it stood."""
-        insort(self._lines.setdefault(request.line, []), request, key=_arrival)
+        insort(self._lines.setdefault(request.queue_key, []), request, key=_arrival)
         self._num += 1
         self.num_tokens += request.max_len
 
     def remove(self, request: Request) -> None:
         """Leaves its line, wherever it stands."""
-        line = self._lines[request.line]
+        line = self._lines[request.queue_key]
         place = bisect_left(line, request.arrival, key=_arrival)
         assert line[place] is request, request.rid
         del line[place]
         if not line:
-            del self._lines[request.line]
+            del self._lines[request.queue_key]
         self._num -= 1
         self.num_tokens -= request.max_len
 
@@ -47,4 +47,4 @@ class Waiting:
         if not self._lines:
             return None
         rank = self._policy.rank
-        return min((line[0] for line in self._lines.values()), key=lambda r: (rank(r.line), r.arrival))
+        return min((line[0] for line in self._lines.values()), key=lambda r: (rank(r.queue_key), r.arrival))

@@ -6,7 +6,7 @@ import torch
 
 from ...config.config import EngineConfig
 from ...errors import ConfigError
-from ..parallel.rank import Place
+from ..parallel.rank import RankInfo
 from .queue import Queue
 
 
@@ -29,7 +29,7 @@ class Device(Protocol):
         """Lets others have the memory that nothing is kept in."""
 
 
-def choose_device(config: EngineConfig, *, place: Place) -> Device:
+def choose_device(config: EngineConfig, *, place: RankInfo) -> Device:
     """auto: CUDA if there is a device. Each rank of this machine has a CUDA device of its own; on a CPU they share the
     memory. Raises ConfigError for a device that torch cannot use, and where ranks outnumber devices."""
     num_here = len(place.ranks_here)

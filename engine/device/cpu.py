@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 _CACHE_SHARE = 0.4  # of the memory that is free: the machine has other work, and the cache is never given back
-_CACHE_MOST = 4 << 30
+_CACHE_MAX = 4 << 30
 
 
 class CpuDevice:
@@ -21,7 +21,7 @@ class CpuDevice:
         return None
 
     def cache_memory(self, *, taken: int) -> int:
-        return min(int(_CACHE_SHARE * available_memory()), _CACHE_MOST) // self._num_sharers
+        return min(int(_CACHE_SHARE * available_memory()), _CACHE_MAX) // self._num_sharers
 
     def synchronize(self) -> None:
         pass

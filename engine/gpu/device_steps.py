@@ -17,24 +17,24 @@ from torch import Tensor
 from ...config.config import EngineConfig
 from ...ipc.messages import RowLogprobs, StepPlan, StepResult
 from ...kernels.triton.extend_attention import extend_work, most_tiles, tile_tokens
-from ...kernels.triton.logprobs import MOST_BEST
+from ...kernels.triton.logprobs import MAX_BEST
 from ...kernels.triton.prepare_step import fill_packet
 from ..attention.kv_cache import KvCache, KvShape
 from ..device.queue import Mark, Queue, Work
 from ..steps.base import copy_blocks
 from ..steps.logprobs import prompt_logprobs, row_logprobs
-from ..steps.ngram import guess
+from ..steps.ngram import draft
 from ..steps.pooling import RowPooler
 from ..steps.rows import Rows
-from ..steps.sampled import Drawn, take_in
-from ..steps.step_inputs import Draws, draws_of
+from ..steps.sampled import Sampled, take_in
+from ..steps.step_inputs import Samples, samples_of
 from .decoder import GUESS_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
 from .packet import HostPacket, Limits, Packet, size_of
 from .recordings import Recordings
-from .shapes import DrawShape, StepShape, at_least, decode_sizes, mixed_sizes
+from .shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes
 from .state import KINDS, RowState, has_penalties, write_opens
 
-_MOST_PART = 256  # draws that are sampled at once: logits are 4 bytes for each token of the vocabulary
+_MAX_PART = 256  # draws that are sampled at once: logits are 4 bytes for each token of the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class _Slot:
 
     packet: HostPacket
     ids: Tensor  # [draws] int32
-    best_ids: Tensor  # [draws, 1 + MOST_BEST] int32
+    best_ids: Tensor  # [draws, 1 + MAX_BEST] int32
     best_values: Tensor  # the same, float32
     masks: Tensor | None = None  # [rows, ⌈vocab / 32⌉] int32, once a step has some
 
@@ -75,32 +75,32 @@ class _Pending:
     slot: _Slot
     begun: Mark
     done: Mark
-    draws: Draws
+    samples: Samples
     num_opens: NDArray[np.int64]  # [draws] how often the row of each had been opened
     num_logprobs: NDArray[np.int64]  # [draws] wanted; -1: none
-    guesses: NDArray[np.int64]
+    draft_tokens: NDArray[np.int64]
     prompt_logprobs: dict[int, RowLogprobs]
     vectors: dict[int, bytes]
-    drawn: Drawn | None = None  # once the host knows
+    sampled: Sampled | None = None  # once the host knows
 
 
-def limits_of(config: EngineConfig, *, group: int, guesses: int) -> Limits:
+def limits_of(config: EngineConfig, *, group: int, draft_tokens: int) -> Limits:
     """Of the steps that the core may plan. group: query heads of a kv head; guesses: most of a row."""
     rows = config.max_num_seqs
     tokens = max(config.max_num_batched_tokens, rows)
-    part = min(rows, _MOST_PART)
+    part = min(rows, _MAX_PART)
     tiles = max(most_tiles(tokens, rows, tile_tokens(group, tile_rows)) for tile_rows in (GUESS_ROWS, PROMPT_ROWS))
     return Limits(
         rows=rows,
         tokens=tokens,
-        draws=-(-min(rows * (1 + guesses), tokens) // part) * part,
+        samples=-(-min(rows * (1 + draft_tokens), tokens) // part) * part,
         part=part,
         tiles=tiles,
         blocks=-(-(config.max_model_len + 1) // config.block_size),
     )
 
 
-def num_guesses(config: EngineConfig) -> int:
+def num_draft_tokens(config: EngineConfig) -> int:
     """Most guesses of a row in a step."""
     return 0 if config.speculative is None else config.block_size - 1  # what the planner allows at most
 
@@ -116,7 +116,7 @@ def _planned(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
     decode, prompt = (INVARIANT_ROWS, INVARIANT_ROWS) if is_deterministic else (0, PROMPT_ROWS)
     shapes: list[Hashable] = [StepShape(size, decode) for size in reversed(decode_sizes(limits.rows))]
     for size in reversed(decode_sizes(limits.part)):
-        shapes += [(0, DrawShape(size, kind, False, False)) for kind in range(len(KINDS))]
+        shapes += [(0, SampleShape(size, kind, False, False)) for kind in range(len(KINDS))]
     return shapes + [StepShape(size, prompt) for size in reversed(mixed_sizes(limits.tokens))]
 
 
@@ -143,7 +143,7 @@ class DeviceSteps:
         self._part = limits.part
         self._decode_sizes = decode_sizes(limits.rows)
         self._mixed_sizes = mixed_sizes(limits.tokens)
-        self._draw_sizes = decode_sizes(self._part)
+        self._sample_sizes = decode_sizes(self._part)
         size = size_of(limits)
         self._packet = Packet.over(torch.zeros(size, dtype=torch.int32, device=queue.device), limits)
         # One more than can be in flight: an empty packet, for recording.
@@ -168,9 +168,9 @@ class DeviceSteps:
     def collect(self) -> StepResult:
         self._settle(self._pending[0])
         step = self._pending.popleft()
-        assert step.drawn is not None
+        assert step.sampled is not None
         self._free.append(step.slot)
-        return replace(step.drawn, vectors=step.vectors).result(step.plan.step, step.done.ms_since(step.begun))
+        return replace(step.sampled, vectors=step.vectors).result(step.plan.step, step.done.ms_since(step.begun))
 
     def launch(self, plan: StepPlan) -> None:
         slot = self._free.popleft()
@@ -183,7 +183,7 @@ class DeviceSteps:
 
     def _launch(self, plan: StepPlan, slot: _Slot) -> _Pending:
         rows = self._rows
-        if plan.num_speculative or any(step.guesses.any() for step in self._pending):
+        if plan.num_speculative or any(step.draft_tokens.any() for step in self._pending):
             for step in self._pending:
                 self._settle(step)
         for opened in plan.open:
@@ -199,20 +199,20 @@ class DeviceSteps:
         begun = self._queue.mark()
 
         planned = np.frombuffer(plan.rows, "<i4").astype(np.int64)
-        guesses = self._guess(plan, planned[: plan.num_speculative])
+        draft_tokens = self._draft(plan, planned[: plan.num_speculative])
         counts = np.frombuffer(plan.counts, "<i4").astype(np.int64)
         nums = np.frombuffer(plan.sample, np.uint8).astype(np.int64)
-        counts[: len(guesses)] += guesses
-        nums[: len(guesses)] += guesses
+        counts[: len(draft_tokens)] += draft_tokens
+        nums[: len(draft_tokens)] += draft_tokens
         order = np.argsort(counts != 1, kind="stable")  # rows that decode come first
         picked, counts, nums = planned[order], counts[order], nums[order]
         starts = rows.num_computed[picked]
         ends = starts + counts
         assert (ends <= rows.num_blocks[picked] * self._config.block_size).all(), f"step {plan.step}: no block"
-        draws = draws_of(picked, ends, np.cumsum(counts), order, nums)
+        samples = samples_of(picked, ends, np.cumsum(counts), order, nums)
 
-        lifted = rows.lift_minimum(draws.rows, draws.ends)
-        shape, parts = self._send(packet, picked, counts, starts, draws)
+        lifted = rows.lift_minimum(samples.rows, samples.ends)
+        shape, parts = self._send(packet, picked, counts, starts, samples)
         if rows.masks:
             self._send_masks(slot)
         if plan.open:
@@ -230,20 +230,20 @@ class DeviceSteps:
             self._queue.follow(self._fetched)  # what the step before drew is copied from where this one's will stand
         for part in parts:
             self._recordings.run(part)
-        done = self._fetched = self._queue.fetch(self._results(slot, len(draws.rows), parts))
+        done = self._fetched = self._queue.fetch(self._results(slot, len(samples.rows), parts))
         rows.num_computed[picked] = ends
-        if not guesses.any():  # else `take_in` says how long the rows are
-            rows.num_ids[draws.rows] = draws.ends + 1
-            rows.ids[draws.rows, draws.ends] = -1  # only the device knows
+        if not draft_tokens.any():  # else `take_in` says how long the rows are
+            rows.num_ids[samples.rows] = samples.ends + 1
+            rows.ids[samples.rows, samples.ends] = -1  # only the device knows
         return _Pending(
             plan=plan,
             slot=slot,
             begun=begun,
             done=done,
-            draws=draws,
-            num_opens=self._num_opens[draws.rows],
-            num_logprobs=rows.num_logprobs[draws.rows],
-            guesses=guesses,
+            samples=samples,
+            num_opens=self._num_opens[samples.rows],
+            num_logprobs=rows.num_logprobs[samples.rows],
+            draft_tokens=draft_tokens,
             prompt_logprobs=told,
             vectors=vectors,
         )
@@ -257,37 +257,37 @@ class DeviceSteps:
         if shape is None:
             return False
         none = np.zeros(0, np.int64)
-        self._send(self._empty, none, none, none, Draws(none, none, none, none))
+        self._send(self._empty, none, none, none, Samples(none, none, none, none))
         self._recordings.record(shape)
         return self._recordings.next_shape() is not None
 
     def _slot(self, size: int) -> _Slot:
-        draws, width = self._limits.draws, 1 + MOST_BEST
+        samples, width = self._limits.samples, 1 + MAX_BEST
         return _Slot(
             packet=HostPacket(self._queue.host_memory(size, torch.int32), self._limits),
-            ids=self._queue.host_memory(draws, torch.int32),
-            best_ids=self._queue.host_memory(draws * width, torch.int32).view(draws, width),
-            best_values=self._queue.host_memory(draws * width, torch.float32).view(draws, width),
+            ids=self._queue.host_memory(samples, torch.int32),
+            best_ids=self._queue.host_memory(samples * width, torch.int32).view(samples, width),
+            best_values=self._queue.host_memory(samples * width, torch.float32).view(samples, width),
         )
 
     def _work(self, shape: Hashable) -> Work:
         if isinstance(shape, StepShape):
             return lambda: self._decoder.run(self._packet, self._state, shape)
         assert isinstance(shape, tuple)
-        first, draws = shape
+        first, samples = shape
 
         def draw() -> None:
-            part = slice(first, first + draws.draws)
+            part = slice(first, first + samples.samples)
             logits = self._decoder.logits(self._decoder.hidden(self._packet.draw_tokens[part]))
-            self._state.sample(logits, self._packet, first, draws)
+            self._state.sample(logits, self._packet, first, samples)
 
         return draw
 
-    def _guess(self, plan: StepPlan, speculative: NDArray[np.int64]) -> NDArray[np.int64]:
-        guesses = guess(self._rows, speculative, plan.speculate, plan.break_even)
+    def _draft(self, plan: StepPlan, speculative: NDArray[np.int64]) -> NDArray[np.int64]:
+        draft_tokens = draft(self._rows, speculative, plan.speculate, plan.break_even)
         # What such rows draw changes what they draw next, and the device counts it a step at a time.
-        guesses[self._has_penalties[speculative]] = 0
-        return guesses
+        draft_tokens[self._has_penalties[speculative]] = 0
+        return draft_tokens
 
     def _send(
         self,
@@ -295,11 +295,11 @@ class DeviceSteps:
         picked: NDArray[np.int64],
         counts: NDArray[np.int64],
         starts: NDArray[np.int64],
-        draws: Draws,
-    ) -> tuple[StepShape, list[tuple[int, DrawShape]]]:
+        samples: Samples,
+    ) -> tuple[StepShape, list[tuple[int, SampleShape]]]:
         """Tells the device of a step, and says what it is to be run for."""
         shape, num_step = self._fill(packet, picked, counts, starts)
-        parts = self._fill_draws(packet, draws)
+        parts = self._fill_samples(packet, samples)
         sent = packet.filled(num_step)
         self._queue.send(sent, self._packet.whole[: len(sent)])
         return shape, parts
@@ -347,31 +347,31 @@ class DeviceSteps:
         sizes = self._decode_sizes if most == 1 else self._mixed_sizes
         return StepShape(at_least(sizes, total), tile_rows), num_step
 
-    def _fill_draws(self, packet: HostPacket, draws: Draws) -> list[tuple[int, DrawShape]]:
+    def _fill_samples(self, packet: HostPacket, samples: Samples) -> list[tuple[int, SampleShape]]:
         """Writes who draws, and says in which parts."""
-        rows, num = self._rows, len(draws.rows)
-        packet.draw_tokens[:num], packet.draw_tokens[num:] = draws.tokens, 0
-        packet.draw_rows[:num], packet.draw_rows[num:] = draws.rows, self._limits.rows
-        packet.draw_positions[:num], packet.draw_positions[num:] = draws.ends - rows.num_prompt[draws.rows], 0
+        rows, num = self._rows, len(samples.rows)
+        packet.draw_tokens[:num], packet.draw_tokens[num:] = samples.tokens, 0
+        packet.sample_rows[:num], packet.sample_rows[num:] = samples.rows, self._limits.rows
+        packet.draw_positions[:num], packet.draw_positions[num:] = samples.ends - rows.num_prompt[samples.rows], 0
         packet.places[:] = packet.masks[:] = -1
         packet.asking[:] = -1
         if rows.masks:
             places = np.full(self._limits.rows, -1, np.int32)
             places[list(rows.masks)] = np.arange(len(rows.masks))
-            packet.masks[:num] = places[draws.rows]
+            packet.masks[:num] = places[samples.rows]
         parts = []
         for first in range(0, num, self._part):
             part = slice(first, min(first + self._part, num))
-            picked = draws.rows[part]
+            picked = samples.rows[part]
             edits = np.flatnonzero(rows.edits_logits[picked] | rows.is_masked[picked])
             asking = np.flatnonzero(rows.num_logprobs[picked] >= 0)
             packet.places[first + edits] = np.arange(len(edits))
             packet.asking[first : first + len(asking)] = asking
-            is_drawn = rows.temperature[picked] > 0
-            is_filtered = is_drawn & ((rows.top_k[picked] > 0) | (rows.top_p[picked] < 1) | (rows.min_p[picked] > 0))
-            kind = 2 if is_filtered.any() else int(is_drawn.any())
-            size = at_least(self._draw_sizes, len(picked))
-            parts.append((first, DrawShape(size, kind, len(edits) > 0, len(asking) > 0)))
+            is_sampled = rows.temperature[picked] > 0
+            is_filtered = is_sampled & ((rows.top_k[picked] > 0) | (rows.top_p[picked] < 1) | (rows.min_p[picked] > 0))
+            kind = 2 if is_filtered.any() else int(is_sampled.any())
+            size = at_least(self._sample_sizes, len(picked))
+            parts.append((first, SampleShape(size, kind, len(edits) > 0, len(asking) > 0)))
         return parts
 
     def _send_masks(self, slot: _Slot) -> None:
@@ -382,10 +382,12 @@ class DeviceSteps:
         np.stack(list(masks.values()), out=slot.masks.numpy()[: len(masks)])
         self._queue.send(slot.masks[: len(masks)], device_masks[: len(masks)])
 
-    def _results(self, slot: _Slot, num: int, parts: list[tuple[int, DrawShape]]) -> tuple[tuple[Tensor, Tensor], ...]:
+    def _results(
+        self, slot: _Slot, num: int, parts: list[tuple[int, SampleShape]]
+    ) -> tuple[tuple[Tensor, Tensor], ...]:
         """What to fetch: (from, to)."""
         state = self._state
-        pairs = [(state.drawn[:num], slot.ids[:num])] if num else []
+        pairs = [(state.sampled[:num], slot.ids[:num])] if num else []
         if any(shape.logprobs for _, shape in parts):
             pairs += [(state.best_ids[:num], slot.best_ids[:num]), (state.best_values[:num], slot.best_values[:num])]
         return tuple(pairs)
@@ -398,11 +400,11 @@ class DeviceSteps:
 
     def _settle(self, step: _Pending) -> None:
         """Waits for what was drawn. The host's rows learn of it, unless they are held by others by now."""
-        if step.drawn is not None:
+        if step.sampled is not None:
             return
         step.done.wait()
-        draws, slot, rows = step.draws, step.slot, self._rows
-        ids = slot.ids[: len(draws.rows)].numpy().astype(np.int64)
+        samples, slot, rows = step.samples, step.slot, self._rows
+        ids = slot.ids[: len(samples.rows)].numpy().astype(np.int64)
         logprobs = {}
         asking = np.flatnonzero(step.num_logprobs >= 0)
         in_part = np.bincount(asking // self._part, minlength=1)  # those of a part lie side by side at its beginning
@@ -411,10 +413,10 @@ class DeviceSteps:
             width = 1 + min(int(step.num_logprobs[i]), self._config.vocab_size)
             if ids[i] >= 0:
                 told = slot.best_ids[at : at + 1, :width].numpy(), slot.best_values[at : at + 1, :width].numpy()
-                logprobs[int(draws.order[i])] = row_logprobs(*told)
-        if step.guesses.any():
-            step.drawn = take_in(step.plan, rows, draws, ids, step.guesses, step.prompt_logprobs, logprobs)
+                logprobs[int(samples.order[i])] = row_logprobs(*told)
+        if step.draft_tokens.any():
+            step.sampled = take_in(step.plan, rows, samples, ids, step.draft_tokens, step.prompt_logprobs, logprobs)
             return
-        same = self._num_opens[draws.rows] == step.num_opens
-        rows.ids[draws.rows[same], draws.ends[same]] = np.maximum(ids[same], 0)
-        step.drawn = Drawn(step.prompt_logprobs, logprobs, ids[np.argsort(draws.order, kind="stable")])
+        same = self._num_opens[samples.rows] == step.num_opens
+        rows.ids[samples.rows[same], samples.ends[same]] = np.maximum(ids[same], 0)
+        step.sampled = Sampled(step.prompt_logprobs, logprobs, ids[np.argsort(samples.order, kind="stable")])

@@ -21,7 +21,7 @@ class Limits:
 
     rows: int
     tokens: int
-    draws: int  # a multiple of `part`
+    samples: int  # a multiple of `part`
     part: int  # draws that are sampled at once
     tiles: int  # of the attention of rows with several tokens
     blocks: int  # of a row
@@ -33,7 +33,7 @@ class Packet:
 
     whole: Tensor
     draw_tokens: Tensor  # the step's token whose logits are drawn from
-    draw_rows: Tensor  # rows of the state; what is left over draws for the row beyond the last
+    sample_rows: Tensor  # rows of the state; what is left over draws for the row beyond the last
     draw_positions: Tensor  # of the output, from 0
     places: Tensor  # among the edited logits of its part of the draws; -1: as they are
     masks: Tensor  # which of the state's masks says what may be drawn; -1: anything
@@ -53,7 +53,7 @@ class Packet:
 
 def _sizes(limits: Limits) -> list[int]:
     step = packet_size(rows=limits.rows, tokens=limits.tokens, new_blocks=limits.rows * limits.blocks)
-    sizes = [limits.draws] * 6 + [limits.rows, 4 * limits.tiles, OPEN_FIELDS * limits.rows]
+    sizes = [limits.samples] * 6 + [limits.rows, 4 * limits.tiles, OPEN_FIELDS * limits.rows]
     # A kernel's pointers are multiples of 16 bytes.
     return [-(-size // 4) * 4 for size in sizes] + [step]
 
@@ -70,7 +70,7 @@ class HostPacket:
         packet = Packet.over(whole, limits)
         self.whole = whole
         self.draw_tokens = _array(packet.draw_tokens)
-        self.draw_rows = _array(packet.draw_rows)
+        self.sample_rows = _array(packet.sample_rows)
         self.draw_positions = _array(packet.draw_positions)
         self.places = _array(packet.places)
         self.masks = _array(packet.masks)

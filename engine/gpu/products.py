@@ -11,7 +11,7 @@ from ...kernels.triton.fp8_product import fp8_product
 from ...kernels.triton.int4_product import int4_product
 from ...kernels.triton.product import product
 from ...kernels.triton.silu_mul import silu_mul
-from ...kernels.triton.small_product import MOST_ROWS, Workspace, small_product
+from ...kernels.triton.small_product import MAX_ROWS, Workspace, small_product
 
 
 class Norm(NamedTuple):
@@ -59,7 +59,7 @@ class DenseProduct:
         self._is_even = weight.shape[0] % 16 == 0  # its rows are whole tiles
 
     def fused(self, tokens: int) -> FusedProduct | None:
-        return self._small if tokens <= MOST_ROWS and self._is_even else None
+        return self._small if tokens <= MAX_ROWS and self._is_even else None
 
     def __call__(self, x: Tensor, out: Tensor, *, is_gated: bool = False) -> None:
         if self.fused(x.shape[0]) is not None:

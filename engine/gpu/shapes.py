@@ -22,10 +22,10 @@ class StepShape:
 
 
 @dataclass(frozen=True, order=True)
-class DrawShape:
+class SampleShape:
     """What tokens are drawn for."""
 
-    draws: int
+    samples: int
     kind: int  # of `sampling.Kind`: 0 greedy, 1 drawn, 2 filtered
     edits: bool  # some rows have a bias, penalties or a mask
     logprobs: bool

@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...ipc.messages import MOST_BIASES, RowOpen, Sampling
-from ...kernels.triton.edit_logits import EditColumns, count_drawn, edit_logits
-from ...kernels.triton.logprobs import MOST_BEST, logprobs, workspace_logprobs
+from ...ipc.messages import MAX_BIASES, RowOpen, Sampling
+from ...kernels.triton.edit_logits import EditColumns, count_sampled, edit_logits
+from ...kernels.triton.logprobs import MAX_BEST, logprobs, workspace_logprobs
 from ...kernels.triton.open_rows import open_rows
-from ...kernels.triton.prepare_step import remember_drawn
+from ...kernels.triton.prepare_step import remember_sampled
 from ...kernels.triton.sampling import Kind, SamplingColumns, sample, workspace_sampling
 from .packet import Limits, Packet
-from .shapes import DrawShape
+from .shapes import SampleShape
 
 KINDS: tuple[Kind, ...] = ("greedy", "drawn", "filtered")
 
@@ -50,19 +50,19 @@ class RowState:
             history=column(torch.int32, -1),
             prompt_bits=column(torch.int32, 0, -(-vocab_size // 32)),
             output_counts=column(torch.int16, 0, vocab_size),
-            bias_first=torch.arange(rows, dtype=torch.int32, device=device) * MOST_BIASES,
+            bias_first=torch.arange(rows, dtype=torch.int32, device=device) * MAX_BIASES,
             bias_len=column(torch.int32),
-            bias_ids=torch.zeros(rows * MOST_BIASES, dtype=torch.int32, device=device),
-            bias_values=torch.zeros(rows * MOST_BIASES, device=device),
+            bias_ids=torch.zeros(rows * MAX_BIASES, dtype=torch.int32, device=device),
+            bias_values=torch.zeros(rows * MAX_BIASES, device=device),
         )
         self._vocab_size = vocab_size
         self._workspace = workspace_sampling(most_picked=part, vocab_size=vocab_size, device=device)
         self._logprobs = workspace_logprobs(most_asking=part, vocab_size=vocab_size, device=device)
         self._edited = torch.empty((part, vocab_size), device=device)
         self.masks = torch.zeros((limits.rows, -(-vocab_size // 32)), dtype=torch.int32, device=device)  # of a step
-        self.drawn = torch.zeros(limits.draws, dtype=torch.int32, device=device)
-        self.best_ids = torch.zeros((limits.draws, 1 + MOST_BEST), dtype=torch.int32, device=device)
-        self.best_values = torch.zeros((limits.draws, 1 + MOST_BEST), device=device)
+        self.sampled = torch.zeros(limits.samples, dtype=torch.int32, device=device)
+        self.best_ids = torch.zeros((limits.samples, 1 + MAX_BEST), dtype=torch.int32, device=device)
+        self.best_values = torch.zeros((limits.samples, 1 + MAX_BEST), device=device)
 
     @property
     def nbytes(self) -> int:
@@ -83,23 +83,23 @@ class RowState:
         self._write_bias(row, bias)
         self._edits.bias_len[row] = len(bias)
 
-    def sample(self, logits: Tensor, packet: Packet, first: int, shape: DrawShape) -> None:
+    def sample(self, logits: Tensor, packet: Packet, first: int, shape: SampleShape) -> None:
         """Draws for a part of the step's draws, which begins at `first`, and remembers what was drawn. logits: [draws,
         vocab] float32."""
-        part = slice(first, first + shape.draws)
-        picked, places, drawn = packet.draw_rows[part], packet.places[part], self.drawn[part]
+        part = slice(first, first + shape.samples)
+        picked, places, sampled = packet.sample_rows[part], packet.places[part], self.sampled[part]
         if shape.edits:
             edit_logits(self._edited, logits, places, picked, self._edits, packet.masks[part], self.masks)
         positions = packet.draw_positions[part]
         kind = KINDS[shape.kind]
-        sample(drawn, logits, self._edited, places, picked, positions, self._sampling, self._workspace, kind=kind)
-        remember_drawn(self.last_ids, drawn, picked)
+        sample(sampled, logits, self._edited, places, picked, positions, self._sampling, self._workspace, kind=kind)
+        remember_sampled(self.last_ids, sampled, picked)
         if shape.edits:
-            count_drawn(drawn, picked, self._edits)
+            count_sampled(sampled, picked, self._edits)
         if shape.logprobs:
-            most = min(MOST_BEST, self._vocab_size)
+            most = min(MAX_BEST, self._vocab_size)
             ids, values, asking = self.best_ids[part], self.best_values[part], packet.asking[part]
-            logprobs(ids, values, logits, asking, drawn, self._logprobs, num_best=most)
+            logprobs(ids, values, logits, asking, sampled, self._logprobs, num_best=most)
 
     def _write_history(self, row: RowOpen) -> None:
         ids = np.frombuffer(row.ids, "<i4")
@@ -111,7 +111,7 @@ class RowState:
         self._edits.output_counts[row.row].copy_(torch.from_numpy(counts))
 
     def _write_bias(self, row: int, bias: dict[int, float]) -> None:
-        place = slice(row * MOST_BIASES, row * MOST_BIASES + len(bias))
+        place = slice(row * MAX_BIASES, row * MAX_BIASES + len(bias))
         ids = torch.tensor(list(bias), dtype=torch.int64).clamp_(max=2**31 - 1)
         self._edits.bias_ids[place].copy_(ids.to(torch.int32))
         self._edits.bias_values[place].copy_(torch.tensor(list(bias.values()), dtype=torch.float64).float())

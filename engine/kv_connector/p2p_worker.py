@@ -49,7 +49,7 @@ from .p2p_wire import (
     split_keys,
 )
 
-_MOST_WAITING = 4096  # questions about blocks that are coming; those beyond run into their deadlines
+_MAX_WAITING = 4096  # questions about blocks that are coming; those beyond run into their deadlines
 
 log = logging.getLogger("pagewire.kv_connector.p2p")
 
@@ -244,7 +244,7 @@ class Server:
                         reply = self._store.answer(question)
                         _send(socket, sender, reply)
                         waits = isinstance(question, Lookup) and isinstance(reply, Found) and reply.is_coming
-                        if waits and isinstance(question, Lookup) and len(waiting) < _MOST_WAITING:
+                        if waits and isinstance(question, Lookup) and len(waiting) < _MAX_WAITING:
                             until = time.monotonic() + question.wait_ms / 1000
                             waiting.append(_Waiting(sender, question, until, num_changes))
                 waiting = [one for one in waiting if not self._settle(socket, one)]

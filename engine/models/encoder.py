@@ -21,7 +21,7 @@ from ..checkpoint.purpose import has_sigmoid, refuse_own_code
 from ..checkpoint.spec import ModelSpec
 from ..checkpoint.support import ENCODER_DECODER
 
-_MOST_PADDING = 0.1  # of a batch's tokens
+_MAX_PADDING = 0.1  # of a batch's tokens
 _PASS_TOKENS = 64  # that cost about as much as a pass of its own
 # Parts of a checkpoint that make no embeddings: heads for other uses, and tables that newer versions compute.
 _UNUSED = ("pooler.", "cls.", "lm_head.", "classifier.", "vocab_", "predictions.", "position_ids")
@@ -78,7 +78,7 @@ def batches(lengths: Sequence[int], *, pads: bool) -> list[list[int]]:
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         longest = lengths[dealt[-1][0]] if dealt else 0
         padding, total = padding + longest - lengths[i], total + longest
-        if dealt and padding <= (max(_MOST_PADDING * total, _PASS_TOKENS) if pads else 0):
+        if dealt and padding <= (max(_MAX_PADDING * total, _PASS_TOKENS) if pads else 0):
             dealt[-1].append(i)
         else:
             dealt.append([i])

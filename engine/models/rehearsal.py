@@ -23,8 +23,8 @@ from ..attention.base import AttentionStep
 # (request, tokens) in the order of a step. The requests change places, and each goes on where it was cut.
 STEPS = (((0, 4), (1, 3)), ((1, 4), (0, 3)))
 NUM_TOKENS = 7  # of each request
-_MOST_ERROR = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}  # of logits, beside their spread
-_MOST_NOISE = 8  # times what transformers' own attentions differ among themselves
+_MAX_ERROR = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}  # of logits, beside their spread
+_MAX_NOISE = 8  # times what transformers' own attentions differ among themselves
 
 Step = tuple[Tensor, Tensor]  # logits [tokens, vocab], and the request of each token
 
@@ -157,7 +157,7 @@ def compare(name: str, steps: list[Step], expected: Tensor, again: Tensor | None
     ours = [torch.cat([logits[requests == request] for logits, requests in steps]) for request in range(2)]
     noise = 0.0 if again is None else _difference(again, expected)
     difference = _difference(torch.stack(ours), expected)
-    if not difference <= max(_MOST_ERROR[dtype], _MOST_NOISE * noise):
+    if not difference <= max(_MAX_ERROR[dtype], _MAX_NOISE * noise):
         raise UnsupportedModel(
             name,
             f"its logits with pagewire's attention differ by {difference:.0%} from those with transformers' own, so it "

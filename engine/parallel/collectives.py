@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StartError
-from .rank import Place
+from .rank import RankInfo
 
 _TIMEOUT = timedelta(minutes=10)  # a rank that died is noticed by the supervisor long before
 _ONE_SHOT_BYTES = 1 << 20  # most that is summed in one shot; beyond, the links' bandwidth counts and not the latency
@@ -44,7 +44,7 @@ class GlooGroup:
     """Processes that compute on CPUs. What one of them adds up is the same in any batch: gloo's own sum is dealt out to
     the ranks by the position in the tensor, and the order in which it adds is another for each."""
 
-    def __init__(self, place: Place, size: int) -> None:
+    def __init__(self, place: RankInfo, size: int) -> None:
         """Waits for all ranks. Raises StartError."""
         self.rank, self.size = place.rank, size
         _join("gloo", place, size, None)
@@ -62,7 +62,7 @@ class GlooGroup:
 class NcclGroup:
     """Processes with a CUDA device each. Tested on no GPU so far, neither NCCL nor the one-shot sum."""
 
-    def __init__(self, place: Place, size: int, device: torch.device) -> None:
+    def __init__(self, place: RankInfo, size: int, device: torch.device) -> None:
         """Waits for all ranks. Raises StartError."""
         self.rank, self.size = place.rank, size
         _join("nccl", place, size, device)
@@ -94,7 +94,7 @@ class OneShot:
         symmetric_memory.rendezvous(self._shared, self._name)
 
     @staticmethod
-    def is_possible(place: Place, size: int) -> bool:
+    def is_possible(place: RankInfo, size: int) -> bool:
         """The same answer on every rank: all are on one machine, and each device can read every other one's memory."""
         if len(place.ranks_here) < size or not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_out"):
             return False
@@ -107,14 +107,14 @@ class OneShot:
         torch.ops.symm_mem.one_shot_all_reduce_out(mine, "sum", self._name, x)
 
 
-def join(place: Place, size: int, device: torch.device) -> Group:
+def join(place: RankInfo, size: int, device: torch.device) -> Group:
     """This rank's group, once all of its ranks are there. Raises StartError."""
     if size == 1:
         return Alone()
     return NcclGroup(place, size, device) if device.type == "cuda" else GlooGroup(place, size)
 
 
-def _join(backend: str, place: Place, size: int, device: torch.device | None) -> None:
+def _join(backend: str, place: RankInfo, size: int, device: torch.device | None) -> None:
     try:
         torch.distributed.init_process_group(
             backend,

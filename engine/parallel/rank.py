@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """One rank. By default it is the only one."""
 
     rank: int = 0

@@ -16,7 +16,7 @@ from ..device.base import choose_device
 from ..layers.linear import Weight
 from ..models import registry
 from ..parallel.collectives import Alone
-from ..parallel.rank import Place
+from ..parallel.rank import RankInfo
 from ..weights.reader import CheckpointReader
 from .backend import Backend, choose_backend
 from .loading import DTYPES, blocks_needed, check_positions, count_numbers, find_targets, host_workspace, no_kv
@@ -29,7 +29,7 @@ def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
     spec = read_spec(Path(config.model_path))
     if not spec.purpose.is_encoder:
         check_positions(config, spec)
-    device = choose_device(config, place=Place(ranks_here=tuple(range(config.tensor_parallel_size))))
+    device = choose_device(config, place=RankInfo(ranks_here=tuple(range(config.tensor_parallel_size))))
     weights, shape = _model(config, spec, device.torch_device)
     plan = MemoryPlan(
         weights=weights,

@@ -40,8 +40,8 @@ DTYPES = {
 }
 _GRAPH_BYTES = 4 << 20  # of a recorded step; an allowance until it was measured
 _DIMS = (16, 32, 64, 128, 256)  # of heads, for the Triton kernels
-_MOST_GROUP = 16  # query heads of a kv head, for the same
-_MOST_ROWS = 2048  # that one program plans, and whose partial sums have offsets of 32 bits
+_MAX_GROUP = 16  # query heads of a kv head, for the same
+_MAX_ROWS = 2048  # that one program plans, and whose partial sums have offsets of 32 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +173,8 @@ def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
         return "--extension sees every layer"
     if spec.head_dim not in _DIMS:
         return f"the kernels know no heads of {spec.head_dim} numbers"
-    if spec.num_heads // spec.num_kv_heads > _MOST_GROUP:
-        return f"the kernels take at most {_MOST_GROUP} query heads of a key/value head"
+    if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
+        return f"the kernels take at most {_MAX_GROUP} query heads of a key/value head"
     inner = 0 if spec.moe is None else spec.moe.intermediate_size // config.tensor_parallel_size
     if spec.moe is not None and (inner % 32 or spec.hidden_size % 32):
         return "the kernels take experts of a multiple of 32 numbers"
@@ -207,14 +207,14 @@ def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend
 def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Queue) -> "DeviceModel":
     # Only here, since Triton comes with torch for GPUs alone.
     from ..gpu.decoder import TritonDecoder
-    from ..gpu.device_steps import DeviceModel, limits_of, num_graphs, num_guesses
+    from ..gpu.device_steps import DeviceModel, limits_of, num_draft_tokens, num_graphs
     from ..gpu.state import RowState
 
-    if config.max_num_seqs > _MOST_ROWS:
-        raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: on a GPU at most {_MOST_ROWS} requests run at once.")
+    if config.max_num_seqs > _MAX_ROWS:
+        raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: on a GPU at most {_MAX_ROWS} requests run at once.")
     shape = decoder.kv_shape
     group = decoder.num_heads // shape.num_kv_heads
-    limits = limits_of(config, group=group, guesses=num_guesses(config))
+    limits = limits_of(config, group=group, draft_tokens=num_draft_tokens(config))
     dtype = DTYPES[config.dtype]
     triton = TritonDecoder(
         decoder,

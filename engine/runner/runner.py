@@ -27,7 +27,7 @@ from ..kv_connector.attention import ConnectorAttention
 from ..kv_connector.base import ConnectorFacts, WorkerConnector
 from ..kv_connector.registry import worker_connector
 from ..parallel.collectives import Group, join
-from ..parallel.rank import Place
+from ..parallel.rank import RankInfo
 from ..steps.base import Steps
 from ..steps.host_steps import HostSteps
 from .loading import HostModel, blocks_needed, load_model
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ALONE = Place()
+_ALONE = RankInfo()
 _TRANSFER_WAIT_S = 0.001  # between looks at KV transfers under way
 
 
@@ -83,7 +83,7 @@ class Runner:
         cls,
         config: EngineConfig,
         *,
-        place: Place = _ALONE,
+        place: RankInfo = _ALONE,
         queue: Queue | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Runner":

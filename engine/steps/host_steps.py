@@ -18,10 +18,10 @@ from ..attention.kv_cache import KvCache
 from ..models.decoder import Model
 from .base import copy_blocks
 from .logprobs import best_logprobs, prompt_logprobs, row_logprobs
-from .ngram import guess
+from .ngram import draft
 from .pooling import RowPooler
 from .rows import Rows
-from .sampled import Drawn, take_in
+from .sampled import Sampled, take_in
 from .sampler import Sampler
 from .step_inputs import step_inputs
 
@@ -80,9 +80,9 @@ class HostSteps:
         started = time.perf_counter()
         copy_blocks(plan, self._cache)
         self._clear_rests(plan)
-        drawn = self._run(plan)
+        sampled = self._run(plan)
         self._synchronize()
-        self._results.append(drawn.result(plan.step, (time.perf_counter() - started) * 1000))
+        self._results.append(sampled.result(plan.step, (time.perf_counter() - started) * 1000))
 
     def _clear_rests(self, plan: StepPlan) -> None:
         """A row that goes on in the middle of a block may find anything behind it, numbers that are none included."""
@@ -91,14 +91,14 @@ class HostSteps:
             if first:
                 self._cache.clear_rest(int(self._rows.blocks[row.row, place]), first)
 
-    def _run(self, plan: StepPlan) -> Drawn:
+    def _run(self, plan: StepPlan) -> Sampled:
         """What the pass gave, and the rows brought up to date."""
         if not plan.rows:
-            return Drawn({})
+            return Sampled({})
         device, rows = self._device, self._rows
         speculative = np.frombuffer(plan.rows, "<i4", plan.num_speculative).astype(np.int64)
-        guesses = guess(rows, speculative, plan.speculate, plan.break_even)
-        step = step_inputs(plan, rows, guesses, block_size=self._config.block_size, device=device)
+        draft_tokens = draft(rows, speculative, plan.speculate, plan.break_even)
+        step = step_inputs(plan, rows, draft_tokens, block_size=self._config.block_size, device=device)
         self._attention.begin(step.attention)
         hidden = self._model.hidden(step.ids, step.positions, self._attention)
 
@@ -112,24 +112,26 @@ class HostSteps:
             step.rows, step.starts, step.counts, step.order, rows.num_prompt, lambda first, last: hidden[first:last]
         )
         rows.num_computed[step.rows] += step.counts
-        draws = step.drawn
-        if not len(draws.rows):
-            return Drawn(told, vectors=vectors)
-        rows.lift_minimum(draws.rows, draws.ends)
-        if len(draws.tokens) < hidden.shape[0]:
-            hidden = hidden.index_select(0, torch.from_numpy(draws.tokens).to(device))
+        samples = step.sampled
+        if not len(samples.rows):
+            return Sampled(told, vectors=vectors)
+        rows.lift_minimum(samples.rows, samples.ends)
+        if len(samples.tokens) < hidden.shape[0]:
+            hidden = hidden.index_select(0, torch.from_numpy(samples.tokens).to(device))
         parts: list[NDArray[np.int64]] = []
         logprobs: dict[int, RowLogprobs] = {}
         size = self._config.max_num_seqs  # there is memory for so many logits; only guesses need more
-        for part in (slice(at, at + size) for at in range(0, len(draws.rows), size)):
-            picked = draws.rows[part]
+        for part in (slice(at, at + size) for at in range(0, len(samples.rows), size)):
+            picked = samples.rows[part]
             if not (rows.uses_logits | rows.is_masked)[picked].any():
                 parts.append(self._sampler.greedy(*self._model.greedy(hidden[part])))
                 continue
             logits = self._model.logits(hidden[part])
-            parts.append(self._sampler.sample(logits, rows, picked, draws.ends[part]))
-            logprobs |= self._logprobs(logits, parts[-1], draws.order[part], rows.num_logprobs[picked])
-        return replace(take_in(plan, rows, draws, np.concatenate(parts), guesses, told, logprobs), vectors=vectors)
+            parts.append(self._sampler.sample(logits, rows, picked, samples.ends[part]))
+            logprobs |= self._logprobs(logits, parts[-1], samples.order[part], rows.num_logprobs[picked])
+        return replace(
+            take_in(plan, rows, samples, np.concatenate(parts), draft_tokens, told, logprobs), vectors=vectors
+        )
 
     def _logprobs(
         self, logits: Tensor, ids: NDArray[np.int64], plan_rows: NDArray[np.int64], wanted: NDArray[np.int64]

@@ -16,7 +16,7 @@ from .rows import Rows
 _LOOK_AGAIN = 3  # steps that a row waits in whose ids nothing was found,
 _LOOK_LATER = 7  # and a timid one
 _TOGETHER = 4  # timid rows look in every fourth step only, all at once: a glance costs the same for one and for many
-_MOST_TIMID = 4  # level
+_MAX_TIMID = 4  # level
 
 
 def find(ids: NDArray[np.int32], nums: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -38,21 +38,21 @@ def find(ids: NDArray[np.int32], nums: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(best < 0, -1, best % width + 1)
 
 
-def guess(rows: Rows, picked: NDArray[np.int64], most: int, break_even: float) -> NDArray[np.int64]:
+def draft(rows: Rows, picked: NDArray[np.int64], most: int, break_even: float) -> NDArray[np.int64]:
     """Writes guesses behind the ids of the rows `picked`. How many of each, 0 or `most`: [picked]. `break_even`: the
     share of guesses, above 0, that must come true for guessing to pay."""
-    guessed = np.zeros(len(picked), np.int64)
-    _judge(rows, picked[rows.silent_guess[picked] >= 0], break_even)
-    wait = rows.guess_wait[picked] - 1
-    rows.guess_wait[picked] = wait
+    drafted = np.zeros(len(picked), np.int64)
+    _judge(rows, picked[rows.silent_draft[picked] >= 0], break_even)
+    wait = rows.draft_wait[picked] - 1
+    rows.draft_wait[picked] = wait
     num_ids = rows.num_ids[picked]
     due = (wait < 0) & (num_ids >= 2)
-    if rows.guess_step % _TOGETHER:
-        due &= rows.guess_level[picked] < 1
-    rows.guess_step += 1
+    if rows.draft_step % _TOGETHER:
+        due &= rows.draft_level[picked] < 1
+    rows.draft_step += 1
     look = np.flatnonzero(due)
     if not len(look):
-        return guessed
+        return drafted
     # Rows of like length are looked through together: a long one would make all others as long.
     magnitude = np.frexp(num_ids[look])[1]
     for size in set(magnitude.tolist()):
@@ -60,30 +60,30 @@ def guess(rows: Rows, picked: NDArray[np.int64], most: int, break_even: float) -
         some, nums = picked[places], num_ids[places]
         starts = find(rows.ids[some, : int(nums.max())], nums)
         found = starts >= 0
-        timid = rows.guess_level[some] >= 1
-        rows.guess_wait[some[~found]] = np.where(timid[~found], _LOOK_LATER, _LOOK_AGAIN)
+        timid = rows.draft_level[some] >= 1
+        rows.draft_wait[some[~found]] = np.where(timid[~found], _LOOK_LATER, _LOOK_AGAIN)
         silent = found & timid
-        rows.silent_guess[some[silent]] = rows.ids[some[silent], starts[silent]]
+        rows.silent_draft[some[silent]] = rows.ids[some[silent], starts[silent]]
         rows.silent_end[some[silent]] = nums[silent]
         bold = found & ~silent
         some, nums, starts = some[bold], nums[bold], starts[bold]
         ahead = np.arange(most)
         follow = starts[:, None] + ahead % (nums - starts)[:, None]  # what repeats is guessed to go on repeating
         rows.ids[some[:, None], nums[:, None] + ahead] = rows.ids[some[:, None], follow]
-        guessed[places[bold]] = most
-    return guessed
+        drafted[places[bold]] = most
+    return drafted
 
 
 def learn(rows: Rows, picked: NDArray[np.int64], good: NDArray[np.bool_], break_even: float) -> None:
     """Whether the guesses of the rows `picked` were worth their while: [picked]."""
     bolder = (1 - break_even) / break_even
-    level = (rows.guess_level[picked] + np.where(good, -bolder, 1)).clip(0, _MOST_TIMID)
-    rows.guess_level[picked] = level
-    rows.guess_wait[picked] = np.where(level < 1, 0, np.exp2(level).round() - 1)
+    level = (rows.draft_level[picked] + np.where(good, -bolder, 1)).clip(0, _MAX_TIMID)
+    rows.draft_level[picked] = level
+    rows.draft_wait[picked] = np.where(level < 1, 0, np.exp2(level).round() - 1)
 
 
 def _judge(rows: Rows, picked: NDArray[np.int64], break_even: float) -> None:
     """The rows `picked` have made silent guesses, and what they were about is known by now."""
     if len(picked):
-        learn(rows, picked, rows.ids[picked, rows.silent_end[picked]] == rows.silent_guess[picked], break_even)
-        rows.silent_guess[picked] = -1
+        learn(rows, picked, rows.ids[picked, rows.silent_end[picked]] == rows.silent_draft[picked], break_even)
+        rows.silent_draft[picked] = -1

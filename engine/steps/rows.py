@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...ipc.messages import RowOpen, Sampling, StepPlan
 
-_FIRST_LEVEL = 1  # of `guess_level`: a row has to show first that it can guess
+_FIRST_LEVEL = 1  # of `draft_level`: a row has to show first that it can guess
 
 
 class Rows:
@@ -45,10 +45,10 @@ class Rows:
         self.masks: dict[int, NDArray[np.int32]] = {}
         self.is_masked: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # is in `masks`
 
-        self.guess_step = 0  # how often guesses were asked for; for this and the next four see `ngram.py`
-        self.guess_level: NDArray[np.float64] = np.zeros(num_rows)
-        self.guess_wait: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # steps without a guess that are to come
-        self.silent_guess: NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # the id at `silent_end`; -1: none
+        self.draft_step = 0  # how often guesses were asked for; for this and the next four see `ngram.py`
+        self.draft_level: NDArray[np.float64] = np.zeros(num_rows)
+        self.draft_wait: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # steps without a guess that are to come
+        self.silent_draft: NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # the id at `silent_end`; -1: none
         self.silent_end: NDArray[np.int64] = np.zeros(num_rows, np.int64)
 
     def open(self, row: RowOpen) -> None:
@@ -76,9 +76,9 @@ class Rows:
         self.min_len[i] = row.min_len
         self.ends[i] = np.frombuffer(row.ends, "<i4")
         self._note_edits(i)
-        self.guess_level[i] = _FIRST_LEVEL
-        self.guess_wait[i] = 0
-        self.silent_guess[i] = -1
+        self.draft_level[i] = _FIRST_LEVEL
+        self.draft_wait[i] = 0
+        self.silent_draft[i] = -1
 
     def grow(self, rows: NDArray[np.int32], blocks: NDArray[np.int32]) -> None:
         """Appends a block to each row's table; a row may appear several times."""

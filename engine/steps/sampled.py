@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ...ipc.messages import RowLogprobs, StepPlan, StepResult
 from .ngram import learn
 from .rows import Rows
-from .step_inputs import Draws
+from .step_inputs import Samples
 
 
 def _none() -> NDArray[np.int64]:
@@ -16,14 +16,14 @@ def _none() -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sampled:
     """See `StepResult`."""
 
     prompt_logprobs: dict[int, RowLogprobs]
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
     ids: NDArray[np.int64] = field(default_factory=_none)  # those of each row that draws, in the plan's order
     nums: NDArray[np.int64] = field(default_factory=_none)  # how many of them each of these rows drew; empty: one each
-    guesses: NDArray[np.int64] = field(default_factory=_none)  # of each speculative row
+    draft_tokens: NDArray[np.int64] = field(default_factory=_none)  # of each speculative row
     vectors: dict[int, bytes] = field(default_factory=dict)
 
     def result(self, step: int, device_ms: float) -> StepResult:
@@ -33,9 +33,9 @@ class Drawn:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             device_ms=device_ms,
-            num_drawn=self.nums.astype("<i4").tobytes(),
-            num_drafts=int(np.count_nonzero(self.guesses)),
-            num_draft_tokens=int(self.guesses.sum()),
+            num_sampled=self.nums.astype("<i4").tobytes(),
+            num_drafts=int(np.count_nonzero(self.draft_tokens)),
+            num_draft_tokens=int(self.draft_tokens.sum()),
             vectors=self.vectors,
         )
 
@@ -43,20 +43,20 @@ class Drawn:
 def take_in(
     plan: StepPlan,
     rows: Rows,
-    draws: Draws,
+    samples: Samples,
     ids: NDArray[np.int64],
-    guesses: NDArray[np.int64],
+    draft_tokens: NDArray[np.int64],
     prompt_logprobs: dict[int, RowLogprobs],
     logprobs: dict[int, RowLogprobs],
-) -> Drawn:
+) -> Sampled:
     """Brings the rows up to date, and the guessing with them. ids: [draws]; guesses: of each speculative row."""
-    kept = rows.append(draws.rows, draws.ends, ids)
-    places = draws.order[kept]
+    kept = rows.append(samples.rows, samples.ends, ids)
+    places = samples.order[kept]
     ids = ids[kept][np.argsort(places, kind="stable")]
-    if not guesses.any():
-        return Drawn(prompt_logprobs, logprobs, ids)
+    if not draft_tokens.any():
+        return Sampled(prompt_logprobs, logprobs, ids)
     nums = np.bincount(places, minlength=len(plan.sample))
-    made = np.flatnonzero(guesses)
-    good = nums[made] - 1 >= plan.break_even * guesses[made]
+    made = np.flatnonzero(draft_tokens)
+    good = nums[made] - 1 >= plan.break_even * draft_tokens[made]
     learn(rows, np.frombuffer(plan.rows, "<i4")[made].astype(np.int64), good, plan.break_even)
-    return Drawn(prompt_logprobs, logprobs, ids, nums[np.frombuffer(plan.sample, np.bool_)], guesses)
+    return Sampled(prompt_logprobs, logprobs, ids, nums[np.frombuffer(plan.sample, np.bool_)], draft_tokens)

@@ -51,8 +51,8 @@ class Sampler:
         """
         ids = self.greedy(*self._greedy(logits))
         finite = ids >= 0
-        drawn = finite & (rows.temperature[picked] > 0)
-        special = np.flatnonzero(drawn | (finite & (rows.edits_logits | rows.is_masked)[picked]))
+        sampled = finite & (rows.temperature[picked] > 0)
+        special = np.flatnonzero(sampled | (finite & (rows.edits_logits | rows.is_masked)[picked]))
         if len(special):
             edited = logits[torch.from_numpy(special).to(logits.device)]
             for i in np.flatnonzero(rows.edits_logits[picked[special]]).tolist():
@@ -61,15 +61,15 @@ class Sampler:
             for i in np.flatnonzero(rows.is_masked[picked[special]]).tolist():
                 _forbid(edited[i], rows.masks[int(picked[special[i]])])
             ids[special] = self.greedy(*self._greedy(edited))
-            drawn &= ids >= 0
-            if drawn.any():
-                among = np.flatnonzero(drawn[special])
+            sampled &= ids >= 0
+            if sampled.any():
+                among = np.flatnonzero(sampled[special])
                 if len(among) < len(special):
                     edited = edited[torch.from_numpy(among).to(logits.device)]
-                ids[drawn] = self._draw(edited, rows, picked[drawn], ends[drawn]).cpu().numpy()
+                ids[sampled] = self._sample(edited, rows, picked[sampled], ends[sampled]).cpu().numpy()
         return ids
 
-    def _draw(self, logits: Tensor, rows: Rows, picked: NDArray[np.int64], ends: NDArray[np.int64]) -> Tensor:
+    def _sample(self, logits: Tensor, rows: Rows, picked: NDArray[np.int64], ends: NDArray[np.int64]) -> Tensor:
         """ids: [picked] int64. logits: [picked, vocab] float32, changed in place."""
 
         def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:

@@ -17,7 +17,7 @@ from .rows import Rows
 
 
 @dataclass(frozen=True)
-class Draws:
+class Samples:
     """The tokens that a step draws: those of a row one after another, rows by place. All are [draws] int64."""
 
     rows: NDArray[np.int64]
@@ -34,24 +34,24 @@ class StepInputs:
     rows: NDArray[np.int64]  # [rows] by place
     starts: NDArray[np.int64]  # [rows] first position each row computes
     counts: NDArray[np.int64]  # [rows] positions each row computes
-    drawn: "Draws"
+    sampled: "Samples"
     ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     attention: AttentionStep
 
 
 def step_inputs(
-    plan: StepPlan, rows: Rows, guesses: NDArray[np.int64], *, block_size: int, device: torch.device
+    plan: StepPlan, rows: Rows, draft_tokens: NDArray[np.int64], *, block_size: int, device: torch.device
 ) -> StepInputs:
     """Reads the rows and changes nothing. guesses: of the first of the plan's rows, how many stand behind its ids."""
     planned = np.frombuffer(plan.rows, "<i4").astype(np.int64)
     counts = np.frombuffer(plan.counts, "<i4").astype(np.int64)
-    draws = np.frombuffer(plan.sample, np.uint8).astype(np.int64)
+    samples = np.frombuffer(plan.sample, np.uint8).astype(np.int64)
     starts = rows.num_computed[planned]
-    counts[: len(guesses)] += guesses
-    draws[: len(guesses)] += guesses
+    counts[: len(draft_tokens)] += draft_tokens
+    samples[: len(draft_tokens)] += draft_tokens
     num_ids = rows.num_ids[planned]
-    num_ids[: len(guesses)] += guesses
+    num_ids[: len(draft_tokens)] += draft_tokens
 
     order = np.argsort(np.where(counts == 1, starts, np.iinfo(np.int64).max), kind="stable")
     planned, counts, starts = planned[order], counts[order], starts[order]
@@ -72,7 +72,7 @@ def step_inputs(
         rows=planned,
         starts=starts,
         counts=counts,
-        drawn=draws_of(planned, ends, bounds, order, draws[order]),
+        sampled=samples_of(planned, ends, bounds, order, samples[order]),
         ids=torch.from_numpy(rows.ids[row_of_token, positions].astype(np.int64)).to(device),
         positions=torch.from_numpy(positions).to(device),
         attention=AttentionStep(
@@ -88,18 +88,18 @@ def step_inputs(
     )
 
 
-def draws_of(
+def samples_of(
     rows: NDArray[np.int64],
     ends: NDArray[np.int64],
     bounds: NDArray[np.int64],
     order: NDArray[np.int64],
     nums: NDArray[np.int64],
-) -> Draws:
+) -> Samples:
     """Each row draws `nums` tokens, after its last positions. bounds: where the row's tokens end. All are [rows]."""
     places = np.flatnonzero(nums)
     last = bounds - 1
     if len(places) == nums.sum():
-        return Draws(rows[places], ends[places], last[places], order[places])
+        return Samples(rows[places], ends[places], last[places], order[places])
     places = np.repeat(np.arange(len(nums)), nums)
     back = np.cumsum(nums)[places] - 1 - np.arange(len(places))  # how many the row draws after this one
-    return Draws(rows[places], ends[places] - back, last[places] - back, order[places])
+    return Samples(rows[places], ends[places] - back, last[places] - back, order[places])

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Mask = NDArray[np.int32]
 """One bit for each token of the vocabulary, int32 [ceil(vocabulary / 32)]; 1: it may come."""
 
-_MOST_COMPILED = 64  # grammars that are kept
+_MAX_COMPILED = 64  # grammars that are kept
 _ONE_TOKEN = "\x02"  # stands before a text that is spelled, so that it is spelled as in the middle of another
 
 
@@ -105,7 +105,7 @@ class Grammars:
                 others = write_grammar(replaced, prompt_tail, tokenizer)
                 matcher = self._start(replaced, others, prompt_tail, tokenizer)
         self._compiled[text] = matcher
-        if len(self._compiled) > _MOST_COMPILED:
+        if len(self._compiled) > _MAX_COMPILED:
             del self._compiled[next(iter(self._compiled))]
         return _Grammar(matcher.deep_copy(), what, frozenset(self._eos_token_ids))
 

@@ -11,15 +11,15 @@ from collections.abc import Collection, Iterator, Sequence
 from msgspec.structs import replace
 
 from ...errors import RequestError
-from ...ipc.messages import MOST_GRAMMAR_BYTES, Constraint, Source
+from ...ipc.messages import MAX_GRAMMAR_BYTES, Constraint, Source
 from .json_schema import tidy
 from .thinking_budget import opens_reasoning
 from .tokenizer import Tokenizer
 
-MOST_LEVELS = 64  # of a schema
-MOST_KEYS = 1000  # of one object in a schema; more take the library seconds
-MOST_ITEMS = 20_000  # of one list in a schema, or choices
-MOST_REFERENCES = 1000  # in any text; and rules. The library follows them with its stack
+MAX_LEVELS = 64  # of a schema
+MAX_KEYS = 1000  # of one object in a schema; more take the library seconds
+MAX_ITEMS = 20_000  # of one list in a schema, or choices
+MAX_REFERENCES = 1000  # in any text; and rules. The library follows them with its stack
 
 # One space, or a line's end and its indent: enough for every usual style, and a poor model cannot go on with blanks.
 _SPACES = {"whitespace_pattern": r"\n {0,16}| "}
@@ -68,12 +68,12 @@ def complaint(constraint: Constraint, error: str, source: Source | None = None) 
 
 def write_grammar(constraint: Constraint, prompt_tail: str, tokenizer: Tokenizer) -> str:
     """The grammar of a whole output. Raises RequestError for what is over the limits or cannot be read."""
-    if len(constraint.text.encode("utf-8", "replace")) > MOST_GRAMMAR_BYTES:
-        raise refusal(constraint, f"is larger than {MOST_GRAMMAR_BYTES} bytes")
-    if constraint.text.count('"$ref"') > MOST_REFERENCES:
+    if len(constraint.text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
+        raise refusal(constraint, f"is larger than {MAX_GRAMMAR_BYTES} bytes")
+    if constraint.text.count('"$ref"') > MAX_REFERENCES:
         constraint = with_replaced(constraint, range(len(constraint.sources)))
-    if constraint.text.count('"$ref"') > MOST_REFERENCES:
-        raise refusal(constraint, f"has more than {MOST_REFERENCES} references")
+    if constraint.text.count('"$ref"') > MAX_REFERENCES:
+        raise refusal(constraint, f"has more than {MAX_REFERENCES} references")
     lines, first = _reasoning(constraint, prompt_tail, tokenizer)
     if constraint.kind == "lark":
         return _around(constraint, lines, first, _rules(constraint, tokenizer))
@@ -129,14 +129,14 @@ def _parse(constraint: Constraint, text: str, source: Source | None = None) -> o
     try:
         value = json.loads(text)
     except RecursionError:
-        raise refusal(constraint, f"is nested deeper than {MOST_LEVELS} levels", source) from None
+        raise refusal(constraint, f"is nested deeper than {MAX_LEVELS} levels", source) from None
     for inner, level in _walk(value):
-        if level > MOST_LEVELS:
-            raise refusal(constraint, f"is nested deeper than {MOST_LEVELS} levels", source)
-        if isinstance(inner, dict) and len(inner) > MOST_KEYS:
-            raise refusal(constraint, f"has an object with more than {MOST_KEYS} keys", source)
-        if isinstance(inner, list) and len(inner) > MOST_ITEMS:
-            raise refusal(constraint, f"has a list of more than {MOST_ITEMS} values", source)
+        if level > MAX_LEVELS:
+            raise refusal(constraint, f"is nested deeper than {MAX_LEVELS} levels", source)
+        if isinstance(inner, dict) and len(inner) > MAX_KEYS:
+            raise refusal(constraint, f"has an object with more than {MAX_KEYS} keys", source)
+        if isinstance(inner, list) and len(inner) > MAX_ITEMS:
+            raise refusal(constraint, f"has a list of more than {MAX_ITEMS} values", source)
     return value
 
 
@@ -152,8 +152,8 @@ def _walk(value: object) -> Iterator[tuple[object, int]]:
 
 def _rules(constraint: Constraint, tokenizer: Tokenizer) -> str:
     """The rules of a lark text, marks included. llama.cpp's GBNF is understood, too."""
-    if constraint.text.count("\n") > MOST_REFERENCES:
-        raise refusal(constraint, f"has more than {MOST_REFERENCES} lines")
+    if constraint.text.count("\n") > MAX_REFERENCES:
+        raise refusal(constraint, f"has more than {MAX_REFERENCES} lines")
     text = constraint.text
     if _GBNF.search(text):
         from llguidance.gbnf_to_lark import any_to_lark

@@ -32,7 +32,7 @@ _OF_AN_OBJECT = frozenset(
 )
 # An object with one of these may need a property that the schema does not name.
 _OPENING = ("unevaluatedProperties", "dependentRequired", "dependentSchemas", "$dynamicRef", "not", "if")
-_MOST_BRANCHES = 100  # of a oneOf that are compared, each with each
+_MAX_BRANCHES = 100  # of a oneOf that are compared, each with each
 _NOT_A_REGULAR_LANGUAGE = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
 
 
@@ -236,7 +236,7 @@ class _Closer(_Root):
 
     def _exclude_each_other(self, branches: list[object]) -> bool:
         """Whether no value is an instance of two of them, to be seen from types, or from a property's constant."""
-        if len(branches) > _MOST_BRANCHES:
+        if len(branches) > _MAX_BRANCHES:
             return False
         return not any(
             self._may_overlap(first, second) for i, first in enumerate(branches) for second in branches[i + 1 :]

@@ -24,7 +24,7 @@ _CALLS: tuple[tuple[ToolCallParser, tuple[str, ...]], ...] = (
     ("llama3_json", ('{"name": function name, "parameters":',)),
     ("pythonic", ("<|python_start|>",)),
 )
-_MOST_CHARS = 1 << 20  # of a template; the longest have a twentieth
+_MAX_CHARS = 1 << 20  # of a template; the longest have a twentieth
 _REASONING: tuple[tuple[ReasoningParser, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>", "<|message|>")),
     ("mistral", ("[THINK]",)),
@@ -48,9 +48,9 @@ def read_templates(folder: Path, operator_file: Path | None = None) -> dict[str,
     Empty without any."""
     templates = _read(folder, operator_file)
     for name, source in templates.items():
-        if len(source) > _MOST_CHARS:
+        if len(source) > _MAX_CHARS:
             whose = operator_file or folder
-            raise ConfigError(f"The chat template {name!r} of {whose} has more than {_MOST_CHARS:,} characters.")
+            raise ConfigError(f"The chat template {name!r} of {whose} has more than {_MAX_CHARS:,} characters.")
     return templates
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 _T = TypeVar("_T")
 
-_NUM_LANES = 4
+_NUM_WORKERS = 4
 _NUM_AHEAD = 16  # jobs: bounds what is read and not yet taken
 _CHUNK_BYTES = 32 << 20  # of pinned memory; a lane has two
 
 
-class Lane(Protocol):
+class CopyWorker(Protocol):
     """Fills tensors. One thread's."""
 
     def fill(self, target: Tensor, source: Tensor) -> None:
@@ -30,7 +30,7 @@ class Lane(Protocol):
 
 
 class Here:
-    """See `Lane`: at once."""
+    """See `CopyWorker`: at once."""
 
     def fill(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
@@ -40,7 +40,7 @@ class Here:
 
 
 class ToDevice:
-    """See `Lane`. A piece of a tensor is read into one buffer while the device takes the other's."""
+    """See `CopyWorker`. A piece of a tensor is read into one buffer while the device takes the other's."""
 
     def __init__(self, buffers: Sequence[Tensor], send: Callable[[Tensor, Tensor], Callable[[], None]]) -> None:
         """buffers: uint8, of one size, in memory that the device reads while the host goes on. send: starts a copy (to,
@@ -68,7 +68,7 @@ def _nothing() -> None:
     pass
 
 
-def _cuda_lane(device: torch.device) -> ToDevice:
+def _cuda_worker(device: torch.device) -> ToDevice:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def send(target: Tensor, staged: Tensor) -> Callable[[], None]:
@@ -85,21 +85,21 @@ def _cuda_lane(device: torch.device) -> ToDevice:
 class Jobs:
     """Runs jobs in lanes; what they give is taken in the order in which they were put."""
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self._lanes = lanes
-        self._free: SimpleQueue[Lane] = SimpleQueue()
+    def __init__(self, workers: Sequence[CopyWorker]) -> None:
+        self._workers = workers
+        self._free: SimpleQueue[CopyWorker] = SimpleQueue()
         self._of_thread = local()
         self._pool: ThreadPoolExecutor | None = None
-        if len(lanes) > 1:
-            for lane in lanes:
-                self._free.put(lane)
-            self._pool = ThreadPoolExecutor(len(lanes), "weights", initializer=self._take_lane)
+        if len(workers) > 1:
+            for worker in workers:
+                self._free.put(worker)
+            self._pool = ThreadPoolExecutor(len(workers), "weights", initializer=self._take_worker)
         self._waiting: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
 
-    def put(self, job: Callable[[Lane], _T], then: Callable[[_T], None]) -> None:
+    def put(self, job: Callable[[CopyWorker], _T], then: Callable[[_T], None]) -> None:
         """Raises what a job raised, this one or one before it."""
         if self._pool is None:
-            then(job(self._lanes[0]))
+            then(job(self._workers[0]))
             return
         self._waiting.append((self._pool.submit(self._run, job), then))
         if len(self._waiting) > _NUM_AHEAD:
@@ -109,8 +109,8 @@ class Jobs:
         """Returns when everything is where it belongs."""
         while self._waiting:
             self._take()
-        for lane in self._lanes:
-            lane.wait()
+        for worker in self._workers:
+            worker.wait()
 
     def close(self) -> None:
         """Ends the threads."""
@@ -121,18 +121,18 @@ class Jobs:
         future, then = self._waiting.popleft()
         then(future.result())
 
-    def _take_lane(self) -> None:
-        self._of_thread.lane = self._free.get_nowait()
+    def _take_worker(self) -> None:
+        self._of_thread.worker = self._free.get_nowait()
 
-    def _run(self, job: Callable[[Lane], _T]) -> _T:
+    def _run(self, job: Callable[[CopyWorker], _T]) -> _T:
         with torch.inference_mode():
-            return job(self._of_thread.lane)
+            return job(self._of_thread.worker)
 
 
 @contextmanager
-def lanes_to(device: torch.device) -> Iterator[Jobs]:
+def copy_jobs(device: torch.device) -> Iterator[Jobs]:
     """Jobs whose tensors go to this device, all done when this is left without an error."""
-    jobs = Jobs([_cuda_lane(device) for _ in range(_NUM_LANES)] if device.type == "cuda" else [Here()])
+    jobs = Jobs([_cuda_worker(device) for _ in range(_NUM_WORKERS)] if device.type == "cuda" else [Here()])
     try:
         yield jobs
         jobs.finish()

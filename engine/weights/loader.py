@@ -21,7 +21,7 @@ from ...errors import CheckpointError
 from ...kernels.quantized_weight import QuantizedWeight, concatenate
 from ..checkpoint.quantization import Scheme
 from ..parallel.shard import Cut
-from .copy_workers import Lane, lanes_to
+from .copy_workers import CopyWorker, copy_jobs
 from .mapping import Target
 from .quantized import Shape, is_unused, quantized_modules, read_weight, tensors_of
 from .reader import CheckpointReader
@@ -68,7 +68,7 @@ def load_weights(
             progress(done, total)
 
     device = next(parameter.device for parameter in parameters.values() if parameter.device.type != "meta")
-    with lanes_to(device) as jobs:
+    with copy_jobs(device) as jobs:
         for name in sorted(views, key=lambda name: place[first[name]]):
             keeps = targets[name].parameter in keep
             job = partial(_load, views[name], reader, name, targets[name].cut, scheme, quantized.get(name), keeps)
@@ -119,16 +119,16 @@ def _load(
     scheme: Scheme | None,
     quantized: "_Quantized | None",
     keeps: bool,
-    lane: Lane,
+    worker: CopyWorker,
 ) -> QuantizedWeight | None:
     """Fills the view, or gives the quantized weight that is kept. In any thread."""
     if scheme is None or quantized is None:
-        _fill(view, reader, name, cut, lane)
+        _fill(view, reader, name, cut, worker)
         return None
     weight = read_weight(scheme, reader, quantized.module, *quantized.shape, cut)
     if keeps:
         return weight
-    lane.fill(view, weight.dequantize(view.dtype))
+    worker.fill(view, weight.dequantize(view.dtype))
     return None
 
 
@@ -210,16 +210,16 @@ def _whole_shape(view: Tensor, cut: Cut | None) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _fill(view: Tensor, reader: CheckpointReader, name: str, cut: Cut | None, lane: Lane) -> None:
+def _fill(view: Tensor, reader: CheckpointReader, name: str, cut: Cut | None, worker: CopyWorker) -> None:
     if cut is None:
-        lane.fill(view, reader.tensor(name))
+        worker.fill(view, reader.tensor(name))
     elif cut.dim < view.dim():
         part = slice(cut.first, cut.last)
-        lane.fill(view, reader.tensor(name, part if cut.dim == 0 else (slice(None), part)))
+        worker.fill(view, reader.tensor(name, part if cut.dim == 0 else (slice(None), part)))
     elif cut.first == 0:
-        lane.fill(view, reader.tensor(name))
+        worker.fill(view, reader.tensor(name))
     else:
-        lane.fill(view, torch.zeros(view.shape))  # a bias beside columns that are cut: the first rank adds it
+        worker.fill(view, torch.zeros(view.shape))  # a bias beside columns that are cut: the first rank adds it
 
 
 def _refuse(verb: str, names: list[str], why: str) -> None:

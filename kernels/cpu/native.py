@@ -16,7 +16,7 @@ from . import build
 
 LANES = 16
 """Numbers in a vector: the size of a head must be a multiple of it."""
-MOST_ROWS = 12
+MAX_ROWS = 12
 """MR of product.h, or more."""
 
 Call = Callable[..., None]

@@ -58,7 +58,7 @@ MODULES = (
 ARCHITECTURES = (80, 90)  # that are checked; others can be shipped
 _NO_KERNELS = ("__init__.py", "compile.py", "cubins.py")  # `tuned.py` has none either, but all depend on it
 _COUNTED = ("HMMA", "HGMMA", "QGMMA", "LDGSTS", "UTMALDG", "ATOMG", "LDL", "STL")  # kept with the golden numbers
-_MOST_SHARED = {80: 163, 89: 99, 90: 227}  # KiB of a program
+_MAX_SHARED = {80: 163, 89: 99, 90: 227}  # KiB of a program
 _MORE_REGISTERS = 1.1  # than before is worse
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
@@ -196,7 +196,7 @@ def failures(plan: Plan, architecture: int, report: Report, before: Report | Non
     found = [f"no {name}" for name in _opcodes(plan, architecture) if name not in report.opcodes]
     if plan.buffers is not None and report.buffers < plan.buffers:
         found.append(f"{report.buffers} buffers, planned are {plan.buffers}")
-    if report.shared > 1024 * _MOST_SHARED.get(architecture, math.inf):
+    if report.shared > 1024 * _MAX_SHARED.get(architecture, math.inf):
         found.append(f"{report.shared} bytes of shared memory, more than there are")
     if report.stack and same_compiler:
         found.append(f"{report.stack} bytes of stack")

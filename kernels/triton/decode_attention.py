@@ -20,8 +20,8 @@ from torch import Tensor
 from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
-CHUNK = 256  # positions; twice, four times, … as many in rows that would have more than `MOST_CHUNKS`
-MOST_CHUNKS = 64  # of a row: bounds the memory for partial results, and what one program has to merge
+CHUNK = 256  # positions; twice, four times, … as many in rows that would have more than `MAX_CHUNKS`
+MAX_CHUNKS = 64  # of a row: bounds the memory for partial results, and what one program has to merge
 DOUBLINGS = tl.constexpr(8)
 NUM_WARPS, NUM_STAGES = 4, 3
 _FIELDS = tl.constexpr(5)  # of an item, see `DecodeWorkspace`
@@ -55,9 +55,9 @@ def workspace_decode(
     """For up to `rows` rows of up to `most_context` positions. `chunk`: a multiple of the size of a block; None: the
     best that is known."""
     chunk = chunk or tuned("decode_attention", head_dim, chunk=CHUNK)["chunk"]
-    assert most_context <= (chunk << DOUBLINGS.value) * MOST_CHUNKS, (most_context, chunk)
+    assert most_context <= (chunk << DOUBLINGS.value) * MAX_CHUNKS, (most_context, chunk)
     span = most_context if window is None else min(window, most_context)
-    most_items = rows * min(MOST_CHUNKS, -(-span // chunk) + 1)  # one more: a window may begin inside a chunk
+    most_items = rows * min(MAX_CHUNKS, -(-span // chunk) + 1)  # one more: a window may begin inside a chunk
     assert most_items * heads * head_dim < 2**31, "offsets are of 32 bits"
     return DecodeWorkspace(
         items=torch.empty((most_items, _FIELDS.value), dtype=torch.int32, device=device),
@@ -82,7 +82,7 @@ def plan_decode(context_lens: Tensor, workspace: DecodeWorkspace) -> None:
         rows,
         workspace.window,
         CHUNK=workspace.chunk,
-        MOST_CHUNKS=MOST_CHUNKS,
+        MAX_CHUNKS=MAX_CHUNKS,
         ROWS=triton.next_power_of_2(most_rows),
         num_warps=NUM_WARPS,
     )
@@ -168,7 +168,7 @@ def _plan_kernel(
     rows,
     window,
     CHUNK: tl.constexpr,
-    MOST_CHUNKS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """One program. A row without keys is one empty item, for the sake of its zeros."""
@@ -179,7 +179,7 @@ def _plan_kernel(
         start = tl.maximum(context - window, 0)
     size = tl.full([ROWS], CHUNK, tl.int32)
     for _ in tl.static_range(DOUBLINGS):
-        size = tl.where(tl.cdiv(context, size) - start // size > MOST_CHUNKS, size * 2, size)
+        size = tl.where(tl.cdiv(context, size) - start // size > MAX_CHUNKS, size * 2, size)
     first = start // size
     count = tl.where(row < rows, tl.maximum(tl.cdiv(context, size) - first, 1), 0)
     end = tl.cumsum(count, 0)

@@ -17,7 +17,7 @@ from .variant import WIDE, Plan, Variant, shaped
 
 _BLOCK = 2048
 _ENTRIES = 128  # of a bias list, at a time
-_MOST_COUNTED = tl.constexpr(2**15 - 1)
+_MAX_COUNTED = tl.constexpr(2**15 - 1)
 _GREATEST = tl.constexpr(1e30)  # stands for an edited logit that is infinite, so that it can be subtracted
 
 
@@ -127,7 +127,7 @@ def _count_kernel(ids, picked, history, output_counts, num_picked, vocab, ROWS: 
     counted = (token >= 0) & (past >= 0)
     count = output_counts + past.to(tl.int64) * vocab + token
     most = tl.load(count, mask=counted, other=0).to(tl.int32)
-    tl.store(count, tl.minimum(most + 1, _MOST_COUNTED).to(tl.int16), mask=counted)
+    tl.store(count, tl.minimum(most + 1, _MAX_COUNTED).to(tl.int16), mask=counted)
 
 
 def edit_logits(
@@ -176,7 +176,7 @@ def edit_logits(
     )
 
 
-def count_drawn(ids: Tensor, picked: Tensor, columns: EditColumns) -> None:
+def count_sampled(ids: Tensor, picked: Tensor, columns: EditColumns) -> None:
     """Adds ids just drawn to their rows' counts. ids, picked: [picked] int32; -1 is no id. Each row with penalties at
     most once."""
     (num_picked,) = ids.shape
@@ -213,11 +213,11 @@ def _launch_edit(rows: int) -> None:
 
 def _launch_count(rows: int) -> None:
     picked = shaped(rows, dtype=torch.int32)
-    count_drawn(picked, picked, _columns(_VOCAB))
+    count_sampled(picked, picked, _columns(_VOCAB))
 
 
 _VOCAB = 151936  # of Qwen3; any that is a multiple of 16 gives the same kernels
 VARIANTS = (
     Variant(name="edit_logits", launch=_launch_edit, plans={"_edit_kernel": WIDE}),
-    Variant(name="count_drawn", launch=_launch_count, plans={"_count_kernel": Plan()}),
+    Variant(name="count_sampled", launch=_launch_count, plans={"_count_kernel": Plan()}),
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from .order import REMOVED, from_ordinal, to_ordinal
 from .variant import Plan, Variant, shaped
 
-MOST_BEST = 20  # that a request may ask for
+MAX_BEST = 20  # that a request may ask for
 _BLOCK = 2048  # logits that one program scans
 _LEAST = tl.constexpr(-9999.0)  # stands for -inf, which JSON cannot carry
 
@@ -26,8 +26,8 @@ class LogprobsWorkspace:
 
     block_most: Tensor  # [asking, blocks] float32, the greatest logit
     block_mass: Tensor  # [asking, blocks] float32, the sum of exp(logit - block_most), or NaN if any logit is
-    best: Tensor  # [asking, blocks, MOST_BEST] int32, ordinals of the best logits, or REMOVED
-    best_ids: Tensor  # [asking, blocks, MOST_BEST] int32
+    best: Tensor  # [asking, blocks, MAX_BEST] int32, ordinals of the best logits, or REMOVED
+    best_ids: Tensor  # [asking, blocks, MAX_BEST] int32
 
 
 def workspace_logprobs(*, most_asking: int, vocab_size: int, device: torch.device | str) -> LogprobsWorkspace:
@@ -36,8 +36,8 @@ def workspace_logprobs(*, most_asking: int, vocab_size: int, device: torch.devic
     return LogprobsWorkspace(
         block_most=torch.empty(shape, device=device),
         block_mass=torch.empty(shape, device=device),
-        best=torch.empty((*shape, MOST_BEST), dtype=torch.int32, device=device),
-        best_ids=torch.empty((*shape, MOST_BEST), dtype=torch.int32, device=device),
+        best=torch.empty((*shape, MAX_BEST), dtype=torch.int32, device=device),
+        best_ids=torch.empty((*shape, MAX_BEST), dtype=torch.int32, device=device),
     )
 
 
@@ -53,7 +53,7 @@ def _scan_kernel(
     vocab,
     num_best,
     BLOCK: tl.constexpr,
-    MOST_BEST: tl.constexpr,
+    MAX_BEST: tl.constexpr,
 ):
     at, block = tl.program_id(0), tl.program_id(1)
     pick = tl.load(asking + at)
@@ -71,8 +71,8 @@ def _scan_kernel(
     ordinals = tl.where(tokens < vocab, to_ordinal(x), REMOVED)
     for i in range(num_best):
         greatest, index = tl.max(ordinals, axis=0, return_indices=True)
-        tl.store(best + place * MOST_BEST + i, greatest)
-        tl.store(best_ids + place * MOST_BEST + i, block * BLOCK + index)
+        tl.store(best + place * MAX_BEST + i, greatest)
+        tl.store(best_ids + place * MAX_BEST + i, block * BLOCK + index)
         ordinals = tl.where(lane == index, REMOVED, ordinals)
 
 
@@ -98,7 +98,7 @@ def _merge_kernel(
     num_best,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    MOST_BEST: tl.constexpr,
+    MAX_BEST: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
     at = tl.program_id(0)
@@ -119,9 +119,9 @@ def _merge_kernel(
     tl.store(out_values + at * out_stride, _told(x - greatest - log_total))
 
     lane = tl.arange(0, CANDIDATES)
-    kept = (lane < num_blocks * MOST_BEST) & (lane % MOST_BEST < num_best)
-    ordinals = tl.load(best + at * num_blocks * MOST_BEST + lane, mask=kept, other=REMOVED)
-    ids = tl.load(best_ids + at * num_blocks * MOST_BEST + lane, mask=kept, other=0)
+    kept = (lane < num_blocks * MAX_BEST) & (lane % MAX_BEST < num_best)
+    ordinals = tl.load(best + at * num_blocks * MAX_BEST + lane, mask=kept, other=REMOVED)
+    ids = tl.load(best_ids + at * num_blocks * MAX_BEST + lane, mask=kept, other=0)
     for i in range(num_best):
         ordinal, index = tl.max(ordinals, axis=0, return_indices=True)
         tl.store(out_ids + at * out_stride + 1 + i, tl.sum(tl.where(lane == index, ids, 0), axis=0))
@@ -147,14 +147,14 @@ def logprobs(
     """
     (num_asking,), vocab = asking.shape, logits.shape[1]
     blocks = triton.cdiv(vocab, _BLOCK)
-    assert 0 <= num_best <= min(MOST_BEST, vocab), (num_best, vocab)
+    assert 0 <= num_best <= min(MAX_BEST, vocab), (num_best, vocab)
     assert out_ids.stride() == out_values.stride() and out_ids.shape[1] > num_best, (out_ids.shape, num_best)
     assert logits.stride(1) == 1 and workspace.block_most.shape[1] == blocks, (logits.shape, workspace.block_most.shape)
     assert num_asking <= workspace.block_most.shape[0], num_asking
     if num_asking == 0:
         return
     partial = (workspace.block_most, workspace.block_mass, workspace.best, workspace.best_ids)
-    sizes = {"BLOCK": _BLOCK, "MOST_BEST": MOST_BEST, "num_warps": 4}
+    sizes = {"BLOCK": _BLOCK, "MAX_BEST": MAX_BEST, "num_warps": 4}
     _scan_kernel[(num_asking, blocks)](logits, logits.stride(0), asking, *partial, vocab, num_best, **sizes)
     _merge_kernel[(num_asking,)](
         out_ids,
@@ -174,15 +174,15 @@ def logprobs(
 
 def _merge_options(vocab: int) -> dict[str, int]:
     blocks = triton.cdiv(vocab, _BLOCK)
-    return {"BLOCKS": triton.next_power_of_2(blocks), "CANDIDATES": triton.next_power_of_2(blocks * MOST_BEST)}
+    return {"BLOCKS": triton.next_power_of_2(blocks), "CANDIDATES": triton.next_power_of_2(blocks * MAX_BEST)}
 
 
 def _variant(vocab: int) -> Variant:
     def launch(rows: int) -> None:
-        out_ids, out_values = (shaped(rows, 1 + MOST_BEST, dtype=of) for of in (torch.int32, torch.float32))
+        out_ids, out_values = (shaped(rows, 1 + MAX_BEST, dtype=of) for of in (torch.int32, torch.float32))
         logits, asking = shaped(rows, vocab, dtype=torch.float32), shaped(rows, dtype=torch.int32)
         workspace = workspace_logprobs(most_asking=rows, vocab_size=vocab, device="meta")
-        logprobs(out_ids, out_values, logits, asking, asking, workspace, num_best=min(rows, MOST_BEST))
+        logprobs(out_ids, out_values, logits, asking, asking, workspace, num_best=min(rows, MAX_BEST))
 
     scan = Plan(sm_80=("LDG.E.128",), sm_90=("LDG.E.128",))
     return Variant(name=f"logprobs {vocab}", launch=launch, plans={"_scan_kernel": scan, "_merge_kernel": Plan()})

@@ -12,7 +12,7 @@ _STEP = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = tl.constexpr(0x94D049BB133111EB)
 _UNIT = tl.constexpr(2.0**-31)
-_MOST = tl.constexpr(1 - 2.0**-24)
+_MAX = tl.constexpr(1 - 2.0**-24)
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def exponential(key, tokens):
     z = (z ^ (z >> 30)) * _MULTIPLY_1
     z = (z ^ (z >> 27)) * _MULTIPLY_2
     # The last step of the mix leaves the 31 highest bits alone, and those are all that is used.
-    uniform = tl.minimum(((z >> 33).to(tl.int32).to(tl.float32) + 0.5) * _UNIT, _MOST)
+    uniform = tl.minimum(((z >> 33).to(tl.int32).to(tl.float32) + 0.5) * _UNIT, _MAX)
     rest = 1.0 - uniform
     lost = (1.0 - rest) - uniform
     return -(tl.log(rest) + lost)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .variant import WIDE, Plan, Variant, shaped
 
-_MOST_HEADS = 16  # of one program: with 4 warps a thread has 8 numbers of each half of a head
+_MAX_HEADS = 16  # of one program: with 4 warps a thread has 8 numbers of each half of a head
 
 
 @triton.jit
@@ -150,8 +150,8 @@ def _options(heads: int, kv_heads: int, dim: int, page: int) -> dict[str, int]:
         "KV_HEADS": kv_heads,
         "DIM": dim,
         "PAGE": page,
-        "Q_BLOCK": min(triton.next_power_of_2(heads), _MOST_HEADS),
-        "KV_BLOCK": min(triton.next_power_of_2(kv_heads), _MOST_HEADS),
+        "Q_BLOCK": min(triton.next_power_of_2(heads), _MAX_HEADS),
+        "KV_BLOCK": min(triton.next_power_of_2(kv_heads), _MAX_HEADS),
         "num_warps": 4,
     }
 

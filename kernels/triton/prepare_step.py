@@ -131,12 +131,12 @@ def _prepare_step(
         tl.store(context_lens + place, end)
 
 
-@triton.jit(do_not_specialize=["num_drawn"])
-def _remember_drawn(last_ids, drawn, rows, num_drawn, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_sampled"])
+def _remember_sampled(last_ids, sampled, rows, num_sampled, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < num_drawn
+    inside = i < num_sampled
     row = tl.load(rows + i, mask=inside, other=0)
-    tl.store(last_ids + row, tl.maximum(tl.load(drawn + i, mask=inside, other=0), 0), mask=inside)
+    tl.store(last_ids + row, tl.maximum(tl.load(sampled + i, mask=inside, other=0), 0), mask=inside)
 
 
 def prepare_step(
@@ -175,10 +175,10 @@ def prepare_step(
     )
 
 
-def remember_drawn(last_ids: Tensor, drawn: Tensor, rows: Tensor) -> None:
+def remember_sampled(last_ids: Tensor, sampled: Tensor, rows: Tensor) -> None:
     """Keeps what rows drew for the next step. drawn, rows: [drawn] int32; -1, which is no id, is kept as 0. Where a row
     stands more than once, any of its ids may stay: the host sends the next one itself."""
-    _remember_drawn[(triton.cdiv(len(rows), _BLOCK),)](last_ids, drawn, rows, len(rows), BLOCK=_BLOCK, num_warps=4)
+    _remember_sampled[(triton.cdiv(len(rows), _BLOCK),)](last_ids, sampled, rows, len(rows), BLOCK=_BLOCK, num_warps=4)
 
 
 def _integers(*shape: int) -> Tensor:
@@ -197,8 +197,8 @@ def _variant(block_size: int) -> Variant:
 VARIANTS = (
     _variant(64),
     Variant(
-        name="remember_drawn",
-        launch=lambda rows: remember_drawn(_integers(256), _integers(rows), _integers(rows)),
-        plans={"_remember_drawn": Plan()},
+        name="remember_sampled",
+        launch=lambda rows: remember_sampled(_integers(256), _integers(rows), _integers(rows)),
+        plans={"_remember_sampled": Plan()},
     ),
 )

@@ -253,7 +253,7 @@ def _mass_from(source, candidates, num, greatest, heat, floor, TILE: tl.constexp
 
 
 @triton.jit
-def _draw_filtered(
+def _sample_filtered(
     source,
     group_most,
     groups,
@@ -370,7 +370,7 @@ def _pick_kernel(
             masses = tl.load(block_mass + at, mask=blocks < num_blocks, other=0.0)
             GROUPS: tl.constexpr = BLOCK // GROUP
             first_group = pick * num_blocks * GROUPS
-            chosen = _draw_filtered(
+            chosen = _sample_filtered(
                 source,
                 group_most + first_group,
                 groups + first_group,

@@ -21,7 +21,7 @@ from .silu_mul import gated
 from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
-MOST_ROWS = 16  # of one product: the M of the smallest tensor core instruction
+MAX_ROWS = 16  # of one product: the M of the smallest tensor core instruction
 _PROCESSORS = 132  # of an H100 or H200; a constant, so that sums are split alike everywhere
 _IN_FLIGHT = 96 << 10  # bytes of tiles: what the smallest of the architectures, sm_89, has for a program, less a little
 _BUSY = 0.9  # the share of the processors' time that a tiling should use
@@ -143,7 +143,7 @@ def tiling(n: int, k: int) -> Tiling:
 def workspace_small_product(shapes: Iterable[tuple[int, int]], device: torch.device | str) -> Workspace:
     """Serves the products with weights of all these shapes [n, k], one after another on one stream."""
     split = [(n, tiling(n, k)) for n, k in shapes]
-    partials = max((MOST_ROWS * n * t.splits for n, t in split if t.splits > 1), default=0)
+    partials = max((MAX_ROWS * n * t.splits for n, t in split if t.splits > 1), default=0)
     arrivals = max((n // t.block_n for n, t in split if t.splits > 1), default=0)
     return Workspace(
         torch.empty(partials, dtype=torch.float32, device=device),
@@ -170,7 +170,7 @@ def small_product(
     """
     n, k = weight.shape
     rows = x.shape[0]
-    assert rows <= MOST_ROWS and x.shape[1] == k and out.shape == (rows, n // 2 if is_gated else n), (
+    assert rows <= MAX_ROWS and x.shape[1] == k and out.shape == (rows, n // 2 if is_gated else n), (
         x.shape,
         out.shape,
     )
@@ -200,7 +200,7 @@ def small_product(
 
 def _stages(tiling: Tiling) -> int:
     """Five keep four tiles in flight, where there is room for them."""
-    tile = (MOST_ROWS + tiling.block_n) * tiling.block_k * 2  # bytes, of 16 bits a number
+    tile = (MAX_ROWS + tiling.block_n) * tiling.block_k * 2  # bytes, of 16 bits a number
     return 5 if 4 * tile < _IN_FLIGHT else 4
 
 
@@ -210,7 +210,7 @@ def _options(n: int, k: int) -> dict[str, int]:
     return {
         "N": n,
         "K": k,
-        "BLOCK_M": MOST_ROWS,
+        "BLOCK_M": MAX_ROWS,
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
         "SPLITS": tiles.splits,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pagewire.api.gateway.gateway import Gateway
-from pagewire.api.gateway.stream_backlog import MOST_UNREAD_BYTES
+from pagewire.api.gateway.stream_backlog import MAX_BACKLOG_BYTES
 from pagewire.api.http.exchange import ClientGone
 from pagewire.api.http.http_error import HttpError
 from pagewire.errors import RequestError
@@ -71,7 +71,7 @@ def test_one_wake_up_for_all_news_of_a_step() -> None:
     async def work() -> None:
         box = Box()
         stream = box.gateway.submit([order(2)])
-        reader = asyncio.create_task(stream.news())
+        reader = asyncio.create_task(stream.chunks())
         await asyncio.sleep(0)
         box.gateway.handle([TextBatch((chunk(BASE, "a"), chunk(BASE + 1, "b"))), TextBatch((chunk(BASE, "c"),))])
         assert [(index, c.text) for index, c in await reader] == [(0, "a"), (1, "b"), (0, "c")]
@@ -101,8 +101,8 @@ def test_the_short_way_is_for_news_while_the_reader_waits() -> None:
         box, way = Box(), Way()
         stream = box.gateway.submit([order(2)])
         box.gateway.handle([Accepted(BASE, 1), Accepted(BASE + 1, 1), TextBatch((chunk(BASE, "a"),))])
-        assert [c.text for _, c in await stream.news(way)] == ["a"] and not way.taken
-        reader = asyncio.create_task(stream.news(way))
+        assert [c.text for _, c in await stream.chunks(way)] == ["a"] and not way.taken
+        reader = asyncio.create_task(stream.chunks(way))
         await asyncio.sleep(0)
         box.gateway.handle([TextBatch((chunk(BASE, "b"), chunk(BASE + 1, "c"))), TextBatch((chunk(BASE, "d"),))])
         assert way.taken == ["b", "c", "d"] and way.num_flushes == 1 and not reader.done()
@@ -128,7 +128,7 @@ def test_news_for_a_client_that_does_not_keep_up_are_put_together() -> None:
         box.gateway.handle([TextBatch((chunk(BASE, "b", logprobs=(logprob,)), chunk(BASE + 1, "2", "length")))])
         box.gateway.handle([TextBatch((chunk(BASE, "c", "stop", stop_reason="."),))])
         assert not stream.finished
-        (zero, one), (index, other) = await stream.news()
+        (zero, one), (index, other) = await stream.chunks()
         assert (zero, one.text, one.ids, one.logprobs) == (0, "abc", b"\1\0\0\0" * 3, (logprob,) * 2)
         assert (one.prompt, one.prompt_end, one.times) == (echo, "p", times)
         assert (one.finish, one.stop_reason, one.usage) == ("stop", ".", USAGE)
@@ -142,15 +142,15 @@ def test_what_is_left_unread_is_bounded() -> None:
         box = Box()
         slow, other = box.gateway.submit([order()]), box.gateway.submit([order()])
         text = "x" * 1000
-        for _ in range(MOST_UNREAD_BYTES // 1004):
+        for _ in range(MAX_BACKLOG_BYTES // 1004):
             box.gateway.handle([TextBatch((chunk(BASE, text),))])
         assert not box.cancelled
         box.gateway.handle([TextBatch((chunk(BASE, text), chunk(BASE + 1)))])
         assert box.cancelled == [(BASE,)] and box.gateway.stats.aborts["client_too_slow"] == 1
         with pytest.raises(HttpError) as error:
-            await slow.news()
+            await slow.chunks()
         assert (error.value.status, error.value.code) == (408, "client_too_slow")
-        assert len(await other.news()) == 1
+        assert len(await other.chunks()) == 1
 
     run(work())
 
@@ -159,9 +159,9 @@ def test_much_at_once_is_no_fault_of_a_reader_that_waits() -> None:
     async def work() -> None:
         box = Box()
         stream = box.gateway.submit([order()])
-        reader = asyncio.create_task(stream.news())
+        reader = asyncio.create_task(stream.chunks())
         await asyncio.sleep(0)
-        box.gateway.handle([TextBatch(tuple(chunk(BASE, "x" * MOST_UNREAD_BYTES) for _ in range(3)))])
+        box.gateway.handle([TextBatch(tuple(chunk(BASE, "x" * MAX_BACKLOG_BYTES) for _ in range(3)))])
         assert len(await reader) == 3 and not box.cancelled
 
     run(work())
@@ -229,7 +229,7 @@ def test_cancel_names_what_is_open_once() -> None:
         stream.cancel()
         assert box.cancelled == [(BASE + 1,)]
         with pytest.raises(ClientGone):
-            await stream.news()
+            await stream.chunks()
         box.gateway.handle([TextBatch((chunk(BASE + 1),)), Failed(BASE + 1, "internal", "late"), Accepted(BASE + 1, 1)])
 
     run(work())
@@ -241,7 +241,7 @@ def test_a_finished_stream_cancels_nothing() -> None:
         stream = box.gateway.submit([order()])
         box.gateway.handle([TextBatch((chunk(BASE, finish="length"),))])
         assert not stream.finished
-        assert len(await stream.news()) == 1 and stream.finished
+        assert len(await stream.chunks()) == 1 and stream.finished
         stream.cancel()
         assert box.cancelled == []
 
@@ -253,9 +253,9 @@ def test_news_before_an_error_are_read_first() -> None:
         box = Box()
         stream = box.gateway.submit([order()])
         box.gateway.handle([TextBatch((chunk(BASE),)), Failed(BASE, "internal", "Broken.")])
-        assert len(await stream.news()) == 1
+        assert len(await stream.chunks()) == 1
         with pytest.raises(RequestError, match="Broken"):
-            await stream.news()
+            await stream.chunks()
 
     run(work())
 
@@ -266,7 +266,7 @@ def test_an_abort_that_nobody_asked_for_is_no_success() -> None:
         stream = box.gateway.submit([order()])
         box.gateway.handle([TextBatch((chunk(BASE, finish="abort"),))])
         with pytest.raises(RequestError):
-            await stream.news()
+            await stream.chunks()
 
     run(work())
 
@@ -278,7 +278,7 @@ def test_close_ends_everything_and_refuses_more() -> None:
         box.gateway.close("The server is shutting down.")
         for stream in streams:
             with pytest.raises(RequestError, match="shutting down"):
-                await stream.news()
+                await stream.chunks()
         assert box.cancelled == [(BASE, BASE + 1), (BASE + 2, BASE + 3), (BASE + 4, BASE + 5)]
         with pytest.raises(RequestError, match="shutting down"):
             box.gateway.submit([order()])
@@ -298,7 +298,7 @@ def test_draining_lets_open_requests_go_on() -> None:
         assert not drained.done()
         box.gateway.handle([TextBatch((chunk(BASE, finish="stop"),))])
         await drained
-        assert len(await stream.news()) == 1
+        assert len(await stream.chunks()) == 1
 
     run(work())
 

@@ -87,9 +87,9 @@ def test_a_sequence_goes_on_after_what_was_delivered() -> None:
         engine.say(first.rid, "from a dead process", [1])
         engine.say(told.rid, "c", [9], "stop")
         engine.say(untold.rid, "d", [4], "length")
-        news = await stream.news()
-        assert [(index, chunk.text) for index, chunk in news] == [(0, "añbc"), (1, "d")]
-        assert news[0][1].usage == Usage(3, 9, 1)  # what the first attempt found
+        chunks = await stream.chunks()
+        assert [(index, chunk.text) for index, chunk in chunks] == [(0, "añbc"), (1, "d")]
+        assert chunks[0][1].usage == Usage(3, 9, 1)  # what the first attempt found
         assert stream.finished and engine.gateway.num_open == 0 and engine.gateway.num_resumed == 2
 
     run(work())
@@ -161,8 +161,8 @@ def test_suspects_come_back_one_by_one_and_the_killer_is_failed_alone() -> None:
         assert second.prompt == TextPrompt("poison")
         engine.die("worker")
         with pytest.raises(RequestError, match="died twice"):
-            await streams["poison"].news()
-            await streams["poison"].news()
+            await streams["poison"].chunks()
+            await streams["poison"].chunks()
         turns = [engine.take() for _ in range(3)]
         assert [s.prompt for s in turns[0]] == [TextPrompt("good")] and turns[1] == []
         engine.say(streams["good"].first_rid, "", [6, 7, 8, 9], "length")

@@ -28,7 +28,7 @@ def test_overload(server: OwnServer) -> None:
     num_served = sum(answer.status == 200 for answer in answers)
     num_refused = sum(answer.status == 429 and answer.is_refusal for answer in answers)
     assert num_served >= 40 and num_refused > 0 and num_served + num_refused == 400 and rate > 0
-    assert seen.growth_mb < overload.MOST_GROWTH_MB and not seen.num_unhealthy
+    assert seen.growth_mb < overload.MAX_GROWTH_MB and not seen.num_unhealthy
     server.wait_idle()
 
 
@@ -47,7 +47,7 @@ def test_what_is_no_answer_is_a_broken_promise() -> None:
     ("part", "most"),
     [
         ("vanish", {"free after s": abuse.FREE_LIMIT_S, "descriptors more": 4}),
-        ("stalled", {"MB held by each": abuse.MOST_STALLED_MB}),
+        ("stalled", {"MB held by each": abuse.MAX_STALLED_MB}),
         ("heads", {"closed after s": HEAD_TIMEOUT_S + abuse.HEAD_SLACK_S, "not answered": 0}),
         ("idle", {"growth MB": 10.0}),
     ],

@@ -22,7 +22,7 @@ EXAMPLES: list[tuple[object, m.Message]] = [
     (m.ToCore, m.Constrained(1, "invalid_request", "why")),
     (m.ToCore, m.Masks(b"\0" * 8, b"\1\0\0\0", failed=((5, "internal", "why"),))),
     (m.ToGrammar, m.Constrain(1, 2, m.Constraint("choice", "[]", ("</think>",), bad_words=(b"\1\0\0\0",)), b"")),
-    (m.ToGrammar, m.Drawn(b"\0" * 8, b"\1\0\0\0", b"")),
+    (m.ToGrammar, m.Sampled(b"\0" * 8, b"\1\0\0\0", b"")),
     (m.ToWorker, m.StepPlan(1, (m.RowOpen(0, b"", 1, 0, b"", m.Sampling()),), b"", b"", b"", b"", b"")),
     (m.ToDetokenizer, m.TokenBatch((m.Tokens(1, b"", finish="stop", usage=m.Usage(1, 2, 0)),))),
     (m.ToApi, m.TextBatch((m.Chunk(1, "é", b"", finish="length", prompt=m.PromptEcho(b"", "p")),))),
@@ -83,6 +83,6 @@ def test_columns_give_each_request_its_tokens() -> None:
 
 
 def test_a_bias_has_room_on_every_device():
-    assert m.Sampling(logit_bias=dict.fromkeys(range(m.MOST_BIASES), 1.0)).logit_bias
+    assert m.Sampling(logit_bias=dict.fromkeys(range(m.MAX_BIASES), 1.0)).logit_bias
     with pytest.raises(ValueError, match="at most 1024 tokens"):
-        m.Sampling(logit_bias=dict.fromkeys(range(m.MOST_BIASES + 1), 1.0))
+        m.Sampling(logit_bias=dict.fromkeys(range(m.MAX_BIASES + 1), 1.0))

@@ -46,8 +46,8 @@ def test_an_engine_that_has_failed_is_not_healthy_while_it_says_so(tmp_path: Pat
     async def scenario() -> None:
         actor = ApiActor(config(tmp_path), http_fd=socket.socket().detach())
         actor.start(lambda receiver, message: None)
-        orders = [Submit(0, 1, IdsPrompt(ids_to_bytes([1])), Sampling(), Limits(), TextSpec())]
-        stream = actor._gateway.submit(orders)
+        submits = [Submit(0, 1, IdsPrompt(ids_to_bytes([1])), Sampling(), Limits(), TextSpec())]
+        stream = actor._gateway.submit(submits)
         actor.handle([Stop(60.0, "SIGTERM")])
         stopping = asyncio.ensure_future(actor.stop(60.0))
         await asyncio.sleep(0)
@@ -55,7 +55,7 @@ def test_an_engine_that_has_failed_is_not_healthy_while_it_says_so(tmp_path: Pat
         actor.handle([Stop(0.0, "The engine has failed.", is_failure=True)])
         assert actor._complaint() == "The engine has failed."
         with pytest.raises(EngineFailed, match="has failed"):
-            await stream.news()
+            await stream.chunks()
         await asyncio.wait_for(stopping, 10.0)  # and not the 60 s that it drains for
         actor._socket.close()
 

@@ -246,7 +246,7 @@ def test_the_bounds_of_requests_hold_in_every_decoder() -> None:
         {"text": m.TextSpec(("x",) * 17)},
         {"text": m.TextSpec(("x" * 4097,))},
         {"text": m.TextSpec(("",))},
-        {"constraint": m.Constraint("regex", "x" * (m.MOST_GRAMMAR_BYTES + 1))},
+        {"constraint": m.Constraint("regex", "x" * (m.MAX_GRAMMAR_BYTES + 1))},
         {"constraint": m.Constraint(bad_words=(ids,) * 2049)},
         {"constraint": m.Constraint(thinking_budget=-1)},
     ]

@@ -133,7 +133,7 @@ def test_who_takes_nothing_is_told_goodbye(address: str, monkeypatch: pytest.Mon
             assert isinstance(goodbye, Goodbye) and "No news was taken" in goodbye.reason
             await until(lambda: engine.num_open == 0, "its sequence is cancelled")
         monkeypatch.setattr(client_port, "STALL_LIMIT_S", 60.0)
-        monkeypatch.setattr(client_port, "MOST_BEHIND_BYTES", 500)
+        monkeypatch.setattr(client_port, "MAX_BEHIND_BYTES", 500)
         async with Engine(address) as engine, peer(address) as stalled:
             await stalled.say(Hello(PROTOCOL, window=1), generate(1, [1]))
             for kind in (Welcome, News):

@@ -21,10 +21,10 @@ from pagewire.ipc.messages import (
     Constrain,
     Constrained,
     Constraint,
-    Drawn,
     Failed,
     Masks,
     Message,
+    Sampled,
     TokenBatch,
     bytes_to_ids,
     ids_to_bytes,
@@ -65,20 +65,20 @@ def test_a_request_is_held_until_its_grammar_is_one(tmp_path: Path) -> None:
             assert told(engine, "api") == [Failed(5, "invalid_request", "It is none.")]
             engine.handle(Constrained(1), Masks(rids(1, 2), bits_of([4]) + bits_of([6])))
             assert told(engine, "api") == [Accepted(1, 3), Accepted(2, 3)]
-            await until(lambda: len(drawn(engine)) == 2, "both drew")
-            assert drawn(engine) == {1: 4, 2: 6}
+            await until(lambda: len(sampled(engine)) == 2, "both drew")
+            assert sampled(engine) == {1: 4, 2: 6}
             engine.handle(Masks(b"", b"", complete=rids(1), failed=((2, "internal", "It broke."),)))
             assert engine.num_open == 0
             news = told(engine, "detokenizer")
             assert Failed(2, "internal", "It broke.") in news
             ends = [t for batch in news if isinstance(batch, TokenBatch) for t in batch.tokens]
             assert [(t.rid, t.finish, t.ids, t.usage and t.usage.num_output) for t in ends] == [(1, "stop", b"", 1)]
-            assert bytes(b"".join(m.ended for m in told(engine, "grammar") if isinstance(m, Drawn))) == rids(1, 2)
+            assert bytes(b"".join(m.ended for m in told(engine, "grammar") if isinstance(m, Sampled))) == rids(1, 2)
 
-    def drawn(engine: Engine) -> dict[int, int]:
+    def sampled(engine: Engine) -> dict[int, int]:
         found = {}
         for name, message in engine.told:
-            if name == "grammar" and isinstance(message, Drawn):
+            if name == "grammar" and isinstance(message, Sampled):
                 found |= dict(zip(memoryview(message.rids).cast("q"), bytes_to_ids(message.ids), strict=True))
         return found
 
@@ -97,7 +97,7 @@ def test_what_is_held_can_be_cancelled_and_refused(tmp_path: Path) -> None:
             engine.handle(Cancel((2,)))
             engine.handle(Constrained(1))
             assert told(engine, "api") == [Accepted(rid, 2) for rid in (1, 2, 3)]
-            assert set(engine.core.scheduler.roster.requests) == {1, 3}
+            assert set(engine.core.scheduler.table.requests) == {1, 3}
             engine.handle(Cancel((1, 3)))
             assert engine.num_open == 0
             told(engine, "grammar")
@@ -109,7 +109,7 @@ def test_what_is_held_can_be_cancelled_and_refused(tmp_path: Path) -> None:
             engine.handle(Constrained(30))  # meanwhile there is no place left
             (answer,) = told(engine, "api")
             assert isinstance(answer, Failed) and answer.kind == "queue_full"
-            assert told(engine, "grammar")[-1] == Drawn(b"", b"", rids(30))
+            assert told(engine, "grammar")[-1] == Sampled(b"", b"", rids(30))
 
     asyncio.run(scenario())
 
@@ -130,10 +130,10 @@ def test_the_process_answers_on_its_loop(tmp_path: Path) -> None:
             assert said == [("core", Constrained(9)), ("core", Masks(rids(9), bits_of([1, 2])))]
             assert asyncio.get_running_loop().time() - started < 1
             said.clear()
-            actor.handle([Drawn(rids(9, 8), ids_to_bytes([1, 40]), rids(7))])
+            actor.handle([Sampled(rids(9, 8), ids_to_bytes([1, 40]), rids(7))])
             assert said == [("core", Masks(rids(9), bits_of([3]), rids(8)))]
             said.clear()
-            actor.handle([Drawn(rids(9), ids_to_bytes([3]), rids(8))])
+            actor.handle([Sampled(rids(9), ids_to_bytes([3]), rids(8))])
             assert said == [("core", Masks(b"", b"", complete=rids(9)))]
         finally:
             await actor.stop(0)
@@ -150,12 +150,12 @@ def test_streams_have_their_turn_between_two_grammars(tmp_path: Path, monkeypatc
         actor.start(lambda receiver, message: said.append(message))
         try:
             some = cycle([1, 2], [3])
-            actor._trials._remember(
+            actor._sandbox._remember(
                 msgspec.msgpack.encode(some), grammar_sandbox.Outcome()
             )  # all are known to be grammars
             actor.handle([Constrain(rid, 1, some, b"") for rid in range(1, 5)])
             assert said == [Constrained(1), Masks(rids(1), bits_of([1, 2]))]
-            actor.handle([Drawn(rids(1), ids_to_bytes([1]), b"")])
+            actor.handle([Sampled(rids(1), ids_to_bytes([1]), b"")])
             assert said[2:4] == [Masks(rids(1), bits_of([3])), Constrained(2)]
             await until(lambda: len(said) == 9, "all are compiled")
             assert actor.num_pending == 0
@@ -180,10 +180,10 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(tmp_path: Path) -> None
                 engine.handle(Cancel((10, 20, 21)))
                 engine.handle(Cancel((11, 30)))
                 told(engine, "api")
-                actor.handle([message for message in told(engine, "grammar") if isinstance(message, Drawn)])
+                actor.handle([message for message in told(engine, "grammar") if isinstance(message, Sampled)])
                 await until(lambda: len(said) == 2, "those are answered at once", 1)
                 assert sorted(m.rid for m in said if isinstance(m, Constrained) and m.kind is None) == [10, 20]
-                assert actor._trials.num_pending == 2
+                assert actor._sandbox.num_pending == 2
                 engine.handle(*(message for message in said if isinstance(message, Constrained)))
                 ends = [
                     t for batch in told(engine, "detokenizer") if isinstance(batch, TokenBatch) for t in batch.tokens
@@ -197,17 +197,17 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(tmp_path: Path) -> None
 
 
 def test_what_came_of_a_grammar_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials = grammar_sandbox.Trials(config_in(Path()), grammars.load)
+    sandbox = grammar_sandbox.GrammarSandbox(config_in(Path()), grammars.load)
     bad = grammar_sandbox.Outcome("invalid_request", "no")
-    trials._remember(msgspec.msgpack.encode(SOME), bad)
-    trials.begin(1, SOME)
-    assert trials.collect() == [(1, bad)] and trials.num_pending == 0
-    monkeypatch.setattr(grammar_sandbox, "_MOST_KNOWN_BYTES", 1000)
+    sandbox._remember(msgspec.msgpack.encode(SOME), bad)
+    sandbox.begin(1, SOME)
+    assert sandbox.collect() == [(1, bad)] and sandbox.num_pending == 0
+    monkeypatch.setattr(grammar_sandbox, "_MAX_KNOWN_BYTES", 1000)
     for i in range(300):
-        trials._remember(msgspec.msgpack.encode(Constraint("regex", str(i) * 20)), bad)
-        trials._remember(msgspec.msgpack.encode(SOME), bad)
-    assert sum(map(len, trials._known)) == trials._num_bytes <= 1000
-    assert msgspec.msgpack.encode(SOME) in trials._known  # it was asked for again and again
+        sandbox._remember(msgspec.msgpack.encode(Constraint("regex", str(i) * 20)), bad)
+        sandbox._remember(msgspec.msgpack.encode(SOME), bad)
+    assert sum(map(len, sandbox._known)) == sandbox._num_bytes <= 1000
+    assert msgspec.msgpack.encode(SOME) in sandbox._known  # it was asked for again and again
 
 
 # What a process has freed before may serve again without its growing: alone, it has freed nothing.
@@ -218,14 +218,14 @@ def test_grammars_together_have_a_limit_of_memory(tmp_path: Path) -> None:
         said: list[Message] = []
         actor.start(lambda receiver, message: said.append(message))
         large = cycle([1], fault="large")
-        actor._trials._remember(msgspec.msgpack.encode(large), grammar_sandbox.Outcome())
+        actor._sandbox._remember(msgspec.msgpack.encode(large), grammar_sandbox.Outcome())
         actor.handle([Constrain(rid, 1, large, b"") for rid in range(6)])
         await until(lambda: actor.num_pending == 0, "all are compiled or refused")
         answers = [message for message in said if isinstance(message, Constrained)]
         refused = [answer for answer in answers if answer.kind == "queue_full"]
         assert len(answers) == 6 and 1 <= len(refused) <= 4 and "try again later" in refused[0].detail
         said.clear()
-        actor.handle([Drawn(b"", b"", rids(*range(6))), Constrain(9, 1, large, b"")])  # there is room again
+        actor.handle([Sampled(b"", b"", rids(*range(6))), Constrain(9, 1, large, b"")])  # there is room again
         await until(lambda: actor.num_pending == 0, "it is compiled")
         assert said[0] == Constrained(9)
 
@@ -234,20 +234,20 @@ def test_grammars_together_have_a_limit_of_memory(tmp_path: Path) -> None:
 
 def test_an_idle_process_that_was_killed_is_replaced() -> None:
     model = ModelFacts(path="", name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), dtype="float32")
-    trials = grammar_sandbox.Trials(resolve(Config(), model, MachineFacts(num_cores=1)), grammars.load)
+    sandbox = grammar_sandbox.GrammarSandbox(resolve(Config(), model, MachineFacts(num_cores=1)), grammars.load)
     try:
         for i in range(2):
-            trials.begin(i, cycle([i]))
+            sandbox.begin(i, cycle([i]))
             deadline = time.monotonic() + 60
-            while not (done := trials.collect()):
+            while not (done := sandbox.collect()):
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
             assert done == [(i, grammar_sandbox.Outcome())]
-            (process,) = trials._pool._processes
+            (process,) = sandbox._pool._processes
             process._process.kill()
             process._process.wait()
     finally:
-        trials.close()
+        sandbox.close()
 
 
 def test_a_mask_has_a_bit_for_each_token() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from fakes import allowed_after, bits_of
 
-from pagewire.ipc.messages import Drawn, Masks, bytes_to_ids
+from pagewire.ipc.messages import Masks, Sampled, bytes_to_ids
 
 
 class FakeGrammar:
@@ -21,12 +21,12 @@ class FakeGrammar:
             self.outputs[rid] = list(output)
         return self._masks(rids)
 
-    def hear(self, drawn: Drawn) -> Masks:
+    def hear(self, sampled: Sampled) -> Masks:
         """What the core tells."""
-        for rid in memoryview(drawn.ended).cast("q"):
+        for rid in memoryview(sampled.ended).cast("q"):
             self.outputs.pop(rid, None)
-        rids = memoryview(drawn.rids).cast("q").tolist()
-        for rid, token in zip(rids, bytes_to_ids(drawn.ids), strict=True):
+        rids = memoryview(sampled.rids).cast("q").tolist()
+        for rid, token in zip(rids, bytes_to_ids(sampled.ids), strict=True):
             if rid in self.outputs:
                 self.outputs[rid].append(token)
         return self._masks([rid for rid in rids if rid in self.outputs])

@@ -41,7 +41,7 @@ from .patience import Fairness, Firsts, Patience
 from .setting import BLOCK_SIZE, Setting
 from .stores import Address, WorkerHalf, core_half, keys_of
 
-MOST_EVENTS = 20_000
+MAX_EVENTS = 20_000
 _PARTIAL = -1
 
 Mail = Enqueue | Cancel | StopHit | StepResult | Transferred | Masks
@@ -90,7 +90,7 @@ class History:
         self._say(f"{vars(self._setting)}")
         with patch.object(policy, "FAIR_QUANTUM", self._setting.quantum):
             while self._events:
-                assert self._num_events < MOST_EVENTS, "it never ends"
+                assert self._num_events < MAX_EVENTS, "it never ends"
                 self.now, _, happen = heappop(self._events)
                 happen()
         self._check_the_end()
@@ -166,7 +166,7 @@ class History:
     def _cancel(self, client: Client) -> None:
         if client.is_open and not client.is_gone:
             client.is_gone = True
-            request = self._scheduler.roster.requests.get(client.rid)
+            request = self._scheduler.table.requests.get(client.rid)
             self.seen["cancelled"] += request is not None
             self.seen["cancelled while loading"] += request is not None and request.state is State.LOADING
             self.seen["cancelled in flight"] += request is not None and request.num_in_flight > 0
@@ -222,8 +222,8 @@ class History:
             self._handle(message)
         if scheduler.deadlines:
             scheduler.expire(self.now)
-        if (drawn := scheduler.constraints.take()) is not None:
-            self._ask_grammar(lambda: self._grammar.hear(drawn))
+        if (sampled := scheduler.constraints.take()) is not None:
+            self._ask_grammar(lambda: self._grammar.hear(sampled))
         while self._plan():
             if self.rng.random() < self._setting.laziness:
                 self._wake(0.001)
@@ -249,7 +249,7 @@ class History:
                 self._journal.hear_answers(answers)
                 if scheduler.num_waiting > before:
                     assert scheduler.num_waiting <= self._setting.max_queued_requests, "too many wait"
-                    assert scheduler.roster.waiting.num_tokens <= self._setting.max_queued_tokens, "too much waits"
+                    assert scheduler.table.waiting.num_tokens <= self._setting.max_queued_tokens, "too much waits"
                 for answer in answers:
                     client = self._journal.clients[answer.rid]
                     self.seen["refused"] += not client.is_open
@@ -268,7 +268,7 @@ class History:
                     scheduler.stop_hit(rid)
             case StepResult():
                 self._say(
-                    f"step {message.step} is over: {list(bytes_to_ids(message.ids))} {list(message.num_drawn[::4])}"
+                    f"step {message.step} is over: {list(bytes_to_ids(message.ids))} {list(message.num_sampled[::4])}"
                 )
                 scheduler.apply(message)
                 if message.step in self._faults:
@@ -334,7 +334,7 @@ class History:
                 self._fairness.plan()
         else:
             self.seen["plans without rows"] += 1
-        for request in scheduler.roster.running:
+        for request in scheduler.table.running:
             if request.state is State.LOADING and self.rng.random() < self._setting.ambush_rate:
                 client = self._journal.clients[request.rid]
                 self._later(self.rng.random() * 0.01, lambda client=client: self._cancel(client))
@@ -349,7 +349,7 @@ class History:
         who = " ".join(
             f"{r.rid}{'' if r.state.value == 'running' else '(' + r.state.value + ')'}:{r.num_computed}/{r.num_planned}"
             f"/{r.num_total}{r.blocks}"
-            for r in scheduler.roster.running
+            for r in scheduler.table.running
         )
         what = "no plan"
         if plan is not None:
@@ -363,7 +363,7 @@ class History:
 
     def _hear_news(self) -> None:
         journal = self._journal
-        for item in self._scheduler.take_news():
+        for item in self._scheduler.take_outputs():
             for rid in journal.hear(item):
                 client = journal.clients[rid]
                 if client.is_open and not client.is_gone and len(client.output) >= (client.stop_after or 1000):
@@ -403,7 +403,7 @@ class History:
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.budget,
             carry_out=self._carry_out,
-            guess=self._guess,
+            draft=self._draft,
             fits=self._fits,
         )
         worker.memory[:] = self.rng.randbytes(len(worker.memory))
@@ -438,7 +438,7 @@ class History:
             return True
         return num <= self._memory
 
-    def _guess(self, row: FakeRow, num: int) -> list[int]:
+    def _draft(self, row: FakeRow, num: int) -> list[int]:
         """What comes next in a row, as far as luck has it."""
         rng, ids = self.rng, list(row.ids)
         for _ in range(rng.randint(0, num)):
@@ -530,10 +530,10 @@ class History:
         still = [rid for rid, client in self._journal.clients.items() if client.is_open]
         assert not still, f"nothing is left to happen and {still} were not answered"
         assert scheduler.num_in_flight == scheduler.num_running == scheduler.num_waiting == 0
-        assert not scheduler.roster.held, "blocks are held for nobody"
+        assert not scheduler.table.held, "blocks are held for nobody"
         assert not self._grammar.outputs, "grammars are followed for nobody"
         assert scheduler.pool.num_free == setting.num_blocks, "blocks leaked"
-        assert len(scheduler.roster.free_rows) == setting.max_num_seqs, "rows leaked"
+        assert len(scheduler.table.free_rows) == setting.max_num_seqs, "rows leaked"
         assert scheduler.mend() is None, "something would have been mended"
         if self._fairness is not None:
             self.seen["tenants far ahead"] += self._fairness.num_ahead

@@ -17,7 +17,7 @@ from pagewire.engine.core.loads import Loads
 from pagewire.engine.core.planner import Planner
 from pagewire.engine.core.prefix import PrefixCache
 from pagewire.engine.core.request import Request, State
-from pagewire.engine.core.request_table import Roster
+from pagewire.engine.core.request_table import RequestTable
 from pagewire.engine.core.scheduler import Scheduler
 from pagewire.engine.core.waiting import Waiting
 from pagewire.engine.kv_connector.chain import ChainWorker
@@ -25,9 +25,9 @@ from pagewire.engine.kv_connector.host import HostCore
 from pagewire.ipc.messages import Failed, StepPlan, Tokens
 
 _pool_release = BlockPool.release
-_roster_end = Roster.end
-_roster_preempt = Roster.preempt
-_roster_release = Roster.release
+_table_end = RequestTable.end
+_table_preempt = RequestTable.preempt
+_table_release = RequestTable.release
 _request_init = Request.__init__
 _draft_init = Draft.__init__
 _draft_finish = Draft.finish
@@ -50,42 +50,42 @@ def _hold_nothing(self: BlockPool, blocks: list[int]) -> None:
     """A hit that forgets to take its reference."""
 
 
-def _release_in_flight(self: Roster, request: Request, terminal: Tokens | Failed) -> None:
-    _roster_end(self, request, terminal)
+def _release_in_flight(self: RequestTable, request: Request, terminal: Tokens | Failed) -> None:
+    _table_end(self, request, terminal)
     if request.row >= 0:
         self._pool.release(request.blocks)
         self.free_rows.append(request.row)
         request.forget_row()
 
 
-def _preempt_in_flight(self: Roster, request: Request) -> None:
+def _preempt_in_flight(self: RequestTable, request: Request) -> None:
     self._pool.release(request.blocks)
     request.blocks = []
-    _roster_preempt(self, request)
+    _table_preempt(self, request)
 
 
-def _keep_the_row(self: Roster, request: Request) -> None:
+def _keep_the_row(self: RequestTable, request: Request) -> None:
     had_row = request.row >= 0
-    _roster_release(self, request)
+    _table_release(self, request)
     if had_row and request.state is State.ENDED:
         self.free_rows.pop()
 
 
-def _release_what_is_read(self: Roster, request: Request) -> None:
-    _roster_release(self, request)
+def _release_what_is_read(self: RequestTable, request: Request) -> None:
+    _table_release(self, request)
     if (blocks := self.held.get(request.rid)) is not None:
         self._pool.release(blocks)
         self.held[request.rid] = []
 
 
-def _terminal_twice(self: Roster, request: Request, terminal: Tokens | Failed) -> None:
-    _roster_end(self, request, terminal)
-    (self._news.add if isinstance(terminal, Tokens) else self._news.add_item)(terminal)  # type: ignore[operator]
+def _terminal_twice(self: RequestTable, request: Request, terminal: Tokens | Failed) -> None:
+    _table_end(self, request, terminal)
+    (self._outputs.add if isinstance(terminal, Tokens) else self._outputs.add_item)(terminal)  # type: ignore[operator]
 
 
-def _terminal_never(self: Roster, request: Request, terminal: Tokens | Failed) -> None:
-    _roster_end(self, request, terminal)
-    (self._news._tokens if isinstance(terminal, Tokens) else self._news._items).pop()
+def _terminal_never(self: RequestTable, request: Request, terminal: Tokens | Failed) -> None:
+    _table_end(self, request, terminal)
+    (self._outputs._tokens if isinstance(terminal, Tokens) else self._outputs._items).pop()
 
 
 def _key_without_parent(parent: bytes, ids: bytes) -> bytes:
@@ -187,9 +187,9 @@ def _never_removed(self: PrefixCache):
     return [event for event in _prefix_events(self) if not isinstance(event, kv_events.Removed)]
 
 
-def _accept_one_too_many(self: FakeWorker, state: FakeRow, guesses: list[int]) -> list[int]:
-    tokens = _speculate(self, state, guesses)
-    if len(tokens) <= len(guesses):
+def _accept_one_too_many(self: FakeWorker, state: FakeRow, draft_tokens: list[int]) -> list[int]:
+    tokens = _speculate(self, state, draft_tokens)
+    if len(tokens) <= len(draft_tokens):
         state.num_computed += 1
         state.ids.append(next_token(kv_of(state.ids), state.sampling.seed))
         tokens.append(state.ids[-1])
@@ -204,11 +204,11 @@ def _keep_the_bound(self: Scheduler, flight: InFlight, nums, *more) -> None:
             request.num_total += flight.speculate + 1 - num
 
 
-def _offer_a_guess(self: Roster, request: Request) -> None:
+def _offer_draft_tokens(self: RequestTable, request: Request) -> None:
     if request.row >= 0 and request.num_computed < min(len(request.ids), len(request.blocks) * request.block_size):
         request.num_computed += 1  # there is no KV of its last id, but perhaps of a guess
         request.num_planned = max(request.num_planned, request.num_computed)
-    _roster_release(self, request)
+    _table_release(self, request)
 
 
 def _speculate_for_free(self: Planner, draft: Draft, running: list[Request]) -> list[Request]:
@@ -228,7 +228,7 @@ def _speculate_for_all(self: Request, message, **more) -> None:
     self.may_speculate = True
 
 
-def _draw_without_a_mask(self: Request, message, **more) -> None:
+def _sample_without_a_mask(self: Request, message, **more) -> None:
     _request_init(self, message, **more)
     self.num_allowed = 10**9
 
@@ -247,12 +247,12 @@ Patch = tuple[object, str, Callable[..., object]]
 MUTANTS: dict[str, Patch] = {
     "a block leaks": (BlockPool, "release", _leak_a_block),
     "a block is owned twice": (BlockPool, "hold", _hold_nothing),
-    "row and blocks are reused in flight": (Roster, "end", _release_in_flight),
-    "blocks of a preempted request are reused in flight": (Roster, "preempt", _preempt_in_flight),
-    "a row leaks": (Roster, "release", _keep_the_row),
-    "blocks are reused while the connector reads them": (Roster, "release", _release_what_is_read),
-    "two terminal messages": (Roster, "end", _terminal_twice),
-    "no terminal message": (Roster, "end", _terminal_never),
+    "row and blocks are reused in flight": (RequestTable, "end", _release_in_flight),
+    "blocks of a preempted request are reused in flight": (RequestTable, "preempt", _preempt_in_flight),
+    "a row leaks": (RequestTable, "release", _keep_the_row),
+    "blocks are reused while the connector reads them": (RequestTable, "release", _release_what_is_read),
+    "two terminal messages": (RequestTable, "end", _terminal_twice),
+    "no terminal message": (RequestTable, "end", _terminal_never),
     "a key does not name the whole prefix": (request_module, "block_key", _key_without_parent),
     "a key does not name the owner": (scheduler, "root_key", lambda model, salt: root_key(model, b"")),
     "a block is found before it is computed": (PrefixCache, "commit", _commit_too_early),
@@ -279,10 +279,10 @@ MUTANTS: dict[str, Patch] = {
     "a wrong guess is accepted": (FakeWorker, "_speculate", _accept_one_too_many),
     "the bound of wrong guesses stays": (Scheduler, "_apply_speculative", _keep_the_bound),
     "tokens after the end are told": (scheduler, "num_until_end", lambda tokens, stops: len(tokens)),
-    "the KV of a wrong guess is offered": (Roster, "release", _offer_a_guess),
+    "the KV of a wrong guess is offered": (RequestTable, "release", _offer_draft_tokens),
     "guesses cost no budget": (Planner, "_plan_speculative", _speculate_for_free),
     "guesses have no blocks": (Planner, "_plan_speculative", _speculate_without_blocks),
-    "a constrained request draws while it is in flight": (Request, "__init__", _draw_without_a_mask),
+    "a constrained request draws while it is in flight": (Request, "__init__", _sample_without_a_mask),
     "a mask holds for more than one token": (Request, "allow", _any_mask_for_any_token),
     "a grammar is not told what was drawn": (Constraints, "draw", _nothing),
     "a grammar is followed after the end": (Constraints, "end", _nothing),

@@ -67,7 +67,7 @@ class Patience:
         loads = scheduler._loads
         if scheduler.asks_again or (loads is not None and len(loads)):
             return
-        if any(r.num_total >= r.num_allowed for r in scheduler.roster.requests.values()):
+        if any(r.num_total >= r.num_allowed for r in scheduler.table.requests.values()):
             return  # somebody's mask is on its way, or will be
         self._num_plans += 1
 
@@ -90,17 +90,17 @@ class Fairness:
     def plan(self) -> None:
         """A plan with rows was made."""
         scheduler = self._scheduler
-        if any(r.num_total >= r.num_allowed for r in scheduler.roster.waiting):
+        if any(r.num_total >= r.num_allowed for r in scheduler.table.waiting):
             self._left.clear()  # whoever is first may have to wait for its mask, and the others for it
             return
         flight = scheduler._in_flight[-1]
         served: dict[str, int] = {}
         for request, count in [*((r, 1) for r in flight.decodes), *zip(flight.others, flight.counts, strict=True)]:
-            served[request.line] = served.get(request.line, 0) + count
+            served[request.queue_key] = served.get(request.queue_key, 0) + count
         running: dict[str, list[Request]] = {}
-        for request in scheduler.roster.running:
-            running.setdefault(request.line, []).append(request)
-        waiting = {request.line for request in scheduler.roster.waiting} - running.keys()
+        for request in scheduler.table.running:
+            running.setdefault(request.queue_key, []).append(request)
+        waiting = {request.queue_key for request in scheduler.table.waiting} - running.keys()
         pairs = {(a, b) for a in waiting for b in running}
         for pair in self._left.keys() - pairs:
             del self._left[pair]
@@ -113,8 +113,8 @@ class Fairness:
                 assert self._left[a, b] >= 0, f"{b} is served although {a} waits and is far behind"
             elif rank(b) - rank(a) > self._quantum:
                 self.num_ahead += 1
-                guesses = Touched(scheduler).num_guesses  # they may turn out wrong
-                self._left[a, b] = sum(max(0, r.end - r.num_planned + guesses.get(id(r), 0)) for r in running[b])
+                draft_tokens = Touched(scheduler).num_draft_tokens  # they may turn out wrong
+                self._left[a, b] = sum(max(0, r.end - r.num_planned + draft_tokens.get(id(r), 0)) for r in running[b])
 
     def start_again(self) -> None:
         """What runs has to be computed again."""
@@ -125,28 +125,26 @@ class Firsts:
     """Who comes first of those that run, before a plan is made."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        running = sorted(
-            (r for r in scheduler.roster.running if r.state is State.RUNNING), key=order(scheduler._policy)
-        )
+        running = sorted((r for r in scheduler.table.running if r.state is State.RUNNING), key=order(scheduler._policy))
         self._scheduler = scheduler
         self._first = running[0] if running else None
-        self._known = set(map(id, scheduler.roster.running))
+        self._known = set(map(id, scheduler.table.running))
         self._working = next((r for r in running if r.has_work), None)
         interrupts = scheduler._policy.interrupts
         self._may_wait = any(
-            interrupts(r.line, self._working.line, len(r.ids)) for r in scheduler.roster.waiting if self._working
+            interrupts(r.queue_key, self._working.queue_key, len(r.ids)) for r in scheduler.table.waiting if self._working
         )
         self._may_go = any(
-            interrupts(r.line, self._first.line, len(r.ids)) for r in scheduler.roster.waiting if self._first
+            interrupts(r.queue_key, self._first.queue_key, len(r.ids)) for r in scheduler.table.waiting if self._first
         )
 
     def check(self, was_planned: bool) -> None:
         """Asserts that the first of them was not preempted for the others, and that the first who has something to
         compute is in the plan, unless it waits for blocks in flight. `was_planned`: whether there is a plan."""
-        scheduler, roster = self._scheduler, self._scheduler.roster
+        scheduler, table = self._scheduler, self._scheduler.table
         first, working = self._first, self._working
         if first is not None and first.state in (State.LEAVING, State.WAITING):
-            others = [r for r in roster.running if r.state is State.RUNNING]
+            others = [r for r in table.running if r.state is State.RUNNING]
             assert self._may_go or not others, f"{first.rid} was preempted, who was first in line"
         if working is None or working.state is not State.RUNNING:
             return
@@ -155,8 +153,8 @@ class Firsts:
             return
         if self._may_wait and was_planned and any(id(r) not in self._known for r in flights[-1].others):
             return  # who may interrupt it was admitted ahead of it
-        coming = [r for r in roster.running if r.blocks and (r.state is not State.RUNNING or not r.has_work)]
+        coming = [r for r in table.running if r.blocks and (r.state is not State.RUNNING or not r.has_work)]
         loads = () if scheduler._loads is None else scheduler._loads._requests.values()
         ended = [r for flight in flights for r in flight.decodes + flight.others if r.state is State.ENDED]
         ended += [r for r, _ in loads if r.state is State.ENDED]
-        assert coming or ended or roster.held, f"{working.rid} is first in line and not in the plan"
+        assert coming or ended or table.held, f"{working.rid} is first in line and not in the plan"

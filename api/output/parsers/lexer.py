@@ -194,9 +194,9 @@ class Lexer:
         self._kind = block.kind
 
     def _take(self, block: Block, events: list[Event]) -> None:
-        news = block.take()
-        self._num_calls += sum(isinstance(event, CallStart) for event in news)
-        events += news
+        chunks = block.take()
+        self._num_calls += sum(isinstance(event, CallStart) for event in chunks)
+        events += chunks
 
 
 def _overlap(text: str, tag: str) -> int:

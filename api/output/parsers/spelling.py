@@ -18,8 +18,8 @@ Tools = Sequence[tuple[str, Schema]]
 
 ANY_OBJECT: Schema = {"type": "object"}
 
-_MOST_KEYWORDS = 64  # of a call, where a tool does not say which it takes
-_MOST_CALLS = 16  # of one answer; a model that repeats itself comes to an end
+_MAX_KEYWORDS = 64  # of a call, where a tool does not say which it takes
+_MAX_CALLS = 16  # of one answer; a model that repeats itself comes to an end
 _NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_NAME}}}")
 _OF_AN_OBJECT = {"type", "properties", "required", "additionalProperties"}  # what pythonic arguments can be made of
 _NOTES = {"title", "description", "$schema", "$defs", "definitions", "examples", "default", "strict"}
@@ -145,7 +145,7 @@ def _any_keywords(tool: int) -> list[str]:
     """Of a tool that does not say what it takes."""
     pair = f"pair{tool}"
     return [
-        _rule(f"first{tool}", f"({pair} ({_text(', ')} {pair}){{0,{_MOST_KEYWORDS - 1}}})?"),
+        _rule(f"first{tool}", f"({pair} ({_text(', ')} {pair}){{0,{_MAX_KEYWORDS - 1}}})?"),
         _rule(pair, r"/[A-Za-z_][A-Za-z0-9_]{0,63}/", _text("="), f"schema{tool}_0"),
         _rule(f"schema{tool}_0", "%json {}"),
     ]
@@ -165,7 +165,7 @@ def _text(text: str) -> str:
 
 def _row(call: str, between: str, several: bool) -> str:
     """One or more."""
-    return f"{call} ({_text(between)} {call}){{0,{_MOST_CALLS - 1}}}" if several else call
+    return f"{call} ({_text(between)} {call}){{0,{_MAX_CALLS - 1}}}" if several else call
 
 
 def _one_of(rule: str, parts: Sequence[str], tools: Tools) -> list[str]:

@@ -117,6 +117,8 @@ def test_a_long_prompt_beside_streams_keeps_to_the_target() -> None:
             chunks.append(max(bytes_to_ids(plan.counts)))
         scheduler.apply(results.pop(0))
         check(scheduler)
-    done = [t for item in scheduler.take_news() if isinstance(item, TokenBatch) for t in all_tokens(item) if t.rid == 9]
+    done = [
+        t for item in scheduler.take_outputs() if isinstance(item, TokenBatch) for t in all_tokens(item) if t.rid == 9
+    ]
     assert done, "the long prompt got on"
     assert max(times[20:]) <= target_ms * 1.1 and max(chunks) > 150  # and uses what the target leaves

@@ -45,7 +45,7 @@ def serve(scheduler: Scheduler, worker: FakeWorker) -> dict[int, Tokens | Failed
         scheduler.apply(worker.run(flying.pop(0)))
         check(scheduler)
     last: dict[int, Tokens | Failed] = {}
-    for item in scheduler.take_news():
+    for item in scheduler.take_outputs():
         if isinstance(item, Failed):
             last[item.rid] = item
         elif isinstance(item, TokenBatch):
@@ -150,7 +150,7 @@ def test_random_histories(seed: int) -> None:
         if flying:
             scheduler.apply(worker.run(flying.pop(0)))
             check(scheduler)
-        for item in scheduler.take_news():
+        for item in scheduler.take_outputs():
             if isinstance(item, TokenBatch):
                 for tokens in all_tokens(item):
                     outputs.setdefault(tokens.rid, []).extend(bytes_to_ids(tokens.ids))

@@ -44,19 +44,19 @@ def run_all(scheduler: Scheduler, worker: FakeWorker) -> list[Tokens]:
     while (plan := scheduler.plan()) is not None:
         scheduler.apply(worker.run(plan))
         check(scheduler)
-    return [t for item in scheduler.take_news() if isinstance(item, TokenBatch) for t in all_tokens(item)]
+    return [t for item in scheduler.take_outputs() if isinstance(item, TokenBatch) for t in all_tokens(item)]
 
 
 def drain(scheduler: Scheduler, worker: FakeWorker) -> dict[int, list[Tokens]]:
     """Runs to the end; the tokens of each request."""
-    news: dict[int, list[Tokens]] = {}
+    outputs: dict[int, list[Tokens]] = {}
     for tokens in run_all(scheduler, worker):
-        news.setdefault(tokens.rid, []).append(tokens)
-    return news
+        outputs.setdefault(tokens.rid, []).append(tokens)
+    return outputs
 
 
-def output(news: list[Tokens]) -> list[int]:
-    return [i for tokens in news for i in bytes_to_ids(tokens.ids)]
+def output(outputs: list[Tokens]) -> list[int]:
+    return [i for tokens in outputs for i in bytes_to_ids(tokens.ids)]
 
 
 def test_a_long_prompt_is_chunked_and_streams_go_first() -> None:
@@ -80,8 +80,8 @@ def test_equal_prefixes_are_computed_once_and_salts_keep_them_apart() -> None:
     scheduler.add(enqueue(2, prompt, max_tokens=1))
     scheduler.add(enqueue(3, prompt, max_tokens=1, salt=b"mine"))
     scheduler.add(enqueue(4, prompt[:16], max_tokens=1))
-    news = drain(scheduler, worker)
-    cached = {rid: n[-1].usage.num_cached for rid, n in news.items() if n[-1].usage}
+    outputs = drain(scheduler, worker)
+    cached = {rid: n[-1].usage.num_cached for rid, n in outputs.items() if n[-1].usage}
     assert cached == {2: 16, 3: 0, 4: 15}  # one position is always computed, in a copy of the last block
 
 
@@ -130,7 +130,7 @@ def test_cancelled_in_flight_keeps_row_and_blocks_until_applied() -> None:
     assert scheduler.pool.num_held == 1
     scheduler.apply(results[1])
     assert scheduler.pool.num_held == 0
-    assert [type(item) for item in scheduler.take_news()] == [Opened, TokenBatch]
+    assert [type(item) for item in scheduler.take_outputs()] == [Opened, TokenBatch]
 
 
 def test_preempted_requests_resume_with_their_output() -> None:
@@ -139,10 +139,10 @@ def test_preempted_requests_resume_with_their_output() -> None:
     prompts = {rid: [rid * 3 + i for i in range(6)] for rid in range(1, 5)}
     for rid, prompt in prompts.items():
         scheduler.add(enqueue(rid, prompt, max_tokens=20, seed=rid, ignore_eos=True))
-    news = drain(scheduler, worker)
+    outputs = drain(scheduler, worker)
     assert scheduler.counters.num_preemptions > 0
     for rid, prompt in prompts.items():
-        assert output(news[rid]) == expected_output(prompt, 20, 100, rid, ignore_eos=True)
+        assert output(outputs[rid]) == expected_output(prompt, 20, 100, rid, ignore_eos=True)
 
 
 def test_priority_is_served_first() -> None:
@@ -160,8 +160,8 @@ def test_what_a_failed_request_computed_is_not_found_again() -> None:
     scheduler.add(enqueue(1, list(range(17)), seed=1))
     drain(scheduler, worker)
     scheduler.add(enqueue(2, list(range(17)), seed=2))
-    news = drain(scheduler, worker)[2]
-    assert news[-1].usage is not None and news[-1].usage.num_cached == 0
+    outputs = drain(scheduler, worker)[2]
+    assert outputs[-1].usage is not None and outputs[-1].usage.num_cached == 0
 
 
 def test_a_better_priority_interrupts_a_worse_one_which_keeps_its_place() -> None:
@@ -197,7 +197,7 @@ def test_fair_serves_tenants_alike_however_many_requests_each_has() -> None:
     for _ in range(60):
         scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
     done = {
-        t.rid for item in scheduler.take_news() if isinstance(item, TokenBatch) for t in all_tokens(item) if t.finish
+        t.rid for item in scheduler.take_outputs() if isinstance(item, TokenBatch) for t in all_tokens(item) if t.finish
     }
     assert {41, 42, 43, 44} <= done and len(done) < 15
 
@@ -228,11 +228,11 @@ def test_the_cheapest_of_the_last_in_line_is_preempted() -> None:
     lengths = {1: 7, 2: 4, 3: 15, 4: 3}
     for rid, length in lengths.items():
         scheduler.add(enqueue(rid, [rid * 9 + i for i in range(length)], max_tokens=24, seed=rid, ignore_eos=True))
-    news = drain(scheduler, worker)
+    outputs = drain(scheduler, worker)
     assert scheduler.counters.num_preemptions > 0
     for rid, length in lengths.items():
         prompt = [rid * 9 + i for i in range(length)]
-        assert output(news[rid]) == expected_output(prompt, 24, 100, rid, ignore_eos=True)
+        assert output(outputs[rid]) == expected_output(prompt, 24, 100, rid, ignore_eos=True)
 
 
 def test_a_request_may_refuse_to_wait() -> None:
@@ -244,15 +244,15 @@ def test_a_request_may_refuse_to_wait() -> None:
         limits = msgspec.structs.replace(message.limits, queue_timeout_s=timeout)
         scheduler.add(msgspec.structs.replace(message, limits=limits), now=10.0)
     scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
-    scheduler.take_news()
+    scheduler.take_outputs()
     scheduler.expire(14.9)
-    assert scheduler.take_news() == [] and scheduler.num_waiting == 2
+    assert scheduler.take_outputs() == [] and scheduler.num_waiting == 2
     scheduler.expire(15.0)
-    (failed,) = scheduler.take_news()
+    (failed,) = scheduler.take_outputs()
     assert isinstance(failed, Failed) and failed.rid == 2 and failed.kind == "unavailable"
     assert set(drain(scheduler, worker)) == {1, 3}
     scheduler.expire(1e9)
-    assert scheduler.take_news() == []
+    assert scheduler.take_outputs() == []
 
 
 def test_the_queue_is_bounded_in_tokens() -> None:
@@ -291,8 +291,8 @@ def test_output_stops_at_the_context_length() -> None:
     scheduler = make(num_blocks=4, max_model_len=14)
     worker = worker_for(scheduler)
     scheduler.add(enqueue(1, list(range(10)), max_tokens=None, ignore_eos=True))
-    news = drain(scheduler, worker)[1]
-    assert len(output(news)) == 4 and news[-1].finish == "length"
+    outputs = drain(scheduler, worker)[1]
+    assert len(output(outputs)) == 4 and outputs[-1].finish == "length"
 
 
 def test_a_result_that_is_not_due_is_refused() -> None:
@@ -320,10 +320,10 @@ def test_the_choices_of_one_prompt_are_numbered_seeded_and_forked() -> None:
     worker = worker_for(scheduler)
     prompt = list(range(10))
     assert [reply.rid for reply in scheduler.add(enqueue(5, prompt, max_tokens=6, seed=40, n=3))] == [5, 6, 7]
-    news = drain(scheduler, worker)
+    outputs = drain(scheduler, worker)
     for choice in range(3):
-        assert output(news[5 + choice]) == expected_output(prompt, 6, 100, 40 + choice, ignore_eos=False)
-    cached = {rid: n[-1].usage.num_cached for rid, n in news.items() if n[-1].usage}
+        assert output(outputs[5 + choice]) == expected_output(prompt, 6, 100, 40 + choice, ignore_eos=False)
+    cached = {rid: n[-1].usage.num_cached for rid, n in outputs.items() if n[-1].usage}
     assert cached == {5: 0, 6: 9, 7: 9}, "all but the last position is shared: two blocks, and a copy of the third"
 
 
@@ -335,9 +335,9 @@ def test_a_fork_does_not_see_what_the_other_writes_behind_it() -> None:
     for _ in range(2):
         scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
     scheduler.add(enqueue(2, prompt, max_tokens=8, seed=2, ignore_eos=True))
-    news = drain(scheduler, worker)
-    assert output(news[2]) == expected_output(prompt, 8, 100, 2, ignore_eos=True)
-    assert news[2][-1].usage is not None and news[2][-1].usage.num_cached == 5
+    outputs = drain(scheduler, worker)
+    assert output(outputs[2]) == expected_output(prompt, 8, 100, 2, ignore_eos=True)
+    assert outputs[2][-1].usage is not None and outputs[2][-1].usage.num_cached == 5
 
 
 def test_a_conversation_goes_on_after_its_last_position() -> None:
@@ -347,9 +347,11 @@ def test_a_conversation_goes_on_after_its_last_position() -> None:
     said = output(drain(scheduler, worker)[1])
     turn = [*range(6), *said, 30, 31, 32]
     scheduler.add(enqueue(2, turn, max_tokens=4, seed=2, ignore_eos=True))
-    news = drain(scheduler, worker)[2]
-    assert output(news) == expected_output(turn, 4, 100, 2, ignore_eos=True)
-    assert news[-1].usage is not None and news[-1].usage.num_cached == 6 + 8 - 1, "the last token drawn has no KV yet"
+    outputs = drain(scheduler, worker)[2]
+    assert output(outputs) == expected_output(turn, 4, 100, 2, ignore_eos=True)
+    assert outputs[-1].usage is not None and outputs[-1].usage.num_cached == 6 + 8 - 1, (
+        "the last token drawn has no KV yet"
+    )
 
 
 @pytest.mark.parametrize("num_delivered", range(9))
@@ -359,9 +361,9 @@ def test_a_request_that_was_lost_goes_on_where_it_was(num_delivered: int) -> Non
     worker = worker_for(scheduler)
     message = enqueue(1, [1, 2, 3], max_tokens=8, seed=5, ignore_eos=True, resume_ids=whole[:num_delivered])
     assert isinstance(scheduler.add(message)[0], Accepted)
-    news = drain(scheduler, worker)[1]
-    assert output(news) == whole[num_delivered:]
-    assert news[-1].finish == "length" and news[-1].usage is not None and news[-1].usage.num_output == 8
+    outputs = drain(scheduler, worker)[1]
+    assert output(outputs) == whole[num_delivered:]
+    assert outputs[-1].finish == "length" and outputs[-1].usage is not None and outputs[-1].usage.num_output == 8
 
 
 def test_an_output_cannot_be_known_to_be_longer_than_it_may_be() -> None:
@@ -385,9 +387,9 @@ def test_a_new_worker_is_given_everything_again() -> None:
     scheduler.reset()
     check(scheduler)
     assert scheduler.num_in_flight == 0 and scheduler.pool.num_held == 0 and scheduler.num_waiting == 3
-    news = drain(scheduler, worker_for(scheduler))
+    outputs = drain(scheduler, worker_for(scheduler))
     for rid in (1, 3, 4):
-        assert output(news[rid]) == expected_output(prompts[rid], 9, 100, rid, ignore_eos=True)
+        assert output(outputs[rid]) == expected_output(prompts[rid], 9, 100, rid, ignore_eos=True)
 
 
 def test_fair_counts_what_a_tenant_was_served_between_its_requests() -> None:
@@ -401,7 +403,7 @@ def test_fair_counts_what_a_tenant_was_served_between_its_requests() -> None:
     for _ in range(3000):
         if (plan := scheduler.plan()) is not None:  # else somebody was interrupted
             scheduler.apply(worker.run(plan))
-        for item in scheduler.take_news():
+        for item in scheduler.take_outputs():
             for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
                 served["large" if tokens.rid >= 1000 else "small"] += 1
                 if tokens.finish and tokens.rid >= 1000:  # its next request comes when the last one has ended
@@ -431,8 +433,8 @@ def test_kv_that_gave_no_numbers_is_not_found_whoever_is_left(cancelled: bool) -
     scheduler.apply(result)
     drain(scheduler, worker)
     scheduler.add(enqueue(2, list(range(17)), seed=2))
-    news = drain(scheduler, worker)[2]
-    assert news[-1].usage is not None and news[-1].usage.num_cached == 0
+    outputs = drain(scheduler, worker)[2]
+    assert outputs[-1].usage is not None and outputs[-1].usage.num_cached == 0
 
 
 def test_the_worker_is_told_what_may_not_end_a_request_yet() -> None:
@@ -443,7 +445,7 @@ def test_the_worker_is_told_what_may_not_end_a_request_yet() -> None:
     worker = worker_for(scheduler)
     (opened,) = (plan := scheduler.plan()).open  # type: ignore[union-attr]
     assert opened.min_len == 11 and sorted(bytes_to_ids(opened.ends)) == sorted((EOS, 30, 40))
-    request = scheduler.roster.requests[1]
+    request = scheduler.table.requests[1]
     assert not request.may_speculate
     assert plan is not None
     scheduler.apply(worker.run(plan))

@@ -16,7 +16,7 @@ from pagewire.ipc.messages import Failed, StepPlan, StepResult, TokenBatch, Toke
 from pagewire.procs.prepare import prepare
 
 BLOCK_SIZE = 4
-Guess = Callable[[FakeRow, int], Sequence[int]]
+Drafted = Callable[[FakeRow, int], Sequence[int]]
 
 
 def truth(row: FakeRow, num: int) -> list[int]:
@@ -32,7 +32,7 @@ def wrong(row: FakeRow, num: int) -> list[int]:
     return [token ^ 1 for token in truth(row, num)]
 
 
-def make(guess: Guess = truth, *, num_blocks: int = 64, **more: object) -> tuple[Scheduler, FakeWorker]:
+def make(draft: Drafted = truth, *, num_blocks: int = 64, **more: object) -> tuple[Scheduler, FakeWorker]:
     options = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
@@ -50,7 +50,7 @@ def make(guess: Guess = truth, *, num_blocks: int = 64, **more: object) -> tuple
         block_size=BLOCK_SIZE,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        guess=guess,
+        draft=draft,
     )
     return scheduler, worker
 
@@ -71,15 +71,15 @@ def run(scheduler: Scheduler, worker: FakeWorker, num_plans: int = 1000) -> list
 
 
 def heard(scheduler: Scheduler) -> dict[int, list[Tokens]]:
-    news: dict[int, list[Tokens]] = {}
-    for item in scheduler.take_news():
+    outputs: dict[int, list[Tokens]] = {}
+    for item in scheduler.take_outputs():
         for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
-            news.setdefault(tokens.rid, []).append(tokens)
-    return news
+            outputs.setdefault(tokens.rid, []).append(tokens)
+    return outputs
 
 
-def output(news: list[Tokens]) -> list[int]:
-    return [i for tokens in news for i in bytes_to_ids(tokens.ids)]
+def output(outputs: list[Tokens]) -> list[int]:
+    return [i for tokens in outputs for i in bytes_to_ids(tokens.ids)]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -109,9 +109,9 @@ def test_nothing_is_computed_at_the_end_or_beyond() -> None:
     assert any(plan.num_speculative for plan, _ in run(scheduler, worker))
     for state in worker.rows:
         assert state is not None and state.num_computed <= state.ids[0], "the prompt is [max_tokens]"
-    news = heard(scheduler)
+    outputs = heard(scheduler)
     for rid in range(1, 9):
-        assert output(news[rid]) == expected_output([rid], rid, 100, 0, ignore_eos=True)
+        assert output(outputs[rid]) == expected_output([rid], rid, 100, 0, ignore_eos=True)
 
 
 def test_when_the_budget_is_short_or_a_prompt_is_computed_nobody_speculates() -> None:
@@ -140,9 +140,9 @@ def test_who_wants_logprobs_is_planned_plainly() -> None:
     plans = [plan for plan, _ in run(scheduler, worker, 3)]
     assert plans[2].num_speculative == 1 and len(plans[2].sample) == 2
     run(scheduler, worker)
-    news = heard(scheduler)
-    assert all(tokens.logprobs is not None and len(tokens.ids) == 4 for tokens in news[1])
-    assert output(news[2]) == expected_output([2], 20, 100, 0, ignore_eos=True)
+    outputs = heard(scheduler)
+    assert all(tokens.logprobs is not None and len(tokens.ids) == 4 for tokens in outputs[1])
+    assert output(outputs[2]) == expected_output([2], 20, 100, 0, ignore_eos=True)
 
 
 def test_without_a_block_for_the_guesses_there_are_none() -> None:
@@ -150,9 +150,9 @@ def test_without_a_block_for_the_guesses_there_are_none() -> None:
     for rid in (1, 2):
         scheduler.add(enqueue(rid, [rid], max_tokens=16, ignore_eos=True))
     plans = [plan for plan, _ in run(scheduler, worker)]
-    news = heard(scheduler)
+    outputs = heard(scheduler)
     for rid in (1, 2):
-        assert output(news[rid]) == expected_output([rid], 16, 32, 0, ignore_eos=True)
+        assert output(outputs[rid]) == expected_output([rid], 16, 32, 0, ignore_eos=True)
     assert scheduler.counters.num_preemptions == 0 and any(plan.num_speculative for plan in plans)
 
 
@@ -164,9 +164,9 @@ def test_a_stop_token_in_the_middle_is_the_last() -> None:
         scheduler, worker = make()
         scheduler.add(enqueue(1, [1], max_tokens=60, ignore_eos=True, stop_token_ids=(whole[i],)))
         run(scheduler, worker)
-        news = heard(scheduler)[1]
-        assert output(news) == whole[: i + 1]
-        assert news[-1].finish == "stop" and news[-1].usage is not None and news[-1].usage.num_output == i + 1
+        outputs = heard(scheduler)[1]
+        assert output(outputs) == whole[: i + 1]
+        assert outputs[-1].finish == "stop" and outputs[-1].usage is not None and outputs[-1].usage.num_output == i + 1
         assert scheduler.counters.num_output_tokens == i + 1 and scheduler.pool.num_held == 0
 
 
@@ -180,7 +180,7 @@ def test_tokens_before_one_that_is_not_finite_are_told(num_good: int) -> None:
     ids = [*[20, 21, 22][:num_good], -1]
     scheduler.apply(StepResult(plan.step, ids_to_bytes(ids), {}, {}, 1.0, ids_to_bytes([len(ids)]), 1, 3))
     check(scheduler)
-    *batches, failed = scheduler.take_news()[1:]
+    *batches, failed = scheduler.take_outputs()[1:]
     assert isinstance(failed, Failed) and failed.kind == "internal"
     told = [
         i for batch in batches if isinstance(batch, TokenBatch) for t in all_tokens(batch) for i in bytes_to_ids(t.ids)
@@ -190,16 +190,16 @@ def test_tokens_before_one_that_is_not_finite_are_told(num_good: int) -> None:
 
 
 def test_what_came_true_is_found_again_and_what_did_not_is_not() -> None:
-    for guess in (truth, wrong):
-        scheduler, worker = make(guess, depth=2)
+    for draft in (truth, wrong):
+        scheduler, worker = make(draft, depth=2)
         scheduler.add(enqueue(1, [1, 2, 3], max_tokens=42, seed=1, ignore_eos=True))
         run(scheduler, worker)
         turn = [1, 2, 3, *output(heard(scheduler)[1]), 9]
         scheduler.add(enqueue(2, turn, max_tokens=8, seed=2, ignore_eos=True))
         run(scheduler, worker)
-        news = heard(scheduler)[2]
-        assert output(news) == expected_output(turn, 8, 100, 2, ignore_eos=True)
-        assert news[-1].usage is not None and news[-1].usage.num_cached == 44, "the last token drawn has no KV"
+        outputs = heard(scheduler)[2]
+        assert output(outputs) == expected_output(turn, 8, 100, 2, ignore_eos=True)
+        assert outputs[-1].usage is not None and outputs[-1].usage.num_cached == 44, "the last token drawn has no KV"
 
 
 def test_tokens_of_a_step_are_one_piece_of_news() -> None:
@@ -207,16 +207,16 @@ def test_tokens_of_a_step_are_one_piece_of_news() -> None:
     for rid in (1, 2):
         scheduler.add(enqueue(rid, [rid], max_tokens=30, ignore_eos=True))
     run(scheduler, worker, 1)
-    scheduler.take_news()
+    scheduler.take_outputs()
     run(scheduler, worker, 1)
-    (batch,) = scheduler.take_news()
+    (batch,) = scheduler.take_outputs()
     assert isinstance(batch, TokenBatch) and not batch.tokens
     assert [(rid, len(data)) for rid, data in batch.columns()] == [(1, 16), (2, 16)]
 
 
 def test_fair_counts_the_guesses_that_came_true() -> None:
-    for guess, num in ((truth, 4), (wrong, 1)):
-        scheduler, worker = make(guess, policy="fair")
+    for draft, num in ((truth, 4), (wrong, 1)):
+        scheduler, worker = make(draft, policy="fair")
         scheduler.add(enqueue(1, [1], max_tokens=30, ignore_eos=True, tenant="a"))
         run(scheduler, worker, 1)
         before = scheduler._policy.rank("a")

@@ -28,8 +28,10 @@ def test_a_probe_is_told_the_same_bits_in_any_company(checkpoint, driver):
 
     def told(lengths, chunk, seed, max_new=3):
         probe = Request(_prompt(0, 21), sampling=SCORING, max_new=2)
-        drawn = Sampling(temperature=1)
-        company = [Request(_prompt(1 + i, length), sampling=drawn, max_new=max_new) for i, length in enumerate(lengths)]
+        sampled = Sampling(temperature=1)
+        company = [
+            Request(_prompt(1 + i, length), sampling=sampled, max_new=max_new) for i, length in enumerate(lengths)
+        ]
         requests = [*company, probe]
         random.Random(seed).shuffle(requests)
         served.run(requests, chunk=chunk, budget=128, rows=64, seed=seed)

@@ -9,7 +9,7 @@ from runner_driver import engine_config
 
 from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.device.queue import EagerQueue
-from pagewire.engine.gpu.shapes import DrawShape, StepShape, at_least, decode_sizes, mixed_sizes
+from pagewire.engine.gpu.shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
 
 GREEDY = Sampling(temperature=0)
@@ -92,9 +92,9 @@ class State:
 
     def __init__(self, limits):
         self.limits = limits
-        self.drawn = torch.zeros(limits.draws, dtype=torch.int32)
-        self.best_ids = torch.zeros((limits.draws, 21), dtype=torch.int32)
-        self.best_values = torch.zeros((limits.draws, 21))
+        self.sampled = torch.zeros(limits.samples, dtype=torch.int32)
+        self.best_ids = torch.zeros((limits.samples, 21), dtype=torch.int32)
+        self.best_values = torch.zeros((limits.samples, 21))
         self.samples, self.opened = [], []
         self.num = 100
 
@@ -102,10 +102,10 @@ class State:
         self.opened += [row.row for row in opens]
 
     def sample(self, logits, packet, first, shape):
-        part = slice(first, first + shape.draws)
-        self.samples.append((first, shape, packet.draw_rows[part].tolist(), packet.places[part].tolist()))
+        part = slice(first, first + shape.samples)
+        self.samples.append((first, shape, packet.sample_rows[part].tolist(), packet.places[part].tolist()))
         self.num += 1
-        self.drawn[part] = self.num
+        self.sampled[part] = self.num
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def steps(checkpoint):
 
     def make(**flags):
         config = engine_config(checkpoint("llama"), **flags)
-        limits = limits_of(config, group=2, guesses=0)
+        limits = limits_of(config, group=2, draft_tokens=0)
         shape = KvShape(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
         cache = KvCache(shape=shape, num_blocks=8, block_size=config.block_size, device=torch.device("cpu"))
         decoder, state, queue = Decoder(), State(limits), RecordingQueue()
@@ -180,7 +180,7 @@ def test_a_step_is_padded_up_to_its_shape(steps):
     assert (num_rows, num_tokens, decode_lens) == (3, 59, [0] * 8)
     assert sorted(tiles, reverse=True)[:3] == [30, 20, 9] and sum(tiles) == 59, "a tile without tokens has none"
     first, shape, rows, places = state.samples[0]
-    assert (first, shape) == (0, DrawShape(2, 0, False, False))
+    assert (first, shape) == (0, SampleShape(2, 0, False, False))
     assert rows == [5, 7] and places == [-1, -1]
     ours.launch(plan(1, [2, 5, 7], [1, 1, 1], open=[], sample=[0, 1, 1], grow=[]))
     assert decoder.shapes[1] == StepShape(4, 0)

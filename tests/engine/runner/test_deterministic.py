@@ -34,8 +34,8 @@ def test_a_probe_is_told_the_same_bits_in_any_company(kind, flags, checkpoint, d
 
     def told(lengths, chunk, seed):
         probe = Request(_prompt(0, 137), sampling=SCORING, max_new=6)
-        drawn = Sampling(temperature=1)
-        company = [Request(_prompt(1 + i, length), sampling=drawn, max_new=8) for i, length in enumerate(lengths)]
+        sampled = Sampling(temperature=1)
+        company = [Request(_prompt(1 + i, length), sampling=sampled, max_new=8) for i, length in enumerate(lengths)]
         requests = [*company, probe]
         random.Random(seed).shuffle(requests)
         served.run(requests, chunk=chunk, budget=256, rows=64, seed=seed)

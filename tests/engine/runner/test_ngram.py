@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from pagewire.engine.steps.ngram import find, guess, learn
+from pagewire.engine.steps.ngram import draft, find, learn
 from pagewire.engine.steps.rows import Rows
 from pagewire.ipc.messages import RowOpen, Sampling, ids_to_bytes
 
@@ -24,7 +24,7 @@ def _rows(prompts, level=0):
     rows.ids[:] = 3  # what somebody left
     for i, prompt in enumerate(prompts):
         rows.open(RowOpen(i, ids_to_bytes(prompt), len(prompt), len(prompt) - 1, b"", Sampling()))
-        rows.guess_level[i] = level
+        rows.draft_level[i] = level
     return rows
 
 
@@ -45,26 +45,26 @@ def test_what_followed_is_guessed_and_goes_on_repeating():
     prompts = [[5, 6, 7, 8, 9, 4, 5, 6], [1, 2, 1, 2], [9, 9, 9], [1, 2, 3, 4], [8], [*range(300), 17, 18]]
     rows = _rows(prompts)
     order = np.array([3, 1, 0, 2, 5, 4])
-    assert guess(rows, order, 5, 1 / 3).tolist() == [0, 5, 5, 5, 5, 0]
+    assert draft(rows, order, 5, 1 / 3).tolist() == [0, 5, 5, 5, 5, 0]
     assert rows.num_ids.tolist() == [len(prompt) for prompt in prompts], "a guess is no id yet"
-    guesses = {i: rows.ids[i, len(prompts[i]) : len(prompts[i]) + 5].tolist() for i in (0, 1, 2, 5)}
-    assert guesses == {0: [7, 8, 9, 4, 5], 1: [1, 2, 1, 2, 1], 2: [9] * 5, 5: [19, 20, 21, 22, 23]}
+    draft_tokens = {i: rows.ids[i, len(prompts[i]) : len(prompts[i]) + 5].tolist() for i in (0, 1, 2, 5)}
+    assert draft_tokens == {0: [7, 8, 9, 4, 5], 1: [1, 2, 1, 2, 1], 2: [9] * 5, 5: [19, 20, 21, 22, 23]}
 
 
-def _draw(rows, row, token):
-    """What the step after `guess` draws for a row without guesses."""
+def _sample(rows, row, token):
+    """What the step after `draft` draws for a row without guesses."""
     rows.append(np.array([row]), rows.num_ids[[row]], np.array([token]))
 
 
 def test_a_row_without_luck_looks_ever_more_rarely_and_computes_nothing():
     rows, row, looked = _rows([[9] * 5], level=1), np.arange(1), []
     for step in range(80):
-        assert guess(rows, row, 4, 1 / 3)[0] == 0
-        if rows.silent_guess[0] >= 0:
+        assert draft(rows, row, 4, 1 / 3)[0] == 0
+        if rows.silent_draft[0] >= 0:
             looked.append(step)
-        _draw(rows, 0, 9)
+        _sample(rows, 0, 9)
         rows.ids[0, : rows.num_ids[0]] = 9
-        if rows.silent_guess[0] >= 0:
+        if rows.silent_draft[0] >= 0:
             rows.ids[0, rows.silent_end[0]] = 8  # not what was guessed
     assert looked == [0, 4, 12, 28, 44, 60, 76]
 
@@ -73,29 +73,29 @@ def test_a_row_that_guesses_right_becomes_bold_and_stays_so_while_it_pays():
     rows, row = _rows([[1, 2, 3] * 5], level=4), np.arange(1)
     made = []
     for i in range(8):
-        made.append(int(guess(rows, row, 4, 1 / 3)[0]))
-        _draw(rows, 0, i % 3 + 1)
+        made.append(int(draft(rows, row, 4, 1 / 3)[0]))
+        _sample(rows, 0, i % 3 + 1)
     assert made == [0, 0, 0, 0, 0, 4, 4, 4], "it looks in steps 0 and 4"
-    assert guess(rows, row, 4, 1 / 3)[0] == 4
+    assert draft(rows, row, 4, 1 / 3)[0] == 4
     learn(rows, row, np.array([False]), 1 / 3)
-    assert guess(rows, row, 4, 1 / 3)[0] == 0 and rows.guess_level[0] == 1, "it is to show again that it can"
+    assert draft(rows, row, 4, 1 / 3)[0] == 0 and rows.draft_level[0] == 1, "it is to show again that it can"
 
 
 def test_a_row_where_nothing_is_found_is_left_alone_for_some_steps():
     rows, row = _rows([[1, 2, 3, 4, 5]]), np.arange(1)
-    assert not guess(rows, row, 4, 1 / 3)[0]
+    assert not draft(rows, row, 4, 1 / 3)[0]
     rows.ids[0, :5] = 7
-    assert [int(guess(rows, row, 4, 1 / 3)[0]) for _ in range(4)] == [0, 0, 0, 4]
+    assert [int(draft(rows, row, 4, 1 / 3)[0]) for _ in range(4)] == [0, 0, 0, 4]
 
 
 def test_a_new_request_has_to_show_that_it_can_guess():
     rows, row = _rows([[9] * 50]), np.arange(1)
-    rows.guess_wait[0] = 60
-    rows.silent_guess[0] = 9
+    rows.draft_wait[0] = 60
+    rows.silent_draft[0] = 9
     rows.open(RowOpen(0, ids_to_bytes([9] * 50), 50, 49, b"", Sampling()))
-    assert guess(rows, row, 4, 1 / 3)[0] == 0 and rows.silent_end[0] == 50
-    _draw(rows, 0, 9)
-    assert guess(rows, row, 4, 1 / 3)[0] == 4
+    assert draft(rows, row, 4, 1 / 3)[0] == 0 and rows.silent_end[0] == 50
+    _sample(rows, 0, 9)
+    assert draft(rows, row, 4, 1 / 3)[0] == 4
 
 
 def test_a_row_keeps_its_tokens_up_to_the_first_that_was_not_guessed():
@@ -116,5 +116,5 @@ def test_where_positions_are_dear_more_guesses_must_come_true(break_even, share,
     levels = []
     for _ in range(300):
         learn(rows, row, np.array([rng.random() < share]), break_even)
-        levels.append(rows.guess_level[0])
+        levels.append(rows.draft_level[0])
     assert (sum(levels[100:]) / 200 < 1) == bold

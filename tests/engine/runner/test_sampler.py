@@ -134,12 +134,12 @@ def test_what_would_end_a_row_too_early_is_not_drawn():
         free = logits[0].tolist()
         if num_output < least:
             free = [-math.inf if i in ends else value for i, value in enumerate(free)]
-        drawn = int(sampler.sample(logits, rows, picked, at)[0])
+        sampled = int(sampler.sample(logits, rows, picked, at)[0])
         if sampling.temperature:
-            assert drawn == _reference(free, sampling, num_output), seed
+            assert sampled == _reference(free, sampling, num_output), seed
         else:
-            assert drawn == max(range(VOCAB), key=lambda i: free[i]), seed
-        num_hit += drawn in ends
+            assert sampled == max(range(VOCAB), key=lambda i: free[i]), seed
+        num_hit += sampled in ends
     assert 20 < num_hit < 180, "both kinds should come up"
 
 
@@ -168,8 +168,8 @@ def test_a_row_draws_the_same_alone_and_in_company():
 def test_top_p_looks_as_far_as_it_must():
     logits = torch.zeros(1, 5000)  # a flat distribution: the best 256 hold 5 % of it
     logits[0, 0] = 1e-3
-    drawn = {_sample(logits, [Sampling(top_p=0.999, seed=seed)])[0] for seed in range(300)}
-    assert len(drawn) > 250
+    sampled = {_sample(logits, [Sampling(top_p=0.999, seed=seed)])[0] for seed in range(300)}
+    assert len(sampled) > 250
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_top_p_looks_as_far_as_it_must():
 def test_frequencies_follow_the_softmax(sampling):
     torch.manual_seed(3)
     logits = torch.randn(1, 20)
-    draws = 8000
-    each = [Sampling(**{**_fields(sampling), "seed": seed}) for seed in range(draws)]
-    counts = np.bincount(_sample(logits.expand(draws, -1).contiguous(), each), minlength=20)
+    samples = 8000
+    each = [Sampling(**{**_fields(sampling), "seed": seed}) for seed in range(samples)]
+    counts = np.bincount(_sample(logits.expand(samples, -1).contiguous(), each), minlength=20)
 
     probs = (logits[0] / sampling.temperature).softmax(-1)
     if sampling.top_k:
@@ -189,7 +189,7 @@ def test_frequencies_follow_the_softmax(sampling):
         probs[probs < sampling.min_p * probs.max()] = 0
     ordered, order = probs.sort(descending=True)
     probs[order[(ordered.cumsum(-1) - ordered) >= sampling.top_p]] = 0
-    expected = (probs / probs.sum()).numpy() * draws
+    expected = (probs / probs.sum()).numpy() * samples
     assert counts[expected == 0].sum() == 0
     possible = expected > 0
     chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
@@ -198,18 +198,18 @@ def test_frequencies_follow_the_softmax(sampling):
 
 
 def test_positions_of_one_request_are_independent():
-    draws = 6000
-    logits = torch.zeros(draws, 4)
+    samples = 6000
+    logits = torch.zeros(samples, 4)
     ids = np.array(
         _sample(
             logits,
-            [Sampling(seed=i // 60) for i in range(draws)],
-            prompts=[[1]] * draws,
-            outputs=[[1] * (i % 60) for i in range(draws)],
+            [Sampling(seed=i // 60) for i in range(samples)],
+            prompts=[[1]] * samples,
+            outputs=[[1] * (i % 60) for i in range(samples)],
         )
     )
     pairs = np.bincount(ids[:-1] * 4 + ids[1:], minlength=16)
-    assert ((pairs - draws / 16) ** 2 / (draws / 16)).sum() < 15 + 4 * math.sqrt(30)
+    assert ((pairs - samples / 16) ** 2 / (samples / 16)).sum() < 15 + 4 * math.sqrt(30)
 
 
 def _fields(sampling):
@@ -220,8 +220,8 @@ def _fields(sampling):
 def test_extreme_temperatures(temperature):
     torch.manual_seed(4)
     logits = torch.randn(1, VOCAB) * 30
-    drawn = {_sample(logits, [Sampling(temperature=temperature, seed=seed)])[0] for seed in range(100)}
-    assert drawn == {int(logits.argmax())} if temperature < 1 else len(drawn) > 30
+    sampled = {_sample(logits, [Sampling(temperature=temperature, seed=seed)])[0] for seed in range(100)}
+    assert sampled == {int(logits.argmax())} if temperature < 1 else len(sampled) > 30
 
 
 def test_repetition_penalty_is_that_of_transformers():

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.triton.decode_attention import (
-    MOST_CHUNKS,
+    MAX_CHUNKS,
     DecodeWorkspace,
     decode_attention,
     plan_decode,
@@ -176,7 +176,7 @@ def test_rows_of_queries_and_outputs_may_lie_apart(device):
 
 def test_a_very_long_row_takes_longer_chunks(device):
     case = (torch.float32, 1, 1, 16, 16)
-    contexts = [(MOST_CHUNKS + 2) * 32 + 5, 33]
+    contexts = [(MAX_CHUNKS + 2) * 32 + 5, 33]
     query, pages = queries_of(2, case, device), pages_of(contexts, case, device)
     workspace = workspace_of(2, max(contexts), case, device)
     out = attend(query, pages, contexts, case, scale=0.25, workspace=workspace)
@@ -187,7 +187,7 @@ def chunks_of(context: int, window: int | None, chunk: int) -> list[tuple[int, i
     """Where `plan_decode` has to cut a row."""
     start = 0 if window is None else max(0, context - window)
     size = chunk
-    while -(-context // size) - start // size > MOST_CHUNKS:
+    while -(-context // size) - start // size > MAX_CHUNKS:
         size *= 2
     first = start // size * size
     return [(max(start, at), min(at + size, context)) for at in range(first, context, size)] or [(0, 0)]
@@ -195,7 +195,7 @@ def chunks_of(context: int, window: int | None, chunk: int) -> list[tuple[int, i
 
 @pytest.mark.parametrize("window", [None, 1, 300, 40_000])
 def test_plans(window, device):
-    edge = MOST_CHUNKS * 256
+    edge = MAX_CHUNKS * 256
     contexts = [0, 1, 255, 256, 257, 300, 301, 5000, 0, edge, edge + 1, 2 * edge + 1, 131_072, 7]
     workspace = workspace_decode(
         rows=20, most_context=131_072, heads=2, kv_heads=1, head_dim=16, window=window, device=device

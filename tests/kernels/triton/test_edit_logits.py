@@ -10,7 +10,7 @@ from pagewire.engine.steps import sampler as cpu
 from pagewire.engine.steps.rows import Rows
 from pagewire.ipc.messages import RowOpen, Sampling, ids_to_bytes
 from pagewire.kernels.ops import reference_ops
-from pagewire.kernels.triton.edit_logits import EditColumns, count_drawn, edit_logits
+from pagewire.kernels.triton.edit_logits import EditColumns, count_sampled, edit_logits
 from pagewire.kernels.triton.sampling import SamplingColumns, sample, workspace_sampling
 
 BIG = torch.cuda.is_available()
@@ -192,7 +192,7 @@ def test_counts_what_was_drawn(device):
     columns.output_counts[0, 8] = 2**15 - 1
 
     def drawn(ids, picked):
-        count_drawn(*(torch.tensor(values, dtype=torch.int32, device=device) for values in (ids, picked)), columns)
+        count_sampled(*(torch.tensor(values, dtype=torch.int32, device=device) for values in (ids, picked)), columns)
 
     drawn([4, 6, 8], [0, 1, 2])
     drawn([-1, VOCAB - 1], [0, 2])

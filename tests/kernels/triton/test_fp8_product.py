@@ -9,7 +9,7 @@ from pagewire.kernels.triton.fp8_product import fp8_product
 BIG = torch.cuda.is_available()
 EVEN, UNEVEN = ((6144, 4096), (4868, 888)) if BIG else ((96, 256), (84, 152))  # n, k; the last divided by no tile
 BLOCK = (128, 128) if BIG else (32, 32)
-MOST = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
+MAX = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
 
 
 def error(out, exact):
@@ -36,7 +36,7 @@ def run(weight, x, out, **options):
     return out
 
 
-@pytest.mark.parametrize("dtype", list(MOST))
+@pytest.mark.parametrize("dtype", list(MAX))
 @pytest.mark.parametrize("block", [None, BLOCK])
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
 @pytest.mark.parametrize("rows", [0, 1, 17, 130])
@@ -44,10 +44,10 @@ def test_product(device, dtype, block, shape, rows):
     weight = fp8_weight(device, shape, block)
     x = torch.randn(rows, shape[1] + 16, device=device).to(dtype)[:, : shape[1]]
     out = run(weight, x, torch.full((rows, shape[0]), torch.nan, dtype=dtype, device=device))
-    assert rows == 0 or error(out, x.double() @ weight.dequantize(torch.float64).t()) < MOST[dtype]
+    assert rows == 0 or error(out, x.double() @ weight.dequantize(torch.float64).t()) < MAX[dtype]
 
 
-@pytest.mark.parametrize("dtype", list(MOST))
+@pytest.mark.parametrize("dtype", list(MAX))
 def test_widening_is_exact(device, dtype):
     """Each code alone, read off by a row of the identity."""
     values = torch.arange(256, dtype=torch.uint8, device=device).view(1, 256).repeat(16, 1).view(torch.float8_e4m3fn)
@@ -72,7 +72,7 @@ def test_residual_in_place(device, block, rows):
     weight = fp8_weight(device, EVEN, block)
     x, out = (torch.randn(rows, size, device=device).bfloat16() for size in reversed(EVEN))
     exact = ((x.double() @ weight.dequantize(torch.float64).t()).bfloat16() + out).double()
-    assert error(run(weight, x, out, residual=out), exact) < MOST[torch.bfloat16]
+    assert error(run(weight, x, out, residual=out), exact) < MAX[torch.bfloat16]
 
 
 @pytest.mark.parametrize("block", [None, (16, 128)])
@@ -83,7 +83,7 @@ def test_gates_beside_ups(device, block, rows):
     gate, up = (x.double() @ weight.dequantize(torch.float64).t()).chunk(2, dim=-1)
     out = torch.empty(rows, EVEN[0] // 2, dtype=torch.bfloat16, device=device)
     exact = torch.nn.functional.silu(gate) * up
-    assert error(run(weight.interleave(), x, out, is_gated=True), exact) < 2 * MOST[torch.bfloat16]
+    assert error(run(weight.interleave(), x, out, is_gated=True), exact) < 2 * MAX[torch.bfloat16]
 
 
 def test_logits_are_not_rounded(device):

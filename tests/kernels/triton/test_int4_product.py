@@ -8,7 +8,7 @@ from pagewire.kernels.triton.int4_product import int4_product
 
 BIG = torch.cuda.is_available()
 EVEN, UNEVEN = ((6144, 4096), (4868, 896)) if BIG else ((96, 256), (84, 192))  # n, k; the last divided by no tile of n
-MOST = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
+MAX = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
 
 
 def error(out, exact):
@@ -29,7 +29,7 @@ def run(weight, x, out, **options):
     return out
 
 
-@pytest.mark.parametrize("dtype", list(MOST))
+@pytest.mark.parametrize("dtype", list(MAX))
 @pytest.mark.parametrize(
     ("shape", "group", "half"),
     [(EVEN, 128, 64), (EVEN, 64, 64), (EVEN, 32, 32), (EVEN, EVEN[1], 64), (UNEVEN, 64, 64 if BIG else 32)],
@@ -40,7 +40,7 @@ def test_product(device, dtype, shape, group, half, rows):
     assert weight.half == half
     x = torch.randn(rows, shape[1] + 16, device=device).to(dtype)[:, : shape[1]]
     out = run(weight, x, torch.full((rows, shape[0]), torch.nan, dtype=dtype, device=device))
-    assert rows == 0 or error(out, x.double() @ weight.dequantize(torch.float64).t()) < MOST[dtype]
+    assert rows == 0 or error(out, x.double() @ weight.dequantize(torch.float64).t()) < MAX[dtype]
 
 
 def test_groups_of_three_halves(device):
@@ -52,7 +52,7 @@ def test_groups_of_three_halves(device):
     assert error(out, x.double() @ weight.dequantize(torch.float64).t()) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", list(MOST))
+@pytest.mark.parametrize("dtype", list(MAX))
 def test_widening_is_exact(device, dtype):
     """Each number with each zero, read off by a row of the identity."""
     numbers = torch.arange(16, dtype=torch.uint8).repeat(32, 2)
@@ -84,7 +84,7 @@ def test_residual_in_place(device, rows):
     weight = make(device, EVEN, 64)
     x, out = (torch.randn(rows, size, device=device).bfloat16() for size in reversed(EVEN))
     exact = ((x.double() @ weight.dequantize(torch.float64).t()).bfloat16() + out).double()
-    assert error(run(weight, x, out, residual=out), exact) < MOST[torch.bfloat16]
+    assert error(run(weight, x, out, residual=out), exact) < MAX[torch.bfloat16]
 
 
 @pytest.mark.parametrize("rows", [3, 20])
@@ -94,7 +94,7 @@ def test_gates_beside_ups(device, rows):
     gate, up = (x.double() @ weight.dequantize(torch.float64).t()).chunk(2, dim=-1)
     out = torch.empty(rows, EVEN[0] // 2, dtype=torch.bfloat16, device=device)
     exact = torch.nn.functional.silu(gate) * up
-    assert error(run(weight.interleave(), x, out, is_gated=True), exact) < 2 * MOST[torch.bfloat16]
+    assert error(run(weight.interleave(), x, out, is_gated=True), exact) < 2 * MAX[torch.bfloat16]
 
 
 @pytest.mark.parametrize(("total", "parts"), [(16, ((0, 1), (3, 9))), (64, ((7, 17),)), (200, ((70, 129),))])

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.kernels.triton.prepare_step import fill_packet, packet_size, prepare_step, remember_drawn
+from pagewire.kernels.triton.prepare_step import fill_packet, packet_size, prepare_step, remember_sampled
 
 BIG = torch.cuda.is_available()
 PAGE = 16
-NUM_ROWS, MOST_ROWS, MOST_TOKENS, MOST_BLOCKS = (300, 256, 2048, 700) if BIG else (9, 6, 700, 60)
+NUM_ROWS, MAX_ROWS, MAX_TOKENS, MAX_BLOCKS = (300, 256, 2048, 700) if BIG else (9, 6, 700, 60)
 
 
 class Device:
@@ -19,10 +19,10 @@ class Device:
             return torch.full(shape, 12345, dtype=torch.int32, device=device)
 
         self.last_ids = integers(NUM_ROWS)
-        self.row_tables, self.tables = integers(NUM_ROWS, MOST_BLOCKS), integers(MOST_ROWS, MOST_BLOCKS)
-        self.ids, self.positions, self.slots = (integers(MOST_TOKENS) for _ in range(3))
-        self.context_lens = integers(MOST_ROWS)
-        size = packet_size(rows=MOST_ROWS, tokens=MOST_TOKENS, new_blocks=MOST_TOKENS // PAGE + MOST_ROWS)
+        self.row_tables, self.tables = integers(NUM_ROWS, MAX_BLOCKS), integers(MAX_ROWS, MAX_BLOCKS)
+        self.ids, self.positions, self.slots = (integers(MAX_TOKENS) for _ in range(3))
+        self.context_lens = integers(MAX_ROWS)
+        size = packet_size(rows=MAX_ROWS, tokens=MAX_TOKENS, new_blocks=MAX_TOKENS // PAGE + MAX_ROWS)
         self.packet = integers(size)
 
     def step(self, **fields):
@@ -50,8 +50,8 @@ def test_a_history_of_steps(device, seed):
     blocks = [[] for _ in range(NUM_ROWS)]
     next_block = 0
     for _ in range(6):
-        rows = random.permutation(NUM_ROWS)[: random.integers(1, MOST_ROWS + 1)]
-        counts = np.where(random.random(len(rows)) < 0.6, 1, random.integers(1, MOST_TOKENS // MOST_ROWS, len(rows)))
+        rows = random.permutation(NUM_ROWS)[: random.integers(1, MAX_ROWS + 1)]
+        counts = np.where(random.random(len(rows)) < 0.6, 1, random.integers(1, MAX_TOKENS // MAX_ROWS, len(rows)))
         last_ids = random.integers(0, 1000, NUM_ROWS)
         ours.last_ids.copy_(torch.from_numpy(last_ids))
         ids = random.integers(-1, 1000, counts.sum())
@@ -77,10 +77,10 @@ def test_a_history_of_steps(device, seed):
             return [*values, *[rest] * (size - len(values))]
 
         known = np.where(ids < 0, last_ids[row_of_token], ids)
-        assert ours.ids.tolist() == padded(known, 0, MOST_TOKENS)
-        assert ours.positions.tolist() == padded(positions, 0, MOST_TOKENS)
-        assert ours.slots.tolist() == padded(slots, -1, MOST_TOKENS)
-        assert ours.context_lens.tolist() == padded(num_computed[rows], 0, MOST_ROWS)
+        assert ours.ids.tolist() == padded(known, 0, MAX_TOKENS)
+        assert ours.positions.tolist() == padded(positions, 0, MAX_TOKENS)
+        assert ours.slots.tolist() == padded(slots, -1, MAX_TOKENS)
+        assert ours.context_lens.tolist() == padded(num_computed[rows], 0, MAX_ROWS)
         for place, row in enumerate(rows):
             assert ours.tables[place, : len(blocks[row])].tolist() == blocks[row]
 
@@ -100,7 +100,7 @@ def test_a_whole_prompt_then_one_token_a_step(device):
         assert ours.ids[:2].tolist() == [1000 + position, 0]
         assert ours.positions[:2].tolist() == [position, 0]
         assert ours.slots[:2].tolist() == [block * PAGE + position % PAGE, -1]
-        assert ours.context_lens.tolist() == [position + 1] + [0] * (MOST_ROWS - 1)
+        assert ours.context_lens.tolist() == [position + 1] + [0] * (MAX_ROWS - 1)
 
 
 def test_a_step_without_rows(device):
@@ -114,7 +114,7 @@ def test_what_rows_drew_is_remembered(device):
     last_ids = torch.full((600,), 7, dtype=torch.int32, device=device)
     rows = torch.randperm(600, dtype=torch.int32, device=device)[:300]
     drawn = torch.arange(-1, 299, dtype=torch.int32, device=device)
-    remember_drawn(last_ids, drawn, rows)
+    remember_sampled(last_ids, drawn, rows)
     expected = torch.full((600,), 7, dtype=torch.int32, device=device)
     expected[rows.long()] = drawn.clamp(min=0)
     assert last_ids.tolist() == expected.tolist()

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from pagewire.kernels.triton.small_product import MOST_ROWS, small_product, tiling, workspace_small_product
+from pagewire.kernels.triton.small_product import MAX_ROWS, small_product, tiling, workspace_small_product
 
 BIG = torch.cuda.is_available()
 # n, k of a weight; whether its sum is split
 WIDE, SPLIT, UNEVEN = ((6144, 4096), (1024, 3072), (4864, 896)) if BIG else ((64, 256), (32, 1024), (48, 160))
 EPS = 1e-6
-MOST = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+MAX = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 
 def error(out, exact):
@@ -18,7 +18,7 @@ class Case:
     def __init__(self, device, shape, dtype, rows):
         n, k = shape
         self.weight = (torch.randn(n, k, device=device) / k**0.5).to(dtype)
-        self.x = torch.randn(MOST_ROWS, k + 16, device=device).to(dtype)[:rows, :k]
+        self.x = torch.randn(MAX_ROWS, k + 16, device=device).to(dtype)[:rows, :k]
         self.out = torch.full((rows, n), torch.nan, dtype=dtype, device=device)
         self.workspace = workspace_small_product([shape, SPLIT], device)
         self.workspace.partials.fill_(torch.nan)
@@ -60,7 +60,7 @@ def test_tilings(shape, expected):
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_product(device, dtype, shape, rows):
     case = Case(device, shape, dtype, rows)
-    assert error(case.run(), case.exact()) < MOST[dtype]
+    assert error(case.run(), case.exact()) < MAX[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,7 +71,7 @@ def test_norm_before_it(device, dtype, shape):
     weight = torch.randn(shape[1], device=device).to(dtype)
     wide = case.x.float()
     normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(dtype)
-    assert error(case.run(norm=(weight, EPS)), case.exact(normed)) < MOST[dtype]
+    assert error(case.run(norm=(weight, EPS)), case.exact(normed)) < MAX[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,14 +80,14 @@ def test_residual_in_place(device, dtype, shape):
     case = Case(device, shape, dtype, 4)
     case.out = torch.randn(4, shape[0], device=device).to(dtype)
     exact = case.exact() + case.out.double()
-    assert error(case.run(residual=case.out), exact) < MOST[dtype]
+    assert error(case.run(residual=case.out), exact) < MAX[dtype]
 
 
 @pytest.mark.parametrize("shape", [WIDE, SPLIT])
 def test_bias(device, shape):
     case = Case(device, shape, torch.bfloat16, 4)
     bias = torch.randn(shape[0], device=device).bfloat16()
-    assert error(case.run(bias=bias), case.exact() + bias.double()) < MOST[torch.bfloat16]
+    assert error(case.run(bias=bias), case.exact() + bias.double()) < MAX[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,7 +98,7 @@ def test_gates_beside_ups(device, dtype, shape):
     case.out = case.out[:, : shape[0] // 2].contiguous()
     product = case.exact()
     exact = torch.nn.functional.silu(product[:, 0::2]) * product[:, 1::2]
-    assert error(case.run(is_gated=True), exact) < 2 * MOST[dtype]
+    assert error(case.run(is_gated=True), exact) < 2 * MAX[dtype]
 
 
 def test_logits_are_not_rounded(device):

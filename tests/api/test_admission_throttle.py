@@ -2,12 +2,12 @@
 
 import asyncio
 
-from pagewire.api.http.admission_throttle import MOST_A_TURN, Turnstile
+from pagewire.api.http.admission_throttle import MAX_PER_TURN, AdmissionThrottle
 
 
 async def _crowd(num: int, leaving: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
     """Who came in, and in which turn of the loop. Those that leave do so in the first."""
-    loop, turnstile, turn, came = asyncio.get_running_loop(), Turnstile(), 0, list[tuple[int, int]]()
+    loop, throttle, turn, came = asyncio.get_running_loop(), AdmissionThrottle(), 0, list[tuple[int, int]]()
 
     def count() -> None:
         nonlocal turn
@@ -15,7 +15,7 @@ async def _crowd(num: int, leaving: frozenset[int] = frozenset()) -> list[tuple[
         loop.call_soon(count)
 
     async def enter(i: int) -> None:
-        await turnstile.enter()
+        await throttle.enter()
         came.append((turn, i))
 
     people = [asyncio.create_task(enter(i)) for i in range(num)]
@@ -24,7 +24,7 @@ async def _crowd(num: int, leaving: frozenset[int] = frozenset()) -> list[tuple[
     for i in leaving:
         people[i].cancel()
     await asyncio.wait_for(asyncio.gather(*people, return_exceptions=True), 10)
-    await asyncio.wait_for(turnstile.enter(), 10)  # it turns for who comes later, too
+    await asyncio.wait_for(throttle.enter(), 10)  # it turns for who comes later, too
     return came
 
 
@@ -33,16 +33,16 @@ def test_who_comes_alone_does_not_wait() -> None:
 
 
 def test_a_crowd_comes_in_a_few_at_a_time_and_in_order() -> None:
-    came = asyncio.run(_crowd(10 * MOST_A_TURN + 1))
-    assert [i for _, i in came] == list(range(10 * MOST_A_TURN + 1))
+    came = asyncio.run(_crowd(10 * MAX_PER_TURN + 1))
+    assert [i for _, i in came] == list(range(10 * MAX_PER_TURN + 1))
     turns = [turn for turn, _ in came]
-    assert max(map(turns.count, turns)) == MOST_A_TURN
+    assert max(map(turns.count, turns)) == MAX_PER_TURN
     assert turns[-1] - turns[0] <= 12
 
 
 def test_those_who_left_take_no_place() -> None:
-    leaving = frozenset(range(MOST_A_TURN, 9 * MOST_A_TURN))
-    came = asyncio.run(_crowd(10 * MOST_A_TURN, leaving))
-    assert [i for _, i in came] == [i for i in range(10 * MOST_A_TURN) if i not in leaving]
+    leaving = frozenset(range(MAX_PER_TURN, 9 * MAX_PER_TURN))
+    came = asyncio.run(_crowd(10 * MAX_PER_TURN, leaving))
+    assert [i for _, i in came] == [i for i in range(10 * MAX_PER_TURN) if i not in leaving]
     turns = [turn for turn, _ in came]
     assert turns[-1] - turns[0] <= 3

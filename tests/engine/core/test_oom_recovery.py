@@ -63,7 +63,7 @@ class Engine:
         answer = self.answers.popleft()
         self.scheduler.apply(answer)
         check(self.scheduler)
-        for item in self.scheduler.take_news():
+        for item in self.scheduler.take_outputs():
             if isinstance(item, Failed):
                 self.ends[item.rid] = item
             for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
@@ -121,7 +121,7 @@ def test_a_request_that_is_too_large_alone_fails_alone():
     failed = engine.ends[0]
     assert isinstance(failed, Failed) and failed.kind == "unavailable" and "no memory" in failed.detail
     assert engine.output == {1: expected(1, [4, 5, 6], 4)}
-    assert engine.scheduler.pool.num_free == 64 and len(engine.scheduler.roster.free_rows) == 8
+    assert engine.scheduler.pool.num_free == 64 and len(engine.scheduler.table.free_rows) == 8
 
 
 def test_a_short_fault_fails_nobody():
@@ -218,7 +218,7 @@ def test_who_has_found_what_was_not_computed_computes_it(what):
     scheduler.add(enqueue(0, [*prompt[:8], 7, 8], max_tokens=5, seed=0, ignore_eos=True))
     scheduler.add(enqueue(1, prompt, max_tokens=5, seed=1, ignore_eos=True))
     engine.plan()
-    late = scheduler.roster.requests[1]
+    late = scheduler.table.requests[1]
     assert late.state is State.LOADING and connector.loading == [1], "it was admitted behind what is in flight"
     engine.worker.write_block(late.blocks[2], kv_of(prompt)[8 * 4 : 12 * 4])
     if what == "loaded":

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
 from pagewire.config.resolve import resolve
 from pagewire.ipc import messages as m
-from pagewire.procs.prompt_sandbox import Aside
+from pagewire.procs.prompt_sandbox import PromptSandbox
 from pagewire.procs.tokenizer import TokenizerActor
 
 TEXT = m.TextPrompt("hello")
@@ -32,22 +32,22 @@ def submit(rid: int, prompt: m.TextPrompt | m.ChatPrompt | m.IdsPrompt, n: int =
 
 
 def test_what_is_made_aside(config: EngineConfig) -> None:
-    aside = Aside(config, lambda receiver, message: None)
+    prompt_sandbox = PromptSandbox(config, lambda receiver, message: None)
     long = m.TextPrompt("x" * (1 << 19))
-    assert [aside.wants(submit(1, prompt)) for prompt in (TEXT, TEMPLATE, long)] == [False, True, True]
-    assert aside.wants(m.Tokenize(1, TEMPLATE)) and not aside.wants(submit(1, TEXT, attempt=1))
-    wary = Aside(config, lambda receiver, message: None, is_wary=True)
+    assert [prompt_sandbox.wants(submit(1, prompt)) for prompt in (TEXT, TEMPLATE, long)] == [False, True, True]
+    assert prompt_sandbox.wants(m.Tokenize(1, TEMPLATE)) and not prompt_sandbox.wants(submit(1, TEXT, attempt=1))
+    wary = PromptSandbox(config, lambda receiver, message: None, is_wary=True)
     assert wary.wants(submit(1, TEXT, attempt=1)) and not wary.wants(submit(1, TEXT))
-    aside.beware()
-    assert aside.wants(submit(1, TEXT)) and aside.wants(m.Tokenize(1, TEXT))
-    assert not aside.wants(submit(1, m.IdsPrompt(m.ids_to_bytes([5])))), "there is nothing to be made of ids"
+    prompt_sandbox.beware()
+    assert prompt_sandbox.wants(submit(1, TEXT)) and prompt_sandbox.wants(m.Tokenize(1, TEXT))
+    assert not prompt_sandbox.wants(submit(1, m.IdsPrompt(m.ids_to_bytes([5])))), "there is nothing to be made of ids"
 
 
 def play(config: EngineConfig, scenario: Callable[[TokenizerActor, list[m.Message]], Awaitable[None]]) -> None:
     """With an actor, and what it says to core and api."""
 
     async def run() -> None:
-        actor = TokenizerActor(config, has_aside=True)
+        actor = TokenizerActor(config, has_prompt_sandbox=True)
         said: list[m.Message] = []
         actor.start(lambda receiver, message: said.append(message))
         try:

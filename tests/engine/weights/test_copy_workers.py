@@ -18,7 +18,7 @@ from pagewire.engine.weights.reader import CheckpointReader
 from pagewire.kernels.ops import reference_ops
 
 
-def late_lane(num_bytes=64):
+def late_worker(num_bytes=64):
     """Copies begin only when somebody waits for them: a buffer that is written too early spoils what it held."""
 
     def send(target, staged):
@@ -33,12 +33,12 @@ def late_lane(num_bytes=64):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("size", [0, 1, 16, 17, 400])
 def test_a_tensor_arrives_in_pieces(dtype, size):
-    lane = late_lane()
+    worker = late_worker()
     sources = [torch.randint(0, 250, (size,)).to(dtype) for _ in range(3)]
     targets = [torch.full_like(source, 7) for source in sources]
     for target, source in zip(targets, sources, strict=True):
-        lane.fill(target, source)
-    lane.wait()
+        worker.fill(target, source)
+    worker.wait()
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source)
 
@@ -46,27 +46,27 @@ def test_a_tensor_arrives_in_pieces(dtype, size):
 def test_it_is_cast_on_the_way_and_its_rows_need_not_lie_together():
     source = torch.randn(12, 20)[:, 3:9]
     target = torch.zeros(12, 6, dtype=torch.bfloat16)
-    lane = late_lane()
-    lane.fill(target, source)
-    lane.wait()
+    worker = late_worker()
+    worker.fill(target, source)
+    worker.wait()
     assert torch.equal(target, source.bfloat16())
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_what_jobs_give_is_taken_in_order(lanes):
-    jobs = Jobs([late_lane() for _ in range(lanes)] if lanes > 1 else [Here()])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_jobs_give_is_taken_in_order(workers):
+    jobs = Jobs([late_worker() for _ in range(workers)] if workers > 1 else [Here()])
     rng = random.Random(0)
     sources = [torch.randn(rng.randrange(1, 90)) for _ in range(60)]
     targets = [torch.zeros_like(source) for source in sources]
     taken = []
 
-    def job(i, lane):
+    def job(i, worker):
         time.sleep(rng.random() / 500)
-        lane.fill(targets[i], sources[i])
+        worker.fill(targets[i], sources[i])
         return i
 
     for i in range(60):
-        jobs.put(lambda lane, i=i: job(i, lane), taken.append)
+        jobs.put(lambda worker, i=i: job(i, worker), taken.append)
     jobs.finish()
     jobs.close()
     assert taken == list(range(60))
@@ -97,23 +97,23 @@ def test_a_checkpoint_arrives_in_lanes_as_it_does_at_once(kind, tmp_path, monkey
         return parameters
 
     @contextmanager
-    def late_lanes(device):
-        jobs = Jobs([late_lane(1024) for _ in range(3)])
+    def late_workers(device):
+        jobs = Jobs([late_worker(1024) for _ in range(3)])
         yield jobs
         jobs.finish()
         jobs.close()
 
     at_once = load()
-    monkeypatch.setattr("pagewire.engine.weights.loader.lanes_to", late_lanes)
-    in_lanes = load()
-    assert all(torch.equal(in_lanes[name], parameter) for name, parameter in at_once.items())
+    monkeypatch.setattr("pagewire.engine.weights.loader.copy_jobs", late_workers)
+    in_workers = load()
+    assert all(torch.equal(in_workers[name], parameter) for name, parameter in at_once.items())
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_an_error_of_a_job_is_raised(lanes):
-    jobs = Jobs([late_lane() for _ in range(lanes)])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_error_of_a_job_is_raised(workers):
+    jobs = Jobs([late_worker() for _ in range(workers)])
 
-    def fail(lane):
+    def fail(worker):
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="gone"):

@@ -8,54 +8,54 @@ import time
 from pathlib import Path
 
 from pagewire.ipc.messages import Pong
-from pagewire.procs.liveness import STEP_LIMIT_S, STORM_DEATHS, STORM_S, Deaths, Vigil
+from pagewire.procs.liveness import STEP_LIMIT_S, STORM_DEATHS, STORM_S, Deaths, Liveness
 
 
 def test_silence_is_a_complaint_and_an_answer_ends_it() -> None:
-    vigil = Vigil(os.getpid(), may_be_busy=False, now=0.0)
-    assert vigil.complaint(2.0, 1.9) is None
-    assert "has said nothing for 2.5 s" in str(vigil.complaint(2.0, 2.5))
-    vigil.heard(Pong("core"), 2.5)
-    assert vigil.complaint(2.0, 4.0) is None
+    liveness = Liveness(os.getpid(), may_be_busy=False, now=0.0)
+    assert liveness.complaint(2.0, 1.9) is None
+    assert "has said nothing for 2.5 s" in str(liveness.complaint(2.0, 2.5))
+    liveness.heard(Pong("core"), 2.5)
+    assert liveness.complaint(2.0, 4.0) is None
 
 
 def test_nobody_is_blamed_when_the_supervisor_was_away() -> None:
-    vigil = Vigil(os.getpid(), may_be_busy=False, now=0.0)
-    vigil.excuse(100.0)
-    assert vigil.complaint(2.0, 101.0) is None
+    liveness = Liveness(os.getpid(), may_be_busy=False, now=0.0)
+    liveness.excuse(100.0)
+    assert liveness.complaint(2.0, 101.0) is None
 
 
 def test_a_worker_that_computes_is_busy_and_one_that_is_stopped_is_not() -> None:
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        vigil = Vigil(process.pid, may_be_busy=True, now=0.0)
+        liveness = Liveness(process.pid, may_be_busy=True, now=0.0)
         deadline = time.monotonic() + 10
         for now in range(1, 5):  # each look finds that it has used more of its core
             before = process_ticks(process.pid)
             while process_ticks(process.pid) == before:
                 assert time.monotonic() < deadline
-            assert vigil.complaint(2.0, 10.0 * now) is None
+            assert liveness.complaint(2.0, 10.0 * now) is None
         process.send_signal(signal.SIGSTOP)
         while state(process.pid) != "T":
             assert time.monotonic() < deadline
-        vigil.complaint(2.0, 50.0)
-        assert "has said nothing" in str(vigil.complaint(2.0, 53.0))
+        liveness.complaint(2.0, 50.0)
+        assert "has said nothing" in str(liveness.complaint(2.0, 53.0))
     finally:
         process.kill()
         process.wait()
 
 
 def test_a_worker_that_answers_and_completes_nothing_is_stuck() -> None:
-    vigil = Vigil(os.getpid(), may_be_busy=True, now=0.0)
+    liveness = Liveness(os.getpid(), may_be_busy=True, now=0.0)
     for now in range(0, int(STEP_LIMIT_S) + 1):
-        vigil.heard(Pong("worker", 1, 7, is_busy=True), now)
-        assert vigil.complaint(10.0, now) is None
-    assert "at one step" in str(vigil.complaint(10.0, STEP_LIMIT_S + 1))
-    vigil.heard(Pong("worker", 1, 8, is_busy=True), STEP_LIMIT_S + 2)
-    assert vigil.complaint(10.0, STEP_LIMIT_S + 2) is None
+        liveness.heard(Pong("worker", 1, 7, is_busy=True), now)
+        assert liveness.complaint(10.0, now) is None
+    assert "at one step" in str(liveness.complaint(10.0, STEP_LIMIT_S + 1))
+    liveness.heard(Pong("worker", 1, 8, is_busy=True), STEP_LIMIT_S + 2)
+    assert liveness.complaint(10.0, STEP_LIMIT_S + 2) is None
     for now in range(200, 500):  # idle is not stuck
-        vigil.heard(Pong("worker", 1, 8, is_busy=False), now)
-        assert vigil.complaint(10.0, now) is None
+        liveness.heard(Pong("worker", 1, 8, is_busy=False), now)
+        assert liveness.complaint(10.0, now) is None
 
 
 def test_a_storm_is_more_deaths_than_accidents() -> None:
