@@ -6,10 +6,10 @@ decodes in a microsecond. `SCHEMA_VERSION` changes with every change here; both 
 
     api ─Submit, Cancel─▶ tokenizer ─Enqueue, Cancel─▶ core ═StepPlan▶ worker ═StepResult, Transferred▶ core
     core ─Opened, TokenBatch─▶ detokenizer ─TextBatch─▶ api          detokenizer ─StopHit─▶ core
-    tokenizer, core ─Accepted, Failed, Snapshot, Pulse─▶ api         anyone ─Ready, Fault, Pong─▶ supervisor
+    tokenizer, core ─Accepted, Failed, Snapshot, Pulse─▶ api         all ─Ready, Fault, Pong─▶ supervisor
     api ─Tokenize, Detokenize, Describe─▶ tokenizer ─Tokenized, Detokenized, Described─▶ api
     core ─Constrain, Sampled─▶ grammar ─Constrained, Masks─▶ core
-    supervisor ─Ping, Reset, Leave, Stop─▶ anyone       supervisor ─Serve, Restored, Swapped─▶ api ─Swap─▶ supervisor
+    supervisor ─Ping, Reset, Leave, Stop─▶ all       supervisor ─Serve, Restored, Swapped─▶ api ─Swap─▶ supervisor
 
 `rid` is an unsigned 63-bit number: the api process's index in the high bits, a counter below. One rid is one sequence
 (one choice of one prompt). Exactly one terminal message ends it: a `Tokens` or `Chunk` with `finish`, or a `Failed`.
@@ -61,7 +61,7 @@ SCHEMA_VERSION = 9
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a request ended: an eos/stop token or stop string; a length limit; cancelled by its client."""
+"""Why a sequence ended: an eos or stop token or a stop string; a length limit; cancelled by its client."""
 
 
 def ids_to_bytes(ids: "list[int] | array[int]") -> bytes:
@@ -70,17 +70,17 @@ def ids_to_bytes(ids: "list[int] | array[int]") -> bytes:
 
 
 def bytes_to_ids(data: bytes) -> "array[int]":
-    """The inverse of `ids_to_bytes`, as `array('i')`. Raises ValueError if `data` is no whole number of int32."""
+    """The inverse of `ids_to_bytes`, as `array('i')`. Raises ValueError if `data` is not int32s."""
     ids = array("i")
     ids.frombytes(data)
     return ids
 
 
-# ── what a request asks for ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the parameters of a request ──────────────────────────────────────────────────────────────────────────────────────
 
 
 MAX_CHOICES = 128  # of one prompt
-MAX_BIASES = 1024  # of a request; a GPU has room for as many in each row
+MAX_BIASES = 1024  # of a request; the size of a row's table on a GPU
 MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 4096
 MAX_BAD_WORDS = 1024
@@ -89,7 +89,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class Sampling(Struct, frozen=True, array_like=True):
-    """How the next token is drawn. Bounds are checked by every decoder that reads it, NaN and infinity included."""
+    """How the next token is sampled. Every decoder that reads it checks the bounds and refuses NaN and infinity."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0  # 0: greedy
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # 0: off
@@ -100,9 +100,9 @@ class Sampling(Struct, frozen=True, array_like=True):
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0  # over output
     logit_bias: dict[int, float] | None = None  # token id → added to its logit; at most MAX_BIASES
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # noise is keyed by (seed, output position)
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # None: none; n: the sampled token's and the n best
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # n: those of the sampled token and of the n best
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same for every prompt position but the first
-    allowed_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_ALLOWED_TOKENS)] = ()  # no other; (): any
+    allowed_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_ALLOWED_TOKENS)] = ()  # (): all tokens
 
     def __post_init__(self) -> None:
         numbers = (
@@ -122,17 +122,19 @@ class Sampling(Struct, frozen=True, array_like=True):
 
 
 class Limits(Struct, frozen=True, array_like=True):
-    """When the core ends a request by itself."""
+    """When the core ends a sequence by itself."""
 
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # None: to the end of the context; 0: score the prompt only
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKENS)] = ()  # besides the model's own eos ids
     ignore_eos: bool = False
-    queue_timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # fail rather than wait longer for a row
-    min_tokens: Annotated[int, Meta(ge=0)] = 0  # no eos or stop token is drawn before so many tokens were
+    queue_timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] | None = (
+        None  # the longest wait for a row
+    )
+    min_tokens: Annotated[int, Meta(ge=0)] = 0  # before this many tokens no eos or stop token is sampled
 
 
 class TextSpec(Struct, frozen=True, array_like=True):
-    """What the detokenizer does with a request's ids. It rides through the core untouched."""
+    """What the detokenizer does with a sequence's ids. The core passes it on unread."""
 
     stop: Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
     include_stop: bool = False  # keep the matched stop string in the text
@@ -140,15 +142,15 @@ class TextSpec(Struct, frozen=True, array_like=True):
     detokenize: bool = True  # False: ids only, `Chunk.text` stays empty
     prompt: bool = False  # send the prompt's ids and text back in the first `Chunk` (echo, return_token_ids)
     marks: tuple[str, ...] = ()  # special tokens to show although others are skipped
-    prompt_end: bool = False  # send the text of the prompt's last ids back in the first `Chunk`, nothing skipped
-    min_tokens: int = 0  # a stop string that is complete before so many tokens is only text
+    prompt_end: bool = False  # send the text of the prompt's last ids, special tokens included, in the first `Chunk`
+    min_tokens: int = 0  # a stop string that is complete before this many tokens does not stop
 
 
 # ── api → tokenizer → core ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Submit(Struct, frozen=True, array_like=True, tag=True):
-    """api → tokenizer: `n` sequences of one prompt, with the rids `rid` … `rid + n - 1` and seeds `seed + i`."""
+    """api → tokenizer: `n` sequences of one prompt, with rids `rid` … `rid + n - 1` and seeds `seed + i`."""
 
     rid: int
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
@@ -158,12 +160,16 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     text: TextSpec
     priority: int = 0  # lower is served first
     salt: bytes = b""  # keeps prefix-cache entries of different owners apart
-    tenant: str = ""  # who shares the engine fairly: the API key's digest, else the `user` of the request
-    truncate: Annotated[int, Meta(ge=-1)] | None = None  # keep so many of the prompt's last tokens; -1: all that fit
+    tenant: str = ""  # for the policy `fair`: the API key's digest, else the `user` of the request
+    truncate: Annotated[int, Meta(ge=-1)] | None = (
+        None  # keep this many last tokens of the prompt; -1: as many as fit
+    )
     constraint: Constraint | None = None
-    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()  # texts; see `Constraint`
+    bad_words: Annotated[
+        tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)
+    ] = ()  # not in the output
     pooling: Pooling | None = None  # with n = 1 and max_tokens = 0; the answer is `Chunk.vector`
-    resume_ids: bytes = b""  # see `Enqueue`
+    resume_ids: bytes = b""  # this and the next two: as in `Enqueue`
     resume_chars: Annotated[int, Meta(ge=-1)] = 0
     attempt: int = 0
 
@@ -171,8 +177,8 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
 class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     """tokenizer → core: `n` sequences of one prompt, tokenized and checked against the context length.
 
-    Their rids are `rid` … `rid + n - 1`, their seeds `seed + i`. `resume_ids`: output that was delivered before the
-    engine lost the sequence; it goes on after them (only with n = 1).
+    Their rids are `rid` … `rid + n - 1`, their seeds `seed + i`. `resume_ids`: output that the client received before a
+    process died; generation continues after it (only with n = 1).
     """
 
     rid: int
@@ -186,15 +192,17 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     resume_ids: bytes = b""
     constraint: Constraint | None = None
-    times: Times = Times()  # so far
+    times: Times = Times()  # until now
     pooling: Pooling | None = None
-    type_ids: bytes = b""  # uint8, parallel to prompt_ids: which text of a pair a token is of; empty: there is one
-    resume_chars: Annotated[int, Meta(ge=-1)] = 0  # delivered of the text of `resume_ids`; -1: send it all again
-    attempt: int = 0  # how often the engine has lost it: one that was accepted before is not refused for its queue
+    type_ids: bytes = b""  # uint8, parallel to prompt_ids: which text of a pair a token belongs to; empty: no pair
+    resume_chars: Annotated[int, Meta(ge=-1)] = (
+        0  # characters delivered of `resume_ids`; -1: repeat them all
+    )
+    attempt: int = 0  # submissions before this one; a sequence accepted before is not refused for a full queue
 
 
 class Tokenize(Struct, frozen=True, array_like=True, tag=True):
-    """api → tokenizer: which ids a prompt has. `Tokenized` or `Failed` answers; nothing is generated."""
+    """api → tokenizer: asks for the ids of a prompt. `Tokenized` or `Failed` answers; nothing is generated."""
 
     rid: int
     prompt: TextPrompt | ChatPrompt
@@ -202,21 +210,21 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Detokenize(Struct, frozen=True, array_like=True, tag=True):
-    """api → tokenizer: which text these ids are, special tokens included. `Detokenized` or `Failed` answers."""
+    """api → tokenizer: asks for the text of ids. `Detokenized` or `Failed` answers."""
 
     rid: int
-    ids: bytes  # int32, all of the vocabulary
+    ids: bytes  # int32
     skip_special_tokens: bool = False
 
 
 class Describe(Struct, frozen=True, array_like=True, tag=True):
-    """api → tokenizer: what kind of tokenizer it is. `Described` answers."""
+    """api → tokenizer: asks for the special tokens and the chat template. `Described` answers."""
 
     rid: int
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=True):
-    """api → tokenizer → core: these rids' client is gone. Takes the path of its `Submit`, so it never overtakes it."""
+    """api → tokenizer → core: end these sequences. Takes the path of their `Submit`, so it never overtakes it."""
 
     rids: tuple[int, ...]
 
@@ -239,7 +247,7 @@ class OpenCache(Struct, frozen=True, array_like=True, tag=True):
 
 
 class RowOpen(Struct, frozen=True, array_like=True):
-    """A request takes a row on the worker. Whatever the row held before is forgotten."""
+    """A sequence takes a row of the worker, which forgets what the row held before."""
 
     row: int
     ids: bytes  # prompt and, after a preemption, the output so far
@@ -247,25 +255,25 @@ class RowOpen(Struct, frozen=True, array_like=True):
     num_computed: int  # leading positions whose KV is in the blocks already (prefix hit)
     block_ids: bytes  # the row's block table so far, hits first
     sampling: Sampling
-    min_len: int = 0  # while the row has fewer ids, none of `ends` is drawn
+    min_len: int = 0  # while the row has fewer ids, none of `ends` is sampled
     ends: bytes = b""  # int32, at most MAX_BIASES together with those of `logit_bias`
-    pooling: Pooling | None = None  # the step that computes the last position of the prompt answers with a vector
-    type_ids: bytes = b""  # see `Enqueue`
+    pooling: Pooling | None = None  # the step that computes the last position of the prompt returns a vector
+    type_ids: bytes = b""  # as in `Enqueue`
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=True):
-    """core → worker: one forward pass. A diff against what the rows already hold, in columns.
+    """core → worker: one forward pass, as a diff against what the rows hold, in columns.
 
-    Applied in this order: `open`, then `grow` (append a block to a row's table), then what `kv` tells the KV connector
-    (which first reads the blocks it is to keep, then writes those it loads), then `copies`, then the pass over `rows`,
-    where row `rows[i]` computes its next `counts[i]` positions and, if `sample[i]` is 1, draws one token that becomes
-    the id of the position after them. The worker keeps ids, so a decode row is planned before its last id is known to
-    the core. A plan may have no rows.
+    Applied in this order: `open`, then `grow` (append a block to a row's table), then `kv` (the KV
+    connector first reads the blocks that it saves, then writes those that it loads), then `copies`, then the pass over
+    `rows`. Row `rows[i]` computes its next `counts[i]` positions and, if `sample[i]` is 1, samples one token, which
+    becomes the id of the position after them. The worker keeps the ids, so the core plans a decode row before it knows
+    the row's last id. A plan may have no rows.
 
-    The first `num_speculative` rows have count 1 and sample 1 and may compute up to `speculate` positions more: of ids
-    that the worker guesses from the row's own. A guess is accepted if it is the token that is drawn at its place. So
-    such a row draws one token for each guess that was accepted, and one after them, as in a step without guesses; its
-    blocks hold all the positions that it may compute. The next plan goes on where the worker is.
+    The first `num_speculative` rows have count 1 and sample 1 and may compute up to `speculate` positions
+    more, those of draft tokens, which the worker proposes from the row's own ids. A draft token is accepted if it equals
+    the token sampled at its position. Such a row samples one token for each accepted draft token and one more; its
+    blocks have room for all positions that it may compute. The next plan continues where the worker is.
     """
 
     step: int
@@ -277,13 +285,15 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     sample: bytes  # uint8, 0 or 1
     copies: bytes = b""  # int32 pairs (from block, to block); all are read before any is written
     kv: bytes = b""  # metadata for the worker half of the KV connector; empty: nothing to do
-    extension: bytes = b""  # per-step metadata of a plan extension, for the attention backend that it wraps
+    extension: bytes = b""  # of a plan extension, for the attention backend that it wraps
     num_speculative: int = 0
     speculate: int = 0
-    break_even: float = 0.5  # the share of guesses, between 0 and 1, that must come true for guessing to pay
-    masked_rows: bytes = b""  # int32, of the rows that draw, those that may not draw everything
-    masks: bytes = b""  # int32 [masked_rows × ⌈vocab / 32⌉], see `Masks.bits`
-    after_fault: bool = False  # the core knows of the last `StepResult.fault`, and nothing here depends on that step
+    break_even: float = 0.5  # the share of draft tokens, 0 to 1, that must be accepted for speculation to pay
+    masked_rows: bytes = b""  # int32, the rows whose sampling `masks` restricts
+    masks: bytes = b""  # int32 [masked_rows × ⌈vocab / 32⌉], as `Masks.bits`
+    after_fault: bool = (
+        False  # the core has applied the last `StepResult.fault`; this plan is free of that step
+    )
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):
@@ -295,32 +305,32 @@ class RowLogprobs(Struct, frozen=True, array_like=True):
 
 
 class StepResult(Struct, frozen=True, array_like=True, tag=True):
-    """worker → core: what a plan's pass gave, in the plan's order.
+    """worker → core: the results of a plan's pass, in the plan's order.
 
-    With `fault` it gave nothing: the rows of the plan are as good as never opened, and what it would have computed is
-    not to be read. Plans that follow are answered alike, without a pass, until one says `after_fault`. What a plan
-    tells the KV connector is done in any case."""
+    With `fault` there are none: rows that the plan opened are closed, and positions that it would have computed have no
+    KV. The worker answers the following plans in the same way, without a pass, until one has `after_fault`. A plan's
+    `kv` is carried out in any case."""
 
     step: int
-    ids: bytes  # int32, those of each row with sample = 1; -1: the row's logits were not finite, fail that request
+    ids: bytes  # int32, sampled, of each row with sample = 1; -1: its logits were not finite, fail that sequence
     logprobs: dict[int, RowLogprobs]  # index into the plan's rows → the sampled token's
     prompt_logprobs: dict[int, RowLogprobs]  # index into the plan's rows → those of the prompt positions it computed
     device_ms: float
-    num_sampled: bytes = b""  # int32, how many of `ids` each row with sample = 1 drew; empty: one each
-    num_drafts: int = 0  # rows that computed guesses
-    num_draft_tokens: int = 0  # guesses
-    vectors: dict[int, bytes] = {}  # index into the plan's rows → float32; empty: not finite, fail that request
+    num_sampled: bytes = b""  # int32, how many of `ids` belong to each row with sample = 1; empty: one each
+    num_drafts: int = 0  # rows that computed draft tokens
+    num_draft_tokens: int = 0
+    vectors: dict[int, bytes] = {}  # index into the plan's rows → float32; empty: not finite, fail that sequence
     fault: Literal["out_of_memory"] | None = None
 
 
 class Transferred(Struct, frozen=True, array_like=True, tag=True):
-    """worker → core: what became of KV transfers that plans asked for. Sent after the step that finished them."""
+    """worker → core: KV transfers of earlier plans that have ended. Sent after the step that finished them."""
 
-    loaded: tuple[int, ...]  # rids whose load is over, well or not
-    failed_blocks: bytes  # int32: of those loads, the blocks that do not hold what they should
+    loaded: tuple[int, ...]  # rids whose load has ended, successful or not
+    failed_blocks: bytes  # int32: of those loads, the blocks that could not be filled
     sent: tuple[int, ...]  # ended rids whose blocks the connector no longer needs
-    num_blocks: int = 0  # that were loaded
-    load_ms: float = 0.0  # what loading them took
+    num_blocks: int = 0  # loaded
+    load_ms: float = 0.0  # spent loading them
 
 
 # ── core → detokenizer → api ─────────────────────────────────────────────────────────────────────────────────────────
@@ -335,7 +345,7 @@ class Usage(Struct, frozen=True, array_like=True):
 
 
 class Opened(Struct, frozen=True, array_like=True, tag=True):
-    """core → detokenizer: a request was scheduled for the first time; its tokens follow on the same path."""
+    """core → detokenizer: a sequence was scheduled for the first time; its tokens follow on the same path."""
 
     rid: int
     num_prompt: int
@@ -343,34 +353,34 @@ class Opened(Struct, frozen=True, array_like=True, tag=True):
     prompt_ids: bytes  # the whole prompt if `text.prompt`, else its last few ids (context for the first output token)
     text: TextSpec
     times: Times = Times()
-    resume_ids: bytes = b""  # see `Enqueue`
+    resume_ids: bytes = b""  # as in `Enqueue`
     resume_chars: int = 0
 
 
 class Tokens(Struct, frozen=True, array_like=True):
-    """One step's news of one request."""
+    """What one step produced for one sequence."""
 
     rid: int
-    # int32, usually one; with finish = "stop" the last is the eos or stop token that ended it, or there are none: its
-    # text was stopped, or nothing could be added to what its grammar has
+    # int32, usually one. With finish = "stop" the last is the eos or stop token that ended the sequence; there is none
+    # if a stop string ended it, or if its grammar allows no further token
     ids: bytes
     logprobs: RowLogprobs | None = None  # of `ids`, position by position
-    prompt_logprobs: RowLogprobs | None = None  # of the prompt positions computed since the last news
+    prompt_logprobs: RowLogprobs | None = None  # of the prompt positions computed since the last `Tokens`
     finish: FinishReason | None = None
-    stop_token_id: int | None = None  # the stop token that ended it, if one did
+    stop_token_id: int | None = None  # that ended the sequence
     usage: Usage | None = None  # with `finish`
-    vector: bytes = b""  # float32, with `finish`, of a request with `pooling`; of all its tokens one after another
+    vector: bytes = b""  # float32, with `finish`, of a sequence with `pooling`; one vector, or one a token
 
 
 class TokenBatch(Struct, frozen=True, array_like=True, tag=True):
-    """core → detokenizer: one step's news of all requests, each of them either in the columns or in `tokens`."""
+    """core → detokenizer: what one step produced. Each sequence is either in the columns or in `tokens`."""
 
     tokens: tuple[Tokens, ...]
-    rids: bytes = b""  # int64, of the requests that got tokens and nothing else: as often as they got one, in a row
+    rids: bytes = b""  # int64, of sequences that got tokens and nothing else; repeated for each token
     ids: bytes = b""  # int32, parallel to rids
 
     def columns(self) -> Iterator[tuple[int, bytes]]:
-        """(rid, the int32 bytes of its tokens) of each request in the columns."""
+        """(rid, the int32 bytes of its tokens) of each sequence in the columns."""
         rids, ids = memoryview(self.rids).cast("q"), self.ids
         start, num = 0, len(rids)
         for end in range(1, num + 1):
@@ -380,13 +390,13 @@ class TokenBatch(Struct, frozen=True, array_like=True, tag=True):
 
 
 class StopHit(Struct, frozen=True, array_like=True, tag=True):
-    """detokenizer → core: stop strings were found in these requests' text; their clients have been told the end."""
+    """detokenizer → core: these sequences reached a stop string; their clients have received the end already."""
 
     rids: tuple[int, ...]
 
 
 class TopLogprob(Struct, frozen=True, array_like=True):
-    """One candidate: its id, its text (U+FFFD where it is no whole character), its bytes, its log-probability."""
+    """One candidate: its id, its text (U+FFFD for incomplete characters), its bytes, its log-probability."""
 
     id: int
     token: str
@@ -402,7 +412,7 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class PromptEcho(Struct, frozen=True, array_like=True):
-    """What the prompt was, for echo and return_token_ids. `logprobs` has one entry a position; the first is None."""
+    """The prompt, for echo and return_token_ids. `logprobs` has one entry a position; the first is None."""
 
     ids: bytes
     text: str
@@ -410,46 +420,46 @@ class PromptEcho(Struct, frozen=True, array_like=True):
 
 
 class Chunk(Struct, frozen=True, array_like=True):
-    """News of one request in text. Text is only ever whole characters and never part of a stop string."""
+    """New text of one sequence: whole characters only, and never a part of a stop string."""
 
     rid: int
     text: str
-    ids: bytes  # the ids behind `text`, and any that gave no text yet
+    ids: bytes  # int32, of `text`, and any whose text is not complete yet
     logprobs: tuple[TokenLogprob, ...] | None = None  # parallel to ids
     prompt: PromptEcho | None = None  # in the first chunk, if `TextSpec.prompt`
     finish: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended the sequence
     usage: Usage | None = None  # with `finish`
     prompt_end: str | None = None  # in the first chunk, if `TextSpec.prompt_end`
     times: Times | None = None  # in the first chunk
-    vector: bytes = b""  # see `Tokens`
-    lengths: bytes = b""  # int32, parallel to ids, of what is told again: characters of `text` that each gave
+    vector: bytes = b""  # as in `Tokens`
+    lengths: bytes = b""  # int32, parallel to ids, only in a repetition after a resume: characters of `text` of each id
 
 
 class TextBatch(Struct, frozen=True, array_like=True, tag=True):
-    """detokenizer → api: one step's news of all requests of that api process."""
+    """detokenizer → api: the new text of all sequences of that api process."""
 
     chunks: tuple[Chunk, ...]
 
 
-# ── straight to the api ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── directly to the api ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Accepted(Struct, frozen=True, array_like=True, tag=True):
-    """core → api: the request waits or runs; from here on only its own end ends it."""
+    """core → api: the sequence waits or runs; it will not be refused any more."""
 
     rid: int
     num_prompt: int
 
 
 class Failed(Struct, frozen=True, array_like=True, tag=True):
-    """anyone → api, core → detokenizer → api: this request ends here. `detail` is one sentence for the client."""
+    """all → api, core → detokenizer → api: the sequence has failed. `detail` is one sentence for the client."""
 
     rid: int
     kind: ErrorKind
     detail: str
-    param: str = ""  # the field of the client's request that is at fault, if one is
-    num_tokens: int = 0  # context_length_exceeded: the prompt's, if they were counted
+    param: str = ""  # the field of the client's request that is at fault; empty: none
+    num_tokens: int = 0  # context_length_exceeded: tokens of the prompt, 0 if not counted
 
 
 class Tokenized(Struct, frozen=True, array_like=True, tag=True):
@@ -457,7 +467,7 @@ class Tokenized(Struct, frozen=True, array_like=True, tag=True):
 
     rid: int
     ids: bytes  # int32
-    pieces: tuple[str, ...] = ()  # parallel to ids if they were asked for
+    pieces: tuple[str, ...] = ()  # parallel to ids if `Tokenize.pieces`
 
 
 class Detokenized(Struct, frozen=True, array_like=True, tag=True):
@@ -471,8 +481,8 @@ class Described(Struct, frozen=True, array_like=True, tag=True):
     """tokenizer → api: the answer to `Describe`."""
 
     rid: int
-    special_tokens: dict[str, str]  # bos_token, eos_token …, as far as there are any
-    chat_template: str | None  # the one for conversations without tools
+    special_tokens: dict[str, str]  # bos_token, eos_token …, those that the tokenizer has
+    chat_template: str | None  # for conversations without tools
 
 
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────
