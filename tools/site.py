@@ -20,7 +20,7 @@ REFERENCE = "docs/reference"  # its README.md is written by hand, the other page
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
 _STYLE = """\
 /* Diagrams are drawn for a light page. */
 img[src$=".svg"] { background: white; border-radius: 0.2rem; padding: 0.5rem; }
@@ -64,7 +64,7 @@ def pages() -> list[Path]:
 def links(text: str) -> Iterator[str]:
     """Where a page's links and pictures within the repository lead, with their anchors."""
     prose = _CODE.sub("", _FENCE.sub("", text))
-    for target in _LINK.findall(prose):
+    for target in ("".join(found) for found in _LINK.findall(prose)):
         if not target.startswith(("http://", "https://", "#")):
             yield target
 
