@@ -142,8 +142,8 @@ def http() -> str:
     lines = [
         "# HTTP endpoints and fields",
         "",
-        "What `/openapi.json` of a server says, with sleep mode and model swap enabled. A running server shows the same at",
-        "`/docs`. [The HTTP API](../http-api.md) says what each field of a request does.",
+        "What `/openapi.json` of a server says, with sleep mode and model swap enabled. A running server shows the",
+        "same at `/docs`. [The HTTP API](../http-api.md) says what each field of a request does.",
     ]
     operations = [
         (path, method, operation)
@@ -221,10 +221,10 @@ class _Shapes:
             return " or ".join(dict.fromkeys(self.type(_object(one)) for one in several))
         match schema.get("type"):
             case "array":
-                members = schema.get("items", schema.get("prefixItems"))
-                inner = " and ".join(self.type(_object(one)) for one in _list(members)) if isinstance(members, list) else (
-                    self.type(members) if isinstance(members, dict) else "anything"
-                )  # fmt: skip
+                if isinstance(places := schema.get("prefixItems"), list):  # a tuple: a type for each place
+                    inner = " and ".join(self.type(_object(one)) for one in places)
+                else:
+                    inner = self.type(_object(schema.get("items", {})))
                 return f"list of ({inner})" if " or " in inner or " and " in inner else f"list of {inner}"
             case "object" if isinstance(values := schema.get("additionalProperties"), dict) and values:
                 return f"object of {self.type(values)}"
@@ -307,8 +307,8 @@ def metrics() -> str:
         "",
         "## Of a router",
         "",
-        "[Several engines](../routing.md) says what a router does. Its page has the metrics of its engines as well, each with",
-        "the label `engine`.",
+        "[Several engines](../routing.md) says what a router does. Its page has the metrics of its engines as well,",
+        "each with the label `engine`.",
         "",
         *_families(router_metrics()),
     ]
@@ -356,9 +356,9 @@ def messages() -> str:
     lines = [
         "# Messages between processes",
         "",
-        "The messages that processes send each other, and the structs inside them. All are msgpack arrays: a message begins",
-        "with its name, and the fields follow in this order. [The protocol](../ipc-protocol.md) for clients of one's own",
-        "explains the encoding and the use; [the architecture](../architecture.md) explains the processes.",
+        "The messages that processes send each other, and the structs inside them. All are msgpack arrays: a message",
+        "begins with its name, and the fields follow in this order. [The protocol](../ipc-protocol.md) explains the",
+        "encoding, and what a client of one's own says; [the architecture](../architecture.md) explains the processes.",
         "",
         "## Who sends what",
         "",
@@ -425,9 +425,7 @@ def _cell(text: str) -> str:
 def _text(text: str) -> str:
     """Plain text, of which Markdown must not make anything but code between backquotes."""
     parts = text.split("`")
-    return "`".join(
-        re.sub(r"([*_<\[])", r"\\\1", part) if index % 2 == 0 else part for index, part in enumerate(parts)
-    )
+    return "`".join(re.sub(r"([*_<\[])", r"\\\1", part) if index % 2 == 0 else part for index, part in enumerate(parts))
 
 
 def _block(text: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
 _STYLE = """\
 /* Diagrams are drawn for a light page. */
 img[src$=".svg"] { background: white; border-radius: 0.2rem; padding: 0.5rem; }
-.md-typeset table:not([class]) code { word-break: normal; }
+.md-grid { max-width: 80rem; } /* tables are wide */
 """
 
 
@@ -82,7 +82,7 @@ def _with_pictures(text: str, place: Path) -> str:
         count += 1
         picture = place.with_name(f"{place.stem.lower()}-diagram-{count}.svg")
         picture.write_text(mmdr.render(fence[3]).svg())
-        return f"{fence[1]}![The diagram]({picture.name})"
+        return f"{fence[1]}[![The diagram, as a link to itself in full size]({picture.name})]({picture.name})"
 
     return _FENCE.sub(draw, text)
 
