@@ -50,9 +50,11 @@ def stage(out: Path) -> None:
                 copy = out / linked.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(linked, copy)
-    generated = reference.pages()
-    for name, text in generated.items():
-        (out / REFERENCE / name).write_text(text)
+    index = out / REFERENCE / "README.md"
+    for name, text in reference.pages().items():
+        (index.parent / name).write_text(text)
+        title = text.partition("\n")[0].removeprefix("# ")
+        index.write_text(index.read_text().replace(f"| {title} |", f"| [{title}]({name}) |"))
     (out / "style.css").write_text(_STYLE)
 
 

@@ -9,6 +9,7 @@ from pagewire.tools import site
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = site.pages()
+GENERATED = ("flags.md", "http.md", "metrics.md", "messages.md")
 
 
 def anchors(page: Path) -> set[str]:
@@ -35,7 +36,7 @@ def test_links_are_found_outside_of_code_only() -> None:
 def test_the_menu_has_every_page_once() -> None:
     menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"([\w/.-]+\.md)$", menu, re.M)
-    generated = {f"{site.REFERENCE}/{name}" for name in ("flags.md", "http.md", "metrics.md", "messages.md")}
+    generated = {f"{site.REFERENCE}/{name}" for name in GENERATED}
     assert len(listed) == len(set(listed))
     assert set(listed) == {str(page.relative_to(ROOT)) for page in PAGES} | generated
 
@@ -47,6 +48,8 @@ def test_the_site_has_all_that_its_pages_link_to(tmp_path: Path) -> None:
         copy = tmp_path / page.relative_to(ROOT)
         for link in site.links(copy.read_text()):
             assert (copy.parent / link.partition("#")[0]).is_file(), (page, link)
+    index = (tmp_path / site.REFERENCE / "README.md").read_text()
+    assert all(f"]({name})" in index and (tmp_path / site.REFERENCE / name).is_file() for name in GENERATED)
     assert "```mermaid" not in (tmp_path / "README.md").read_text()
     assert (tmp_path / "readme-diagram-1.svg").read_text().startswith("<svg")
 
