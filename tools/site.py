@@ -43,7 +43,7 @@ def stage(out: Path) -> None:
         place = out / page.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
         text = page.read_text()
-        place.write_text(_with_pictures(text, place))
+        place.write_text(_with_plain_pipes(_with_pictures(text, place)))
         for target in links(text):
             linked = (page.parent / target.partition("#")[0]).resolve()
             if linked.suffix != ".md":
@@ -52,7 +52,7 @@ def stage(out: Path) -> None:
                 shutil.copyfile(linked, copy)
     index = out / REFERENCE / "README.md"
     for name, text in reference.pages().items():
-        (index.parent / name).write_text(text)
+        (index.parent / name).write_text(_with_plain_pipes(text))
         title = text.partition("\n")[0].removeprefix("# ")
         index.write_text(index.read_text().replace(f"| {title} |", f"| [{title}]({name}) |"))
     (out / "style.css").write_text(_STYLE)
@@ -87,6 +87,15 @@ def _with_pictures(text: str, place: Path) -> str:
         return f"{fence[1]}[![The diagram, as a link to itself in full size]({picture.name})]({picture.name})"
 
     return _FENCE.sub(draw, text)
+
+
+def _with_plain_pipes(text: str) -> str:
+    """Git hosts want a pipe escaped in the code of a table's cell, and do not show the backslash; the site shows it."""
+
+    def plain(row: re.Match[str]) -> str:
+        return _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0])
+
+    return re.sub(r"^\|.*$", plain, text, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

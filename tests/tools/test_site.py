@@ -50,6 +50,7 @@ def test_the_site_has_all_that_its_pages_link_to(tmp_path: Path) -> None:
             assert (copy.parent / link.partition("#")[0]).is_file(), (page, link)
     index = (tmp_path / site.REFERENCE / "README.md").read_text()
     assert all(f"]({name})" in index and (tmp_path / site.REFERENCE / name).is_file() for name in GENERATED)
+    assert "completion bash|zsh|fish" in (tmp_path / "docs" / "commands.md").read_text()
     assert "```mermaid" not in (tmp_path / "README.md").read_text()
     assert (tmp_path / "readme-diagram-1.svg").read_text().startswith("<svg")
 
