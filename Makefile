@@ -8,7 +8,7 @@ ARGS ?=
 # pip's own compilation of .pyc files must not be switched off, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve check test test-long test-clients test-agents test-browser lint types bench kernels dist clean
+.PHONY: help serve check test test-long test-clients test-agents test-browser lint types bench kernels docs dist clean
 
 help:
 	@echo "make serve   start the server on the demo model and print a curl line to try"
@@ -20,7 +20,8 @@ help:
 	@echo "make test-browser  the web page's tests, with playwright and the machine's Chromium"
 	@echo "make bench   the benchmarks, into bench/results/"
 	@echo "make kernels compiled Triton kernels, which make dist then puts into the wheel"
-	@echo "make dist    wheel and sdist, into dist/"
+	@echo "make docs    the documentation as a site, into build/site"
+	@echo "make dist    wheel and sdist, into dist/, and checks them: it installs the wheel and serves with it"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +33,10 @@ $(VENV)/.serve: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(PIP) install --progress-bar on -e '.[dev]'
 	@touch $@ $(VENV)/.serve
+
+$(VENV)/.docs: pyproject.toml $(VENV)/.dev
+	$(PIP) install --progress-bar on -e '.[dev,docs]'
+	@touch $@
 
 serve: $(VENV)/.serve
 	@exec $(BIN)/pagewire serve $(ARGS)
@@ -74,8 +79,15 @@ kernels: $(VENV)/.dev
 	for arch in 80 89 90; do \
 		$(BIN)/python -m pagewire.kernels.triton.compile --ship kernels/triton/shipped/sm_$$arch.zip --arch $$arch || exit; done
 
+docs: $(VENV)/.docs
+	$(BIN)/python -m pagewire.tools.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 dist: $(VENV)/.dev
+	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m pagewire.tools.check_dist dist
 
 clean:
 	rm -rf $(VENV) build dist kernels/triton/shipped *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,8 +1,8 @@
 """/metrics: the gateway's counts, the core's last snapshot and everyone's last pulse in Prometheus' text format.
 
-Names follow vLLM's where it has such a metric; `--metrics-prefix vllm` gives them its prefix. docs/metrics.md has a
-line for each of them, and a test compares. The page is written by hand: the library takes 4 ms and more for these 600
-lines, in which no stream of this process would move (`bench/metrics.py`).
+Names follow vLLM's where it has such a metric; `--metrics-prefix vllm` gives them its prefix. The text of each is what
+the generated reference says of it (`tools/reference.py`). The page is written by hand: the library takes 4 ms and more
+for these 600 lines, in which no stream of this process would move (`bench/metrics.py`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,12 +16,21 @@ from .gateway import Gateway
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _STEP_HISTOGRAMS = {
-    "step_time_seconds": ("What the worker took for a step.", SECONDS),
-    "step_wait_time_seconds": ("What a step took beyond the worker's pass while it was the oldest in flight.", SECONDS),
-    "step_host_time_seconds": ("What the core took to apply a step, plan the next and tell the news.", SECONDS),
+    "step_time_seconds": ("The worker's pass over the rows of a step.", SECONDS),
+    "step_wait_time_seconds": (
+        "The rest of a step's time while it was the oldest in flight: messages, the worker's own Python.",
+        SECONDS,
+    ),
+    "step_host_time_seconds": (
+        "The core's time to apply a step, plan the next one and send the results; the device works meanwhile.",
+        SECONDS,
+    ),
     "step_decode_rows": ("Rows of a step that compute one position.", POWERS),
-    "step_prompt_tokens": ("Prompt tokens of a step.", POWERS),
-    "iteration_tokens_total": ("Tokens of a step.", POWERS),
+    "step_prompt_tokens": (
+        "Other positions of a step: of prompts, and those that are computed again after a preemption.",
+        POWERS,
+    ),
+    "iteration_tokens_total": ("Positions of a step, without those of draft tokens.", POWERS),
 }
 _NO_NEWS = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
@@ -46,12 +55,14 @@ class Metrics:
         return page.text()
 
     def _state(self, page: "_Page", core: Snapshot) -> None:
-        page.gauge("num_requests_running", "Sequences that run.", core.num_running)
-        page.gauge("num_requests_waiting", "Sequences that wait in the core.", core.num_waiting)
-        page.gauge("num_requests_tokenizing", "Sequences on their way to the core.", self._gateway.num_unanswered)
+        page.gauge("num_requests_running", "Sequences that hold a row of the batch.", core.num_running)
+        page.gauge("num_requests_waiting", "Sequences in the queue of the core.", core.num_waiting)
+        text = "Sequences that are with the tokenizer, or in its queue."
+        page.gauge("num_requests_tokenizing", text, self._gateway.num_unanswered)
         usage = core.num_blocks_used / (core.num_blocks or 1)
-        page.gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all.", usage)
-        page.gauge("engine_step_age_seconds", "How long the oldest step in flight has been out.", core.step_age_s)
+        page.gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
+        text = "How long the oldest step in flight has been out; 0 with none."
+        page.gauge("engine_step_age_seconds", text, core.step_age_s)
         config = self._config
         facts = {
             "block_size": config.block_size,
@@ -59,20 +70,22 @@ class Metrics:
             "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": config.enable_prefix_caching,
         }
-        page.family("gauge", "cache_config_info", "How the KV cache was made.", [(facts, 1)])
+        page.family("gauge", "cache_config_info", "Always 1; the labels say how the KV cache was made.", [(facts, 1)])
 
     def _totals(self, page: "_Page", core: Snapshot) -> None:
-        page.counter("prompt_tokens", "Prompt tokens of scheduled sequences.", core.num_prompt_tokens)
+        page.counter("prompt_tokens", "Prompt tokens of sequences that were started.", core.num_prompt_tokens)
         page.counter("generation_tokens", "Tokens generated.", core.num_output_tokens)
-        page.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", core.num_prompt_tokens)
-        page.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", core.num_cached_tokens)
+        text = "Prompt tokens looked up in the device's prefix cache."
+        page.counter("prefix_cache_queries", text, core.num_prompt_tokens)
+        page.counter("prefix_cache_hits", "Prompt tokens found in the device's prefix cache.", core.num_cached_tokens)
         page.counter("num_preemptions", "Sequences that gave their blocks back for a while.", core.num_preemptions)
         text = "Steps that the device had no memory for, and that were tried again in smaller pieces."
         page.counter("out_of_memory_steps", text, core.num_out_of_memory)
-        page.counter("kv_cache_repairs", "How often rows and blocks did not add up while idle.", core.num_mended)
-        page.counter("spec_decode_num_drafts", "How often a sequence's next tokens were guessed.", core.num_drafts)
-        page.counter("spec_decode_num_draft_tokens", "Tokens that were guessed.", core.num_draft_tokens)
-        page.counter("spec_decode_num_accepted_tokens", "Guessed tokens that came true.", core.num_accepted_tokens)
+        text = "How often rows and blocks did not add up while idle, and were counted again: a bug, please report it."
+        page.counter("kv_cache_repairs", text, core.num_mended)
+        page.counter("spec_decode_num_drafts", "How often draft tokens were made for a sequence.", core.num_drafts)
+        page.counter("spec_decode_num_draft_tokens", "Draft tokens.", core.num_draft_tokens)
+        page.counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", core.num_accepted_tokens)
         page.counters(
             "prompt_tokens_cached_by_source",
             "Prompt tokens that were not computed, by the tier that had their KV.",
@@ -98,7 +111,7 @@ class Metrics:
         each("gauge", "kv_tier_blocks", "KV blocks that the tier holds.", (t.num_blocks for t in tiers))
         text = "KV blocks that the tier can hold; 0: no bound of its own."
         each("gauge", "kv_tier_capacity_blocks", text, (t.capacity for t in tiers))
-        text = "Tokens whose KV was loaded from the tier."
+        text = "Tokens whose KV was loaded from the tier, also after preemptions."
         each("counter", "external_prefix_cache_hits_total", text, (t.num_hit_tokens for t in tiers))
         each("counter", "kv_tier_stored_blocks_total", "KV blocks written to the tier.", (t.num_stored for t in tiers))
         text = "KV blocks that the tier dropped for others."
@@ -109,8 +122,9 @@ class Metrics:
     def _ends(self, page: "_Page") -> None:
         stats = self._gateway.stats
         page.counters("request_success", "Sequences that ended, by reason.", "finished_reason", stats.finished)
-        page.counters("request_aborts", "Sequences that were cut short, by cause.", "reason", stats.aborts)
-        page.counters("request_errors", "Sequences refused or failed, by kind.", "reason", stats.errors)
+        text = "Sequences cut short, by cause: one of those shown, or what failed another choice of the request."
+        page.counters("request_aborts", text, "reason", stats.aborts)
+        page.counters("request_errors", "Sequences refused or failed, by kind of error.", "reason", stats.errors)
         page.counter(
             "requests_resumed", "Sequences that the engine had lost and went on with.", self._gateway.num_resumed
         )
@@ -118,34 +132,37 @@ class Metrics:
         page.counters("processes_lost", "Processes that died or hung and were replaced, by kind.", "process", lost)
         stale = {name: pulse.num_stale for name, pulse in self._gateway.pulses.items()}
         page.counters("stale_frames", "Messages of what has died that were dropped.", "process", stale)
-        page.counters("request_refused", "Requests that got an error, by its code.", "reason", stats.refused)
+        text = "Requests refused before a first byte, by code or status."
+        page.counters("request_refused", text, "reason", stats.refused)
 
     def _steps(self, page: "_Page", core: Snapshot) -> None:
         for name, (text, bounds) in _STEP_HISTOGRAMS.items():
             page.histogram(name, text, core.histograms.get(name) or Histogram(bounds))
         lags = [({"process": process}, pulse.loop_lag_s) for process, pulse in self._gateway.pulses.items()]
-        page.histograms("event_loop_lag_seconds", "How late an event loop came to what was due.", lags)
+        page.histograms("event_loop_lag_seconds", "How late an event loop came to a timer, ten times a second.", lags)
 
     def _requests(self, page: "_Page") -> None:
         stats = self._gateway.stats
         parts, histogram = stats.part_s, page.histogram
-        histogram("time_to_first_token_seconds", "From arrival to the first token.", stats.time_to_first_token_s)
+        text = "From a request's arrival to a sequence's first token."
+        histogram("time_to_first_token_seconds", text, stats.time_to_first_token_s)
         histogram("inter_token_latency_seconds", "Between the tokens of a sequence.", stats.inter_token_latency_s)
-        histogram("e2e_request_latency_seconds", "From arrival to the end.", stats.request_latency_s)
-        text = "For each token after the first, over a whole sequence."
+        histogram("e2e_request_latency_seconds", "From arrival to the end of a sequence.", stats.request_latency_s)
+        text = "The mean time of a sequence's tokens after the first."
         histogram("request_time_per_output_token_seconds", text, stats.time_per_output_token_s)
-        histogram("request_tokenizer_queue_time_seconds", "From arrival to the tokenizer.", parts["tokenizer_queue"])
-        histogram("request_tokenize_time_seconds", "In the tokenizer.", parts["tokenize"])
+        text = "From arrival until the tokenizer takes it."
+        histogram("request_tokenizer_queue_time_seconds", text, parts["tokenizer_queue"])
+        histogram("request_tokenize_time_seconds", "Template, encoding and checks in the tokenizer.", parts["tokenize"])
         histogram("request_queue_time_seconds", "From the tokenizer to the first step.", parts["queue"])
         histogram("request_prefill_time_seconds", "From the first step to the first token.", parts["prefill"])
         histogram("request_decode_time_seconds", "From the first token to the last.", parts["decode"])
         histogram("request_inference_time_seconds", "From the first step to the last token.", stats.inference_s)
         histogram("request_prompt_tokens", "Tokens of a prompt.", stats.prompt_tokens)
         histogram("request_generation_tokens", "Tokens of an output.", stats.generation_tokens)
-        text = "Tokens of the longest of a request's outputs."
+        text = "Tokens of the longest output of a request."
         histogram("request_max_num_generation_tokens", text, stats.max_generation_tokens)
         histogram("request_params_n", "Choices asked for.", stats.choices)
-        histogram("request_params_max_tokens", "The max_tokens asked for.", stats.max_tokens)
+        histogram("request_params_max_tokens", "The max_tokens asked for, where it was given.", stats.max_tokens)
 
 
 class _Page:

@@ -53,6 +53,7 @@ def test_the_sdist_can_be_built_again(dist: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"LICENSE", "CHANGELOG.md", "SECURITY.md"} <= names
     assert {"pyproject.toml", "README.md", "engine/core/scheduler.py", "demo_model/model.safetensors"} <= names
 
 

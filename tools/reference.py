@@ -1,0 +1,434 @@
+"""The reference pages of the documentation, made from what the program itself uses: the command's parser, the
+description that a server gives at /openapi.json, the pages that servers and routers give at /metrics, and the structs
+that processes send each other. `tools/site.py` puts the pages into the site.
+"""
+
+import argparse
+import ast
+import asyncio
+import inspect
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+
+import msgspec
+from msgspec import inspect as types
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message
+
+from ..api.admin import Sleeper
+from ..api.app import create_app
+from ..api.gateway import Gateway
+from ..api.metrics import Metrics
+from ..api.stats import Stats
+from ..cli import build_parser
+from ..config.config import Config, EngineConfig
+from ..config.resolve import resolve
+from ..ipc.messages import Pulse, Snapshot, Swapped, TierSnapshot
+from ..ipc.reports import SECONDS, Histogram
+from ..procs import topology
+from ..procs.prepare import examine
+from ..route.engines import Fleet
+from ..route.metrics import render
+from ..route.relay import RelayStats
+from ..version import __version__
+
+Json = dict[str, object]
+
+_DEFAULT = re.compile(r" \(default: (.*)\)$", re.DOTALL)
+_SCHEMAS = "#/components/schemas/"
+
+
+def pages() -> dict[str, str]:
+    """File name → Markdown of every page."""
+    return {"flags.md": flags(), "http.md": http(), "metrics.md": metrics(), "messages.md": messages()}
+
+
+# ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """Name → parser of every subcommand."""
+    (subparsers,) = (one for one in build_parser()._actions if isinstance(one, argparse._SubParsersAction))
+    return dict(subparsers.choices)
+
+
+def flags() -> str:
+    """All commands with their flags, group by group."""
+    lines = ["# Commands and flags", "", "What `pagewire COMMAND --help` says."]
+    for name, parser in commands().items():
+        lines += ["", f"## pagewire {name}", "", _text(parser.description or "")]
+        if parser.epilog:
+            lines += ["", *_block(parser.epilog)]
+        for group in parser._action_groups:
+            actions = [one for one in group._group_actions if not isinstance(one, argparse._HelpAction)]
+            if not actions:
+                continue
+            if group.title not in ("positional arguments", "options"):
+                lines += ["", f"### {name}: {group.title}"]
+            lines += ["", *_table(("flag", "value", "default", "meaning"), (_flag(one) for one in actions))]
+    return "\n".join([*lines, ""])
+
+
+def _flag(action: argparse.Action) -> Sequence[str]:
+    names = ", ".join(_code(one) for one in action.option_strings) or _code(str(action.metavar or action.dest))
+    help = (action.help or "") % {**vars(action), "prog": "pagewire"}
+    found = _DEFAULT.search(help)
+    if action.choices is not None:
+        value = ", ".join(_code(str(one)) for one in action.choices)
+    elif action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction) or not action.option_strings:
+        value = ""
+    else:
+        metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+        value = _code(f"{metavar} …" if action.nargs == "+" else metavar)
+    return names, value, _cell(found[1]) if found else "", _cell(_DEFAULT.sub("", help))
+
+
+# ── HTTP ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def config() -> EngineConfig:
+    """Of a server of the demo model with every endpoint."""
+    said = Config(enable_sleep_mode=True, enable_model_swap=True, admin_api_key=("key",))
+    return resolve(said, *examine(said))
+
+
+def openapi() -> Json:
+    """What such a server answers at /openapi.json."""
+
+    async def swap(changes: bytes, version: int | None, must_drain: bool) -> Swapped:
+        raise AssertionError("nothing is asked for")
+
+    app = create_app(
+        Gateway(lambda message: None),
+        config(),
+        healthy=lambda: None,
+        version=__version__,
+        sleeper=Sleeper(lambda message: None),
+        swap=swap,
+    )
+    parts: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Message) -> None:
+        parts.append(message)
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "GET",
+        "path": "/openapi.json",
+        "raw_path": b"/openapi.json",
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+    }
+    asyncio.run(app(scope, receive, send))
+    assert parts[0]["status"] == 200, parts
+    return msgspec.json.decode(b"".join(part.get("body", b"") for part in parts), type=Json)
+
+
+def http() -> str:
+    """Every endpoint by section, and every schema that they share."""
+    description = openapi()
+    shapes = _Shapes(description)
+    lines = [
+        "# HTTP endpoints and fields",
+        "",
+        "What `/openapi.json` of a server says, with sleep mode and model swap enabled. A running server shows the",
+        "same at `/docs`. [The HTTP API](../http-api.md) says what each field of a request does.",
+    ]
+    operations = [
+        (path, method, operation)
+        for path, methods in _object(description["paths"]).items()
+        for method, operation in _object(methods).items()
+    ]
+    for tag in _list(description["tags"]):
+        section = str(_object(tag)["name"])
+        lines += ["", f"## {section}"]
+        for path, method, value in operations:
+            if section in _list(_object(value)["tags"]):
+                lines += ["", f"### {method.upper()} {path}", "", *_operation(_object(value), shapes)]
+    lines += ["", "## Objects"]
+    for name, schema in shapes.schemas.items():
+        lines += ["", f"### {name}", "", *shapes.section(_object(schema))]
+    return "\n".join([*lines, ""])
+
+
+def _operation(operation: Json, shapes: "_Shapes") -> Iterator[str]:
+    yield f"{operation['summary']}."
+    if parameters := _list(operation.get("parameters", [])):
+        yield ""
+        rows = (
+            (_code(str(one["name"])), str(one["in"]), shapes.type(_object(one["schema"])))
+            for one in map(_object, parameters)
+        )
+        yield from _table(("parameter", "in", "type"), rows)
+    if "requestBody" in operation:
+        for media, content in _object(_object(operation["requestBody"])["content"]).items():
+            yield ""
+            yield f"Body: {_code(media)}, {shapes.type(_object(_object(content)['schema']))}"
+    answer = _object(_object(operation["responses"])["200"])
+    for media, content in _object(answer["content"]).items():
+        yield ""
+        yield f"Answer: {_code(media)}, {shapes.type(_object(_object(content)['schema']))}"
+
+
+class _Shapes:
+    """The schemas of a description as Markdown."""
+
+    def __init__(self, description: Json) -> None:
+        self.schemas = _object(_object(description["components"])["schemas"])
+
+    def section(self, schema: Json) -> Iterator[str]:
+        """Description and fields of one schema."""
+        if "description" in schema:
+            yield from _block(str(schema["description"]))
+            yield ""
+        fields = _object(schema.get("properties", {}))
+        if not fields:
+            yield f"Type: {self.type(schema)}"
+            return
+        required = _list(schema.get("required", []))
+        rows = (
+            (
+                _code(name),
+                self.type(_object(field)),
+                "required" if name in required else _default(_object(field)),
+                _cell(str(_object(field).get("description", ""))),
+            )
+            for name, field in fields.items()
+        )
+        yield from _table(("field", "type", "default", "meaning"), rows)
+
+    def type(self, schema: Json) -> str:
+        """In a few words, with links to the schemas that it names."""
+        if "$ref" in schema:
+            name = str(schema["$ref"]).removeprefix(_SCHEMAS)
+            return f"[{name}](#{name.lower()})"
+        if "enum" in schema:
+            return " or ".join(_code(_json(value)) for value in _list(schema["enum"]))
+        if "const" in schema:
+            return _code(_json(schema["const"]))
+        if several := _list(schema.get("anyOf", schema.get("oneOf", []))):
+            return " or ".join(dict.fromkeys(self.type(_object(one)) for one in several))
+        match schema.get("type"):
+            case "array":
+                if isinstance(places := schema.get("prefixItems"), list):  # a tuple: a type for each place
+                    inner = " and ".join(self.type(_object(one)) for one in places)
+                else:
+                    inner = self.type(_object(schema.get("items", {})))
+                return f"list of ({inner})" if " or " in inner or " and " in inner else f"list of {inner}"
+            case "object" if isinstance(values := schema.get("additionalProperties"), dict) and values:
+                return f"object of {self.type(values)}"
+            case "object" if "data" in (fields := _object(schema.get("properties", {}))):  # one server-sent event
+                return f"`data` of each event: {self.type(_object(_object(fields['data'])['contentSchema']))}"
+            case None:
+                return "anything"
+            case kind:
+                bounds = [
+                    f"{sign} {schema[key]}"
+                    for key, sign in (
+                        *(("minimum", "≥"), ("maximum", "≤"), ("exclusiveMinimum", ">"), ("exclusiveMaximum", "<")),
+                        *(("minLength", "length ≥"), ("maxLength", "length ≤")),
+                    )
+                    if key in schema
+                ]
+                return f"{kind} ({', '.join(bounds)})" if bounds else str(kind)
+
+
+def _default(field: Json) -> str:
+    return _code(_json(field["default"])) if "default" in field else ""
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _object(value: object) -> Json:
+    assert isinstance(value, dict), value
+    return value
+
+
+def _list(value: object) -> list[object]:
+    assert isinstance(value, list), value
+    return value
+
+
+# ── metrics ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def engine_metrics() -> list[Metric]:
+    """Every family that an engine's server can show at /metrics."""
+    gateway = Gateway(lambda message: None)
+    nothing = Histogram(SECONDS).report()
+    core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
+    gateway.handle([core, Pulse("core", nothing)])
+    return list(text_string_to_metric_families(Metrics(gateway, config()).render().decode()))
+
+
+def router_metrics() -> list[Metric]:
+    """Every family that a router can show at /metrics, before those of its engines."""
+
+    async def page() -> bytes:
+        fleet, relay, edge = Fleet(["http://127.0.0.1:8000"]), RelayStats(), Stats()
+        relay.requests["200"] += 1
+        try:
+            return render(fleet, relay, edge, num_open=0)
+        finally:
+            await fleet.stop()
+
+    return list(text_string_to_metric_families(asyncio.run(page()).decode()))
+
+
+def full_name(family: Metric) -> str:
+    """As /metrics shows it; the parser cuts `_total` off."""
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def metrics() -> str:
+    """All metrics of servers and routers."""
+    lines = [
+        "# Metrics",
+        "",
+        "What `/metrics` shows. [Metrics, logs and traces](../metrics.md) says how they are counted and used. Under",
+        "`--metrics-prefix vllm` the names of an engine's metrics begin with `vllm:`.",
+        "",
+        "## Of a server",
+        "",
+        *_families(engine_metrics()),
+        "",
+        "## Of a router",
+        "",
+        "[Several engines](../routing.md) says what a router does. Its page has the metrics of its engines as well,",
+        "each with the label `engine`.",
+        "",
+        *_families(router_metrics()),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _families(families: Iterable[Metric]) -> Iterator[str]:
+    def row(family: Metric) -> Sequence[str]:
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        return _code(full_name(family)), family.type, ", ".join(map(_code, sorted(labels))), _cell(family.documentation)
+
+    yield from _table(("metric", "type", "labels", "meaning"), map(row, families))
+
+
+# ── messages between processes ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def structs() -> list[type[msgspec.Struct]]:
+    """Every message that a mailbox takes, and every struct in one of their fields; messages first."""
+    ways = (*topology.EDGES.values(), *topology.FROM_SUPERVISOR.values(), topology.TO_SUPERVISOR)
+    sent = dict.fromkeys(kind for kinds in (*ways, topology.FROM_CLIENT, topology.TO_CLIENT) for kind in kinds)
+    found: dict[type, None] = {}
+
+    def walk(kind: types.Type) -> None:
+        if isinstance(kind, types.StructType):
+            if kind.cls in found:
+                return
+            found[kind.cls] = None
+            for field in kind.fields:
+                walk(field.type)
+        for name in ("types", "item_types"):
+            for inner in getattr(kind, name, ()):
+                walk(inner)
+        for name in ("item_type", "key_type", "value_type", "type"):
+            if isinstance(inner := getattr(kind, name, None), types.Type):
+                walk(inner)
+
+    for kind in sent:
+        walk(types.type_info(kind))
+    return sorted(found, key=lambda kind: kind not in sent)
+
+
+def messages() -> str:
+    """Who sends what to whom, and what each message holds."""
+    lines = [
+        "# Messages between processes",
+        "",
+        "The messages that processes send each other, and the structs inside them. All are msgpack arrays: a message",
+        "begins with its name, and the fields follow in this order. [The protocol](../ipc-protocol.md) explains the",
+        "encoding, and what a client of one's own says; [the architecture](../architecture.md) explains the processes.",
+        "",
+        "## Who sends what",
+        "",
+    ]
+    ways = [*((pair, kinds) for pair, kinds in topology.EDGES.items())]
+    ways += [(("supervisor", name), kinds) for name, kinds in topology.FROM_SUPERVISOR.items()]
+    ways += [(("every process", "supervisor"), topology.TO_SUPERVISOR)]
+    ways += [(("EngineClient", "core"), topology.FROM_CLIENT), (("core", "EngineClient"), topology.TO_CLIENT)]
+    rows = ((a, b, ", ".join(f"[{k.__name__}](#{k.__name__.lower()})" for k in kinds)) for (a, b), kinds in ways)
+    lines += _table(("from", "to", "messages"), rows)
+    lines += ["", "## What they hold"]
+    for kind in structs():
+        lines += ["", f"### {kind.__name__}", "", *_block(inspect.getdoc(kind) or "")]
+        if kind.__struct_fields__:
+            lines += ["", *_table(("field", "type", "default", "meaning"), fields(kind))]
+    return "\n".join([*lines, ""])
+
+
+def fields(struct: type[msgspec.Struct]) -> list[Sequence[str]]:
+    """Name, type, default and comment of each field, as the source has them: comments hold units and shapes."""
+    source = textwrap.dedent(inspect.getsource(struct))
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    code = source.splitlines()
+    (tree,) = ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, Sequence[str]] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        first, last = node.lineno, node.end_lineno or node.lineno
+        said = [comments[line] for line in range(first, last + 1) if line in comments]
+        while first > 1 and code[first - 2].lstrip().startswith("#"):  # above the field
+            first -= 1
+            said.insert(0, comments[first])
+        name = ast.unparse(node.target)
+        default = "" if node.value is None else _code(ast.unparse(node.value))
+        found[name] = (_code(name), _code(ast.unparse(node.annotation)), default, _cell(" ".join(said)))
+    assert tuple(found) == struct.__struct_fields__, f"{struct.__name__} inherits fields"
+    return list(found.values())
+
+
+# ── Markdown ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`".replace("|", "\\|")
+
+
+def _cell(text: str) -> str:
+    return _text(" ".join(text.split())).replace("|", "\\|")
+
+
+def _text(text: str) -> str:
+    """Plain text, of which Markdown must not make anything but code between backquotes."""
+    parts = text.split("`")
+    return "`".join(re.sub(r"([*_<\[])", r"\\\1", part) if index % 2 == 0 else part for index, part in enumerate(parts))
+
+
+def _block(text: str) -> Iterator[str]:
+    """Paragraphs."""
+    for line in inspect.cleandoc(text).splitlines():
+        yield _text(line)
