@@ -127,9 +127,7 @@ class Limits(Struct, frozen=True, array_like=True):
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # None: to the end of the context; 0: score the prompt only
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKENS)] = ()  # besides the model's own eos ids
     ignore_eos: bool = False
-    queue_timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] | None = (
-        None  # the longest wait for a row
-    )
+    queue_timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # the longest wait for a row
     min_tokens: Annotated[int, Meta(ge=0)] = 0  # before this many tokens no eos or stop token is sampled
 
 
@@ -161,13 +159,9 @@ class Submit(Struct, frozen=True, array_like=True, tag=True):
     priority: int = 0  # lower is served first
     salt: bytes = b""  # keeps prefix-cache entries of different owners apart
     tenant: str = ""  # for the policy `fair`: the API key's digest, else the `user` of the request
-    truncate: Annotated[int, Meta(ge=-1)] | None = (
-        None  # keep this many last tokens of the prompt; -1: as many as fit
-    )
+    truncate: Annotated[int, Meta(ge=-1)] | None = None  # keep this many last tokens of the prompt; -1: as many as fit
     constraint: Constraint | None = None
-    bad_words: Annotated[
-        tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)
-    ] = ()  # not in the output
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()  # not in the output
     pooling: Pooling | None = None  # with n = 1 and max_tokens = 0; the answer is `Chunk.vector`
     resume_ids: bytes = b""  # this and the next two: as in `Enqueue`
     resume_chars: Annotated[int, Meta(ge=-1)] = 0
@@ -195,9 +189,7 @@ class Enqueue(Struct, frozen=True, array_like=True, tag=True):
     times: Times = Times()  # until now
     pooling: Pooling | None = None
     type_ids: bytes = b""  # uint8, parallel to prompt_ids: which text of a pair a token belongs to; empty: no pair
-    resume_chars: Annotated[int, Meta(ge=-1)] = (
-        0  # characters delivered of `resume_ids`; -1: repeat them all
-    )
+    resume_chars: Annotated[int, Meta(ge=-1)] = 0  # characters delivered of `resume_ids`; -1: repeat them all
     attempt: int = 0  # submissions before this one; a sequence accepted before is not refused for a full queue
 
 
@@ -271,7 +263,7 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     the row's last id. A plan may have no rows.
 
     The first `num_speculative` rows have count 1 and sample 1 and may compute up to `speculate` positions
-    more, those of draft tokens, which the worker proposes from the row's own ids. A draft token is accepted if it equals
+    more, those of draft tokens, which the worker proposes from the row's own ids. A draft token is accepted if it is
     the token sampled at its position. Such a row samples one token for each accepted draft token and one more; its
     blocks have room for all positions that it may compute. The next plan continues where the worker is.
     """
@@ -291,9 +283,7 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=True):
     break_even: float = 0.5  # the share of draft tokens, 0 to 1, that must be accepted for speculation to pay
     masked_rows: bytes = b""  # int32, the rows whose sampling `masks` restricts
     masks: bytes = b""  # int32 [masked_rows × ⌈vocab / 32⌉], as `Masks.bits`
-    after_fault: bool = (
-        False  # the core has applied the last `StepResult.fault`; this plan is free of that step
-    )
+    after_fault: bool = False  # the core has applied the last `StepResult.fault`; this plan is free of that step
 
 
 class RowLogprobs(Struct, frozen=True, array_like=True):

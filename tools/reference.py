@@ -20,11 +20,11 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
-from ..api.admin import Sleeper
+from ..api.admin.endpoints import Sleeper
 from ..api.app import create_app
-from ..api.gateway import Gateway
-from ..api.metrics import Metrics
-from ..api.stats import Stats
+from ..api.gateway.gateway import Gateway
+from ..api.gateway.metrics import Metrics
+from ..api.gateway.stats import Stats
 from ..cli import build_parser
 from ..config.config import Config, EngineConfig
 from ..config.resolve import resolve
