@@ -1,7 +1,7 @@
-"""What every process of the pipeline is: an actor with one mailbox.
+"""An actor: one process of the pipeline, with one mailbox.
 
-An actor is started once, then handed everything that was waiting in its mailbox, in order, as one list: tokenizer, core
-and detokenizer get their batches from that. It tells others things through `Post` and shares no state with anyone.
+An actor is started once and is then given all waiting messages of its mailbox, in order, as one list; that is where
+tokenizer, core and detokenizer get their batches. It sends messages with `Post` and shares no state.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ class Actor(Protocol[M]):
     """One stage of the pipeline. All calls come from one thread."""
 
     def start(self, post: Post) -> Facts:
-        """Loads and connects. May be slow; raises a PagewireError with one sentence if it cannot."""
+        """Loads and connects; may be slow. Raises a PagewireError with one sentence."""
 
     def handle(self, messages: list[M]) -> None:
-        """Everything that was waiting, in order. Raising ends the process."""
+        """Handles all waiting messages, in order. An exception ends the process."""
 
     async def stop(self, grace_s: float) -> None:
-        """Ends in order within `grace_s` seconds."""
+        """Shuts down within `grace_s` seconds."""

@@ -1,8 +1,8 @@
-"""What a mailbox is, whatever carries it, and the in-memory kind.
+"""The interface of a mailbox, and the in-memory implementation.
 
-An actor has exactly one mailbox, its `Inbox`; whoever wants to tell it something has an `Outbox` for it. Messages cross
-as bytes in both kinds, so the in-memory one refuses what the real one would refuse. Bytes that are no message of the
-mailbox are counted, logged once and dropped: a peer's mistake never ends a process.
+An actor has exactly one mailbox, its `Inbox`; each sender has an `Outbox` for it. Messages are encoded in both
+implementations, so the in-memory one refuses what ZeroMQ's would refuse. Bytes that do not decode as a message of the
+mailbox are counted, logged once and dropped: a mistake of a peer never ends a process.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ log = logging.getLogger("pagewire.ipc")
 
 
 class ChannelFull(Exception):
-    """The receiver has not taken a message for so long that nothing more fits."""
+    """The receiver has not read its mailbox for so long that the queue is full."""
 
 
 class Outbox(Protocol):
@@ -30,37 +30,37 @@ class Outbox(Protocol):
         """Never blocks. Raises ChannelFull."""
 
     def close(self) -> None:
-        """Sends what is queued, for a moment, and lets go."""
+        """Closes after a moment for queued messages."""
 
 
 class Inbox(Protocol[M]):
     """The receiving end: one owner, either an event loop (`subscribe`) or a plain loop (`wait`)."""
 
     num_undecodable: int
-    has_more: bool  # `drain` has stopped before everything was handed out: call it again, nothing will wake you
+    has_more: bool  # `drain` stopped early: call it again, no event will follow
 
     def drain(self) -> list[M]:
-        """Everything that waits, in order, possibly nothing. Never blocks. A `Reset` comes first in its list."""
+        """All waiting messages, in order. Never blocks. A `Reset` is the first of its list."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Blocks until something may wait; False after `timeout_s` seconds without."""
+        """Blocks until a message may be waiting. False after `timeout_s` seconds."""
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        """Calls `wake` on the loop whenever something may wait. The owner then drains until nothing is left."""
+        """Calls `wake` on the loop whenever a message may be waiting; the owner then drains."""
 
     def close(self) -> None:
-        """Lets go of the address."""
+        """Frees the address."""
 
 
 class Decoding(Generic[M]):
-    """Bytes to messages with the rule for bytes that are none."""
+    """Decodes messages; counts, logs and drops bytes that do not decode."""
 
     def __init__(self, accepts: object) -> None:
         self._decoder: Decoder[M] = Decoder(accepts)
         self.num_undecodable = 0
 
     def decode(self, data: bytes | memoryview) -> M | None:
-        """The message, or None if the bytes are none of this mailbox."""
+        """The message, or None if the bytes are no message of this mailbox."""
         try:
             return self._decoder.decode(data)
         except DecodeError as error:
@@ -68,9 +68,10 @@ class Decoding(Generic[M]):
             return None
 
     def undecodable(self, data: bytes | memoryview, error: Exception) -> None:
-        """Counts bytes that are dropped."""
         if self.num_undecodable == 0:
-            log.warning("dropped %d bytes that are no message (%s); further ones are only counted", len(data), error)
+            log.warning(
+                "dropped %d bytes that are not a message (%s); more are only counted", len(data), error
+            )
         self.num_undecodable += 1
 
 
@@ -85,18 +86,16 @@ class MemoryChannel(Decoding[M]):
         self._wake: Callable[[], object] | None = None
 
     def send(self, message: Message) -> None:
-        """Queues the message's bytes; there is no bound."""
+        """Queues the message; the queue is not bounded."""
         self.send_bytes(encode(message))
 
     def send_bytes(self, data: bytes) -> None:
-        """Queues bytes as they are."""
         self._queue.append(data)
         self._arrived.set()
         if self._wake is not None:
             self._wake()
 
     def drain(self) -> list[M]:
-        """See `Inbox`."""
         self._arrived.clear()
         messages = []
         while self._queue:
@@ -106,15 +105,12 @@ class MemoryChannel(Decoding[M]):
         return messages
 
     def wait(self, timeout_s: float) -> bool:
-        """See `Inbox`."""
         return self._arrived.wait(timeout_s)
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        """See `Inbox`."""
         self._wake = lambda: loop.call_soon_threadsafe(wake)
         if self._queue:
             self._wake()
 
     def close(self) -> None:
-        """See `Inbox`."""
         self._wake = None

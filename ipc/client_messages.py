@@ -1,10 +1,10 @@
-"""What a client of the engine core and the core say to each other; docs/ipc-protocol.md says the same for any language.
+"""Messages between the engine core and its clients. docs/ipc-protocol.md describes them for any language.
 
-A client is a process of somebody else's: it sends token ids and gets token ids, past api, tokenizer and detokenizer. It
-connects a DEALER socket to the ROUTER of `procs/client_port.py`; each frame is one message, encoded as everywhere
-(`messages`). A connection is a session: it begins with `Hello`, and what it has open ends with it.
+A client sends and receives token ids, without api, tokenizer and detokenizer. It connects a DEALER socket to the ROUTER
+of `procs/client_port.py`; each frame is one message, encoded as in `messages`. A connection is a session: it begins
+with `Hello`, and its sequences end with it.
 
-`PROTOCOL` changes only when an old client could no longer be understood: fields and kinds may be appended without.
+`PROTOCOL` changes only if an old client would no longer work; fields and kinds of messages may be appended without.
 """
 
 from typing import Annotated
@@ -17,7 +17,7 @@ from .messages import Accepted, Cancel, Constraint, Failed, Limits, RowLogprobs,
 PROTOCOL = 1
 
 Rid = Annotated[int, Meta(ge=0, lt=2**53)]
-"""A client's own number of a sequence, unlike those it has open: what every language's numbers can hold."""
+"""The client's number for a sequence, unique among its open ones. 2⁵³ is exact in every language's numbers."""
 
 
 # ── client → core ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -27,8 +27,8 @@ class Hello(Struct, frozen=True, array_like=True, tag=True):
     """The first message of a connection. Answered with `Welcome` once the model is loaded, or with `Goodbye`."""
 
     protocol: int
-    name: Annotated[str, Meta(max_length=64)] = ""  # for the log, and its tenant where a request names none
-    window: Annotated[int, Meta(ge=1, le=4096)] = 64  # most `News` that it lets be on the way unacknowledged
+    name: Annotated[str, Meta(max_length=64)] = ""  # for the log; the tenant of requests that name none
+    window: Annotated[int, Meta(ge=1, le=4096)] = 64  # the most `News` that may be unacknowledged
 
 
 class Generate(Struct, frozen=True, array_like=True, tag=True):
@@ -50,13 +50,13 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ack(Struct, frozen=True, array_like=True, tag=True):
-    """All `News` up to `seq` were taken in."""
+    """The client has read all `News` up to `seq`."""
 
     seq: int
 
 
 class Bye(Struct, frozen=True, array_like=True, tag=True):
-    """The client leaves: what it has open is cancelled, and nothing more is sent."""
+    """The client leaves: its sequences are cancelled, and nothing more is sent."""
 
 
 # ── core → client ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -66,30 +66,30 @@ class Welcome(Struct, frozen=True, array_like=True, tag=True):
     """The session is open."""
 
     protocol: int
-    model: str  # the name it is served under
-    model_key: bytes  # the same: equal requests give equal tokens, so sequences may be resumed here
+    model: str  # the served name
+    model_key: bytes  # equal keys: equal requests give equal tokens, so sequences may be resumed here
     vocab_size: int
     max_model_len: int  # prompt and output, tokens
     eos_token_ids: tuple[int, ...]
 
 
 class News(Struct, frozen=True, array_like=True, tag=True):
-    """Everything new since the last one, at most one item of a sequence in each of the four.
+    """All output since the last `News`, at most one item of a sequence in each of the four fields.
 
-    Usually what one step gave. For a client that is slow it is what several gave, put together.
+    Usually the output of one step; for a slow client the merged output of several.
     """
 
     seq: int  # 1, 2, 3 … in a session
     accepted: tuple[Accepted, ...]
-    rids: bytes  # int64, of the sequences that got tokens and nothing else
-    counts: bytes  # int32, how many each got
-    ids: bytes  # int32, theirs, one sequence after another
-    tokens: tuple[Tokens, ...]  # of those with more to tell: log-probabilities, the end
+    rids: bytes  # int64, of sequences that got tokens and nothing else
+    counts: bytes  # int32, tokens of each
+    ids: bytes  # int32, their tokens, one sequence after another
+    tokens: tuple[Tokens, ...]  # of sequences with more than tokens: log-probabilities, the end
     failed: tuple[Failed, ...]
 
 
 class Goodbye(Struct, frozen=True, array_like=True, tag=True):
-    """The session is over, or never began. `reason` is one sentence."""
+    """The session has ended, or was refused. `reason` is one sentence."""
 
     reason: str
 
@@ -99,7 +99,7 @@ ToClient = Welcome | News | Snapshot | Goodbye
 
 
 def join_logprobs(first: RowLogprobs | None, second: RowLogprobs | None) -> RowLogprobs | None:
-    """Those of `first`'s positions, then those of `second`'s."""
+    """The positions of `first`, then those of `second`."""
     if first is None or second is None:
         return first or second
     assert first.width == second.width, (first.width, second.width)
@@ -107,7 +107,7 @@ def join_logprobs(first: RowLogprobs | None, second: RowLogprobs | None) -> RowL
 
 
 def join_tokens(first: Tokens, second: Tokens) -> Tokens:
-    """Two pieces of news of one sequence as one."""
+    """Merges two consecutive outputs of one sequence."""
     return Tokens(
         second.rid,
         first.ids + second.ids,

@@ -1,6 +1,6 @@
-"""Bytes to messages and back: one encoder, and one typed decoder for each mailbox.
+"""Encoding and decoding of messages: one encoder, and one typed decoder for each mailbox.
 
-Only the closed unions of `messages` decode; there are no extension types and nothing is ever pickled.
+Only the closed unions of `messages` decode. There are no extension types, and nothing is pickled.
 """
 
 from typing import Generic, TypeVar
@@ -11,7 +11,7 @@ from .client_messages import ToClient, ToPort
 from .messages import Message
 
 DecodeError = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
-"""What `Decoder.decode` may raise on bad bytes."""
+"""The errors of `Decoder.decode` on bad bytes."""
 
 M = TypeVar("M")
 
@@ -19,7 +19,6 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message | ToClient | ToPort) -> bytes:
-    """The message as msgpack."""
     return _encoder.encode(message)
 
 
@@ -30,5 +29,5 @@ class Decoder(Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(accepts)
 
     def decode(self, data: bytes | memoryview) -> M:
-        """Raises one of `DecodeError` if the bytes are no message of this mailbox."""
+        """Raises one of `DecodeError`."""
         return self._decoder.decode(data)

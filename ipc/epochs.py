@@ -1,11 +1,11 @@
-"""Which incarnation of the engine a frame belongs to.
+"""Epochs: how a receiver recognizes frames from before the death of a process.
 
-ZeroMQ hands what was queued for a dead process to the one that takes its address, and what a dead one has sent still
-arrives. So every frame begins with its link and the epoch of its sender: with a process that dies another epoch begins,
-older frames are dropped, and those of an epoch that a receiver has not heard of yet wait until it has.
+ZeroMQ delivers frames queued for a dead process to its successor, and frames that the dead process sent still arrive.
+Every frame therefore begins with its link and the epoch of its sender. A death begins a new epoch: frames
+of an earlier epoch are dropped, and frames of a later one wait until the receiver has reached it.
 
-Core and workers have an epoch of their own for what they say to each other: it ends only with one of them, so the death
-of any other process does not touch a step under way.
+The link between core and workers has its own epoch, which only the death of one of these changes: the death of another
+process does not disturb a step in flight.
 """
 
 import struct
@@ -18,15 +18,15 @@ HEADER_BYTES = _HEADER.size
 
 
 class Link(IntEnum):
-    """Between whom a frame travels."""
+    """The kind of connection that a frame takes."""
 
-    CHAIN = 0  # the processes that requests go through
+    CHAIN = 0  # between the processes of the chain
     DEVICE = 1  # core ⇄ worker
-    CONTROL = 2  # the supervisor and anyone: never stale
+    CONTROL = 2  # to and from the supervisor: never stale
 
 
 class Epochs:
-    """Of one process."""
+    """The epochs of one process."""
 
     def __init__(self, chain: int = 1, device: int = 1) -> None:
         self._current = {Link.CHAIN: chain, Link.DEVICE: device, Link.CONTROL: 0}
@@ -43,18 +43,18 @@ class Epochs:
         return self._current[Link.DEVICE]
 
     def advance(self, reset: Reset) -> bool:
-        """Whether it begins an epoch that this process has not been in."""
+        """Enters the epoch of `reset`. False if this process is in it already."""
         if reset.epoch <= self.chain:
             return False
         self._current[Link.CHAIN], self._current[Link.DEVICE] = reset.epoch, reset.device_epoch
         return True
 
     def header(self, link: Link) -> bytes:
-        """What a frame sent now begins with."""
+        """The header of a frame sent now."""
         return _HEADER.pack(link, self._current[link])
 
     def age(self, frame: bytes) -> int:
-        """How many epochs ago it was sent; negative: its epoch is still to come. Raises ValueError if it is none."""
+        """Epochs since the frame's; negative: its epoch is later. Raises ValueError if `frame` has no valid header."""
         try:
             link, epoch = _HEADER.unpack_from(frame)
             return self._current[Link(link)] - int(epoch)

@@ -1,6 +1,6 @@
-"""What actors tell of themselves: counts and gauges for /metrics and /health, and when a request got how far.
+"""Reports of the actors: counts and gauges for /metrics and /health, and the times of a request.
 
-Histograms are filled where things happen and travel whole, twice a second, so nothing is sent or counted a token.
+Each process fills its own histograms and sends them whole, twice a second, so nothing is sent per token.
 """
 
 from bisect import bisect_left
@@ -10,12 +10,12 @@ from msgspec import Struct
 SECONDS = (
     *(0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0),
-)  # bounds for what happens in a step, or on a loop
+)  # bounds for the parts of a step, and for an event loop
 POWERS = (0, *(2**i for i in range(15)))  # bounds for rows and tokens of a step
 
 
 class HistogramCounts(Struct, frozen=True, array_like=True):
-    """A histogram on its way. counts[i]: values ≤ bounds[i] and above the bound before; the last one: the rest."""
+    """A histogram as a message. counts[i]: values ≤ bounds[i] and > bounds[i - 1]; the last: above all bounds."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -23,11 +23,11 @@ class HistogramCounts(Struct, frozen=True, array_like=True):
 
 
 class Histogram:
-    """How often a value fell at or under each bound."""
+    """Counts observed values by bound."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # see `HistogramCounts`
+        self.counts = [0] * (len(bounds) + 1)  # as in `HistogramCounts`
         self.total = 0.0
 
     def observe(self, value: float) -> None:
@@ -35,40 +35,38 @@ class Histogram:
         self.total += value
 
     def report(self) -> HistogramCounts:
-        """What was counted so far."""
         return HistogramCounts(self.bounds, tuple(self.counts), self.total)
 
 
 class Times(Struct, frozen=True, array_like=True):
-    """When one sequence got how far, in seconds of the machine's monotonic clock; 0: it is not known.
+    """Times of one sequence, in seconds of the machine's monotonic clock; 0: unknown.
 
-    Processes of one machine share that clock. Those of several do not, and what is told of such an engine's requests
-    is wrong by the clocks' difference."""
+    Processes of one machine share that clock. Between machines the times are wrong by the difference of the clocks."""
 
-    taken: float = 0.0  # the tokenizer began with it
-    tokenized: float = 0.0  # its ids were there
-    started: float = 0.0  # it was in a step for the first time
-    num_cached: int = 0  # tokens of its prompt whose KV was there then
+    taken: float = 0.0  # the tokenizer began
+    tokenized: float = 0.0  # the tokenizer was done
+    started: float = 0.0  # its first step was planned
+    num_cached: int = 0  # prompt tokens found in the prefix cache then
 
 
 class Pulse(Struct, frozen=True, array_like=True, tag=True):
-    """tokenizer, core, grammar, detokenizer → api, twice a second: how its event loop does."""
+    """tokenizer, core, grammar, detokenizer → api, twice a second: the state of its event loop."""
 
     name: str
-    loop_lag_s: HistogramCounts  # how late the loop came to what was due
-    num_stale: int = 0  # frames of epochs that are over, which it has dropped
+    loop_lag_s: HistogramCounts  # delay of the loop's timers
+    num_stale: int = 0  # frames of earlier epochs that it has dropped
 
 
 class TierSnapshot(Struct, frozen=True, array_like=True):
     """One KV tier behind the device: gauges and running totals."""
 
     name: str
-    num_blocks: int  # it holds
-    capacity: int  # blocks; 0: no bound of its own
-    num_hit_tokens: int  # prompt tokens that were loaded from it
+    num_blocks: int  # stored now
+    capacity: int  # blocks; 0: not bounded
+    num_hit_tokens: int  # prompt tokens loaded from it
     num_stored: int  # blocks written to it
-    num_evicted: int  # blocks it dropped for others
-    num_failed: int  # loads of blocks that gave nothing
+    num_evicted: int  # blocks dropped to make room
+    num_failed: int  # blocks that could not be loaded
 
 
 class Snapshot(Struct, frozen=True, array_like=True, tag=True):
@@ -80,15 +78,15 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=True):
     num_blocks: int
     num_blocks_used: int
     num_preemptions: int
-    num_prompt_tokens: int  # prompt tokens of requests that were scheduled
+    num_prompt_tokens: int  # prompt tokens of scheduled sequences
     num_cached_tokens: int  # of those, from the prefix cache
     num_output_tokens: int
-    step_age_s: float  # how long the oldest plan in flight has been out; 0 with none
-    tiers: tuple[TierSnapshot, ...] = ()  # the KV tiers behind the device
-    num_drafts: int = 0  # how often a sequence's next tokens were guessed
-    num_draft_tokens: int = 0  # guesses
-    num_accepted_tokens: int = 0  # of them, those that came true
-    histograms: dict[str, HistogramCounts] = {}  # of steps, by the name that they have in /metrics
-    num_out_of_memory: int = 0  # steps that the device had no memory for, and that were tried again
-    num_mended: int = 0  # how often rows and blocks did not add up while nobody was served
-    is_asleep: bool = False  # memory is given back: see `Sleep`
+    step_age_s: float  # age of the oldest plan in flight; 0: none is in flight
+    tiers: tuple[TierSnapshot, ...] = ()  # beyond the device
+    num_drafts: int = 0  # how often draft tokens were proposed for a sequence
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of the draft tokens
+    histograms: dict[str, HistogramCounts] = {}  # of steps, by their name in /metrics
+    num_out_of_memory: int = 0  # steps that were repeated because the device had no memory for them
+    num_mended: int = 0  # repairs of rows and blocks that did not add up while the engine was idle
+    is_asleep: bool = False  # after `Sleep`

@@ -1,20 +1,20 @@
-"""How an engine is put to sleep and woken. `messages` has all names of this file."""
+"""Messages that put an engine to sleep and wake it."""
 
 from msgspec import Struct
 
 
 class Sleep(Struct, frozen=True, array_like=True, tag=True):
-    """api → core → workers: give back what memory can be brought back. Whoever is served waits until `Wake`."""
+    """api → core → workers: release the memory that can be restored. Open requests wait until `Wake`."""
 
 
 class Wake(Struct, frozen=True, array_like=True, tag=True):
-    """api → core → workers: bring it back. Everybody goes on."""
+    """api → core → workers: restore the memory and continue."""
 
 
 class Slept(Struct, frozen=True, array_like=True, tag=True):
-    """workers → core → api: what the engine is now, after `Sleep` or `Wake`."""
+    """workers → core → api: the outcome of `Sleep` or `Wake`."""
 
     is_asleep: bool
-    num_bytes: int = 0  # given back, of this rank or of all together
-    problem: str = ""  # why it is not what was asked for, one sentence
+    num_bytes: int = 0  # released; of this rank, or to the api of all ranks
+    problem: str = ""  # why it failed, one sentence; empty: it succeeded
     rank: int = 0

@@ -1,22 +1,22 @@
-"""What the supervisor and everyone else tell each other. `messages` has all names of this file."""
+"""Messages between the supervisor and the other processes."""
 
 from msgspec import Struct
 
 
 class Facts(Struct, frozen=True, array_like=True):
-    """What an actor found out while it started."""
+    """What an actor reports of its start."""
 
     timings: dict[str, float] = {}  # part of the start → seconds, in order
-    notes: tuple[str, ...] = ()  # lines for the operator, such as the KV accounting
+    notes: tuple[str, ...] = ()  # lines for the operator, such as the size of the KV cache
 
 
 class Ready(Struct, frozen=True, array_like=True, tag=True):
-    """An actor is up and its mailbox is served."""
+    """An actor has started and reads its mailbox."""
 
     name: str
     schema: int
     facts: Facts
-    epoch: int = 1  # in which it began
+    epoch: int = 1  # in which it started
 
 
 class Serving(Struct, frozen=True, array_like=True, tag=True):
@@ -26,7 +26,7 @@ class Serving(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Fault(Struct, frozen=True, array_like=True, tag=True):
-    """An actor cannot go on. `summary` is one sentence for the operator; `trace` is for us, empty for user errors."""
+    """An actor cannot go on. `summary`: a sentence for the operator. `trace`: the traceback, empty for user errors."""
 
     name: str
     summary: str
@@ -35,27 +35,27 @@ class Fault(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Serve(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → api: everyone is ready, open the port."""
+    """supervisor → api: all processes are ready, open the port."""
 
 
 class Ping(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → anyone, twice a second: answered by the loop that does the work, so that a hang is seen."""
+    """supervisor → all, twice a second. The loop that does the work answers, so that a hang is noticed."""
 
 
 class Pong(Struct, frozen=True, array_like=True, tag=True):
     """The answer to `Ping`."""
 
     name: str
-    epoch: int = 1  # the last one that it has heard of: its state is of this epoch
-    progress: int = 0  # grows with everything it completes
-    is_busy: bool = False  # something has begun and is not complete
+    epoch: int = 1  # the epoch of its state
+    progress: int = 0  # grows with each unit of work that it completes
+    is_busy: bool = False  # a unit of work has begun and is not complete
 
 
 class Reset(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → anyone: a process has died. What was on its way is void, and another epoch begins.
+    """supervisor → all: a process has died, and a new epoch begins. Messages under way are void.
 
-    Everyone forgets what belongs to requests of the api, whose gateway submits them again after `Restored`. With
-    another `device_epoch` core and workers forget what they have of each other, too."""
+    All processes forget the requests of the api, whose gateway submits them again after `Restored`. If `device_epoch`
+    has changed as well, core and workers also forget rows, plans and results."""
 
     epoch: int
     device_epoch: int
@@ -64,41 +64,41 @@ class Reset(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Restored(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → api: all processes behind the api are up and of this epoch."""
+    """supervisor → api: all processes behind the api are running and in this epoch."""
 
     epoch: int
 
 
 class Stop(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → anyone: end in order within `grace_s` seconds."""
+    """supervisor → all: shut down within `grace_s` seconds."""
 
     grace_s: float
     reason: str
-    hands_over: bool = False  # to an api: another one has the port now; serve the connections that there are
-    is_failure: bool = False  # to an api: the engine is broken, so open requests fail and /health is 503
+    hands_over: bool = False  # to an api: its successor has the port; finish the open connections
+    is_failure: bool = False  # to an api: the engine has failed; open requests fail and /health is 503
 
 
 class Leave(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → every part of another launch → its supervisor: the sender's launch ends in order.
+    """supervisor → every process of another launch → its supervisor: the sender's launch shuts down.
 
-    The engine ends with it: the launch that has the api drains first, and the others wait for it."""
+    The whole engine ends with it: the launch that has the api drains first, and the others wait for it."""
 
-    names: tuple[str, ...]  # of the parts of the sender's launch
+    names: tuple[str, ...]  # of the processes of the sender's launch
 
 
 class Swap(Struct, frozen=True, array_like=True, tag=True):
-    """api → supervisor: serve another model, or this one otherwise. `Swapped` answers."""
+    """api → supervisor: serve another model, or this one with other settings. `Swapped` answers."""
 
     name: str  # of the api process
-    number: int  # of its question
+    number: int  # of this swap; `Swapped` repeats it
     changes: bytes  # a JSON object of fields of `Config`
-    version: int | None = None  # go back to this one, with the changes
-    must_drain: bool = False  # do not try to have both in memory
+    version: int | None = None  # go back to this version, with the changes
+    must_drain: bool = False  # drain first instead of holding both models in memory
 
 
 class Swapped(Struct, frozen=True, array_like=True, tag=True):
-    """supervisor → api: what becomes of a `Swap`."""
+    """supervisor → api: the outcome of a `Swap`."""
 
     number: int
-    status: int  # of HTTP: 200, it is served; 202, it will be once open requests have ended; 4xx, 5xx: it is not
+    status: int  # of HTTP: 200: served; 202: will be served once open requests have ended; 4xx, 5xx: refused
     detail: str

@@ -1,8 +1,8 @@
-"""A connection to a mailbox of another launch that tells when the process behind it has ended.
+"""A connection to a mailbox of another launch that notices when the process behind it has ended.
 
-A process that ends closes its connections; one whose machine is gone, or that is frozen, stops answering ZMTP's own
-heartbeats. These are answered by ZeroMQ's thread inside the process, so one that computes, or loads a model, is not
-taken for dead. One whose own loop hangs is not noticed here: that is for the supervisor beside it.
+A process that ends closes its connections; one that is frozen, or whose machine is lost, stops answering ZMTP's
+heartbeats. ZeroMQ's thread inside the process answers these, so a process that computes or loads is not taken for dead.
+A process whose own loop hangs is not noticed here but by the supervisor of its launch.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class ZmqWatch:
-    """Over one mailbox, which need not exist yet. What has never been reached is not lost."""
+    """Watches one mailbox, which need not exist yet. A mailbox that was never reached is not lost."""
 
     def __init__(self, socket: "zmq.SyncSocket", monitor: "zmq.SyncSocket", header: bytes) -> None:
-        """`socket`: connected, with heartbeats. `monitor`: tells of its `EVENTS`. `header`: of every frame."""
+        """`socket`: connected, with heartbeats. `monitor`: reports its `EVENTS`. `header`: of every frame."""
         self._socket = socket
         self._monitor = monitor
         self._header = header
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.is_up = False  # it has been reached, and not been lost
-        self.is_lost = False  # for good: what was on its way to it may be lost, too
+        self.is_up = False  # reached, and not lost since
+        self.is_lost = False  # for good: messages to it may be lost as well
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
         """Calls `wake` on the loop whenever `look` may find something."""
@@ -36,7 +36,7 @@ class ZmqWatch:
         loop.call_soon(wake)
 
     def look(self) -> None:
-        """Takes in what has happened to the connection."""
+        """Updates `is_up` and `is_lost`."""
         while True:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))["event"]
@@ -48,11 +48,11 @@ class ZmqWatch:
                 self.is_up, self.is_lost = False, True
 
     def send(self, message: Message) -> None:
-        """Queues a message, one of a few in its life."""
+        """Queues a message."""
         self._socket.send(self._header + encode(message), zmq.DONTWAIT)
 
     def close(self) -> None:
-        """Sends what is queued, for a moment, and lets go."""
+        """Closes the connection after a moment for queued messages."""
         if self._loop is not None:
             self._loop.remove_reader(int(self._monitor.fd))
             self._loop = None

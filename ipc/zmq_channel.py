@@ -1,7 +1,7 @@
 """Mailboxes over ZeroMQ: the receiver binds a PULL socket, every sender connects a PUSH socket.
 
-Senders may start first; what they send waits until the receiver is there. The receiver's descriptor is put on the event
-loop and drained until nothing is left, which costs a twentieth of zmq.asyncio's time per message.
+Senders may start first; their messages wait for the receiver. The receiver's descriptor is registered with the event
+loop and drained until EAGAIN, which costs a twentieth of zmq.asyncio's time per message.
 
 Addresses are `ipc://` paths in a folder that only its owner may enter, or `tcp://`. TCP outside loopback is refused
 without keys: with `Keys`, both ends use CURVE (RFC 26/ZeroMQ) and must hold the same secret.
@@ -32,14 +32,14 @@ from .watch import EVENTS, ZmqWatch
 
 M = TypeVar("M")
 
-# ZeroMQ hangs up on whoever sends more, without a word. Between our own processes nothing comes near: the largest body
-# (`Config.max_body_size`) becomes at most seven times as much. What clients of the core may send, its types bound.
+# ZeroMQ closes the connection of a peer that sends more, without an error. Our own processes send far less: the largest
+# body (`Config.max_body_size`) becomes at most seven times as large. Types bound the messages of clients of the core.
 _MAX_MESSAGE_BYTES = 2**30
 _MAX_CLIENT_MESSAGE_BYTES = 64 * 2**20
 _MAX_PATH_BYTES = 107  # of a socket's path, unix(7)
 _HIGH_WATER_MARK = 100_000  # messages; the engine's own bounds are far below
-_LINGER_MS = 500  # how long closing waits for the other end to take what is queued
-_BEATS = 4  # of a watched connection, within the silence that is allowed
+_LINGER_MS = 500  # how long closing waits for queued messages to be sent
+_BEATS = 4  # heartbeats of a watched connection within its `silence_s`
 
 
 class Keys(Struct, frozen=True):
@@ -50,24 +50,21 @@ class Keys(Struct, frozen=True):
 
 
 def read_keys(path: Path) -> Keys:
-    """Reads a key file, made on first use. Raises ConfigError if others may read it."""
+    """Reads a key file, or creates it. Raises ConfigError if other users may read it."""
     if not path.exists():
         public, secret = zmq.curve_keypair()
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"{public.decode()}\n{secret.decode()}\n")
     if path.stat().st_mode & 0o077:
-        raise ConfigError(f"{path} may be read by others; run chmod 600 on it.")
+        raise ConfigError(f"{path} may be read by other users; run chmod 600 on it.")
     lines = path.read_text().split()
     if len(lines) != 2 or any(len(line) != 40 for line in lines):
-        raise ConfigError(f"{path} is no key file: it should hold two lines of 40 characters.")
+        raise ConfigError(f"{path} is not a key file: it should hold two lines of 40 characters.")
     return Keys(*lines)
 
 
 def make_run_folder() -> Path:
-    """A new folder for `ipc://` addresses, mode 0700, named after this process.
-
-    Folders of launchers that were killed are removed on the way.
-    """
+    """A new folder for `ipc://` addresses, mode 0700, named after this process. Removes folders of killed launchers."""
     candidates = [
         Path(folder) for folder in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp") if folder
     ]
@@ -86,7 +83,7 @@ def make_run_folder() -> Path:
 
 
 def remove_run_folder(folder: Path) -> None:
-    """Removes a run folder and the sockets in it; missing ones are fine."""
+    """Removes a run folder and its sockets, if they exist."""
     for path in folder.glob("*"):
         path.unlink(missing_ok=True)
     if folder.exists():
@@ -94,7 +91,7 @@ def remove_run_folder(folder: Path) -> None:
 
 
 def check_address(address: str, keys: Keys | None) -> None:
-    """Raises ConfigError if `address` is none, or is open to the network without keys."""
+    """Raises ConfigError if `address` is not valid, or open to the network without keys."""
     if address.startswith("ipc://"):
         if len(os.fsencode(address.removeprefix("ipc://"))) > _MAX_PATH_BYTES:
             raise ConfigError(f"{address} is too long: a socket's path has at most {_MAX_PATH_BYTES} bytes.")
@@ -126,16 +123,15 @@ def _is_listening(path: Path) -> bool:
 
 
 def _find_dead_peers(socket: "zmq.SyncSocket") -> None:
-    """Asks the other machine for a sign of life now and then; on this one the kernel tells of a peer's end at once."""
+    """Turns heartbeats on, for peers on other machines. On this one the kernel reports a peer's end at once."""
     socket.heartbeat_ivl, socket.heartbeat_timeout = 2_000, 10_000  # ms
     socket.reconnect_ivl_max = 1_000  # ms
 
 
 class ZmqContext:
-    """The sockets of one process. Closing it closes them."""
+    """The sockets of one process."""
 
     def __init__(self, keys: Keys | None = None, epochs: Epochs | None = None) -> None:
-        """`epochs`: of this process."""
         self._context = zmq.Context()
         self._epochs = epochs or Epochs()
         self._keys = keys
@@ -160,7 +156,7 @@ class ZmqContext:
         return socket
 
     def _authenticate(self) -> None:
-        """Only holders of our own key may connect."""
+        """Admits only peers that hold our key."""
         if self._authenticator is None and self._keys is not None:
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
@@ -180,7 +176,7 @@ class ZmqContext:
         return ZmqInbox(socket, accepts, self._epochs)
 
     def watch(self, address: str, silence_s: float) -> ZmqWatch:
-        """Connects to a mailbox, which need not exist yet, to notice when its process ends or says nothing for
+        """Connects to a mailbox, which need not exist yet, to notice when its process ends or is silent for
         `silence_s` seconds."""
         socket = self._socket(zmq.PUSH, address)
         beat_ms = max(1, int(1000 * silence_s / _BEATS))
@@ -191,13 +187,13 @@ class ZmqContext:
         return ZmqWatch(socket, monitor, self._epochs.header(Link.CONTROL))
 
     def router(self, address: str) -> "ZmqRouter":
-        """Binds a place where many may connect and each is answered. Raises ConfigError if the address cannot be had,
-        or another process listens there: a second one would steal its callers."""
+        """Binds an address for many clients. Raises ConfigError if it cannot be bound, or if another process listens
+        there: a second one would take its clients."""
         path = Path(address.removeprefix("ipc://"))
         if address.startswith("ipc://") and path.exists() and (not path.is_socket() or _is_listening(path)):
-            raise ConfigError(f"Cannot listen on {address}: another process does, or {path} is no socket.")
+            raise ConfigError(f"Cannot listen on {address}: another process does, or {path} is not a socket.")
         socket = self._socket(zmq.ROUTER, address)
-        socket.router_mandatory = True  # else what cannot be sent is dropped without a word
+        socket.router_mandatory = True  # else messages to unknown peers are dropped without an error
         _find_dead_peers(socket)
         _bind(socket, address)
         return ZmqRouter(socket, path if address.startswith("ipc://") else None)
@@ -210,7 +206,7 @@ class ZmqContext:
         return ZmqDealer(socket)
 
     def close(self) -> None:
-        """Closes every socket after a moment for what is queued."""
+        """Closes all sockets after a moment for queued messages."""
         for socket in self._sockets:
             socket.close()
         if self._authenticator is not None:
@@ -230,8 +226,6 @@ class _OneKey:
 
 
 class ZmqOutbox:
-    """See `channel.Outbox`."""
-
     def __init__(self, socket: "zmq.SyncSocket", address: str, epochs: Epochs, link: Link) -> None:
         self._socket = socket
         self._address = address
@@ -239,11 +233,11 @@ class ZmqOutbox:
         self._link = link
 
     def send(self, message: Message) -> None:
-        """Queues the message. Raises ChannelFull."""
+        """Raises ChannelFull."""
         self.send_bytes(self._epochs.header(self._link) + encode(message))
 
     def send_bytes(self, data: bytes) -> None:
-        """Queues bytes as they are. Raises ChannelFull."""
+        """Raises ChannelFull."""
         assert len(data) <= _MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes for {self._address}"
         try:
             self._socket.send(data, zmq.DONTWAIT)
@@ -251,35 +245,34 @@ class ZmqOutbox:
             raise ChannelFull(f"{self._address} has not taken {_HIGH_WATER_MARK} messages") from error
 
     def close(self) -> None:
-        """See `Outbox`."""
         self._socket.close()
 
 
 class PeerGone(Exception):
-    """There is no such connection, or no longer."""
+    """The connection does not exist, or has been closed."""
 
 
 class ZmqRouter:
-    """A bound ROUTER socket: each connection has a name (bytes) of the socket's own making."""
+    """A bound ROUTER socket. ZeroMQ names each connection by bytes of its own choice."""
 
     def __init__(self, socket: "zmq.SyncSocket", path: Path | None) -> None:
-        """`path`: of the socket's file, to be removed in the end."""
+        """`path`: the socket's file, which `close` removes."""
         self._socket = socket
         self._path = path
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        """See `Inbox`. Whoever has sent asks `has_mail` afterwards."""
+        """As `Inbox.subscribe`. After sending, ask `has_mail`: the descriptor may not report what arrived meanwhile."""
         self._loop = loop
         loop.add_reader(int(self._socket.fd), wake)
         loop.call_soon(wake)
 
     def has_mail(self) -> bool:
-        """`receive` would give something."""
+        """Whether a message is waiting."""
         return bool(self._socket.poll(0))
 
     def receive(self) -> list[bytes] | None:
-        """The next message's frames after the peer's name; None: there is none now."""
+        """The peer's name and the frames of the next message; None: no message is waiting."""
         try:
             return self._socket.recv_multipart(zmq.DONTWAIT)
         except zmq.Again:
@@ -290,14 +283,14 @@ class ZmqRouter:
         try:
             self._socket.send_multipart((peer, data), zmq.DONTWAIT)
         except zmq.Again as error:
-            raise ChannelFull("a client has not taken what was sent to it") from error
+            raise ChannelFull("a client does not read its messages") from error
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             raise PeerGone from error
 
     def close(self) -> None:
-        """Sends what is queued, for a moment, and frees the address."""
+        """Frees the address after a moment for queued messages."""
         if self._loop is not None:
             self._loop.remove_reader(int(self._socket.fd))
         self._socket.close()
@@ -313,27 +306,27 @@ class ZmqDealer:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        """See `Inbox`. Whoever has sent calls `wake` afterwards."""
+        """As `Inbox.subscribe`. After sending, call `wake`: the descriptor may not report what arrived meanwhile."""
         self._loop = loop
         loop.add_reader(int(self._socket.fd), wake)
         loop.call_soon(wake)
 
     def receive(self) -> bytes | None:
-        """The next message; None: there is none now."""
+        """The next message; None: no message is waiting."""
         try:
             return self._socket.recv(zmq.DONTWAIT)
         except zmq.Again:
             return None
 
     def send(self, message: ToPort) -> None:
-        """Queues the message. Raises ChannelFull."""
+        """Raises ChannelFull."""
         try:
             self._socket.send(encode(message), zmq.DONTWAIT)
         except zmq.Again as error:
-            raise ChannelFull("the engine does not take what is sent to it") from error
+            raise ChannelFull("the engine does not read its messages") from error
 
     def close(self) -> None:
-        """Sends what is queued, for a moment, and lets go."""
+        """Closes after a moment for queued messages."""
         if self._loop is not None:
             self._loop.remove_reader(int(self._socket.fd))
             self._loop = None
@@ -341,20 +334,18 @@ class ZmqDealer:
 
 
 class ZmqInbox(Decoding[M]):
-    """See `channel.Inbox`."""
-
     def __init__(self, socket: "zmq.SyncSocket", accepts: object, epochs: Epochs) -> None:
         super().__init__(accepts)
         self._socket = socket
         self._fd = int(socket.fd)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._epochs = epochs
-        self._early: list[bytes] = []  # frames of epochs to come, which nothing but a `Reset` can begin
-        self._reset: M | None = None  # one that is to be handed out next, and begins an epoch
+        self._early: list[bytes] = []  # frames of later epochs; only a `Reset` begins one
+        self._reset: M | None = None  # received after messages of the epoch that it ends: handed out next
         self.has_more = False
 
     def drain(self) -> list[M]:
-        """See `Inbox`. Goes on until EAGAIN, because the descriptor only tells of changes."""
+        """Reads until EAGAIN, because the descriptor is edge-triggered."""
         if self._reset is not None:
             return self._begin(self._reset)
         self.has_more = False
@@ -381,7 +372,7 @@ class ZmqInbox(Decoding[M]):
                 continue
             if not isinstance(message, Reset):
                 messages.append(message)
-            elif messages:  # they are of the epoch that ends, and so is what their receiver tells of them
+            elif messages:  # of the epoch that ends, like the messages that their receiver will send because of them
                 self._reset = message
                 self.has_more = True
                 return messages
@@ -389,7 +380,7 @@ class ZmqInbox(Decoding[M]):
                 return self._begin(message)
 
     def _begin(self, reset: M) -> list[M]:
-        """From here on the new epoch counts, and what waited for it comes next."""
+        """Enters the new epoch; the frames that waited for it follow."""
         self._reset = None
         assert isinstance(reset, Reset)
         if not self._epochs.advance(reset):
@@ -407,17 +398,14 @@ class ZmqInbox(Decoding[M]):
         return messages
 
     def wait(self, timeout_s: float) -> bool:
-        """See `Inbox`."""
         return self.has_more or bool(self._socket.poll(int(timeout_s * 1000)))
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        """See `Inbox`."""
         self._loop = loop
         loop.add_reader(self._fd, wake)
-        loop.call_soon(wake)  # what came before the reader was there gives no event
+        loop.call_soon(wake)  # a frame that came before gives no event
 
     def close(self) -> None:
-        """See `Inbox`."""
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
             self._loop = None
