@@ -2,7 +2,7 @@
 
 Names follow vLLM's where it has such a metric; `--metrics-prefix vllm` gives them its prefix. docs/metrics.md has a
 line for each of them, and a test compares. The page is written by hand: the library takes 4 ms and more for these 600
-lines, in which no stream of this process would move (`bench/metrics.py`).
+lines, in which no stream of this process would move (`bench/serve/metrics.py`).
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Processes die and hang beneath open streams, and nothing of these is lost: the small version of `bench.chaos`."""
+"""Processes die and hang beneath open streams, and no stream is lost: the small version of `stress.chaos`."""
 
 import asyncio
 import json
@@ -18,8 +18,8 @@ import pytest
 from defaults import NARROW, TORCH, machine
 from servers import ROOT, Server, wait_until
 
-from pagewire.bench import chaos
-from pagewire.bench.chaos_streams import requests
+from pagewire.tests.stress import chaos
+from pagewire.tests.stress.chaos_streams import requests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -13,8 +13,8 @@ import pytest
 from defaults import NARROW
 from servers import wait_until
 
-from pagewire.bench import route
-from pagewire.bench.route_engines import Process, bodies, differences, read_streams
+from pagewire.bench.serve import route
+from pagewire.bench.serve.route_streams import Process, bodies, differences, read_streams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ENGINE = ("serve", "--threads", "1", "--no-access-log", "--kv-cache-memory", "32M")

@@ -1,0 +1,225 @@
+"""Real engines and routers, streams through them, and what these say: for `bench/serve/route.py` and the tests."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import psutil
+
+_START_TIMEOUT_S = 120.0
+_QUESTIONS = ("Count from 1 to 300", "Say the alphabet", "Count down from 200", "Repeat: one two three four five")
+
+_EXACT = ("texts", "token_ids", "reasons", "usage")
+_CLOSE = 0.02  # nats
+
+Body = dict[str, Any]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """A server of ours on a port of its own, which it has again when it is started again."""
+
+    def __init__(self, folder: Path, *command: str) -> None:
+        """`command`: a subcommand of pagewire and its flags, but for the port."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "log"
+        self._command = [sys.executable, "-m", "pagewire", *command, "--port", str(self.port)]
+        self._run_root = tempfile.TemporaryDirectory(prefix="pw-")  # sockets need short paths
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> psutil.Process:
+        assert self._process is not None, "not started"
+        return psutil.Process(self._process.pid)
+
+    def start(self) -> "Process":
+        environment = os.environ | {"XDG_RUNTIME_DIR": self._run_root.name}
+        environment.pop("PAGEWIRE_API_KEY", None)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+        return self
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/ready", timeout=5) as response:
+            return bool(response.status == 200)
+        return False
+
+    def wait_ready(self) -> "Process":
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not self.is_ready():
+            if (self._process is None or self._process.poll() is not None) or time.monotonic() > deadline:
+                raise SystemExit(f"no start: {self.log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        return self
+
+    def kill(self) -> None:
+        """All of it at once, with SIGKILL."""
+        for process in [*self.process.children(recursive=True), self.process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert self._process is not None
+        self._process.wait()
+
+    def stop(self) -> int:
+        """In good form. The exit code."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(60)
+
+    def metrics(self) -> dict[str, float]:
+        """Name → the sum over all labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+            lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
+        found: dict[str, float] = {}
+        for line in lines:
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+        self._run_root.cleanup()
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What one stream said, choice by choice."""
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    reasons: list[str | None]
+    logprobs: list[list[float]]
+    usage: list[int]  # prompt and output
+    error: str | None = None
+
+
+def bodies(num: int, num_tokens: int) -> list[tuple[str, Body]]:
+    """(path, body) of so many streams: half greedy, half drawn with a seed; most of chat, some with two choices, with
+    log-probabilities, with stop strings or a grammar, some that say their token ids; some of messages and responses."""
+    rng = random.Random(num)
+    found = []
+    for i in range(num):
+        body: Body = {"stream": True, "ignore_eos": True}
+        body |= {"temperature": 0} if i % 2 == 0 else {"temperature": 1.0, "seed": rng.randrange(2**31)}
+        question = f"{_QUESTIONS[i % len(_QUESTIONS)]} ({i})"
+        if i % 7 == 3:
+            found.append(("/v1/responses", {**body, "input": question, "max_output_tokens": num_tokens}))
+            continue
+        body["max_tokens"] = num_tokens
+        if i % 7 == 5:
+            found.append(("/v1/messages", {**body, "messages": [{"role": "user", "content": question}]}))
+            continue
+        body |= {"return_token_ids": i % 4 < 2, "stream_options": {"include_usage": True}}
+        if i % 3 == 0:
+            body |= {"prompt": question, "logprobs": 2} if i % 6 == 0 else {"prompt": question, "n": 2}
+            found.append(("/v1/completions", body))
+        else:
+            body |= {"messages": [{"role": "user", "content": question}]}
+            body |= {"logprobs": True} if i % 5 == 0 else {"stop": ["9", "z"]} if i % 5 == 1 else {}
+            if i % 5 == 2:
+                body |= {"structured_outputs": {"regex": "([a-z]{3,7} ){100,200}"}, "ignore_eos": False}
+            found.append(("/v1/chat/completions", body))
+    return found
+
+
+async def read_stream(session: aiohttp.ClientSession, url: str, path: str, body: Body, count: list[int]) -> Told:
+    """The whole stream; `count[0]` grows with every event."""
+    n = int(body.get("n", 1))
+    told = Told([""] * n, [[] for _ in range(n)], [None] * n, [[] for _ in range(n)], [0, 0])
+    async with session.post(url + path, json=body) as response:
+        if response.status != 200:
+            return msgspec.structs.replace(told, error=f"status {response.status}: {(await response.text())[:200]}")
+        rest, is_done = b"", False
+        async for data in response.content.iter_any():
+            *events, rest = (rest + data).split(b"\n\n")
+            for event in events:
+                count[0] += 1
+                if event == b"data: [DONE]":
+                    is_done = True
+                elif event.startswith(b"event: "):
+                    fields = msgspec.json.decode(event.partition(b"\ndata: ")[2])
+                    if fields["type"] in ("error", "response.failed"):
+                        return msgspec.structs.replace(told, error=str(fields))
+                    _note_typed(told, fields)
+                    is_done = fields["type"] in ("message_stop", "response.completed", "response.incomplete")
+                elif event.startswith(b"data: "):
+                    fields = msgspec.json.decode(event[6:])
+                    if "error" in fields:
+                        return msgspec.structs.replace(told, error=str(fields["error"]))
+                    _note(told, fields)
+    return told if is_done else msgspec.structs.replace(told, error="the stream ended too early")
+
+
+def _note(told: Told, fields: dict[str, Any]) -> None:
+    if usage := fields.get("usage"):
+        told.usage[:] = [told.usage[0] + usage["prompt_tokens"], told.usage[1] + usage["completion_tokens"]]
+    for choice in fields["choices"]:
+        index = choice["index"]
+        told.texts[index] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        told.token_ids[index] += choice.get("token_ids") or []
+        told.reasons[index] = told.reasons[index] or choice["finish_reason"]
+        if logprobs := choice.get("logprobs"):
+            values = logprobs.get("token_logprobs") or [entry["logprob"] for entry in logprobs.get("content") or ()]
+            told.logprobs[index] += values
+
+
+def _note_typed(told: Told, fields: dict[str, Any]) -> None:
+    """An event of messages or responses."""
+    delta = fields.get("delta", "")
+    if fields["type"] in ("response.output_text.delta", "content_block_delta"):
+        told.texts[0] += delta if isinstance(delta, str) else delta.get("text", "")
+    if fields["type"] == "message_delta":
+        told.reasons[0] = delta["stop_reason"]
+    if usage := fields.get("usage") or fields.get("response", {}).get("usage"):
+        cached = usage.get("cache_read_input_tokens", 0)  # which messages do not count among the others
+        told.usage[:] = [usage["input_tokens"] + cached, usage["output_tokens"]]
+
+
+async def read_streams(url: str, asked: Sequence[tuple[str, Body]], count: list[int]) -> list[Told]:
+    """All at once."""
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_read=120)
+    ) as session:
+        return await asyncio.gather(*(read_stream(session, url, path, body, count) for path, body in asked))
+
+
+def differences(expected: Sequence[Told], told: Sequence[Told]) -> list[str]:
+    """One line for each stream that failed or said something else."""
+    found = []
+    for i, (want, got) in enumerate(zip(expected, told, strict=True)):
+        if got.error is not None:
+            found.append(f"stream {i} failed: {got.error}")
+        elif wrong := [name for name in _EXACT if getattr(want, name) != getattr(got, name)]:
+            found.append(f"stream {i} differs in {wrong[0]}: {str(getattr(got, wrong[0]))[:200]}")
+        elif not all(map(_are_close, want.logprobs, got.logprobs)):
+            found.append(f"stream {i} differs in its log-probabilities: {str(got.logprobs)[:200]}")
+    return found
+
+
+def _are_close(want: list[float], got: list[float]) -> bool:
+    """What is computed in one go and what token by token is rounded in other places."""
+    return len(want) == len(got) and all(abs(a - b) < _CLOSE for a, b in zip(want, got, strict=True))
