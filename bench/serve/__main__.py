@@ -8,9 +8,6 @@ in the same table.
 import argparse
 import asyncio
 import json
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
@@ -19,10 +16,9 @@ from itertools import pairwise
 from urllib.parse import urlsplit
 
 from ...engine.weights.source import locate
+from ...tools.servers import Server
 from ..report import Row, machine, percentile, print_table, repeat, write_json
 from ..workload import Transformers, parser, prompts, settings
-
-_START_TIMEOUT_S = 120.0
 
 
 @contextmanager
@@ -31,28 +27,9 @@ def serving(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.url:
         yield arguments.url
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "pagewire", "serve", "--port", str(port), "--dtype", arguments.dtype]
-    command += ["--no-enable-prefix-caching", "--threads", str(arguments.threads)]
-    command += [arguments.model] if arguments.model else []
-    process = subprocess.Popen(command)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while True:
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=1):
-                    break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("the server did not start") from None
-                time.sleep(0.05)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
+    flags = ["--dtype", arguments.dtype, "--no-enable-prefix-caching", "--threads", str(arguments.threads)]
+    with Server(None, *flags, *([arguments.model] if arguments.model else [])) as server:
+        yield server.url
 
 
 async def stream(url: str, model: str, prompt: list[int], num_tokens: int) -> list[float]:

@@ -9,12 +9,9 @@ the processes the time goes.
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,12 +20,12 @@ import psutil
 
 from ...engine.text.tokenizer import Tokenizer, load_tokenizer
 from ...engine.weights.source import locate
+from ...tools.servers import Server
 from ..report import Row, machine, print_table, write_json
 from .cheap_client import chat_body
 from .frontend_stages import measure as measure_stages
 
 ACTORS = ("api", "tokenizer", "core", "grammar", "detokenizer")
-_START_TIMEOUT_S = 60.0
 
 
 def plain_ids(tokenizer: Tokenizer) -> range:
@@ -58,45 +55,24 @@ class Engine:
 @contextmanager
 def serving(folder: Path, ids: range, *, num_streams: int, step_ms: float) -> Iterator[Engine]:
     """A front end behind which a null worker takes `step_ms` for a step."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    python = [sys.executable, "-m"]
     with tempfile.TemporaryDirectory(prefix="pagewire-bench-") as run:
         places = {name: f"ipc://{run}/{name}" for name in ("worker", "core")}
         worker = subprocess.Popen(
-            [*python, "pagewire.bench.serve.null_worker", *places.values(), str(ids.start), str(len(ids)), str(step_ms)]
-        )
-        front = subprocess.Popen(
             [
-                *(*python, "pagewire.procs.launch", str(folder), "--actors", ",".join(ACTORS), "--port", str(port)),
-                *("--max-num-seqs", str(num_streams), "--address", *(f"{name}={at}" for name, at in places.items())),
-            ],
-            stderr=subprocess.DEVNULL,
+                *(sys.executable, "-m", "pagewire.bench.serve.null_worker", *places.values()),
+                *(str(ids.start), str(len(ids)), str(step_ms)),
+            ]
         )
+        launch = (sys.executable, "-m", "pagewire.procs.launch", str(folder), "--actors", ",".join(ACTORS))
+        flags = ("--max-num-seqs", str(num_streams), "--address", *(f"{name}={at}" for name, at in places.items()))
         try:
-            url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + _START_TIMEOUT_S
-            while not _answers(f"{url}/health"):
-                if front.poll() is not None or worker.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit("the front end did not start")
-                time.sleep(0.05)
-            children = psutil.Process(front.pid).children()
-            processes = {child.cmdline()[0].removeprefix("pagewire: "): child for child in children}
-            yield Engine(url, {name: processes[name] for name in ACTORS} | {"null worker": psutil.Process(worker.pid)})
+            with Server(None, *flags, command=launch) as front:
+                processes = front.children()
+                actors = {name: processes[name] for name in ACTORS}
+                yield Engine(front.url, actors | {"null worker": psutil.Process(worker.pid)})
         finally:
-            front.terminate()
-            front.wait()
             worker.terminate()
             worker.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1):
-            return True
-    except OSError:
-        return False
 
 
 def stream(engine: Engine, row: Row, *, num_streams: int, num_tokens: int, text: str) -> None:

@@ -10,19 +10,20 @@ log-probabilities and usage.
 import argparse
 import asyncio
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
 
 from ...engine.text.tokenizer import load_tokenizer
 from ...engine.weights.source import locate
+from ...tools.servers import ROUTE, Server, wait_until
 from ..report import Row, machine, print_table, write_json
 from .cheap_client import chat_body
 from .frontend import Engine, plain_ids, serving, stream
-from .route_streams import Body, Process, Told, bodies, differences, read_streams
+from .route_streams import Body, Told, bodies, differences, read_streams
 
 
 def overhead(*, num_streams: int, num_tokens: int, step_ms: float, num_single: int, repeat: int) -> list[Row]:
@@ -33,24 +34,17 @@ def overhead(*, num_streams: int, num_tokens: int, step_ms: float, num_single: i
     text = tokenizer.decode([ids[i % len(ids)] for i in range(num_tokens)])
     rows = [Row("straight to the engine"), Row("through the router")]
     with (
-        tempfile.TemporaryDirectory() as run,
         serving(folder, ids, num_streams=num_streams, step_ms=step_ms) as engine,
+        Server(None, "--engines", engine.url, "--no-access-log", command=ROUTE) as router,
     ):
-        router = Process(Path(run), "route", "--engines", engine.url, "--no-access-log").start()
-        try:
-            router.wait_ready()
-            for i in range(repeat + 1):
-                for row, url in zip(rows, (engine.url, router.url), strict=True):
-                    used = row if i else Row("warm up")
-                    before = sum(router.process.cpu_times()[:2])
-                    stream(
-                        Engine(url, engine.processes), used, num_streams=num_streams, num_tokens=num_tokens, text=text
-                    )
-                    spent = sum(router.process.cpu_times()[:2]) - before
-                    used.add(**{"router µs": 1e6 * spent / (num_streams * num_tokens)})
-                    used.add(**{"one token ms": asyncio.run(_one_token_ms(url, num_single))})
-        finally:
-            router.close()
+        for i in range(repeat + 1):
+            for row, url in zip(rows, (engine.url, router.url), strict=True):
+                used = row if i else Row("warm up")
+                before = sum(router.supervisor.cpu_times()[:2])
+                stream(Engine(url, engine.processes), used, num_streams=num_streams, num_tokens=num_tokens, text=text)
+                spent = sum(router.supervisor.cpu_times()[:2]) - before
+                used.add(**{"router µs": 1e6 * spent / (num_streams * num_tokens)})
+                used.add(**{"one token ms": asyncio.run(_one_token_ms(url, num_single))})
     return rows
 
 
@@ -71,13 +65,10 @@ def kills(*, num_streams: int, num_tokens: int, num_rounds: int) -> Row:
     """Engines killed by turns beneath streams. Ends the program with what was wrong, if anything was."""
     asked = bodies(num_streams, num_tokens)
     row = Row(f"{num_streams} streams, an engine killed")
-    with tempfile.TemporaryDirectory() as run:
-        engines = [Process(Path(run) / f"engine{i}", "serve", "--threads", "1").start() for i in range(2)]
+    with ExitStack() as stack:
+        engines = [stack.enter_context(Server()) for _ in range(2)]
         urls = ",".join(engine.url for engine in engines)
-        router = Process(Path(run) / "router", "route", "--engines", urls, "--no-access-log").start()
-        try:
-            for process in (*engines, router):
-                process.wait_ready()
+        with Server(None, "--engines", urls, "--no-access-log", command=ROUTE) as router:
             expected = asyncio.run(read_streams(engines[0].url, asked, [0]))
             if wrong := [told.error for told in expected if told.error]:
                 raise SystemExit(f"undisturbed, too: {wrong[0]}")
@@ -97,13 +88,10 @@ def kills(*, num_streams: int, num_tokens: int, num_rounds: int) -> Row:
             metrics = router.metrics()
             resumed = metrics["pagewire_router_resumes_total"], metrics["pagewire_router_resumed_tokens_total"]
             row.add(**{"streams resumed": resumed[0], "tokens resumed": resumed[1]})
-        finally:
-            for process in (router, *engines):
-                process.close()
     return row
 
 
-async def killed_beneath(router: Process, victim: Process, asked: Sequence[tuple[str, Body]], after: int) -> list[Told]:
+async def killed_beneath(router: Server, victim: Server, asked: Sequence[tuple[str, Body]], after: int) -> list[Told]:
     """The streams, and the victim killed when so many events have come in."""
     count = [0]
     reading = asyncio.ensure_future(read_streams(router.url, asked, count))
@@ -113,13 +101,9 @@ async def killed_beneath(router: Process, victim: Process, asked: Sequence[tuple
     return await reading
 
 
-def wait_until_all_ready(router: Process, num: int) -> None:
+def wait_until_all_ready(router: Server, num: int) -> None:
     """The router has noticed that its engines are there."""
-    deadline = time.monotonic() + 10
-    while router.metrics()["pagewire_router_engine_ready"] < num:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"the router does not see its engines: {router.log.read_text()[-2000:]}")
-        time.sleep(0.05)
+    wait_until(lambda: router.metric("pagewire_router_engine_ready") >= num, "the router sees its engines")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,109 +1,19 @@
-"""Real engines and routers, streams through them, and what these say: for `bench/serve/route.py` and the tests."""
+"""Streams of many kinds through a router or an engine, and what they say: for `route` and the tests."""
 
 import asyncio
-import contextlib
-import os
 import random
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.request
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
-import psutil
 
-_START_TIMEOUT_S = 120.0
 _QUESTIONS = ("Count from 1 to 300", "Say the alphabet", "Count down from 200", "Repeat: one two three four five")
 
 _EXACT = ("texts", "token_ids", "reasons", "usage")
 _CLOSE = 0.02  # nats
 
 Body = dict[str, Any]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Process:
-    """A server of ours on a port of its own, which it has again when it is started again."""
-
-    def __init__(self, folder: Path, *command: str) -> None:
-        """`command`: a subcommand of pagewire and its flags, but for the port."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / "log"
-        self._command = [sys.executable, "-m", "pagewire", *command, "--port", str(self.port)]
-        self._run_root = tempfile.TemporaryDirectory(prefix="pw-")  # sockets need short paths
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def process(self) -> psutil.Process:
-        assert self._process is not None, "not started"
-        return psutil.Process(self._process.pid)
-
-    def start(self) -> "Process":
-        environment = os.environ | {"XDG_RUNTIME_DIR": self._run_root.name}
-        environment.pop("PAGEWIRE_API_KEY", None)
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
-            )
-        return self
-
-    def is_ready(self) -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/ready", timeout=5) as response:
-            return bool(response.status == 200)
-        return False
-
-    def wait_ready(self) -> "Process":
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while not self.is_ready():
-            if (self._process is None or self._process.poll() is not None) or time.monotonic() > deadline:
-                raise SystemExit(f"no start: {self.log.read_text()[-2000:]}")
-            time.sleep(0.05)
-        return self
-
-    def kill(self) -> None:
-        """All of it at once, with SIGKILL."""
-        for process in [*self.process.children(recursive=True), self.process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        assert self._process is not None
-        self._process.wait()
-
-    def stop(self) -> int:
-        """In good form. The exit code."""
-        assert self._process is not None
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(60)
-
-    def metrics(self) -> dict[str, float]:
-        """Name → the sum over all labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
-            lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
-        found: dict[str, float] = {}
-        for line in lines:
-            name, _, value = line.rpartition(" ")
-            name = name.partition("{")[0]
-            found[name] = found.get(name, 0.0) + float(value)
-        return found
-
-    def close(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self.kill()
-        self._run_root.cleanup()
 
 
 class Told(msgspec.Struct, frozen=True):

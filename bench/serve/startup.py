@@ -5,17 +5,16 @@ imports.
 """
 
 import argparse
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
+from contextlib import closing
 from pathlib import Path
 
+from ...tools.servers import PAGEWIRE, Server
 from ..report import Row, machine, print_table, repeat, write_json
 
 BAR = 1.5 * 2  # imports of torch
-_TIMEOUT_S = 120.0
 
 
 def import_torch_s() -> float:
@@ -27,25 +26,11 @@ def import_torch_s() -> float:
 
 def first_answer_s(model: str = "") -> float:
     """Seconds from starting `pagewire serve` to the first answer of /v1/models. The server is ended afterwards."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "pagewire", "serve", *([model] if model else []), "--port", str(port)]
+    command = (*PAGEWIRE, "serve", *([model] if model else []))
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while time.perf_counter() - started < _TIMEOUT_S:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5):
-                    return time.perf_counter() - started
-            except OSError:
-                if process.poll() is not None:
-                    break
-                time.sleep(0.01)
-        raise RuntimeError("the server did not answer")
-    finally:
-        process.terminate()
-        process.wait()
+    with closing(Server(command=command)) as server:
+        server.wait_ready("/v1/models")
+        return time.perf_counter() - started
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -25,7 +25,8 @@ from pathlib import Path
 import uvloop
 
 from ...bench.report import Row, machine, print_table, write_json
-from .client import MB, OwnServer, ask, closed_loop, completion, connect, leave, serving
+from ...tools.servers import MB, Server
+from .client import ask, closed_loop, completion, connect, leave, serving
 
 FREE_LIMIT_S = 2.0
 MOST_SLOWDOWN = 1.1  # of a median beside stalled readers
@@ -48,7 +49,7 @@ async def until(reached: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def vanish(server: OwnServer, row: Row, num: int) -> list[str]:
+async def vanish(server: Server, row: Row, num: int) -> list[str]:
     """See the head of the file."""
     await closed_loop(server.port, [completion(8, is_stream=bool(i % 2)) for i in range(16)], 8, _LIMIT_S)  # warms up
     server.wait_idle()
@@ -79,7 +80,7 @@ def unsent_bytes(port: int) -> int:
     return sum(int(fields[4].partition(":")[0], 16) for fields in lines if fields[1].endswith(local))
 
 
-async def pace_beside(server: OwnServer, num_others: int, num: int, num_tokens: int, *, stalled: bool) -> list[float]:
+async def pace_beside(server: Server, num_others: int, num: int, num_tokens: int, *, stalled: bool) -> list[float]:
     """Milliseconds a token of `num` streams beside others that read or do not; and MB that each of these holds."""
     before = server.holdings()["api"].num_bytes
     told = server.metric("pagewire:generation_tokens_total")
@@ -110,7 +111,7 @@ async def pace_beside(server: OwnServer, num_others: int, num: int, num_tokens: 
     return [*(1000 * answer.seconds / num_tokens for answer in answers), held / MB / num_others]
 
 
-async def stalled(server: OwnServer, row: Row, num_others: int, num: int, num_tokens: int, rounds: int) -> list[str]:
+async def stalled(server: Server, row: Row, num_others: int, num: int, num_tokens: int, rounds: int) -> list[str]:
     """See the head of the file. Takes turns, so that a noisy moment meets both."""
     paces: dict[bool, list[float]] = {False: [], True: []}
     held_mb = 0.0
@@ -129,7 +130,7 @@ async def stalled(server: OwnServer, row: Row, num_others: int, num: int, num_to
     ] * (held_mb > MOST_STALLED_MB)
 
 
-async def heads(server: OwnServer, row: Row, num: int, limit_s: float) -> list[str]:
+async def heads(server: Server, row: Row, num: int, limit_s: float) -> list[str]:
     """See the head of the file."""
 
     async def drip(connection: socket.socket) -> float:
@@ -160,7 +161,7 @@ async def heads(server: OwnServer, row: Row, num: int, limit_s: float) -> list[s
     ] * bool(num_wrong)
 
 
-async def idle(server: OwnServer, row: Row, num: int, num_requests: int, rounds: int) -> list[str]:
+async def idle(server: Server, row: Row, num: int, num_requests: int, rounds: int) -> list[str]:
     """See the head of the file. Takes turns, as above."""
 
     async def median_s() -> float:
@@ -194,7 +195,7 @@ async def idle(server: OwnServer, row: Row, num: int, num_requests: int, rounds:
     ] * (ratio > MOST_IDLE_SLOWDOWN)
 
 
-async def play(part: str, server: OwnServer, row: Row, arguments: argparse.Namespace) -> list[str]:
+async def play(part: str, server: Server, row: Row, arguments: argparse.Namespace) -> list[str]:
     """One part; the promises that were broken."""
     match part:
         case "vanish":

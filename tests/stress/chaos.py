@@ -14,18 +14,14 @@ It prints a table, writes JSON, draws a figure, and ends with exit code 1 if any
 import argparse
 import asyncio
 import json
-import os
 import random
 import shlex
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,11 +29,11 @@ import psutil
 
 from ...bench.plots import dots
 from ...bench.report import Row, machine, write_json
+from ...tools.servers import HOST, Server
 from .chaos_streams import Answer, Choice, Request, ask, longest_pause, read, requests
 
 KINDS = ("tokenizer", "detokenizer", "core", "grammar", "worker", "api")
 NOTHING = "nothing"  # a round in which no process is touched: what the instrument sees then is its own
-_START_TIMEOUT_S = 120.0
 _MOST_DEATHS = 5  # of one server: more in a minute would end it
 _PAUSE_S = 0.25  # a shorter time without a token is no interruption
 _NEWCOMER_S = 0.2  # between newcomers
@@ -46,67 +42,6 @@ _READY_S = 0.05  # between looks at /ready
 _REACTION_S = 0.5  # how long after a death its effects may begin to show
 _API_LIMIT_S = 3.0  # after it connections have to work again
 _NEWCOMER = {"prompt": "Count from 1 to 3\n", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-
-
-class Server:
-    """A server with the demo model in a process group of its own."""
-
-    def __init__(self, flags: Sequence[str]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        self.host = "127.0.0.1"
-        self.num_deaths = 0
-        command = [sys.executable, "-m", "pagewire", "serve", "--port", str(self.port), "--threads", "1"]
-        self.process = subprocess.Popen(
-            [*command, "--no-access-log", *flags], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-
-    def wait_ready(self) -> None:
-        """Raises SystemExit if it does not start."""
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while True:
-            with suppress(OSError), urllib.request.urlopen(f"http://{self.host}:{self.port}/ready", timeout=5):
-                return
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the server did not start")
-            time.sleep(0.05)
-
-    def victim(self, kind: str) -> psutil.Process:
-        """A process of that kind, if need be the first of its group."""
-        return next(self._of_kind(kind))
-
-    def has(self, kind: str) -> bool:
-        """Whether there is one, and not only about to be."""
-        return next(self._of_kind(kind), None) is not None
-
-    def _of_kind(self, kind: str) -> Iterator[psutil.Process]:
-        children = {
-            " ".join(child.cmdline()).removeprefix("pagewire: ").strip(): child
-            for child in psutil.Process(self.process.pid).children()
-        }
-        return (children[name] for name in sorted(children) if name == kind or name.startswith(f"{kind}-"))
-
-    def end(self) -> None:
-        """Stops it, and its whole group if it does not stop in time."""
-        if self.process.poll() is None:
-            self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@contextmanager
-def serving(flags: Sequence[str]) -> Iterator[Server]:
-    """A server that is ready."""
-    server = Server(flags)
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.end()
 
 
 @dataclass
@@ -126,7 +61,7 @@ async def watch_ready(server: Server, outage: Outage) -> None:
     """Looks at /ready until cancelled."""
     while True:
         asked = time.monotonic()
-        status, _, _ = await ask(server.host, server.port, "GET", "/ready", None, 1.0)
+        status, _, _ = await ask(HOST, server.port, "GET", "/ready", None, 1.0)
         if status != 200:
             outage.unready.append(asked)
             outage.ready_at = None
@@ -141,9 +76,7 @@ async def send_newcomers(server: Server, outage: Outage, expected: bytes | None,
 
     async def one() -> None:
         sent = time.monotonic()
-        status, head, body = await ask(
-            server.host, server.port, "POST", "/v1/completions", _NEWCOMER, _NEWCOMER_LIMIT_S
-        )
+        status, head, body = await ask(HOST, server.port, "POST", "/v1/completions", _NEWCOMER, _NEWCOMER_LIMIT_S)
         now = time.monotonic()
         if status == 200 and expected in (None, text_of(body)):
             outage.waits_s.append(now - sent)
@@ -183,7 +116,7 @@ class Experiment:
         """Everything at once."""
         answers = [Answer(request.body.get("n", 1)) for request in self.asked]
         reads = [
-            asyncio.ensure_future(read(server.host, server.port, request, answer))
+            asyncio.ensure_future(read(HOST, server.port, request, answer))
             for request, answer in zip(self.asked, answers, strict=True)
         ]
         return answers, reads
@@ -194,10 +127,10 @@ class Experiment:
         await asyncio.gather(*reads)
         if failures := [answer.failure for answer in self.expected if answer.failure]:
             raise SystemExit(f"{len(failures)} streams failed undisturbed, the first: {failures[0]}")
-        _, _, body = await ask(server.host, server.port, "GET", "/v1/models", None, _NEWCOMER_LIMIT_S)
+        _, _, body = await ask(HOST, server.port, "GET", "/v1/models", None, _NEWCOMER_LIMIT_S)
         if json.loads(body)["data"][0]["batch_invariance"] == "none":
             return
-        _, _, body = await ask(server.host, server.port, "POST", "/v1/completions", _NEWCOMER, _NEWCOMER_LIMIT_S)
+        _, _, body = await ask(HOST, server.port, "POST", "/v1/completions", _NEWCOMER, _NEWCOMER_LIMIT_S)
         self.newcomer = text_of(body)
 
     async def round(self, server: Server, kind: str, signum: signal.Signals) -> dict[str, float]:
@@ -215,9 +148,8 @@ class Experiment:
         outage = Outage(signalled + limit_s)
         victim = None
         if kind != NOTHING:
-            victim = server.victim(kind)
+            victim = server.of_kind(kind)[0]
             victim.send_signal(signum)
-            server.num_deaths += 1
         forgiven_until = outage.began + _API_LIMIT_S if kind == "api" else 0.0
         watches = [
             asyncio.ensure_future(watch_ready(server, outage)),
@@ -301,7 +233,7 @@ async def num_running(server: Server) -> float | None:
     """Sequences that run or wait once it has had two seconds to become idle. None: nobody answers."""
     total = None
     for _ in range(20):
-        _, _, body = await ask(server.host, server.port, "GET", "/metrics", None, 5.0)
+        _, _, body = await ask(HOST, server.port, "GET", "/metrics", None, 5.0)
         lines = [line for line in body.decode().splitlines() if line.startswith("pagewire:num_requests_")]
         total = sum(float(line.rpartition(" ")[2]) for line in lines) if lines else None
         if total == 0:
@@ -344,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
     asked = requests(arguments.streams, arguments.tokens)
     experiment = Experiment(asked, arguments.hang_timeout, arguments.tokens, random.Random(arguments.seed))
     control = Row(NOTHING)
-    with serving(common) as server:
+    with Server(None, "--no-access-log", *common) as server:
         asyncio.run(experiment.undisturbed(server))
         control.add(**asyncio.run(experiment.round(server, NOTHING, signal.SIGKILL)))
     rows = [control]
@@ -354,16 +286,14 @@ def main(argv: list[str] | None = None) -> None:
             row = Row(f"{kind} {name}")
             rows.append(row)
             hang = ["--hang-timeout-s", f"{arguments.hang_timeout:g}"] if signum == signal.SIGSTOP else []
-            while len(row.figures.get("failed", ())) < arguments.rounds:
-                with serving([*common, *hang]) as server:
-                    while (
-                        len(row.figures.get("failed", ())) < arguments.rounds
-                        and server.process.poll() is None
-                        and server.num_deaths < _MOST_DEATHS
-                    ):
-                        row.add(**asyncio.run(experiment.round(server, kind, signum)))
-                    if server.process.poll() is not None:
-                        experiment.complain(f"{row.name}: the server ended with {server.process.returncode}")
+            while (num_left := arguments.rounds - len(row.figures.get("failed", ()))) > 0:
+                with closing(Server(None, "--no-access-log", *common, *hang)) as server:
+                    server.wait_ready()
+                    for _ in range(min(num_left, _MOST_DEATHS)):
+                        if server.process.poll() is None:
+                            row.add(**asyncio.run(experiment.round(server, kind, signum)))
+                    if code := server.stop():
+                        experiment.complain(f"{row.name}: the server ended with {code}")
             print_rows([row])
     print_rows(rows)
     settings = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}

@@ -1,123 +1,23 @@
-"""A server of a benchmark's own with the demo model, from outside: what its processes hold, what it says of itself.
-
-The client beside it is small, so that it takes as little as it can of the machine: one connection a request, bytes in
-and bytes out.
-"""
+"""A small client, which takes as little as it can of the machine: one connection a request, bytes in and bytes out."""
 
 import asyncio
 import json
 import resource
 import socket
 import struct
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
-import psutil
-
-HOST = "127.0.0.1"
-MB = 1 << 20
-_START_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 20.0
+from ...tools.servers import HOST, Server
 
 
-class Holding(NamedTuple):
-    """What a process has of its own."""
-
-    num_bytes: int  # that no other process shares
-    num_fds: int
-    num_threads: int
-
-
-def holding(process: psutil.Process) -> Holding:
-    """What it holds now. Raises psutil.Error if it is gone."""
-    with process.oneshot():
-        return Holding(process.memory_full_info().uss, process.num_fds(), process.num_threads())
-
-
-class OwnServer:
-    """Runs."""
-
-    def __init__(self, port: int, process: "subprocess.Popen[bytes]") -> None:
-        self.port = port
-        self._process = process
-
-    def processes(self) -> dict[str, psutil.Process]:
-        """The supervisor and its children, by name."""
-        supervisor = psutil.Process(self._process.pid)
-        children = {" ".join(p.cmdline()).removeprefix("pagewire: ").strip(): p for p in supervisor.children()}
-        return {"supervisor": supervisor, **children}
-
-    def holdings(self) -> dict[str, Holding]:
-        """What each process holds now."""
-        return {name: holding(process) for name, process in self.processes().items()}
-
-    def num_bytes(self) -> int:
-        """What all processes hold."""
-        return sum(held.num_bytes for held in self.holdings().values())
-
-    def metric(self, name: str) -> float:
-        """The sum over all labels of a metric."""
-        with urllib.request.urlopen(f"http://{HOST}:{self.port}/metrics", timeout=10) as response:
-            lines = [
-                line for line in response.read().decode().splitlines() if line.startswith((name + "{", name + " "))
-            ]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-    def load(self) -> dict[str, float]:
-        """/load: rows, queue and KV memory, as the core last told them."""
-        with urllib.request.urlopen(f"http://{HOST}:{self.port}/load", timeout=10) as response:
-            return dict(json.load(response))
-
-    def is_healthy(self, timeout_s: float) -> bool:
-        """/health is 200."""
-        try:
-            with urllib.request.urlopen(f"http://{HOST}:{self.port}/health", timeout=timeout_s):
-                return True
-        except OSError:
-            return False
-
-    def wait_idle(self, timeout_s: float = 60.0) -> float:
-        """Returns when nothing runs, waits or holds KV any more: the seconds it took. Raises SystemExit."""
-        began = time.monotonic()
-        while any(self.load().values()):
-            if time.monotonic() - began > timeout_s:
-                raise SystemExit(f"the server is not idle after {timeout_s:g} s: {self.load()}")
-            time.sleep(0.02)
-        return time.monotonic() - began
-
-
-@contextmanager
-def serving(*flags: str) -> Iterator[OwnServer]:
-    """A server that is ready. Raises SystemExit if it does not start."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # thousands of connections, one descriptor each
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "pagewire", "serve", "--port", str(port), "--threads", "1", "--no-access-log"]
-    process = subprocess.Popen([*command, *flags], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while True:
-            with suppress(OSError), urllib.request.urlopen(f"http://{HOST}:{port}/ready", timeout=5):
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the server did not start")
-            time.sleep(0.05)
-        yield OwnServer(port, process)
-    finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def serving(*flags: str) -> Server:
+    """A server with the demo model for thousands of connections, each of which takes a descriptor here and there."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return Server(None, "--no-access-log", *flags)
 
 
 class Answer(NamedTuple):

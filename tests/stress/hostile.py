@@ -11,13 +11,11 @@ import asyncio
 import copy
 import json
 import random
-import subprocess
-import sys
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -27,10 +25,10 @@ from ...api.openai.types import ChatRequest, CompletionRequest
 from ...api.pooling.types import EmbeddingsRequest, RerankRequest, ScoreRequest
 from ...api.responses.types import ResponsesRequest
 from ...api.tokenizing import DetokenizeRequest, TokenizeRequest
+from ...tools.servers import Server
 
-START_TIMEOUT_S = 120.0
 IDLE_TIMEOUT_S = 15.0
-FLAGS = ("--max-model-len", "192", "--threads", "1", "--head-timeout-s", "2", "--body-timeout-s", "2",
+FLAGS = ("--max-model-len", "192", "--head-timeout-s", "2", "--body-timeout-s", "2",
          "--timeout-keep-alive", "2", "--no-access-log")  # fmt: skip
 INSIDES = (b"Traceback", b".py", b" object at 0x", b"msgspec", b"site-packages", b"/tmp/", b"/home/")
 FIELDS = sorted(
@@ -345,35 +343,6 @@ async def send_all(url: str, arguments: argparse.Namespace, report: Report) -> N
 # ── the server ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@contextmanager
-def serving(arguments: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """(its URL, the launcher's process number or 0)."""
-    if arguments.url:
-        yield arguments.url, 0
-        return
-    command = [sys.executable, "-m", "pagewire", "serve", "--port", str(arguments.port), *FLAGS]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{arguments.port}"
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _is_healthy(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the server did not start")
-            time.sleep(0.1)
-        yield url, process.pid
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
-
-
 def children(pid: int) -> str:
     """The process numbers of the engine's parts."""
     return Path(f"/proc/{pid}/task/{pid}/children").read_text() if pid else ""
@@ -398,10 +367,13 @@ def run(url: str, pid: int, arguments: argparse.Namespace) -> Report:
     """Sends them and looks at what is left."""
     report, before = Report(), children(pid)
     asyncio.run(send_all(url, arguments, report))
-    if not _is_healthy(url):
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        held = leftovers(url)
+    except OSError:
         report.wrong.append("the server is not healthy any more")
-    elif held := leftovers(url):
-        report.wrong.append(f"something is left: {held}")
+    else:
+        report.wrong += [f"something is left: {held}"] * bool(held)
     if children(pid) != before:
         report.wrong.append("a process has died")
     return report
@@ -411,7 +383,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--url", help="a server that runs already, without keys")
-    parser.add_argument("--port", type=int, default=8123, help="of the server that is started")
     parser.add_argument("--count", type=int, default=10_000, help="requests")
     parser.add_argument("--first", type=int, default=0, help="the number of the first")
     parser.add_argument("--seed", type=int, default=0)
@@ -424,18 +395,25 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the program."""
     arguments = parse(argv)
     started = time.monotonic()
-    with serving(arguments) as (url, pid):
-        report = run(url, pid, arguments)
+    with ExitStack() as stack:
+        server = None if arguments.url else stack.enter_context(Server(None, *FLAGS))
+        report = run(server.url if server else arguments.url, server.process.pid if server else 0, arguments)
+        show(report, time.monotonic() - started)
+        if report.wrong:
+            raise SystemExit(1)
+
+
+def show(report: Report, seconds: float) -> None:
+    """A table, and the first of what is wrong."""
     kinds = ("2xx", "4xx", "5xx", "closed")
     print(f"{'':28}{'sent':>8}" + "".join(f"{kind:>8}" for kind in kinds) + f"{'slowest s':>12}")
     for label, tally in sorted(report.tallies.items()):
         counts = "".join(f"{tally.outcomes[kind]:>8}" for kind in kinds)
         print(f"{label:28}{tally.outcomes.total():>8}{counts}{tally.slowest_s:>12.2f}")
-    print(f"{arguments.count} requests in {time.monotonic() - started:.0f} s; {len(report.wrong)} complaints")
+    total = sum(tally.outcomes.total() for tally in report.tallies.values())
+    print(f"{total} requests in {seconds:.0f} s; {len(report.wrong)} complaints")
     for complaint in report.wrong[:20]:
         print(complaint)
-    if report.wrong:
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import uvloop
 
 from ...bench.report import Row, machine, print_table, write_json
-from .client import MB, Answer, Holding, OwnServer, ask, completion, connect, leave, request_bytes, serving
+from ...tools.servers import MB, Holding, Server
+from .client import Answer, ask, completion, connect, leave, request_bytes, serving
 
 MOST_MB = 0.5  # that a process may grow in a thousand requests
 MOST_HANDLES = 0.1  # descriptors or threads; a leak in every hundredth request is ten
@@ -128,7 +129,7 @@ async def hang_up(port: int, i: int) -> None:
     leave(connection, is_reset=bool(i % 2))
 
 
-async def send(server: OwnServer, first: int, num: int) -> int:
+async def send(server: Server, first: int, num: int) -> int:
     """`num` requests of all kinds or a few more, `first` of which is the number; the number after the last."""
     i, num_left = first, num
     limit = asyncio.Semaphore(_CONCURRENCY)
@@ -155,7 +156,7 @@ async def send(server: OwnServer, first: int, num: int) -> int:
     return i
 
 
-async def watch(server: OwnServer, num_requests: int, num_looks: int) -> Looks:
+async def watch(server: Server, num_requests: int, num_looks: int) -> Looks:
     """Looks while so many requests are served."""
     looks = Looks()
     step, i = num_requests // num_looks, 1

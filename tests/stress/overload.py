@@ -19,7 +19,8 @@ from pathlib import Path
 import uvloop
 
 from ...bench.report import Row, machine, print_table, write_json
-from .client import MB, Answer, OwnServer, ask, closed_loop, completion, serving
+from ...tools.servers import MB, Server
+from .client import Answer, ask, closed_loop, completion, serving
 
 LIMIT_S = 60.0  # for every answer
 HEALTH_LIMIT_S = 1.0
@@ -34,7 +35,7 @@ def work(num: int, num_tokens: int) -> list[bytes]:
     return [completion(num_tokens, is_stream=i % 2 == 0, prompt=f"{i} is a number") for i in range(num)]
 
 
-async def best_rate(server: OwnServer, num: int, num_tokens: int, concurrencies: Sequence[int]) -> float:
+async def best_rate(server: Server, num: int, num_tokens: int, concurrencies: Sequence[int]) -> float:
     """Requests a second that are served when only so many come at a time."""
     best = 0.0
     for concurrency in concurrencies:
@@ -58,7 +59,7 @@ class Seen:
 class Watch:
     """Looks at a server's health and memory from the side, as a context."""
 
-    def __init__(self, server: OwnServer) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
         self._before = server.num_bytes()
         self.seen = Seen()
@@ -79,7 +80,7 @@ class Watch:
         """On a thread of its own: what keeps the other clients' loop busy is not the server's."""
         while not self._ended.wait(_HEALTH_S):
             began = time.monotonic()
-            self.seen.num_unhealthy += not self._server.is_healthy(10 * HEALTH_LIMIT_S)
+            self.seen.num_unhealthy += not self._server.answers("/health", 10 * HEALTH_LIMIT_S)
             self.seen.slowest_health_s = max(self.seen.slowest_health_s, time.monotonic() - began)
 
     def _look_at_memory(self) -> None:
@@ -87,7 +88,7 @@ class Watch:
             self.seen.growth_mb = max(self.seen.growth_mb, (self._server.num_bytes() - self._before) / MB)
 
 
-async def flood(server: OwnServer, num: int, num_tokens: int) -> tuple[list[Answer], Seen, float]:
+async def flood(server: Server, num: int, num_tokens: int) -> tuple[list[Answer], Seen, float]:
     """All at once: the answers, what was seen meanwhile, and requests served a second until the last of them ended."""
     with Watch(server) as watch:
         answers = await asyncio.gather(*(ask(server.port, request, LIMIT_S) for request in work(num, num_tokens)))

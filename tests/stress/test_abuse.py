@@ -1,4 +1,4 @@
-"""The benchmarks of overload, bad manners and leaks in small, on one server: promises that need no quiet machine."""
+"""Overload, bad manners and leaks in small, on one server: promises that need no quiet machine."""
 
 import argparse
 import asyncio
@@ -8,13 +8,14 @@ import pytest
 
 from pagewire.bench.report import Row
 from pagewire.tests.stress import abuse, leak, overload
-from pagewire.tests.stress.client import MB, Answer, OwnServer, serving
+from pagewire.tests.stress.client import Answer, serving
+from pagewire.tools.servers import MB, Server
 
 HEAD_TIMEOUT_S = 0.5
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[OwnServer]:
+def server() -> Iterator[Server]:
     flags = ("--max-queued-requests", "40", "--kv-cache-memory", "64M")
     with serving(*flags, "--head-timeout-s", str(HEAD_TIMEOUT_S), "--timeout-keep-alive", "600") as running:
         yield running
@@ -22,7 +23,7 @@ def server() -> Iterator[OwnServer]:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_overload(server: OwnServer) -> None:
+def test_overload(server: Server) -> None:
     assert asyncio.run(overload.best_rate(server, 32, 8, [8])) > 0
     answers, seen, rate = asyncio.run(overload.flood(server, 400, 8))
     num_served = sum(answer.status == 200 for answer in answers)
@@ -52,7 +53,7 @@ def test_what_is_no_answer_is_a_broken_promise() -> None:
         ("idle", {"growth MB": 10.0}),
     ],
 )
-def test_abuse(server: OwnServer, part: str, most: dict[str, float]) -> None:
+def test_abuse(server: Server, part: str, most: dict[str, float]) -> None:
     arguments = argparse.Namespace(clients=40, stalled=2, readers=2, tokens=50, rounds=1, idle=500, requests=10)
     arguments.head_timeout_s = HEAD_TIMEOUT_S
     row = Row(part)
@@ -63,7 +64,7 @@ def test_abuse(server: OwnServer, part: str, most: dict[str, float]) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.long
-def test_leak(server: OwnServer) -> None:
+def test_leak(server: Server) -> None:
     slopes = asyncio.run(leak.watch(server, 45, 3)).slopes()
     assert {"api", "core", "worker"} <= slopes.keys()
     assert all(slope.num_fds < 1000 for slope in slopes.values()), "a descriptor for each request"

@@ -1,4 +1,4 @@
-"""A small run of the hostile benchmark, what it would notice, and what such requests leave in the log."""
+"""A small run of `hostile`, what it would notice, and what such requests leave in the log."""
 
 import json
 import re
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from servers import Server
 
 from pagewire.tests.stress import hostile
+from pagewire.tools.servers import Server
 
 
 def serve_log_lines(log: str) -> list[str]:
@@ -18,8 +18,7 @@ def serve_log_lines(log: str) -> list[str]:
 
 @pytest.mark.e2e
 def test_a_small_run(tmp_path: Path) -> None:
-    server = Server(tmp_path, *hostile.FLAGS[:-1], "--enable-log-requests").wait_ready()
-    try:
+    with Server(tmp_path, *hostile.FLAGS[:-1], "--enable-log-requests") as server:
         arguments = hostile.parse(["--count", "300", "--seed", "7", "--limit-s", "60"])
         report = hostile.run(server.url, server.process.pid, arguments)
         assert not report.wrong, "\n".join(report.wrong)
@@ -41,8 +40,6 @@ def test_a_small_run(tmp_path: Path) -> None:
             head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
             forged = "x-request-id: a\x9b31m b\r\nauthorization: Bearer SECRET-5\r\nuser-agent: SECRET-6\x9b\r\n"
             hostile.ask(server.url, f"{head}{forged}content-length: {len(data)}\r\n\r\n".encode("latin-1") + data)
-    finally:
-        assert server.stop() == 0
     log = server.log.read_bytes().decode()
     assert log.replace("\n", "").isprintable(), "a control character has reached the log"
     assert "SECRET-4" in log and not re.search("SECRET-[12356]", log), "only the path is logged"

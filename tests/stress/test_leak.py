@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from pagewire.tests.stress import leak
-from pagewire.tests.stress.client import MB, Holding, holding
+from pagewire.tools.servers import MB, Holding, holding
 
 # Serves a request for each line. Everyone keeps 8 MB of what comes first, as a cache does.
 SERVER = """
