@@ -115,10 +115,12 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL to all of its processes."""
-        for process in descendants(self.process, itself=True):
+        those = descendants(self.process, itself=True)
+        for process in those:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+        _left_of(those)
 
     def close(self) -> None:
         """`kill`, for good."""
