@@ -58,7 +58,7 @@ def test_a_killed_process_costs_a_pause(server: Server, streams: chaos.Experimen
 
 @pytest.mark.long
 def test_a_frozen_worker_is_replaced(tmp_path: Path) -> None:
-    """By the benchmark itself, which ends with an error if anything is lost or changed."""
+    """By the program itself, which ends with an error if anything is lost or changed."""
     flags = ["--kinds", "worker", "--signals", "STOP", "--rounds", "1", "--hang-timeout", str(HANG_S)]
     size = ["--streams", str(STREAMS), "--tokens", str(TOKENS)]
     chaos.main([*flags, *size, "--json", str(tmp_path / "chaos.json"), "--plots", str(tmp_path)])
