@@ -19,12 +19,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...engine.weights.source import DEMO_MODEL
+from ...tools.servers import Server, ServerError
 
 LIMIT_S = 10.0
 SERVE_LIMIT_S = 60.0  # of the command, which imports much, beside whatever else the machine does
@@ -357,23 +358,14 @@ class Judge:
 
 
 def serve(folder: Path) -> Verdict:
-    """Gives a folder to `pagewire serve` and waits for its end, or for its port."""
-    command = [sys.executable, "-m", "pagewire", "serve", str(folder), "--port", "0", "--threads", "1"]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        deadline = time.monotonic() + SERVE_LIMIT_S
+    """Gives a folder to `pagewire serve` and waits for its end, or until it is ready."""
+    with closing(Server(None, str(folder))) as server:
         try:
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-                log.seek(0)
-                if "listening on" in log.read():
-                    return Verdict("served")
-            log.seek(0)
-            text = log.read()
-        finally:
-            with suppress(ProcessLookupError):
-                process.terminate()
-            code = process.wait(30)
+            server.wait_ready(timeout_s=SERVE_LIMIT_S)
+            return Verdict("served")
+        except ServerError:
+            text = server.log.read_text()
+            code = server.stop()
     if code != 2 or not text.startswith("pagewire: "):
         return Verdict("hangs" if code == 0 else f"ends with {code}", text[-1000:])
     return Verdict("refused", text.removeprefix("pagewire: ").rstrip("\n"))
