@@ -135,8 +135,11 @@ class Server:
             raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with suppress(*[] if kind is None else [ServerError]):  # which would hide what went wrong before
+        try:
             self._end(must_be_zero=True)
+        except ServerError:
+            if kind is None:  # or it would hide what went wrong before
+                raise
 
     # ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────
 
