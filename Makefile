@@ -8,7 +8,7 @@ ARGS ?=
 # pip's own compilation of .pyc files must not be switched off, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve check test test-long test-clients test-agents test-browser lint types bench kernels docs dist clean
+.PHONY: help serve check test test-long test-clients test-agents test-browser lint types bench stress kernels docs dist clean
 
 help:
 	@echo "make serve   start the server on the demo model and print a curl line to try"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-agents   the tests with coding agents, which it installs: 640 MB"
 	@echo "make test-browser  the web page's tests, with playwright and the machine's Chromium"
 	@echo "make bench   the benchmarks, into bench/results/"
+	@echo "make stress  the programs that try to break a server, into tests/stress/results/"
 	@echo "make kernels compiled Triton kernels, which make dist then puts into the wheel"
 	@echo "make docs    the documentation as a site, into build/site"
 	@echo "make dist    wheel and sdist, into dist/, and checks them: it installs the wheel and serves with it"
@@ -73,7 +74,13 @@ test-browser: $(VENV)/.dev
 	$(BIN)/python -m pytest -m browser $(ARGS)
 
 bench: $(VENV)/.dev
-	for bench in offline invariance serve frontend route startup scheduler long_prompt policies kv_tiers accuracy speculation metrics embeddings overload abuse leak chaos; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
+	for bench in serve serve.frontend serve.route serve.startup serve.metrics engine.offline engine.invariance \
+		engine.scheduler engine.long_prompt engine.policies engine.kv_tiers engine.accuracy engine.speculation \
+		engine.embeddings; do $(BIN)/python -m pagewire.bench.$$bench || exit; done
+
+stress: $(VENV)/.dev
+	for program in hostile hostile_models overload abuse leak chaos; do \
+		$(BIN)/python -m pagewire.tests.stress.$$program || exit; done
 
 kernels: $(VENV)/.dev
 	for arch in 80 89 90; do \

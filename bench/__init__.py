@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m pagewire.bench.offline`, `python -m pagewire.bench.serve`."""
+"""What measures speed, by subject: `serve` over HTTP, `engine` without it, `gpu`, and `peers` beside other engines."""

@@ -69,9 +69,7 @@ class Decoding(Generic[M]):
 
     def undecodable(self, data: bytes | memoryview, error: Exception) -> None:
         if self.num_undecodable == 0:
-            log.warning(
-                "dropped %d bytes that are not a message (%s); more are only counted", len(data), error
-            )
+            log.warning("dropped %d bytes that are not a message (%s); more are only counted", len(data), error)
         self.num_undecodable += 1
 
 

@@ -80,7 +80,8 @@ def make_checkpoint(
     config = getattr(transformers, config_class)(**{**COMMON, **own, **changes})
     generator_state = torch.get_rng_state()
     torch.manual_seed(len(kind))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model_class: Any = transformers.AutoModelForCausalLM
+    model = model_class.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # zero by default, which would hide a bias in the wrong place
@@ -94,7 +95,7 @@ def make_checkpoint(
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of this folder, with its plain attention."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval()
 
 

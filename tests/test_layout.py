@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -123,7 +124,19 @@ def test_the_typing_folder_mirrors_the_root() -> None:
     wanted = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
     wanted |= {path.name for path in ROOT.glob("*.py")} | {"py.typed"}
     assert wanted <= tree
-    assert all((ROOT / ".typing" / "pagewire" / name).exists() for name in tree), "a dangling link"
+    links = [path for path in (ROOT / ".typing").rglob("*") if path.is_symlink()]
+    assert ROOT / ".typing" / "pagewire" / "tests" / "stress" in links
+    assert all(path.exists() for path in links), "a dangling link"
+
+
+def test_the_makefile_names_programs_that_exist_and_every_stress_program() -> None:
+    loops = dict(re.findall(r"for (bench|program) in ([\w. \\\n\t]+); do", (ROOT / "Makefile").read_text()))
+    benchmarks, programs = (loops[name].replace("\\", "").split() for name in ("bench", "program"))
+    for name in benchmarks:
+        path = ROOT / "bench" / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
+    stress = (ROOT / "tests" / "stress").glob("*.py")
+    assert set(programs) == {path.stem for path in stress if "ArgumentParser" in path.read_text()}
 
 
 @cache

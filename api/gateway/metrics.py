@@ -2,7 +2,7 @@
 
 Names follow vLLM's where it has such a metric; `--metrics-prefix vllm` gives them its prefix. The text of each is what
 the generated reference says of it (`tools/reference.py`). The page is written by hand: the library takes 4 ms and more
-for these 600 lines, in which no stream of this process would move (`bench/metrics.py`).
+for these 600 lines, in which no stream of this process would move (`bench/serve/metrics.py`).
 """
 
 from collections.abc import Iterable, Mapping

@@ -3,7 +3,6 @@
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from ...config.config import Config
 from ...engine.runner.runner import Runner
 from ...procs.prepare import prepare
 from ...tools.make_checkpoint import make_checkpoint
-from ..peers.openai_server import MODEL, Server
+from ...tools.servers import PAGEWIRE
+from ..peers.openai_server import MODEL, OpenAiServer
 from .figures import Figure, SkippedError
 from .setting import Setting
 from .throughput import offline_rate, requests
@@ -28,12 +28,12 @@ _ROOM = 20 << 30  # bytes that a checkpoint of 8 billion bfloat16 weights needs
 
 
 @contextmanager
-def serving(setting: Setting, folder: Path, *flags: str) -> Iterator[Server]:
+def serving(setting: Setting, folder: Path, *flags: str) -> Iterator[OpenAiServer]:
     """A server of this checkout, started and not waited for."""
     device = setting.choose("cuda", "cpu")
-    command = [sys.executable, "-m", "pagewire", "serve", str(folder), "--served-model-name", MODEL]
+    command = [*PAGEWIRE, "serve", str(folder), "--served-model-name", MODEL]
     command += ["--device", device, "--dtype", "bfloat16", "--no-enable-prefix-caching", *flags]
-    server = Server(lambda port: [*command, "--port", str(port)], setting.scratch / "server.log")
+    server = OpenAiServer(command, setting.scratch / "server.log")
     try:
         yield server
     finally:

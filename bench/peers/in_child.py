@@ -1,5 +1,6 @@
 """A peer without a server: its Python API in a child process, in the environment where it is installed."""
 
+import contextlib
 import json
 import os
 import selectors
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from .base import RUN_TIMEOUT_S, START_TIMEOUT_S, Load, PeerError, Request, Stream
-from .process_tree import ProcessTree
 
 # Makes this folder a package of its own in an interpreter that has no pagewire, and calls one module's `child`.
 _BOOT = """
@@ -37,23 +37,28 @@ class InChild:
     """A started child that runs `child` of a module of this folder."""
 
     def __init__(self, python: str, module: str, load: Load) -> None:
+        from .process_tree import ProcessTree  # the child imports this file, and has neither psutil nor pagewire
+
         settings = [str(load.converted), str(load.num_streams), str(load.max_len), str(load.kv_bytes)]
         command = [python, "-P", "-c", _BOOT, str(Path(__file__).parent.resolve()), module, *settings]
-        self._stopped = False
         self._rest = b""
-        self.meter = ProcessTree(command, load.log, pipes=True)
+        self._log = load.log
+        load.log.parent.mkdir(parents=True, exist_ok=True)
+        with load.log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+        self.meter = ProcessTree(self._process)
 
     def wait_ready(self) -> None:
         self._receive(START_TIMEOUT_S)
 
     def run(self, requests: Sequence[Request]) -> list[Stream]:
         line = json.dumps([[request.prompt, request.num_tokens] for request in requests])
+        assert self._process.stdin is not None
         try:
-            self.meter.to.write(line.encode() + b"\n")
-            self.meter.to.flush()
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
         except BrokenPipeError:
-            self.meter.check_alive()
-            raise PeerError(f"it closed its input; {self.meter.log_tail()}") from None
+            raise self._error("it closed its input") from None
         answer = self._receive(RUN_TIMEOUT_S)
         streams = [Stream(0.0, times, len(times)) for times in answer["times"]]
         for stream, request in zip(streams, requests, strict=True):
@@ -62,24 +67,32 @@ class InChild:
         return streams
 
     def stop(self) -> None:
-        if not self._stopped:
-            self._stopped = True
-            self.meter.end()
+        from ...tools.servers import end
+
+        self.meter.close()
+        with contextlib.suppress(BrokenPipeError), self._process:  # which closes the pipes
+            end(self._process, self.meter.seen)
+
+    def _error(self, what: str) -> PeerError:
+        from ...tools.servers import log_tail
+
+        return PeerError(f"{what}; {log_tail(self._log)}")
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         """The next line. Raises PeerError."""
         deadline = time.monotonic() + timeout_s
+        assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
-            selector.register(self.meter.back, selectors.EVENT_READ)
+            selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._rest:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise PeerError(f"it did not answer within {timeout_s:g} s; {self.meter.log_tail()}")
-                data = os.read(self.meter.back.fileno(), 1 << 20)
+                    raise self._error(f"it did not answer within {timeout_s:g} s")
+                data = os.read(self._process.stdout.fileno(), 1 << 20)
                 if not data:
-                    raise PeerError(f"it ended; {self.meter.log_tail()}")
+                    raise self._error("it ended")
                 self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise PeerError(f"{answer['error']}; {self.meter.log_tail()}")
+            raise self._error(answer["error"])
         return answer

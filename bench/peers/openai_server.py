@@ -6,11 +6,9 @@ can of the machine that it measures.
 
 import asyncio
 import json
-import socket
 import time
-import urllib.request
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -18,67 +16,50 @@ from typing import cast
 
 import uvloop
 
+from ...tools.servers import HOST, Server, ServerError, end, log_tail
 from .base import RUN_TIMEOUT_S, START_TIMEOUT_S, PeerError, Request, Stream
 from .process_tree import ProcessTree
 
 MODEL = "bench"  # the name that servers are told to give the model
 _DONE = b"data: [DONE]"
-_HOST = "127.0.0.1"
 
 
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
+class OpenAiServer:
+    """`command` gets a `--port`; `/health` answers 200 once it is ready."""
 
-
-class Server:
-    """`command` makes the command line for a port; `/health` answers 200 once it is ready."""
-
-    def __init__(
-        self, command: Callable[[int], Sequence[str]], log: Path, environment: Mapping[str, str] | None = None
-    ) -> None:
-        self._port = free_port()
-        self._stopped = False
-        self.meter = ProcessTree(command(self._port), log, environment=environment)
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._server = Server(log.with_suffix(""), command=command, environment=environment, cwd=Path())
+        self.meter = ProcessTree(self._server.process)
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._healthy():
-            self.meter.check_alive()
-            if time.monotonic() > deadline:
-                raise PeerError(f"it was not ready within {START_TIMEOUT_S:g} s; {self.meter.log_tail()}")
-            time.sleep(0.02)
+        try:
+            self._server.wait_ready("/health", START_TIMEOUT_S)
+        except ServerError as error:
+            raise PeerError(str(error)) from None
 
     def run(self, requests: Sequence[Request]) -> list[Stream]:
         try:
             return uvloop.run(self._all(requests))
         except TimeoutError:
             raise PeerError(
-                f"{len(requests)} requests took more than {RUN_TIMEOUT_S:g} s; {self.meter.log_tail()}"
+                f"{len(requests)} requests took more than {RUN_TIMEOUT_S:g} s; {log_tail(self._server.log)}"
             ) from None
         except OSError as error:
-            raise PeerError(f"it could not be reached: {error}; {self.meter.log_tail()}") from error
+            raise PeerError(f"it could not be reached: {error}; {log_tail(self._server.log)}") from error
 
     def stop(self) -> None:
-        if not self._stopped:
-            self._stopped = True
-            self.meter.end()
-
-    def _healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://{_HOST}:{self._port}/health", timeout=2) as response:
-                return bool(response.status == 200)
-        except OSError:
-            return False
+        self.meter.close()
+        end(self._server.process, self.meter.seen)
+        self._server.close()
 
     async def _all(self, requests: Sequence[Request]) -> list[Stream]:
         loop = asyncio.get_running_loop()
         clients = [_Client(_request_bytes(request), loop.create_future()) for request in requests]
         try:
             async with asyncio.timeout(RUN_TIMEOUT_S):
-                await asyncio.gather(*(loop.create_connection(partial(_same, c), _HOST, self._port) for c in clients))
+                await asyncio.gather(
+                    *(loop.create_connection(partial(_same, c), HOST, self._server.port) for c in clients)
+                )
                 await asyncio.gather(*(client.ended for client in clients))
         finally:
             for client in clients:
@@ -133,7 +114,7 @@ def _request_bytes(request: Request) -> bytes:
             "stream_options": {"include_usage": True},
         }
     ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {_HOST}\r\nContent-Type: application/json\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from .base import Load
 from .gguf_file import convert_to_gguf
 from .in_child import has_modules
-from .openai_server import MODEL, Server
+from .openai_server import MODEL, OpenAiServer
 
 
 class LlamaServer:
@@ -33,13 +33,13 @@ class LlamaServer:
     def convert(self, folder: Path) -> Path:
         return convert_to_gguf(folder)
 
-    def start(self, load: Load) -> Server:
-        return Server(lambda port: self.command(load, port), load.log)
+    def start(self, load: Load) -> OpenAiServer:
+        return OpenAiServer(self.command(load), load.log)
 
-    def command(self, load: Load, port: int) -> list[str]:
-        """The command line."""
+    def command(self, load: Load) -> list[str]:
+        """The command line, to which a port is added."""
         context = load.num_streams * load.max_len  # it is divided by the number of slots
         return [
             *(self._program, "--model", str(load.converted), "--alias", MODEL, "--host", "127.0.0.1"),
-            *("--port", str(port), "--ctx-size", str(context), "--parallel", str(load.num_streams)),
+            *("--ctx-size", str(context), "--parallel", str(load.num_streams)),
         ]

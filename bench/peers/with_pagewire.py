@@ -1,11 +1,11 @@
 """pagewire itself: `pagewire serve`, as anyone would start it."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...tools.servers import PAGEWIRE
 from .base import Load
-from .openai_server import MODEL, Server
+from .openai_server import MODEL, OpenAiServer
 
 
 class Pagewire:
@@ -21,14 +21,14 @@ class Pagewire:
     def convert(self, folder: Path) -> Path:
         return folder
 
-    def start(self, load: Load) -> Server:
-        return Server(lambda port: self.command(load, port), load.log)
+    def start(self, load: Load) -> OpenAiServer:
+        return OpenAiServer(self.command(load), load.log)
 
-    def command(self, load: Load, port: int) -> list[str]:
-        """The command line."""
+    def command(self, load: Load) -> list[str]:
+        """The command line, to which a port is added."""
         return [
-            *(sys.executable, "-m", "pagewire", "serve", str(load.folder)),
-            *("--port", str(port), "--served-model-name", MODEL, "--device", "cpu"),
+            *(*PAGEWIRE, "serve", str(load.folder)),
+            *("--served-model-name", MODEL, "--device", "cpu"),
             *("--max-model-len", str(load.max_len), "--kv-cache-memory", str(load.kv_bytes)),
             *self._flags,
         ]

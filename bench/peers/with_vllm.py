@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .base import Load
 from .in_child import has_modules
-from .openai_server import MODEL, Server
+from .openai_server import MODEL, OpenAiServer
 
 
 class Vllm:
@@ -29,19 +29,19 @@ class Vllm:
     def convert(self, folder: Path) -> Path:
         return folder
 
-    def start(self, load: Load) -> Server:
+    def start(self, load: Load) -> OpenAiServer:
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, load.kv_bytes >> 30)),  # GiB
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        return Server(lambda port: self.command(load, port), load.log, environment)
+        return OpenAiServer(self.command(load), load.log, environment)
 
-    def command(self, load: Load, port: int) -> list[str]:
-        """The command line."""
+    def command(self, load: Load) -> list[str]:
+        """The command line, to which a port is added."""
         return [
             *(self._python, "-m", "vllm.entrypoints.cli.main", "serve", str(load.folder)),
-            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
+            *("--host", "127.0.0.1", "--served-model-name", MODEL),
             *("--max-model-len", str(load.max_len), "--max-num-seqs", str(load.num_streams)),
             *("--enable-prefix-caching", "--disable-uvicorn-access-log", *self._flags),
         ]

@@ -1,4 +1,4 @@
-"""Options of launches that were measured to be the best. `python -m pagewire.bench.tune --write` writes the table.
+"""Options of launches that were measured to be the best. `python -m pagewire.bench.gpu.tune --write` writes the table.
 
 What is not in it goes by the rules in the kernels' own files. The table is part of the program: the order of a sum
 follows from it, so it must be the same wherever the same bits are wanted, and nothing is measured while requests wait.

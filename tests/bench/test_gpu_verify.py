@@ -15,7 +15,7 @@ from pagewire.bench.gpu.figures import Figure, Outcome
 from pagewire.bench.gpu.parts import PARTS, Part
 from pagewire.bench.gpu.report import as_json, as_markdown
 from pagewire.bench.gpu.timeline import Interval, busy_us, read_trace, step_gaps_us
-from pagewire.bench.tune import TABLE, rewritten
+from pagewire.bench.gpu.tune import TABLE, rewritten
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton here")
@@ -70,7 +70,11 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_the_tuner_tries_and_writes_no_table(tmp_path: Path) -> None:
     before = TABLE.read_text()
     script = str(ROOT / ".typing")
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {script!r}); from pagewire.bench import tune;"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {script!r}); from pagewire.bench.gpu import tune;",
+    ]
     command[-1] += f"tune.main(['--smoke', '--out', {str(tmp_path)!r}])"
     done = run(*command)
     assert done.returncode == 0, done.stderr

@@ -239,7 +239,7 @@ def test_nobody_there(address: str) -> None:
 
 def test_other_machines_need_the_key(tmp_path: Path) -> None:
     async def scenario() -> None:
-        from servers import free_port
+        from pagewire.tools.servers import free_port
 
         address = f"tcp://127.0.0.1:{free_port()}"
         keys = read_keys(tmp_path / "key")

@@ -1,19 +1,19 @@
 """A server that is started once for all tests that do it no harm, and servers of a test's own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from defaults import DEFAULTS, machine
-from servers import Server
+
+from pagewire.tools.servers import SERVE, Server
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server with the demo model for all tests that do it no harm."""
-    server = Server(tmp_path_factory.mktemp("server")).wait_ready()
-    yield server
-    assert server.stop() == 0, server.log.read_text()
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module", params=DEFAULTS)
@@ -35,13 +35,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers that end with the test."""
     servers: list[Server] = []
 
-    def start_one(*flags: str, **more: object) -> Server:
-        server = Server(tmp_path / f"run{len(servers)}", *flags, **more)  # type: ignore[arg-type]
-        servers.append(server)
-        return server
+    def start_one(*flags: str, command: Sequence[str] = SERVE) -> Server:
+        servers.append(Server(tmp_path / f"run{len(servers)}", *flags, command=command))
+        return servers[-1]
 
     yield start_one
     for server in servers:
-        if server.process.poll() is None:
-            server.process.kill()
-        server.stop()
+        server.close()

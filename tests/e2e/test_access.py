@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from servers import START_TIMEOUT_S, Server, wait_until
+
+from pagewire.tools.servers import START_TIMEOUT_S, Server, wait_until
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import ROOT, Server
+
+from pagewire.tools.servers import ROOT, Server
 
 AGENTS = Path(__file__).parent / "agents" / "node_modules"
 CLAUDE = AGENTS / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs"  # works without npm's install scripts
@@ -35,9 +36,8 @@ pytestmark = [
 def agents_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("agents")
     (folder / "last.jinja").write_text(TEMPLATE)
-    server = Server(folder, "--chat-template", str(folder / "last.jinja")).wait_ready()
-    yield server
-    assert server.stop() == 0, server.log.read_text()
+    with Server(folder, "--chat-template", str(folder / "last.jinja")) as server:
+        yield server
 
 
 def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:

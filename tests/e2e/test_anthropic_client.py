@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from servers import Server
+
+from pagewire.tools.servers import Server
 
 anthropic: Any = pytest.importorskip("anthropic", reason="make test-clients installs it")
 

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 
 import httpx
-from servers import Server
+
+from pagewire.tools.servers import Server
 
 NUM = 12
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from servers import Server, wait_until
+
+from pagewire.tools.servers import Server, wait_until
 
 pytestmark = pytest.mark.e2e
 QUESTION = [{"role": "user", "content": "Count from 1 to 5"}]
@@ -177,4 +178,4 @@ def test_bad_requests_get_one_clear_error(
         error = json.loads(answer.read())["error"]
     assert error["code"] == code or code is None
     assert isinstance(error["message"], str) and len(error["message"]) > 10 and "Traceback" not in error["message"]
-    assert server.healthy()
+    assert server.answers("/health")

@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from servers import ROOT, Server
+
+from pagewire.tools.servers import ROOT, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.clients]
 NODE = ROOT / "tests" / "e2e" / "node"

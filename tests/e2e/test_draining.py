@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from servers import Server, wait_until
+
+from pagewire.tools.servers import Server, wait_until
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Server]

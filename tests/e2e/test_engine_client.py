@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 from defaults import COMPILED, TORCH
-from servers import ROOT, Server, wait_until
 
 from pagewire import LLM, EngineClient, SamplingParams
 from pagewire.client.engine_client import Generation
 from pagewire.engine.text.tokenizer import load_tokenizer
 from pagewire.errors import RequestError, StartError
 from pagewire.ipc.messages import Constraint, Limits, Sampling
+from pagewire.tools.servers import ROOT, Server, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -44,9 +44,8 @@ def address() -> Iterator[str]:
     """Of a server's engine."""
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         address = f"ipc://{folder}/engine"
-        server = Server(Path(folder) / "server", "--client-address", address, "--kv-cache-memory", "64M").wait_ready()
-        yield address
-        assert server.stop() == 0
+        with Server(Path(folder) / "server", "--client-address", address, "--kv-cache-memory", "64M"):
+            yield address
         assert not Path(folder, "engine").exists()
 
 
@@ -148,8 +147,9 @@ def test_launched_by_hand(tmp_path: Path, expected: list[list[int]]) -> None:
 
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         address = f"ipc://{folder}/engine"
-        command = ("-m", "pagewire.procs.launch", "--actors", "core,grammar,worker", "--client-address", address)
-        server = Server(tmp_path, "--kv-cache-memory", "64M", command=command)
+        launch = (sys.executable, "-m", "pagewire.procs.launch", "--threads", "1")
+        flags = ("--actors", "core,grammar,worker", "--client-address", address, "--kv-cache-memory", "64M")
+        server = Server(tmp_path, *flags, command=launch)
         try:
             asyncio.run(scenario(address))
         finally:

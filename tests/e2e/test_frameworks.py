@@ -13,7 +13,8 @@ from typing import Any
 
 import openai
 import pytest
-from servers import Server
+
+from pagewire.tools.servers import Server
 
 # Neither may ask the network for anything.
 os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "LOGFIRE_SEND_TO_LOGFIRE": "false"}

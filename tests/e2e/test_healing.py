@@ -1,4 +1,4 @@
-"""Processes die and hang beneath open streams, and nothing of these is lost: the small version of `bench.chaos`."""
+"""Processes die and hang beneath open streams, and no stream is lost: the small version of `stress.chaos`."""
 
 import asyncio
 import json
@@ -9,17 +9,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from defaults import NARROW, TORCH, machine
-from servers import ROOT, Server, wait_until
 
-from pagewire.bench import chaos
-from pagewire.bench.chaos_streams import requests
+from pagewire.tests.stress import chaos
+from pagewire.tests.stress.chaos_streams import requests
+from pagewire.tools.servers import ROOT, Server, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -28,7 +28,7 @@ HANG_S = 2.0
 POISON_LEN = 700  # far beyond what the streams reach
 
 
-def experiment(server: chaos.Server, *, streams: int = STREAMS) -> chaos.Experiment:
+def experiment(server: Server, *, streams: int = STREAMS) -> chaos.Experiment:
     """One that knows what its streams are told when nothing happens."""
     found = chaos.Experiment(requests(streams, TOKENS), HANG_S, TOKENS, random.Random(1))
     asyncio.run(found.undisturbed(server))
@@ -36,21 +36,21 @@ def experiment(server: chaos.Server, *, streams: int = STREAMS) -> chaos.Experim
 
 
 @pytest.fixture(scope="module")
-def server(default: str) -> Iterator[chaos.Server]:
-    with ExitStack() as stack:
-        with machine(default):
-            server = stack.enter_context(chaos.serving([]))
+def server(default: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with machine(default):
+        server = Server(tmp_path_factory.mktemp("server"))
+    with server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def streams(server: chaos.Server) -> chaos.Experiment:
+def streams(server: Server) -> chaos.Experiment:
     return experiment(server)
 
 
 # Five kinds, because a sixth death within a minute ends a server.
 @pytest.mark.parametrize("kind", ["tokenizer", "detokenizer", "core", "grammar", "api"])
-def test_a_killed_process_costs_a_pause(server: chaos.Server, streams: chaos.Experiment, kind: str) -> None:
+def test_a_killed_process_costs_a_pause(server: Server, streams: chaos.Experiment, kind: str) -> None:
     figures = asyncio.run(streams.round(server, kind, signal.SIGKILL))
     assert streams.complaints == []
     assert figures["open"] > 0 and (figures["newcomers"] > 0 or figures["newcomers refused"] > 0)
@@ -58,7 +58,7 @@ def test_a_killed_process_costs_a_pause(server: chaos.Server, streams: chaos.Exp
 
 @pytest.mark.long
 def test_a_frozen_worker_is_replaced(tmp_path: Path) -> None:
-    """By the benchmark itself, which ends with an error if anything is lost or changed."""
+    """By the program itself, which ends with an error if anything is lost or changed."""
     flags = ["--kinds", "worker", "--signals", "STOP", "--rounds", "1", "--hang-timeout", str(HANG_S)]
     size = ["--streams", str(STREAMS), "--tokens", str(TOKENS)]
     chaos.main([*flags, *size, "--json", str(tmp_path / "chaos.json"), "--plots", str(tmp_path)])
@@ -69,7 +69,7 @@ def test_a_frozen_worker_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("default", [TORCH], indirect=True)
-def test_the_instrument_notices_what_is_not_the_same(server: chaos.Server, streams: chaos.Experiment) -> None:
+def test_the_instrument_notices_what_is_not_the_same(server: Server, streams: chaos.Experiment) -> None:
     """Another seed, another temperature, one token less: each is seen."""
     for change in ({"seed": 5, "temperature": 1.0}, {"max_tokens": TOKENS - 1}, {"stream_options": {}}):
         asked = [
@@ -98,11 +98,10 @@ def test_too_many_deaths_end_the_server(start: Callable[..., Server]) -> None:
     assert log.count(" s  tokenizer was killed by SIGKILL") == 6
 
 
-def ask(server: chaos.Server, prompt: list[int]) -> tuple[int, dict[str, Any]]:
+def ask(server: Server, prompt: list[int]) -> tuple[int, dict[str, Any]]:
     """Status and body."""
     body = json.dumps({"prompt": prompt, "max_tokens": 4}).encode()
-    url = f"http://{server.host}:{server.port}/v1/completions"
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, json.load(response)
@@ -110,11 +109,11 @@ def ask(server: chaos.Server, prompt: list[int]) -> tuple[int, dict[str, Any]]:
         return error.code, json.load(error)
 
 
-def test_a_request_that_kills_fails_alone(on_default: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_kills_fails_alone(on_default: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = f"{ROOT / 'tests'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     monkeypatch.setenv("PYTHONPATH", path)
     poison = [300 + i % 100 for i in range(POISON_LEN)]
-    with chaos.serving(["--extension", f"suicidal_attention:Suicidal,context={POISON_LEN}"]) as server:
+    with Server(tmp_path, "--extension", f"suicidal_attention:Suicidal,context={POISON_LEN}") as server:
         streams = experiment(server, streams=8)
 
         async def beside() -> tuple[list[chaos.Answer], tuple[int, dict[str, Any]]]:
@@ -125,16 +124,16 @@ def test_a_request_that_kills_fails_alone(on_default: str, monkeypatch: pytest.M
             await asyncio.gather(*reads)
             return answers, told
 
-        worker = server.victim("worker")
+        worker = server.of_kind("worker")[0]
         answers, (status, told) = asyncio.run(beside())
         assert [answer.failure for answer in answers] == [""] * 8
         if on_default != NARROW:
             assert [a.difference(b) for a, b in zip(answers, streams.expected, strict=True)] == [""] * 8
         assert status == 500 and "died twice" in told["error"]["message"]
-        wait_until(lambda: server.has("worker"), "the killed one is replaced", timeout_s=60)
-        survivor = server.victim("worker")
+        wait_until(lambda: bool(server.of_kind("worker")), "the killed one is replaced", timeout_s=60)
+        survivor = server.of_kind("worker")[0]
         assert survivor.pid != worker.pid
 
         assert ask(server, poison) == (status, told)
-        assert server.victim("worker") == survivor
+        assert server.of_kind("worker")[0] == survivor
         assert ask(server, poison[: POISON_LEN // 2])[0] == 200

@@ -2,11 +2,13 @@
 
 import asyncio
 import shutil
+import sys
 from collections.abc import Iterator
 
 import httpx
 import pytest
-from servers import ROOT, Server
+
+from pagewire.tools.servers import ROOT, SERVE, Server
 
 TEMPLATE = """{%- set text = messages[-1].content -%}{%- set n = messages | length -%}
 {%- if text == 'loop' -%}{%- for i in range(99999) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}
@@ -27,12 +29,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     for name in ("torch.py", "jinja2.py", "llguidance.py", "sitecustomize.py"):  # it may be started in a model's folder
         (folder / name).write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
-    command = ("-P", "-m", "pagewire", "serve")  # which is what the installed command does
-    server = Server(folder, str(folder / "model"), "--trust-request-chat-template", command=command)
-    try:
-        yield server.wait_ready()
-    finally:
-        assert server.stop() == 0, server.log.read_text()
+    command = (sys.executable, "-P", *SERVE[1:])  # which is what the installed command does
+    with Server(folder, str(folder / "model"), "--trust-request-chat-template", command=command) as server:
+        yield server
     assert not (folder / "ran").exists(), "code of the working folder was run"
 
 

@@ -8,9 +8,9 @@ import openai
 import pytest
 import zmq
 from defaults import NARROW
-from servers import Server, wait_until
 
 from pagewire.cli import main
+from pagewire.tools.servers import Server, wait_until
 
 pytestmark = pytest.mark.e2e
 

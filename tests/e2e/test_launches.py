@@ -5,20 +5,21 @@ import http.client
 import json
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from servers import Server, free_port, wait_until
 
 from pagewire.procs.topology import ACTORS
+from pagewire.tools.servers import Server, free_port, wait_until
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Server]
 Launches = Callable[..., tuple[Server, Server]]
-COMMAND = ("-m", "pagewire.procs.launch")
+COMMAND = (sys.executable, "-m", "pagewire.procs.launch", "--threads", "1")
 HANG_S = 3
 END_S = (
     60.0  # within which everything has to have ended: HANG_S and a second or two, on a machine with nothing else to do
@@ -156,7 +157,7 @@ def test_an_end_in_order_of_one_launch_drains_the_engine(launches: Launches) -> 
     stream = opened(door, "/v1/completions", max_tokens=1500)
     engine.process.send_signal(signal.SIGTERM)
     wait_until(lambda: not is_ready(door), "the other launch drains", END_S)
-    assert door.healthy(), "who drains must not be killed"
+    assert door.answers("/health"), "who drains must not be killed"
     *_, last, done = stream.events()
     assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "length"
     ends_with(engine, 0)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from servers import ROOT, Server, free_port, wait_until
+
+from pagewire.tools.servers import ROOT, Server, free_port, wait_until
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Server]
@@ -221,7 +222,7 @@ def test_a_port_in_use_gives_one_sentence(start: Start) -> None:
 def test_the_parts_run_on_two_launches_over_tcp(start: Start, tmp_path: Path) -> None:
     ports = {name: free_port() for name in ACTORS}
     addresses = [f"{name}=tcp://127.0.0.1:{port}" for name, port in ports.items()]
-    launch = ("-m", "pagewire.procs.launch")
+    launch = (sys.executable, "-m", "pagewire.procs.launch", "--threads", "1")
     common = ["--key-file", str(tmp_path / "key"), "--address", *addresses]
     engine = start("--actors", "worker,core,grammar", *common, command=launch)
     wait_until(lambda: (tmp_path / "key").exists(), "the key is made")

@@ -12,7 +12,8 @@ import httpx
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
-from servers import ROOT, Server, wait_until
+
+from pagewire.tools.servers import ROOT, Server, wait_until
 
 Start = Callable[..., Server]
 FLAGS = ("--enable-model-swap", "--admin-api-key", "admin", "--kv-cache-memory", "64M")

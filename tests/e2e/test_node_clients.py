@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from servers import Server
+
+from pagewire.tools.servers import Server
 
 FOLDER = Path(__file__).parent / "node"
 pytestmark = [

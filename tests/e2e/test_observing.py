@@ -9,7 +9,8 @@ import httpx
 import pytest
 from collector import Collector, attributes
 from prometheus_client.parser import text_string_to_metric_families
-from servers import Server, wait_until
+
+from pagewire.tools.servers import Server, wait_until
 
 pytestmark = pytest.mark.e2e
 

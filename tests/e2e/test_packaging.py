@@ -1,18 +1,17 @@
 """The wheel and the sdist: what is in them, and that the wheel serves outside the checkout."""
 
-import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
-import urllib.request
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
-from servers import ROOT, free_port, wait_until
+
+from pagewire.tools.servers import ROOT, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -57,39 +56,22 @@ def test_the_sdist_can_be_built_again(dist: Path) -> None:
     assert {"pyproject.toml", "README.md", "engine/core/scheduler.py", "demo_model/model.safetensors"} <= names
 
 
-def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path) -> None:
+def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (wheel,) = dist.glob("*.whl")
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])  # but not its editable pagewire
-    python, port = tmp_path / "venv" / "bin" / "python", free_port()
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    python = tmp_path / "venv" / "bin" / "python"
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     where = subprocess.run(
         [python, "-c", "import pagewire; print(pagewire.__file__)"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=environment,
         check=False,
     )
     assert where.stdout.startswith(str(site)), where.stdout + where.stderr
-    command = [python, "-m", "pagewire", "serve", "--port", str(port)]
-    with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(command, cwd=tmp_path, stderr=log, env=environment)
-
-    def answers() -> bool:
-        assert server.poll() is None, (tmp_path / "log").read_text()
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
-                return bool(response.status == 200)
-        except OSError:
-            return False
-
-    try:
-        wait_until(answers, "the wheel's server answers", 60.0)
-    finally:
-        server.terminate()
-        code = server.wait(20)
-    assert code == 0
+    with Server(tmp_path, command=(str(python), "-m", "pagewire", "serve")) as server:
+        assert server.answers("/v1/models")

@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
-from servers import Server, wait_until
 
 import pagewire
+from pagewire.tools.servers import Server, wait_until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -8,9 +8,9 @@ from typing import Any
 
 import openai
 import pytest
-from servers import Server
 
 from pagewire import LLM, BeamSearchParams
+from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
 QUESTION = [{"role": "user", "content": "Count from 1 to 5"}]

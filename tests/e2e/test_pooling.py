@@ -11,7 +11,8 @@ import numpy as np
 import openai
 import pooling_checkpoints as made
 import pytest
-from servers import Server
+
+from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
 TEXTS = ["the cat sat on the mat", "a", "fish swim fast in the river"]

@@ -11,7 +11,8 @@ from typing import Any
 
 import openai
 import pytest
-from servers import Server
+
+from pagewire.tools.servers import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.clients]
 QUESTION = "Count from 1 to 5"

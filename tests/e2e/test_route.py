@@ -4,38 +4,24 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable
 
-import psutil
 import pytest
 from defaults import NARROW
-from servers import wait_until
 
-from pagewire.bench import route
-from pagewire.bench.route_engines import Process, bodies, differences, read_streams
+from pagewire.bench.serve import route
+from pagewire.bench.serve.route_streams import bodies, differences, read_streams
+from pagewire.tools.servers import ROUTE, Server, is_alive, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-ENGINE = ("serve", "--threads", "1", "--no-access-log", "--kv-cache-memory", "32M")
+Start = Callable[..., Server]
+ENGINE = ("--no-access-log", "--kv-cache-memory", "32M")
 
 
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def start(stack: ExitStack, folder: Path, *command: str) -> Process:
-    process = Process(folder, *command)
-    stack.callback(process.close)
-    return process.start()
-
-
-def test_kill_9_of_a_whole_engine_loses_no_stream(on_default: str, started: ExitStack, tmp_path: Path) -> None:
-    engines = [start(started, tmp_path / f"engine{i}", *ENGINE) for i in range(2)]
+def test_kill_9_of_a_whole_engine_loses_no_stream(on_default: str, start: Start) -> None:
+    engines = [start(*ENGINE) for _ in range(2)]
     urls = ",".join(engine.url for engine in engines)
-    router = start(started, tmp_path / "router", "route", "--engines", urls, "--no-access-log")
+    router = start("--engines", urls, "--no-access-log", command=ROUTE)
     for process in (*engines, router):
         process.wait_ready()
     asked = bodies(16, 80)
@@ -55,8 +41,8 @@ def test_kill_9_of_a_whole_engine_loses_no_stream(on_default: str, started: Exit
 
 
 @pytest.mark.long
-def test_engines_of_one_launch_are_replaced_and_restarted_under_load(started: ExitStack, tmp_path: Path) -> None:
-    launch = start(started, tmp_path, *ENGINE, "--data-parallel-size", "2")
+def test_engines_of_one_launch_are_replaced_and_restarted_under_load(start: Start) -> None:
+    launch = start(*ENGINE, "--data-parallel-size", "2")
     launch.wait_ready()
     asked = bodies(6, 40)
     expected = asyncio.run(read_streams(launch.url, asked, [0]))
@@ -73,16 +59,12 @@ def test_engines_of_one_launch_are_replaced_and_restarted_under_load(started: Ex
 
     os.kill(launch.process.pid, signal.SIGHUP)
     assert asyncio.run(served_until("every engine was started again")) > 2
-    victim = launch.process.children()[0]
+    victim = launch.supervisor.children()[0]
     actors = victim.children()
     victim.kill()
     asyncio.run(served_until("another one is started"))
-    everyone = [*actors, *launch.process.children(recursive=True)]
+    everyone = [*actors, *launch.supervisor.children(recursive=True)]
     started_at = time.monotonic()
     assert launch.stop() == 0, launch.log.read_text()
     assert time.monotonic() - started_at < 20
     wait_until(lambda: not any(is_alive(process) for process in everyone), "nobody is left behind")
-
-
-def is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

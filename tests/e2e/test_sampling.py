@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 from defaults import COMPILED, NARROW, TORCH, machine
-from servers import Server
+
+from pagewire.tools.servers import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -22,8 +23,8 @@ WARNINGS = {
 def served(default: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with machine(default):
         server = Server(tmp_path_factory.mktemp("server"), "--max-num-batched-tokens", "64")
-    yield server.wait_ready()
-    assert server.stop() == 0, server.log.read_text()
+    with server:
+        yield server
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

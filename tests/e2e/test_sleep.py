@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from servers import Server, wait_until
+
+from pagewire.tools.servers import Server, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -39,7 +40,7 @@ def test_a_stream_pauses_while_the_engine_sleeps(start: Callable[..., Server]) -
     }
     assert answer.json()["freed_bytes"] > 60 << 20 and worker.memory_info().rss < awake
     so_far = len(text)
-    assert httpx.get(f"{server.url}/ready").status_code == 503 and server.healthy()
+    assert httpx.get(f"{server.url}/ready").status_code == 503 and server.answers("/health")
     assert httpx.get(f"{server.url}/is_sleeping", headers=ADMIN).json() == {"is_sleeping": True}
     assert not done.wait(0.3) and len(text) <= so_far + 5, "what was on its way"
     assert httpx.post(f"{server.url}/wake_up").status_code == 401

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagewire.bench.startup import BAR, first_answer_s, import_torch_s
+from pagewire.bench.serve.startup import BAR, first_answer_s, import_torch_s
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

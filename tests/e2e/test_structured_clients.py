@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel, Field
-from servers import Server
+
+from pagewire.tools.servers import Server
 
 REASON = "make test-clients installs it"
 anthropic: Any = pytest.importorskip("anthropic", reason=REASON)

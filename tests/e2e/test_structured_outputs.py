@@ -13,7 +13,8 @@ import openai
 import pytest
 import vocabulary
 from json_schemas import check_instance, make_schema
-from servers import Server
+
+from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
 QUESTION = [{"role": "user", "content": "hi"}]
@@ -39,9 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"), str(folder), "--reasoning-parser", "qwen3").wait_ready()
-    yield server
-    assert server.stop() == 0, server.log.read_text()
+    with Server(tmp_path_factory.mktemp("server"), str(folder), "--reasoning-parser", "qwen3") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

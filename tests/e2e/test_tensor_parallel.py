@@ -1,15 +1,16 @@
 """Several ranks serve one model, each a process with its part of the weights: the tokens of one rank."""
 
 import json
+import sys
 import urllib.request
 
 import checkpoints
 import pytest
 import vocabulary
-from servers import free_port, wait_until
 
 from pagewire import LLM, SamplingParams
 from pagewire.config.machine import machine_facts
+from pagewire.tools.servers import free_port, wait_until
 
 pytestmark = pytest.mark.e2e
 PROMPTS = [[5 + i, 9, 40 + 7 * i, 33, 12][: 2 + i % 4] * (1 + 3 * i) for i in range(6)]
@@ -114,7 +115,7 @@ def test_what_only_the_fallback_runs_is_refused_once_for_all_ranks(tmp_path, sta
 def test_the_ranks_may_be_of_two_launches(start, tmp_path):
     names = ("worker", "worker-1", "core", "grammar", "tokenizer", "detokenizer", "api", "ranks")
     addresses = [f"{name}=tcp://127.0.0.1:{free_port()}" for name in names]
-    launch = ("-m", "pagewire.procs.launch")
+    launch = (sys.executable, "-m", "pagewire.procs.launch", "--threads", "1")
     common = ["--tensor-parallel-size", "2", "--key-file", str(tmp_path / "key"), "--address", *addresses]
     first = start("--actors", "worker,core,grammar,tokenizer,detokenizer,api", *common, command=launch)
     wait_until(lambda: (tmp_path / "key").exists(), "the key is made")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from servers import Server, wait_until
 from terminals import Terminal
 
+from pagewire.tools.servers import Server, wait_until
 from pagewire.version import __version__
 
 pytestmark = pytest.mark.e2e

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from servers import ROOT, Server
+
+from pagewire.tools.servers import ROOT, Server
 
 pytestmark = pytest.mark.e2e
 
@@ -21,11 +22,8 @@ def example(name: str, folder: Path, *words: str) -> list[str]:
 
 def test_an_agent_runs_its_tools(tmp_path: Path) -> None:
     question = "What is the weather in Paris?"
-    server = Server(tmp_path / "server").wait_ready()
-    try:
+    with Server(tmp_path / "server") as server:
         user, asked, told, answer = example("agent_with_tools.py", tmp_path, question, "--url", f"{server.url}/v1")
-    finally:
-        assert server.stop() == 0, server.log.read_text()
     assert user == f"user: {question}"
     assert "get_weather" in asked and '"city":"Paris"' in asked.replace(" ", "")
     assert told == 'tool: {"result": "sunny"}'

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 import stat
 import tempfile
 import threading
@@ -22,15 +21,10 @@ from pagewire.ipc.zmq_channel import (
     read_keys,
     remove_run_folder,
 )
+from pagewire.tools.servers import free_port
 
 DEADLINE_S = 10.0
 Pair = tuple[Inbox[object], Callable[[], object]]  # the receiving end, and a maker of sending ends
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(params=["memory", "zmq ipc", "zmq tcp", "zmq tcp with keys"])

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from servers import free_port, wait_until
 
 from pagewire.ipc.messages import Leave, ToTokenizer
 from pagewire.ipc.watch import ZmqWatch
 from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox, read_keys
+from pagewire.tools.servers import free_port, wait_until
 
 SILENCE_S = 1.0
 IDLE = "inbox.wait(1.0)"

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from servers import free_port
 
 from pagewire.config.config import Config
 from pagewire.ipc.messages import Leave
 from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox
 from pagewire.procs.elsewhere import Elsewhere
 from pagewire.procs.topology import ACTORS, RENDEZVOUS, names, receivers
+from pagewire.tools.servers import free_port
 
 
 class Site:

@@ -1,6 +1,6 @@
 """Random histories keep every invariant, cover what they claim to cover, and notice every mutant.
 
-Three thousand here; `python -m tests.sim` plays the ten thousand that a change of the engine's core should be shown."""
+A thousand here; `python -m tests.sim` plays ten thousand, which a change of the engine's core should pass."""
 
 from collections import Counter
 

@@ -4,7 +4,7 @@ import checkpoints
 import pytest
 import torch
 
-from pagewire.bench.step import opened, plan
+from pagewire.bench.engine.step import opened, plan
 from pagewire.config.config import Config
 from pagewire.engine.models.decoder import Decoder
 from pagewire.engine.models.native import NativeDecoder

@@ -1,0 +1,81 @@
+"""What a grammar costs: streams that follow one, and streams beside them that follow none.
+
+`python -m pagewire.bench.engine.constrained` starts an engine without HTTP (core, grammar, worker), lets N free streams
+run alone, beside N more free ones, and beside N that follow a grammar, and prints the time between the tokens of the
+free streams and what the others got. Greedy, so that all of them draw the same number of tokens.
+"""
+
+import argparse
+import asyncio
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from ...client.engine_client import EngineClient, Generation
+from ...ipc.messages import Constraint, Limits, Sampling
+from ..report import Row, machine, percentile, print_table, write_json
+
+GRAMMAR = Constraint("regex", "([a-z]{1,9} )*")
+_PROMPT_LEN = 32
+
+
+async def _arrivals(generation: Generation) -> list[float]:
+    """When its news came, usually a token each."""
+    return [time.perf_counter() async for _ in generation]
+
+
+async def measure(client: EngineClient, num_free: int, num_bound: int, num_tokens: int) -> dict[str, float]:
+    """One run of so many streams, all at once."""
+    started = time.perf_counter()
+    limits, sampling = Limits(num_tokens, ignore_eos=True), Sampling(temperature=0)
+    prompts = [[10 + i, *range(40, 39 + _PROMPT_LEN)] for i in range(num_free + num_bound)]
+    streams = [
+        _arrivals(client.generate(prompt, sampling, limits, constraint=GRAMMAR if i >= num_free else None))
+        for i, prompt in enumerate(prompts)
+    ]
+    times = await asyncio.gather(*streams)
+    gaps = [1000 * (b - a) for times_of_one in times[:num_free] for a, b in pairwise(times_of_one)]
+    figures = {"ITL p50 ms": percentile(gaps, 50), "ITL p99 ms": percentile(gaps, 99)}
+    for kind, those in (("free", times[:num_free]), ("bound", times[num_free:])):
+        if those:
+            figures[f"{kind} tokens/s"] = len(those) * num_tokens / (max(map(max, those)) - started)
+    return figures
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Row]:
+    """All of it, in turns."""
+    num, num_tokens = arguments.streams, arguments.tokens
+    cases = {
+        f"{num} free": (num, 0),
+        f"{num} free beside {num} free": (2 * num, 0),
+        f"{num} free beside {num} bound": (num, num),
+    }
+    rows = {name: Row(name) for name in cases}
+    options = {"threads": arguments.threads, "enable_prefix_caching": False, "max_num_seqs": 2 * num}
+    async with await EngineClient.start(arguments.model, **options) as client:
+        await measure(client, num, num, 16)  # what is loaded with the first grammar is loaded
+        for _ in range(arguments.repeat):
+            for name, (num_free, num_bound) in cases.items():
+                rows[name].add(**await measure(client, num_free, num_bound, num_tokens))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", default="", help="a folder (default: the demo model)")
+    parser.add_argument("--streams", type=int, default=8, help="of each kind")
+    parser.add_argument("--tokens", type=int, default=128, help="of each stream")
+    parser.add_argument("--threads", type=int, default=1, help="of the worker")
+    parser.add_argument("--repeat", type=int, default=5, help="repetitions")
+    parser.add_argument("--json", type=Path, default=Path("bench/results/constrained.json"), help="where to write")
+    arguments = parser.parse_args(argv)
+    facts = machine()
+    rows = asyncio.run(run(arguments))
+    print_table(list(rows.values()))
+    settings = {"streams": arguments.streams, "tokens": arguments.tokens, "threads": arguments.threads}
+    write_json(arguments.json, "constrained", list(rows.values()), facts, settings)
+
+
+if __name__ == "__main__":
+    main()

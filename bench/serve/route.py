@@ -1,0 +1,138 @@
+"""A router in front of two engines: what it costs, and what is lost when a whole engine is killed.
+
+`python -m pagewire.bench.serve.route` first compares streams through the router with streams that go straight to an
+engine with a null worker: tokens a second, CPU time a token of the router, and the time of a request for one token.
+Then it kills an engine with all its processes beneath many streams, half of them greedy and half drawn with a seed,
+starts it again, and so on by turns; every stream must say what it says undisturbed, with the same token ids,
+log-probabilities and usage.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import aiohttp
+
+from ...engine.checkpoint.source import locate
+from ...engine.text.tokenizer import load_tokenizer
+from ...tools.servers import ROUTE, Server, wait_until
+from ..report import Row, machine, print_table, write_json
+from .cheap_client import chat_body
+from .frontend import Engine, plain_ids, serving, stream
+from .route_streams import Body, Told, bodies, differences, read_streams
+
+
+def overhead(*, num_streams: int, num_tokens: int, step_ms: float, num_single: int, repeat: int) -> list[Row]:
+    """The same streams straight to an engine and through a router."""
+    folder, _ = locate("", None)
+    tokenizer = load_tokenizer(folder)
+    ids = plain_ids(tokenizer)
+    text = tokenizer.decode([ids[i % len(ids)] for i in range(num_tokens)])
+    rows = [Row("straight to the engine"), Row("through the router")]
+    with (
+        serving(folder, ids, num_streams=num_streams, step_ms=step_ms) as engine,
+        Server(None, "--engines", engine.url, "--no-access-log", command=ROUTE) as router,
+    ):
+        for i in range(repeat + 1):
+            for row, url in zip(rows, (engine.url, router.url), strict=True):
+                used = row if i else Row("warm up")
+                before = sum(router.supervisor.cpu_times()[:2])
+                stream(Engine(url, engine.processes), used, num_streams=num_streams, num_tokens=num_tokens, text=text)
+                spent = sum(router.supervisor.cpu_times()[:2]) - before
+                used.add(**{"router µs": 1e6 * spent / (num_streams * num_tokens)})
+                used.add(**{"one token ms": asyncio.run(_one_token_ms(url, num_single))})
+    return rows
+
+
+async def _one_token_ms(url: str, num: int) -> float:
+    """The median of so many requests for one token, one after another."""
+    seconds = []
+    headers = {"Content-Type": "application/json"}
+    async with aiohttp.ClientSession() as session:
+        for _ in range(num):
+            started = time.perf_counter()
+            async with session.post(f"{url}/v1/chat/completions", data=chat_body(1), headers=headers) as response:
+                await response.read()
+            seconds.append(time.perf_counter() - started)
+    return 1000 * statistics.median(seconds)
+
+
+def kills(*, num_streams: int, num_tokens: int, num_rounds: int) -> Row:
+    """Engines killed by turns beneath streams. Ends the program with what was wrong, if anything was."""
+    asked = bodies(num_streams, num_tokens)
+    row = Row(f"{num_streams} streams, an engine killed")
+    with ExitStack() as stack:
+        engines = [stack.enter_context(Server()) for _ in range(2)]
+        urls = ",".join(engine.url for engine in engines)
+        with Server(None, "--engines", urls, "--no-access-log", command=ROUTE) as router:
+            expected = asyncio.run(read_streams(engines[0].url, asked, [0]))
+            if wrong := [told.error for told in expected if told.error]:
+                raise SystemExit(f"undisturbed, too: {wrong[0]}")
+            for i in range(num_rounds):
+                victim = engines[i % 2]
+                num_events = sum(map(sum, ([len(text) for text in told.texts] for told in expected)))
+                share = 0.2 + 0.6 * (i % 7) / 7
+                started = time.perf_counter()
+                told = asyncio.run(killed_beneath(router, victim, asked, int(share * num_events)))
+                row.add(seconds=time.perf_counter() - started)
+                if wrong := differences(expected, told):
+                    raise SystemExit(
+                        f"round {i}: {len(wrong)} of {num_streams} streams are wrong:\n" + "\n".join(wrong)
+                    )
+                victim.start().wait_ready()
+                wait_until_all_ready(router, 2)
+            metrics = router.metrics()
+            resumed = metrics["pagewire_router_resumes_total"], metrics["pagewire_router_resumed_tokens_total"]
+            row.add(**{"streams resumed": resumed[0], "tokens resumed": resumed[1]})
+    return row
+
+
+async def killed_beneath(router: Server, victim: Server, asked: Sequence[tuple[str, Body]], after: int) -> list[Told]:
+    """The streams, and the victim killed when so many events have come in."""
+    count = [0]
+    reading = asyncio.ensure_future(read_streams(router.url, asked, count))
+    while count[0] < after and not reading.done():
+        await asyncio.sleep(0.005)
+    await asyncio.to_thread(victim.kill)
+    return await reading
+
+
+def wait_until_all_ready(router: Server, num: int) -> None:
+    """The router has noticed that its engines are there."""
+    wait_until(lambda: router.metric("pagewire_router_engine_ready") >= num, "the router sees its engines")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64, help="at once")
+    parser.add_argument("--tokens", type=int, default=300, help="of each stream")
+    parser.add_argument("--rounds", type=int, default=20, help="kills of a whole engine")
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions of the comparison; 0: none")
+    parser.add_argument("--step-ms", type=float, default=4.0, help="of the null worker")
+    parser.add_argument("--json", type=Path, default=Path("bench/results/route.json"), help="where to write")
+    arguments = parser.parse_args(argv)
+    facts = machine()
+    rows: list[Row] = []
+    if arguments.repeat:
+        rows = overhead(
+            num_streams=arguments.streams,
+            num_tokens=arguments.tokens,
+            step_ms=arguments.step_ms,
+            num_single=100,
+            repeat=arguments.repeat,
+        )
+        print_table(rows)
+    if arguments.rounds:
+        rows.append(kills(num_streams=arguments.streams, num_tokens=arguments.tokens, num_rounds=arguments.rounds))
+        print_table(rows[-1:])
+    settings = {name: getattr(arguments, name) for name in ("streams", "tokens", "rounds", "repeat")}
+    write_json(arguments.json, "a router", rows, facts, settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Overload, bad manners and leaks in small, on one server: promises that need no quiet machine."""
+
+import argparse
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from pagewire.bench.report import Row
+from pagewire.tests.stress import abuse, leak, overload
+from pagewire.tests.stress.client import Answer, serving
+from pagewire.tools.servers import MB, Server
+
+HEAD_TIMEOUT_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = ("--max-queued-requests", "40", "--kv-cache-memory", "64M")
+    with serving(*flags, "--head-timeout-s", str(HEAD_TIMEOUT_S), "--timeout-keep-alive", "600") as running:
+        yield running
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_overload(server: Server) -> None:
+    assert asyncio.run(overload.best_rate(server, 32, 8, [8])) > 0
+    answers, seen, rate = asyncio.run(overload.flood(server, 400, 8))
+    num_served = sum(answer.status == 200 for answer in answers)
+    num_refused = sum(answer.status == 429 and answer.is_refusal for answer in answers)
+    assert num_served >= 40 and num_refused > 0 and num_served + num_refused == 400 and rate > 0
+    assert seen.growth_mb < overload.MAX_GROWTH_MB and not seen.num_unhealthy
+    server.wait_idle()
+
+
+def test_what_is_no_answer_is_a_broken_promise() -> None:
+    told, silent = b"HTTP/1.1 429 Too Many\r\nRetry-After: 3", b"HTTP/1.1 429 Too Many\r\nx: y"
+    good = [Answer(200, b"", b"", 1.0), Answer(429, told + b"\r\n", b"", 1.0)]
+    assert overload.complaints(good, overload.Seen(), 1.0) == []
+    for bad in (Answer(0, b"", b"", 60.0), Answer(429, silent, b"", 1.0), Answer(500, b"", b"", 1.0)):
+        assert len(overload.complaints([*good, bad], overload.Seen(), 1.0)) == 1
+    assert len(overload.complaints(good, overload.Seen(growth_mb=300, num_unhealthy=1), 0.8)) == 3
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "most"),
+    [
+        ("vanish", {"free after s": abuse.FREE_LIMIT_S, "descriptors more": 4}),
+        ("stalled", {"MB held by each": abuse.MAX_STALLED_MB}),
+        ("heads", {"closed after s": HEAD_TIMEOUT_S + abuse.HEAD_SLACK_S, "not answered": 0}),
+        ("idle", {"growth MB": 10.0}),
+    ],
+)
+def test_abuse(server: Server, part: str, most: dict[str, float]) -> None:
+    arguments = argparse.Namespace(clients=40, stalled=2, readers=2, tokens=50, rounds=1, idle=500, requests=10)
+    arguments.head_timeout_s = HEAD_TIMEOUT_S
+    row = Row(part)
+    asyncio.run(abuse.play(part, server, row, arguments))
+    assert all(row.median(column) <= bound for column, bound in most.items()), row.figures
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.long
+def test_leak(server: Server) -> None:
+    slopes = asyncio.run(leak.watch(server, 45, 3)).slopes()
+    assert {"api", "core", "worker"} <= slopes.keys()
+    assert all(slope.num_fds < 1000 for slope in slopes.values()), "a descriptor for each request"
+    assert all(slope.num_bytes < 1000 * MB for slope in slopes.values()), "a megabyte for each"

@@ -1,0 +1,40 @@
+"""The small version of `tests/stress/hostile_models.py`: every mutant is refused in a sentence, or served."""
+
+from pathlib import Path
+
+import checkpoints
+import vocabulary
+
+from pagewire.engine.checkpoint.source import DEMO_MODEL
+from pagewire.tests.stress import hostile_models
+
+SEED, NUM = 11, 45
+
+
+def test_mutants_are_refused_or_served(tmp_path: Path) -> None:
+    moe = checkpoints.make_checkpoint(tmp_path / "moe", "qwen3_moe")
+    vocabulary.add_tokenizer(moe)
+    bases = [DEMO_MODEL, hostile_models.write_shards(DEMO_MODEL, tmp_path / "shards"), moe]
+    kinds = []
+    for number, what, seconds, verdict in hostile_models.verdicts(bases, tmp_path, SEED, range(NUM)):
+        assert not verdict.is_fault, f"seed {SEED}, mutant {number}: {what}: {verdict}"
+        assert seconds < hostile_models.LIMIT_S, what
+        kinds.append(verdict.kind)
+    assert 3 < kinds.count("served") < NUM - 20  # there is something to see of both
+
+
+def test_a_mutant_is_always_the_same(tmp_path: Path) -> None:
+    said = [hostile_models.make_mutant([DEMO_MODEL], tmp_path / name, 3, 17) for name in ("a", "b")]
+    files = [sorted((path.name, path.read_bytes()) for path in (tmp_path / name).iterdir()) for name in ("a", "b")]
+    assert said[0] == said[1] and files[0] == files[1]
+
+
+def test_the_judge_tells_a_fault() -> None:
+    assert hostile_models.Verdict("hangs").is_fault and hostile_models.Verdict("refused", "a\nb").is_fault
+    assert not hostile_models.Verdict("refused", "One sentence.").is_fault
+
+
+def test_the_real_command_says_one_line_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": -1}')
+    verdict = hostile_models.serve(tmp_path)
+    assert verdict.kind == "refused" and not verdict.is_fault and "config.json has no hidden_size" in verdict.text

@@ -1,0 +1,281 @@
+"""Real servers for tests, benchmarks and stress programs: started, waited for, looked at from outside, and ended.
+
+A `Server` is any program that listens on a `--port`. As a context it is ready inside, and must end with exit code 0:
+
+    with Server(folder, "--max-num-seqs", "4") as server:
+        server.get("/v1/models")
+"""
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+HOST = "127.0.0.1"
+MB = 1 << 20
+PAGEWIRE = (sys.executable, "-m", "pagewire")
+SERVE = (*PAGEWIRE, "serve", "--threads", "1")
+ROUTE = (*PAGEWIRE, "route")
+START_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
+_LEFT_S = 5.0  # how long descendants may outlive the first process
+_LOOK_S = 0.02  # between looks at a condition
+_TAIL = 2000  # characters of its log that an error quotes
+
+
+class ServerError(Exception):
+    """A server that did not start, or did not end well. Quotes the end of its log."""
+
+
+class Holding(NamedTuple):
+    """What a process has of its own."""
+
+    num_bytes: int  # that no other process shares
+    num_fds: int
+    num_threads: int
+
+
+def holding(process: psutil.Process) -> Holding:
+    """What it holds now. Raises psutil.Error if it is gone."""
+    with process.oneshot():
+        return Holding(process.memory_full_info().uss, process.num_fds(), process.num_threads())
+
+
+class Server:
+    """`command` with a port of its own and `flags`, started at once.
+
+    folder: for its log, and where it runs unless `cwd` says otherwise; None: a temporary one for the log, and here.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *flags: str,
+        command: Sequence[str] = SERVE,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        self.run_root = Path(tempfile.mkdtemp(prefix="pw-"))  # where its run folder is made: sockets need short paths
+        self.log = (folder or self.run_root) / "log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.write_bytes(b"")
+        self._command = [*command, "--port", str(self.port), *flags]
+        self._cwd = cwd or folder
+        self._environment = os.environ | {"XDG_RUNTIME_DIR": str(self.run_root)} | dict(environment or {})
+        self._environment.pop("PAGEWIRE_API_KEY", None)
+        self.start()
+
+    def start(self) -> Self:
+        """Again, after `kill`: on the same port, with the same log."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment, cwd=self._cwd
+            )
+        return self
+
+    def wait_ready(self, path: str = "/ready", timeout_s: float = START_TIMEOUT_S) -> Self:
+        """Returns when `path` answers 200. Raises ServerError when the server ends instead, or takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while not self.answers(path):
+            if (code := self.process.poll()) is not None:
+                raise ServerError(f"it ended with exit code {code}; {log_tail(self.log)}")
+            if time.monotonic() > deadline:
+                raise ServerError(f"it was not ready within {timeout_s:g} s; {log_tail(self.log)}")
+            time.sleep(_LOOK_S)
+        return self
+
+    def stop(self) -> int:
+        """SIGTERM. The exit code; a second call gives it again. Raises ServerError if processes outlived the first."""
+        self._end(must_be_zero=False)
+        return int(self.process.returncode)
+
+    def _end(self, *, must_be_zero: bool) -> None:
+        left = end(self.process)
+        code = self.process.returncode
+        wrong = f"it left {left} behind" if left else f"it ended with exit code {code}" if must_be_zero and code else ""
+        said = log_tail(self.log)
+        shutil.rmtree(self.run_root, ignore_errors=True)
+        if wrong:
+            raise ServerError(f"{wrong}; {said}")
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes."""
+        those = descendants(self.process, itself=True)
+        for process in those:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+        _left_of(those)
+
+    def close(self) -> None:
+        """`kill`, for good."""
+        self.kill()
+        shutil.rmtree(self.run_root, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._end(must_be_zero=True)
+        except ServerError:
+            if kind is None:  # or it would hide what went wrong before
+                raise
+
+    # ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def answers(self, path: str, timeout_s: float = 5.0) -> bool:
+        """Whether the status is 200."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
+    def get(self, path: str) -> str:
+        """A body. Raises OSError for any other status than 200."""
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            return str(response.read().decode())
+
+    def metrics(self) -> dict[str, float]:
+        """Name → the sum over all labels."""
+        found: dict[str, float] = {}
+        for line in self.get("/metrics").splitlines():
+            if not line.startswith("#"):
+                sample, _, value = line.rpartition(" ")
+                name = sample.partition("{")[0]
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def metric(self, name: str) -> float:
+        """One of them; 0 if there is none of that name."""
+        return self.metrics().get(name, 0.0)
+
+    def load(self) -> dict[str, float]:
+        """/load: rows, queue and KV memory, as the core last told them."""
+        return dict(json.loads(self.get("/load")))
+
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
+        """Returns when nothing runs, waits or holds KV any more."""
+        wait_until(lambda: not any(self.load().values()), "the server is idle", timeout_s)
+
+    # ── its processes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def supervisor(self) -> psutil.Process:
+        """The first one."""
+        return psutil.Process(self.process.pid)
+
+    def children(self) -> dict[str, psutil.Process]:
+        """Actor → process."""
+        found = {}
+        for process in self.supervisor.children():
+            with suppress(psutil.NoSuchProcess):
+                found[" ".join(process.cmdline()).removeprefix("pagewire: ").strip()] = process
+        return found
+
+    def of_kind(self, kind: str) -> list[psutil.Process]:
+        """Those of a kind, such as `worker` and `worker-1`, in order."""
+        children = self.children()
+        return [children[name] for name in sorted(children) if name == kind or name.startswith(f"{kind}-")]
+
+    def holdings(self) -> dict[str, Holding]:
+        """What the supervisor and each of its children hold now."""
+        return {name: holding(process) for name, process in {"supervisor": self.supervisor, **self.children()}.items()}
+
+    def num_bytes(self) -> int:
+        """What they hold together."""
+        return sum(held.num_bytes for held in self.holdings().values())
+
+
+# ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def descendants(process: "subprocess.Popen[bytes]", *, itself: bool = False) -> list[psutil.Process]:
+    """All that it has started and that they have. Empty when it has ended: orphans cannot be found."""
+    if process.poll() is not None:
+        return []
+    root = psutil.Process(process.pid)
+    return [*([root] if itself else []), *root.children(recursive=True)]
+
+
+def end(
+    process: "subprocess.Popen[bytes]", others: Iterable[psutil.Process] = (), timeout_s: float = _STOP_TIMEOUT_S
+) -> list[psutil.Process]:
+    """SIGTERM to a process, and SIGKILL, by pid, to what is left of it, of its descendants and of `others`.
+
+    Returns those of the latter that had to be killed."""
+    those = {*others, *descendants(process)}
+    process.terminate()  # nothing, if it has ended
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+    process.kill()
+    process.wait()
+    left = _left_of(those)
+    for one in left:
+        with suppress(psutil.Error):
+            one.kill()  # refuses a pid that another process has got meanwhile
+    _left_of(left)
+    return left
+
+
+def _left_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that are there after a while for them to go."""
+    left, deadline = list(processes), time.monotonic() + _LEFT_S
+    while (left := [process for process in left if is_alive(process)]) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return left
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended, waited for or not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def log_tail(log: Path) -> str:
+    """Where a log is and how it ends, for an error."""
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    return f"its log is {log}" + (f" and ends:\n{text[-_TAIL:]}" if text else ", and empty")
+
+
+# ── ports and waiting ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def free_port() -> int:
+    """Below the range from which systems take ports for outgoing connections: one of these, made by a test that runs
+    beside this one, could take the port before the server does."""
+    while True:
+        port = 15_000 + secrets.randbelow(15_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    """Returns when it holds. Raises AssertionError with `what` if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(_LOOK_S)
