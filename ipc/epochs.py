@@ -11,7 +11,7 @@ process does not disturb a step in flight.
 import struct
 from enum import IntEnum
 
-from .supervision import Reset
+from .messages import Reset
 
 _HEADER = struct.Struct("<BI")  # link, epoch
 HEADER_BYTES = _HEADER.size

@@ -23,38 +23,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..errors import ErrorKind
-from .constraints import MAX_GRAMMAR_BYTES as MAX_GRAMMAR_BYTES
-from .constraints import Constrain as Constrain
-from .constraints import Constrained as Constrained
-from .constraints import Constraint as Constraint
-from .constraints import Masks as Masks
-from .constraints import Sampled as Sampled
-from .constraints import Source as Source
-from .prompts import ChatPrompt as ChatPrompt
-from .prompts import IdsPrompt as IdsPrompt
-from .prompts import PairPrompt as PairPrompt
-from .prompts import Pooling as Pooling
-from .prompts import TextPrompt as TextPrompt
-from .reports import Pulse as Pulse
-from .reports import Snapshot as Snapshot
-from .reports import TierSnapshot as TierSnapshot
-from .reports import Times as Times
-from .sleep import Sleep as Sleep
-from .sleep import Slept as Slept
-from .sleep import Wake as Wake
-from .supervision import Facts as Facts
-from .supervision import Fault as Fault
-from .supervision import Leave as Leave
-from .supervision import Ping as Ping
-from .supervision import Pong as Pong
-from .supervision import Ready as Ready
-from .supervision import Reset as Reset
-from .supervision import Restored as Restored
-from .supervision import Serve as Serve
-from .supervision import Serving as Serving
-from .supervision import Stop as Stop
-from .supervision import Swap as Swap
-from .supervision import Swapped as Swapped
+from .reports import HistogramCounts
 
 SCHEMA_VERSION = 9
 
@@ -74,6 +43,86 @@ def bytes_to_ids(data: bytes) -> "array[int]":
     ids = array("i")
     ids.frombytes(data)
     return ids
+
+
+# ── prompts and vectors ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
+    """A plain prompt. Special tokens written in it are parsed, so that a client may send a rendered conversation."""
+
+    text: str
+    add_special_tokens: bool = True  # those that the tokenizer adds, such as BOS
+
+
+class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat"):
+    """A conversation for the chat template. The first three fields are JSON as the client sent it."""
+
+    messages: bytes  # a JSON array of message objects
+    tools: bytes = b""  # a JSON array of tool definitions, or nothing
+    template_kwargs: bytes = b""  # a JSON object of extra template variables, or nothing
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template: str = ""  # replaces the model's (--trust-request-chat-template)
+
+
+class IdsPrompt(Struct, frozen=True, array_like=True, tag="ids"):
+    """Token ids, int32. The tokenizer process checks them against the vocabulary."""
+
+    ids: bytes
+
+
+class PairPrompt(Struct, frozen=True, array_like=True, tag="pair"):
+    """Two texts to compare, which the tokenizer joins in the model's format."""
+
+    first: str
+    second: str
+
+
+class Pooling(Struct, frozen=True, array_like=True):
+    """Asks for a vector of the prompt, or of each of its tokens, instead of new tokens."""
+
+    how: Literal[
+        "last", "mean", "cls", "all", "score"
+    ]  # cls: of the first token; score: the output of the classification head
+    is_normalized: bool = False  # to length 1
+    dimensions: Annotated[int, Meta(ge=1)] | None = None  # keep this many leading numbers, before normalizing
+    truncate: Annotated[int, Meta(ge=1)] | None = None  # keep this many leading tokens of the prompt
+
+
+# ── constraints ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+MAX_GRAMMAR_BYTES = 1 << 18  # of `Constraint.text`
+MAX_BAD_SEQUENCES = 2048  # a bad word at the start of a text and after a space
+_Mark = Annotated[str, Meta(max_length=256)]
+
+
+class Source(Struct, frozen=True, array_like=True):
+    """The field of the client's request that a part of a constraint's text comes from."""
+
+    field: _Mark  # as errors name it, such as tools[3].function.parameters
+    tool: _Mark = ""  # the function whose parameters it describes
+    instead: _Mark = ""  # JSON schema enforced if this one cannot be; "": the request is refused
+
+
+class Constraint(Struct, frozen=True, array_like=True):
+    """What an output must follow. The grammar process compiles it and computes the masks."""
+
+    kind: Literal["none", "json_schema", "json_object", "regex", "choice", "lark"] = (
+        "none"  # none: only the fields below
+    )
+    # the schema as JSON, the pattern, the choices as a JSON list, the grammar
+    text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] = ""
+    # the grammar applies after the first of these; (): from the start
+    reasoning_ends: Annotated[tuple[_Mark, ...], Meta(max_length=16)] = ()
+    # tags that open reasoning in an output; the prompt may have opened it already
+    reasoning_starts: Annotated[tuple[_Mark, ...], Meta(max_length=16)] = ()
+    thinking_budget: Annotated[int, Meta(ge=0)] | None = None  # after so many tokens the end of reasoning is forced
+    # int32 ids of each sequence that must not appear
+    bad_words: Annotated[tuple[Annotated[bytes, Meta(max_length=8192)], ...], Meta(max_length=MAX_BAD_SEQUENCES)] = ()
+    lark_marks: tuple[str, ...] = ()  # lark: the texts of its rules mark0, mark1 …; else: the text that comes first
+    sources: tuple[Source, ...] = ()  # of `text`; with `lark_marks` of a lark text: of each line's schema, in order
 
 
 # ── the parameters of a request ──────────────────────────────────────────────────────────────────────────────────────
@@ -142,6 +191,17 @@ class TextSpec(Struct, frozen=True, array_like=True):
     marks: tuple[str, ...] = ()  # special tokens to show although others are skipped
     prompt_end: bool = False  # send the text of the prompt's last ids, special tokens included, in the first `Chunk`
     min_tokens: int = 0  # a stop string that is complete before this many tokens does not stop
+
+
+class Times(Struct, frozen=True, array_like=True):
+    """Times of one sequence, in seconds of the machine's monotonic clock; 0: unknown.
+
+    Processes of one machine share that clock. Between machines the times are wrong by the difference of the clocks."""
+
+    taken: float = 0.0  # the tokenizer began
+    tokenized: float = 0.0  # the tokenizer was done
+    started: float = 0.0  # its first step was planned
+    num_cached: int = 0  # prompt tokens found in the prefix cache then
 
 
 # ── api → tokenizer → core ───────────────────────────────────────────────────────────────────────────────────────────
@@ -323,6 +383,48 @@ class Transferred(Struct, frozen=True, array_like=True, tag=True):
     load_ms: float = 0.0  # spent loading them
 
 
+# ── core ⇄ grammar ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Constrain(Struct, frozen=True, array_like=True, tag=True):
+    """core → grammar: the sequences `rid` … `rid + n - 1` follow this. `Constrained` answers, then `Masks`."""
+
+    rid: int
+    n: int
+    constraint: Constraint
+    tail_ids: bytes  # int32, the last ids of the prompt, which may have opened the reasoning
+    resume_ids: bytes = b""  # int32, output generated before
+
+
+class Sampled(Struct, frozen=True, array_like=True, tag=True):
+    """core → grammar: the token that each constrained sequence sampled, and the sequences that have ended.
+
+    A sequence may end before its `Constrained` was sent; its grammar is not compiled then."""
+
+    rids: bytes  # int64
+    ids: bytes  # int32, parallel to rids
+    ended: bytes  # int64
+
+
+class Constrained(Struct, frozen=True, array_like=True, tag=True):
+    """grammar → core: the grammar of a `Constrain` is compiled, or `kind` and `detail` say why not."""
+
+    rid: int
+    kind: ErrorKind | None = None
+    detail: str = ""
+    param: str = ""  # as in `Failed`
+
+
+class Masks(Struct, frozen=True, array_like=True, tag=True):
+    """grammar → core: the tokens that each constrained sequence may sample next, in one of the four fields."""
+
+    rids: bytes  # int64, of sequences restricted to their `bits`
+    bits: bytes  # int32 [rids × ⌈vocab / 32⌉]; bit t % 32 of word t / 32: token t is allowed
+    free: bytes = b""  # int64, of sequences that may sample any token
+    complete: bytes = b""  # int64, of sequences whose grammar allows no further token: they end
+    failed: tuple[tuple[int, ErrorKind, str], ...] = ()  # (rid, kind, one sentence for the client)
+
+
 # ── core → detokenizer → api ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -473,6 +575,176 @@ class Described(Struct, frozen=True, array_like=True, tag=True):
     rid: int
     special_tokens: dict[str, str]  # bos_token, eos_token …, those that the tokenizer has
     chat_template: str | None  # for conversations without tools
+
+
+# ── reports ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Pulse(Struct, frozen=True, array_like=True, tag=True):
+    """tokenizer, core, grammar, detokenizer → api, twice a second: the state of its event loop."""
+
+    name: str
+    loop_lag_s: HistogramCounts  # delay of the loop's timers
+    num_stale: int = 0  # frames of earlier epochs that it has dropped
+
+
+class TierSnapshot(Struct, frozen=True, array_like=True):
+    """One KV tier behind the device: gauges and running totals."""
+
+    name: str
+    num_blocks: int  # stored now
+    capacity: int  # blocks; 0: not bounded
+    num_hit_tokens: int  # prompt tokens loaded from it
+    num_stored: int  # blocks written to it
+    num_evicted: int  # blocks dropped to make room
+    num_failed: int  # blocks that could not be loaded
+
+
+class Snapshot(Struct, frozen=True, array_like=True, tag=True):
+    """core → api, a few times a second while it works: gauges and running totals for /metrics and /health."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_used: int
+    num_preemptions: int
+    num_prompt_tokens: int  # prompt tokens of scheduled sequences
+    num_cached_tokens: int  # of those, from the prefix cache
+    num_output_tokens: int
+    step_age_s: float  # age of the oldest plan in flight; 0: none is in flight
+    tiers: tuple[TierSnapshot, ...] = ()  # beyond the device
+    num_drafts: int = 0  # how often draft tokens were proposed for a sequence
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of the draft tokens
+    histograms: dict[str, HistogramCounts] = {}  # of steps, by their name in /metrics
+    num_out_of_memory: int = 0  # steps that were repeated because the device had no memory for them
+    num_mended: int = 0  # repairs of rows and blocks that did not add up while the engine was idle
+    is_asleep: bool = False  # after `Sleep`
+
+
+# ── sleep ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Sleep(Struct, frozen=True, array_like=True, tag=True):
+    """api → core → workers: release the memory that can be restored. Open requests wait until `Wake`."""
+
+
+class Wake(Struct, frozen=True, array_like=True, tag=True):
+    """api → core → workers: restore the memory and continue."""
+
+
+class Slept(Struct, frozen=True, array_like=True, tag=True):
+    """workers → core → api: the outcome of `Sleep` or `Wake`."""
+
+    is_asleep: bool
+    num_bytes: int = 0  # released; of this rank, or to the api of all ranks
+    problem: str = ""  # why it failed, one sentence; empty: it succeeded
+    rank: int = 0
+
+
+# ── supervisor ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Facts(Struct, frozen=True, array_like=True):
+    """What an actor reports of its start."""
+
+    timings: dict[str, float] = {}  # part of the start → seconds, in order
+    notes: tuple[str, ...] = ()  # lines for the operator, such as the size of the KV cache
+
+
+class Ready(Struct, frozen=True, array_like=True, tag=True):
+    """An actor has started and reads its mailbox."""
+
+    name: str
+    schema: int
+    facts: Facts
+    epoch: int = 1  # in which it started
+
+
+class Serving(Struct, frozen=True, array_like=True, tag=True):
+    """api → supervisor: the port is open."""
+
+    url: str
+
+
+class Fault(Struct, frozen=True, array_like=True, tag=True):
+    """An actor cannot go on. `summary`: a sentence for the operator. `trace`: the traceback, empty for user errors."""
+
+    name: str
+    summary: str
+    trace: str
+    exit_code: int
+
+
+class Serve(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → api: all processes are ready, open the port."""
+
+
+class Ping(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → all, twice a second. The loop that does the work answers, so that a hang is noticed."""
+
+
+class Pong(Struct, frozen=True, array_like=True, tag=True):
+    """The answer to `Ping`."""
+
+    name: str
+    epoch: int = 1  # the epoch of its state
+    progress: int = 0  # grows with each unit of work that it completes
+    is_busy: bool = False  # a unit of work has begun and is not complete
+
+
+class Reset(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → all: a process has died, and a new epoch begins. Messages under way are void.
+
+    All processes forget the requests of the api, whose gateway submits them again after `Restored`. If `device_epoch`
+    has changed as well, core and workers also forget rows, plans and results."""
+
+    epoch: int
+    device_epoch: int
+    lost: tuple[str, ...]  # names of the processes that are replaced
+    reason: str  # one sentence, for /health
+
+
+class Restored(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → api: all processes behind the api are running and in this epoch."""
+
+    epoch: int
+
+
+class Stop(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → all: shut down within `grace_s` seconds."""
+
+    grace_s: float
+    reason: str
+    hands_over: bool = False  # to an api: its successor has the port; finish the open connections
+    is_failure: bool = False  # to an api: the engine has failed; open requests fail and /health is 503
+
+
+class Leave(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → every process of another launch → its supervisor: the sender's launch shuts down.
+
+    The whole engine ends with it: the launch that has the api drains first, and the others wait for it."""
+
+    names: tuple[str, ...]  # of the processes of the sender's launch
+
+
+class Swap(Struct, frozen=True, array_like=True, tag=True):
+    """api → supervisor: serve another model, or this one with other settings. `Swapped` answers."""
+
+    name: str  # of the api process
+    number: int  # of this swap; `Swapped` repeats it
+    changes: bytes  # a JSON object of fields of `Config`
+    version: int | None = None  # go back to this version, with the changes
+    must_drain: bool = False  # drain first instead of holding both models in memory
+
+
+class Swapped(Struct, frozen=True, array_like=True, tag=True):
+    """supervisor → api: the outcome of a `Swap`."""
+
+    number: int
+    status: int  # of HTTP: 200: served; 202: will be served once open requests have ended; 4xx, 5xx: refused
+    detail: str
 
 
 # ── what each mailbox accepts ────────────────────────────────────────────────────────────────────────────────────────

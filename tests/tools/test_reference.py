@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import fields as struct_fields
 
 from pagewire.config.config import Config
-from pagewire.ipc import client_messages, constraints, messages, prompts, reports, sleep, supervision
+from pagewire.ipc import client_messages, messages, reports
 from pagewire.tools import reference
 
 from ..api.harness import FakeEngine, request
@@ -104,7 +104,7 @@ def tagged(module: ModuleType) -> set[type[msgspec.Struct]]:
     return {one for one in found if one.__module__ == module.__name__ and one.__struct_config__.tag}
 
 
-@pytest.mark.parametrize("module", [client_messages, constraints, messages, prompts, reports, sleep, supervision])
+@pytest.mark.parametrize("module", [client_messages, messages, reports])
 def test_every_message_is_listed_with_its_fields_in_order(module: ModuleType) -> None:
     text = section(reference.messages(), "## What they hold")
     for kind in tagged(module):
