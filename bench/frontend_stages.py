@@ -18,8 +18,9 @@ import uvloop
 from ..api.admin.endpoints import Sleeper
 from ..api.app import create_app
 from ..api.gateway.gateway import Gateway
-from ..api.http.server import BoundedHttp, HttpConfig, HttpServer
-from ..config.config import Config, EngineConfig
+from ..api.http.server import BoundedHttp, HttpServer, UvicornConfig
+from ..config.config import EngineConfig, HttpConfig, ListenOptions
+from ..config.flags import make_config
 from ..ipc import messages as m
 from ..ipc.codec import Decoder, encode
 from ..procs.core import CoreActor
@@ -49,7 +50,7 @@ class Stages:
 
 def measure(folder: Path, ids: range, *, num_streams: int, num_tokens: int) -> dict[str, float]:
     """Microseconds of CPU a token, by stage."""
-    config = prepare(Config(model=str(folder), max_num_seqs=num_streams))
+    config = prepare(make_config(model=str(folder), max_num_seqs=num_streams))
     stages = Stages()
     batches = _core(config, ids, stages, num_streams, num_tokens)
     texts = _detokenizer(config, batches, stages)
@@ -104,9 +105,9 @@ async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_str
     """The real server with clients in a process of their own, who have the rids that the core was given."""
     submits: list[m.Submit] = []
     gateway = Gateway(lambda message: submits.append(message) if isinstance(message, m.Submit) else None)
-    settings = HttpConfig(
-        create_app(gateway, config, healthy=lambda: None, version="", sleeper=Sleeper(lambda message: None)), config
-    )
+    http = HttpConfig(listen=ListenOptions())
+    app = create_app(gateway, config, http, healthy=lambda: None, version="", sleeper=Sleeper(lambda message: None))
+    settings = UvicornConfig(app, http)
     settings.http = _HalfMute
     server = HttpServer(settings)
     server_socket = socket.create_server(("127.0.0.1", 0), backlog=num_streams)
