@@ -102,17 +102,17 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     import uvloop
 
-    from .procs.prepare import prepare
+    from .procs.prepare import prepare_server
 
     config = read_settings(arguments)[0]
-    if config.data_parallel_size > 1:
+    if config.engine.data_parallel_size > 1:
         from .route.replicas import Replicas
 
         _log_as("route")
-        return uvloop.run(Replicas(prepare(config)).run())
+        return uvloop.run(Replicas(prepare_server(config)).run())
     from .procs.generations import Generations
 
-    return uvloop.run(Generations(config, prepare).run())
+    return uvloop.run(Generations(config, prepare_server).run())
 
 
 def _route(arguments: argparse.Namespace) -> int:
@@ -131,16 +131,18 @@ def _log_as(name: str) -> None:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from .commands.explain import explain
+    from .config.config import ServerConfig
     from .config.resolve import resolve
-    from .procs.prepare import examine
+    from .procs.prepare import examine, prepare_http
 
     config, said = read_settings(arguments)
     model, machine = examine(config)
     engine = resolve(config, model, machine)
+    server = ServerConfig(engine=engine, http=prepare_http(config))
     from .engine.runner.forecast import forecast
 
     plan, num_blocks = forecast(engine)  # which refuses what serve would refuse
-    print(explain(config, engine, model, machine, said))
+    print(explain(config, server, machine, said))
     ranks = f", of each of {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
     print(f"\nmemory{ranks}, calculated from the model's shapes")
     for line in plan.lines(num_blocks):

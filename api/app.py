@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from ..config.config import DoorConfig, EngineConfig
+from ..config.config import EngineConfig, HttpConfig
 from ..errors import PagewireError
 from .admin.about import AboutEndpoints
 from .admin.endpoints import ADMIN_PATHS, AdminEndpoints, Sleeper
@@ -63,6 +63,7 @@ access = logging.getLogger("pagewire.access")
 def create_app(
     gateway: Gateway,
     config: EngineConfig,
+    http: HttpConfig,
     *,
     healthy: Callable[[], str | None],
     version: str,
@@ -71,7 +72,7 @@ def create_app(
     observers: Sequence[Observer] = (),
 ) -> "Edge":
     """The whole application. See `Service`."""
-    service = Service(gateway, config, healthy=healthy, version=version, observers=observers)
+    service = Service(gateway, config, http, healthy=healthy, version=version, observers=observers)
     router = Router(redirect_slashes=False)
     batches = BatchEndpoints(service, router)
     sections = {
@@ -84,13 +85,13 @@ def create_app(
         "The server": AboutEndpoints(service).routes(),
         "Administration": AdminEndpoints(service, sleeper).routes() + _swapping(service, swap),
     }
-    description = describe(sections, version=version, has_keys=bool(config.api_keys), open_paths=_OPEN_PATHS)
+    description = describe(sections, version=version, has_keys=bool(http.api_keys), open_paths=_OPEN_PATHS)
     router.routes += [
         *(operation for section in sections.values() for operation in section),
         Route("/openapi.json", Description(description), methods=["GET"]),
         *(Route(path, PageFile(name), methods=["GET"]) for path, name in PAGE_FILES.items()),
     ]
-    return Edge(router, batches, config=config, stats=gateway.stats, retry_after_s=lambda: gateway.retry_after_s)
+    return Edge(router, batches, config=http, stats=gateway.stats, retry_after_s=lambda: gateway.retry_after_s)
 
 
 def _swapping(service: Service, swap: Swap | None) -> list[Operation]:
@@ -115,7 +116,7 @@ class Edge:
         app: Router,
         background: Background,
         *,
-        config: DoorConfig,
+        config: HttpConfig,
         stats: Stats,
         retry_after_s: Callable[[], int],
         admin_paths: frozenset[str] = ADMIN_PATHS,
@@ -125,10 +126,11 @@ class Edge:
         administrators, where there are any. `clock`: of the rates."""
         self._app = app
         self._background = background
-        self._config = config
+        self._limits = config.clients
+        self._root_path = config.listen.root_path
         self._stats = stats
         self._retry_after_s = retry_after_s
-        account = Account(config.requests_per_minute, config.tokens_per_minute, clock=clock)
+        account = Account(self._limits.requests_per_minute, self._limits.tokens_per_minute, clock=clock)
         self._keys = Keys(config.api_keys, account, clock)
         self._admin_keys = Keys(config.admin_keys, account, clock)
         self._admin_paths = admin_paths if config.admin_keys else frozenset()
@@ -148,7 +150,7 @@ class Edge:
             return
         started = time.monotonic()
         scope["app"] = self  # the router raises instead of answering by itself
-        scope = _below(self._config.root_path, scope)
+        scope = _below(self._root_path, scope)
         request = _Request(scope, send)
         try:
             await self._serve(request, scope, receive)
@@ -167,7 +169,7 @@ class Edge:
             headers = (*http_error.headers, *self._when_to_retry(http_error))
             await send_body(request.send, http_error.status, body, headers=headers)
         finally:
-            if self._config.access_log and not (request.status < 400 and scope["path"] in _POLLED_PATHS):
+            if self._limits.access_log and not (request.status < 400 and scope["path"] in _POLLED_PATHS):
                 access.info("%s", request.line(time.monotonic() - started))
 
     async def _serve(self, request: "_Request", scope: Scope, receive: Receive) -> None:
@@ -179,7 +181,7 @@ class Edge:
             await request.send_empty(204, answer)
             return
         if not scope["path"]:  # the links of the page start from the slash
-            await request.send_empty(308, ((b"location", self._config.root_path.encode() + b"/"),))
+            await request.send_empty(308, ((b"location", self._root_path.encode() + b"/"),))
             return
         state = {**scope.get("state", {}), "salt": b"", "request_id": request.id}
         if scope["path"] not in _OPEN_PATHS:
@@ -190,7 +192,7 @@ class Edge:
                 request.account = caller.account
                 caller.account.take_request()
                 await self._throttle.enter()
-        max_bytes = MAX_FILE_BYTES if scope["path"] == FILES_PATH else self._config.max_body_size
+        max_bytes = MAX_FILE_BYTES if scope["path"] == FILES_PATH else self._limits.max_body_size
         self._check_body(headers, max_bytes)
         scope["state"] = state
         await self._app(scope, self._bounded(receive, max_bytes), request.send)
@@ -207,8 +209,8 @@ class Edge:
     def _bounded(self, receive: Receive, max_bytes: int) -> Receive:
         """The same with bounds on the body: raises HttpError if it is too large or too slow. A file has more time,
         but no more for a pause in it."""
-        loop, most_s = asyncio.get_running_loop(), self._config.body_timeout_s
-        deadline = loop.time() + most_s * max(1.0, max_bytes / self._config.max_body_size)
+        loop, most_s = asyncio.get_running_loop(), self._limits.body_timeout_s
+        deadline = loop.time() + most_s * max(1.0, max_bytes / self._limits.max_body_size)
         num_bytes: int | None = 0  # None: it is whole
 
         async def receive_in_bounds() -> Message:

@@ -23,7 +23,7 @@ from typing import Self, assert_never
 
 import msgspec
 
-from ..config.config import from_options
+from ..config.flags import from_options
 from ..errors import ConfigError, RequestError, StartError, prompt_too_long
 from ..ipc.channel import ChannelFull
 from ..ipc.client_messages import (
@@ -223,14 +223,14 @@ class EngineClient:
         process = await asyncio.create_subprocess_exec(
             *interpreter.COMMAND,
             "pagewire.procs.embedded",
-            env=interpreter.environment(),
+            env=interpreter.environment(interpreter.HUB_TOKENS),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is this process's own affair
         )
-        assert process.stdin is not None and config.client_address is not None
+        assert process.stdin is not None and config.engine.client_address is not None
         process.stdin.write(msgspec.json.encode(config) + b"\n")
-        client = cls(config.client_address, process=process, folder=folder)
-        await client._wait_welcome(config.start_timeout_s)
+        client = cls(config.engine.client_address, process=process, folder=folder)
+        await client._wait_welcome(config.service.start_timeout_s)
         return client
 
     @property

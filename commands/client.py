@@ -179,7 +179,11 @@ def _own_server(model: str | None) -> Iterator[RemoteServer]:
     # What it says goes to a file: nobody would read a pipe, and a full one would stop it.
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True, env=interpreter.environment()
+            command,
+            stdin=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+            env=interpreter.environment(interpreter.SECRETS),
         )
         try:
             server = RemoteServer(f"http://127.0.0.1:{port}", os.environ.get("PAGEWIRE_API_KEY"))

@@ -18,7 +18,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
-from ..config.config import Config, MachineFacts
+from ..config.config import MachineFacts
+from ..config.flags import make_config
 from ..config.machine import machine_facts
 from ..errors import ConfigError, PagewireError, UnsupportedModel
 
@@ -248,15 +249,15 @@ def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
             )
             return
     try:
-        config = Config(model=model)
+        config = make_config(model=model)
         facts, _ = examine(config)
         engine = resolve(config, facts, machine)
         folder = Path(facts.path)
         yield from _check_text(folder)
         yield from _check_weights(folder)
         forecast(engine)
-        context = f"context {facts.max_position:,} tokens"
-        yield Finding("ok", "model", f"{facts.name}: {read_spec(folder).architecture}, {facts.dtype}, {context}")
+        summary = f"{read_spec(folder).architecture}, {facts.checkpoint_dtype}, context {facts.max_position:,} tokens"
+        yield Finding("ok", "model", f"{facts.name}: {summary}")
     except UnsupportedModel as error:
         yield Finding("bad", "model", str(error), "choose a model of another architecture")
         return

@@ -7,18 +7,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ..config.config import Config, EngineConfig, MachineFacts, ModelFacts
+from ..config.config import Config, EngineConfig, MachineFacts, ServerConfig
+from ..config.flags import SETTINGS, get_setting
 
-_RESOLVED = {
-    "model": "model_path",
-    "served_model_name": "served_model_names",
-    "threads": "num_threads",
-    "api_key": "api_keys",
-    "admin_api_key": "admin_keys",
-}  # setting → what it is called in EngineConfig, where that is something else
 _WIDE = 32  # characters of a value; longer ones stand out of their column
-# Decided, but not settings.
-_BEYOND = ("arithmetic", "batch_invariance", "block_size", "vocab_size", "eos_token_ids", "sampling", "purpose")
+# Decided, but not settings: of the engine, and of the model.
+_OF_ENGINE = ("arithmetic", "batch_invariance", "block_size")
+_OF_MODEL = ("vocab_size", "eos_token_ids", "sampling", "purpose")
 _INVARIANCE = {
     "exact": "no bit of an answer depends on what else is served",
     "float32": "what else is served shows in rounding errors of float32 only",
@@ -26,35 +21,50 @@ _INVARIANCE = {
 }
 
 
-def explain(
-    config: Config, engine: EngineConfig, model: ModelFacts, machine: MachineFacts, said: Mapping[str, str]
-) -> str:
-    """A line for each setting. `said`: where a setting was made that was (see `flags.read_settings`)."""
-    rows = [
-        (name.replace("_", "-"), value, reason)
-        for name, value, reason in settings(config, engine, model, machine, said)
-    ]
+def explain(config: Config, server: ServerConfig, machine: MachineFacts, said: Mapping[str, str]) -> str:
+    """A line for each setting. `said`: the source of each setting that was made (see `flags.read_settings`)."""
+    rows = [(name.replace("_", "-"), value, why) for name, value, why in settings(config, server, machine, said)]
     names = max(len(name) for name, _, _ in rows)
     values = max(len(value) for _, value, _ in rows if len(value) <= _WIDE)
     return "\n".join(f"{name:<{names}}  {value:<{values}}  {reason}" for name, value, reason in rows)
 
 
 def settings(
-    config: Config, engine: EngineConfig, model: ModelFacts, machine: MachineFacts, said: Mapping[str, str]
+    config: Config, server: ServerConfig, machine: MachineFacts, said: Mapping[str, str]
 ) -> list[tuple[str, str, str]]:
     """(name, value, reason) of each setting and of what follows from them."""
     rows = []
-    for name in (*Config.__struct_fields__, *_BEYOND):
-        value = getattr(engine, _RESOLVED.get(name, name), getattr(config, name, None))
-        if name in ("api_key", "admin_api_key"):  # a log is no place for keys
-            assert isinstance(value, tuple)
-            value = f"{len(value)} of them" if value else None
-        reason = said.get(name) or _reason(name, config, engine, model, machine) or "default"
-        rows.append((name, shown(value), reason))
+    for name in (*SETTINGS, *_OF_ENGINE, *_OF_MODEL):
+        reason = said.get(name) or _reason(name, server.engine, machine) or "default"
+        rows.append((name, shown(_value(name, config, server)), reason))
     return rows
 
 
-def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, machine: MachineFacts) -> str | None:
+def _value(name: str, config: Config, server: ServerConfig) -> object:
+    engine, http = server.engine, server.http
+    match name:
+        case "model":
+            return engine.model.path
+        case "served_model_name":
+            return engine.served_model_names
+        case "threads":
+            return engine.num_threads
+        case "cpu_kernels":
+            return engine.kernels
+        case "api_key" | "admin_api_key":  # a log is no place for keys
+            num = len(http.api_keys if name == "api_key" else http.admin_keys)
+            return f"{num} of them" if num else None
+        case _ if name in _OF_MODEL:
+            return getattr(engine.model, name)
+        case _ if name in _OF_ENGINE or SETTINGS[name].section == "engine":
+            return getattr(engine, name)
+        case _ if SETTINGS[name].section == "listen":
+            return getattr(http.listen, name)
+        case _:
+            return get_setting(config, name)
+
+
+def _reason(name: str, engine: EngineConfig, machine: MachineFacts) -> str | None:
     """Why a setting that nobody made is what it is; None: its default is a constant."""
     on_cpu = engine.device == "cpu" or not machine.has_gpu
     place = "a CPU" if on_cpu else "a GPU"
@@ -64,16 +74,16 @@ def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, 
         case "served_model_name":
             return "the model's own name"
         case "dtype":
-            return _dtype_reason(engine, model, machine, on_cpu=on_cpu)
+            return _dtype_reason(engine, on_cpu=on_cpu)
         case "max_model_len":
             return "what the model declares"
         case "device":
             return (
                 "there is an NVIDIA device" if machine.has_gpu else "there is no NVIDIA device that this torch can use"
             )
-        case "max_num_batched_tokens" if engine.purpose.is_encoder:
+        case "max_num_batched_tokens" if engine.model.purpose.is_encoder:
             return f"the value for an encoder on {place}, or the longest text, which is read at once"
-        case "enable_prefix_caching" if engine.purpose.is_encoder:
+        case "enable_prefix_caching" if engine.model.purpose.is_encoder:
             return "the model keeps nothing of what it has read"
         case "max_num_batched_tokens":
             return f"the value for {place}"
@@ -108,16 +118,17 @@ def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, 
             return None
 
 
-def _dtype_reason(engine: EngineConfig, model: ModelFacts, machine: MachineFacts, *, on_cpu: bool) -> str:
-    if engine.dtype == model.dtype:
+def _dtype_reason(engine: EngineConfig, *, on_cpu: bool) -> str:
+    checkpoint = engine.model.checkpoint_dtype
+    if engine.dtype == checkpoint:
         return "the checkpoint's"
-    if engine.dtype == "float32" and engine.cpu_kernels == "compiled" and model.is_native:
-        return f"what a CPU computes in; the matrices stay {'bfloat16' if model.dtype == 'bfloat16' else 'float32'}"
+    if engine.dtype == "float32" and engine.kernels == "compiled" and engine.model.is_native:
+        return f"what a CPU computes in; the matrices stay {'bfloat16' if checkpoint == 'bfloat16' else 'float32'}"
     if engine.dtype == "float32":
-        return f"what a CPU computes in, and there is memory enough to widen the checkpoint's {model.dtype}"
-    if on_cpu and model.dtype == "bfloat16":
+        return f"what a CPU computes in, and there is memory enough to widen the checkpoint's {checkpoint}"
+    if on_cpu and checkpoint == "bfloat16":
         return "there is too little memory to widen the checkpoint"
-    return f"as many bits as the checkpoint's {model.dtype}, with its own range"
+    return f"as many bits as the checkpoint's {checkpoint}, with its own range"
 
 
 def shown(value: object) -> str:

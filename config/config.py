@@ -1,16 +1,16 @@
-"""Every knob once.
+"""Every setting once, in frozen structs.
 
-`Config` is what a person says: each field is a flag, its default and its help. `resolve` turns it, with what is
-known of the model (`ModelFacts`) and the machine (`MachineFacts`), into `EngineConfig`, which every process receives
-whole.
+`Config` is what a user says: each field of its sections is a flag, its default and its help. `resolve` decides what
+the user left open by facts about the model (`ModelFacts`) and the machine (`MachineFacts`). The results are what
+processes are given: `EngineConfig` for each of them, `HttpConfig` for those that serve HTTP. They hold the sections as
+they are; a field that `resolve` decides is narrowed in `EngineConfig`.
 """
 
 import re
-from collections.abc import Mapping
 from hashlib import sha256
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct, ValidationError, convert
+from msgspec import Meta, Struct
 
 from ..errors import ConfigError
 from .access import ApiKey
@@ -33,8 +33,8 @@ _Positive = Annotated[int, Meta(ge=1)]
 _PositiveFloat = Annotated[float, Meta(gt=0)]
 
 
-class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a person may choose. Names and meanings follow vLLM's where there is such a flag."""
+class SourceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model, and what clients call it."""
 
     model: Annotated[str, _doc("model", "a folder or a Hub name; empty: the demo model that ships with pagewire")] = ""
     revision: Annotated[str | None, _doc("model", "branch, tag or commit of a Hub model")] = None
@@ -42,6 +42,11 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[str, ...],
         _doc("model", "name(s) that clients may use; the first is the one answered (default: the model's)"),
     ] = ()
+
+
+class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the model is computed and scheduled. `EngineConfig` narrows what `resolve` decides."""
+
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         _doc(
@@ -77,7 +82,6 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", ReasoningParser],
         _doc("model", "how the model marks its reasoning; auto: what its chat template shows"),
     ] = "auto"
-
     device: Annotated[
         Literal["auto", "cpu", "cuda"], _doc("engine", "where the model runs; auto: cuda if there is one")
     ] = "auto"
@@ -171,10 +175,14 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "engine", "let programs that speak token ids (`EngineClient`) connect here: ipc:///path or tcp://host:port"
         ),
     ] = None
+
+
+class CpuOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What computes on a CPU."""
+
     threads: Annotated[
         int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, shared out", ge=0)
     ] = 0
-
     cpu_kernels: Annotated[
         Literal["auto", "torch"],
         _doc(
@@ -184,14 +192,18 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = "auto"
 
-    host: Annotated[str, _doc("door", "address to listen on")] = "127.0.0.1"
-    port: Annotated[int, _doc("door", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
-    uds: Annotated[str | None, _doc("door", "a Unix socket to listen on, for its owner alone, instead of a port")] = (
-        None
-    )
+
+class ListenOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a server listens, and its certificate."""
+
+    host: Annotated[str, _doc("network", "address to listen on")] = "127.0.0.1"
+    port: Annotated[int, _doc("network", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
+    uds: Annotated[
+        str | None, _doc("network", "a Unix socket to listen on, for its owner alone, instead of a port")
+    ] = None
     root_path: Annotated[
         str,
-        _doc("door", "the path under which a proxy shows this server, such as /llm, whether it cuts it off or not"),
+        _doc("network", "the path under which a proxy shows this server, such as /llm, whether it cuts it off or not"),
     ] = ""
     ssl_certfile: Annotated[
         str | None, _doc("access", "speak TLS with this certificate, and those above it, in PEM form")
@@ -205,6 +217,11 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ssl_cert_reqs: Annotated[
         int, _doc("access", "certificates of clients: 0 are not asked for, 1 may be sent, 2 must be", ge=0, le=2)
     ] = 0
+
+
+class KeyOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys as they are given; `HttpConfig` holds those of the files as well."""
+
     api_key: Annotated[tuple[str, ...], _doc("access", "key(s) that clients must send (also PAGEWIRE_API_KEY)")] = ()
     api_key_file: Annotated[
         str | None, _doc("access", "a file of keys, one a line, each with rates of its own if need be")
@@ -213,12 +230,22 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     admin_api_key_file: Annotated[
         str | None, _doc("access", "a file of keys, one a line, for the paths of administrators alone")
     ] = None
+
+
+class AdminOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What administrators may do."""
+
     enable_model_swap: Annotated[
         bool, _doc("server", "administrators may have another model served (POST /admin/models)")
     ] = False
     enable_sleep_mode: Annotated[
         bool, _doc("server", "administrators may put the engine to sleep (POST /sleep) and wake it (POST /wake_up)")
     ] = False
+
+
+class ClientOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What clients may send, how much, how fast, and from which web pages."""
+
     requests_per_minute: Annotated[
         _Positive | None, _doc("access", "most requests of a key in a minute, or of all without keys")
     ] = None
@@ -250,7 +277,12 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     request_timeout_s: Annotated[
         _PositiveFloat | None, _doc("limits", "how long a request may take in all, in seconds (default: no bound)")
     ] = None
-    access_log: Annotated[bool, _doc("door", "a line for each request in the log, without prompts and keys")] = True
+    access_log: Annotated[bool, _doc("network", "a line for each request in the log, without prompts and keys")] = True
+
+
+class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an api process stores and reports."""
+
     batch_folder: Annotated[
         str | None,
         _doc("server", "keep files and batches here, and go on with them at the next start (default: gone at the end)"),
@@ -266,13 +298,20 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str | None,
         _doc("server", "send a span for each request to this OpenTelemetry collector, such as http://host:4318"),
     ] = None
+
+
+class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How processes are started, watched, replaced and ended."""
+
     start_timeout_s: Annotated[float, _doc("server", "longest start of a process, in seconds", ge=1)] = 600.0
     hang_timeout_s: Annotated[
         float, _doc("server", "a process that says nothing for so many seconds is replaced as if it had died", ge=1)
     ] = 10.0
     outage_wait: Annotated[
         float,
-        _doc("door", "how long new requests wait while a process is replaced, in seconds, before they get 503", ge=0),
+        _doc(
+            "network", "how long new requests wait while a process is replaced, in seconds, before they get 503", ge=0
+        ),
     ] = 30.0
     api_processes: Annotated[
         int,
@@ -280,20 +319,22 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 1
     drain_timeout: Annotated[
         float,
-        _doc("door", "how long open requests may go on after SIGTERM, in seconds; a second signal: no longer", ge=0),
+        _doc("network", "how long open requests may go on after SIGTERM, in seconds; a second signal: no longer", ge=0),
     ] = 60.0
 
 
-def from_options(caller: str, options: Mapping[str, object]) -> Config:
-    """The fields of `Config` as Python callers give them, sizes also as text such as "2G". Raises ConfigError."""
-    sizes = {
-        name: parse_size(value) if isinstance(value, str) and name.endswith(("_memory", "_len", "_tokens")) else value
-        for name, value in options.items()
-    }
-    try:
-        return convert(sizes, Config)
-    except ValidationError as error:
-        raise ConfigError(f"{caller}: {error}.") from error
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a user may choose, in the order of `--help`. Names and meanings follow vLLM's where it has such a flag."""
+
+    source: SourceOptions = SourceOptions()
+    engine: EngineOptions = EngineOptions()
+    cpu: CpuOptions = CpuOptions()
+    listen: ListenOptions = ListenOptions()
+    keys: KeyOptions = KeyOptions()
+    admin: AdminOptions = AdminOptions()
+    clients: ClientOptions = ClientOptions()
+    reports: ReportOptions = ReportOptions()
+    service: ServiceOptions = ServiceOptions()
 
 
 class ModelVersion(Struct, frozen=True):
@@ -339,14 +380,14 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     max_position: int  # declared context, tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    dtype: str  # of the checkpoint: float32, bfloat16, float16
+    checkpoint_dtype: str  # float32, bfloat16, float16
     weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint about what they would be without
     fingerprint: str = ""  # hex; another one for other weights or another config
     is_native: bool = True  # our own layers run it; else transformers' model does
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
-    tool_call_parser: ToolCallParser = "hermes"  # what the chat template shows
-    reasoning_parser: ReasoningParser = "none"
+    tool_calls_shown: ToolCallParser = "hermes"  # by the chat template
+    reasoning_shown: ReasoningParser = "none"
 
 
 class MachineFacts(Struct, frozen=True, kw_only=True):
@@ -358,92 +399,25 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     has_compiler: bool = True  # for C
     has_bfloat16: bool = False  # the CPU has instructions that multiply bfloat16
     has_amx: bool = False  # the CPU has tiles
-    api_keys: tuple[ApiKey, ...] = ()  # what the file of keys holds
-    admin_keys: tuple[ApiKey, ...] = ()  # what the file of administrators' keys holds
 
 
-class DoorConfig(Struct, frozen=True, kw_only=True):
-    """Where a server listens, who may come in, and what a client may send; a router has it as well as an engine."""
+class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """What every process of an engine is given: the options, decided, and facts. It holds no secret, since plugins and
+    traces see it."""
 
-    host: str
-    port: int
-    uds: str | None = None
-    root_path: str = ""  # empty, or begins with a slash and does not end with one
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    ssl_ca_certs: str | None = None
-    ssl_cert_reqs: int = 0
-    api_keys: tuple[ApiKey, ...]
-    admin_keys: tuple[ApiKey, ...] = ()  # for the paths of administrators, and for nothing else
-    requests_per_minute: int | None = None  # without keys
-    tokens_per_minute: int | None = None
-    allowed_origins: tuple[str, ...] = ()
-    max_body_size: int = 16 << 20
-    max_head_size: int = 32 << 10
-    head_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    timeout_keep_alive: int = 75
-    request_timeout_s: float | None = None
-    access_log: bool = True
-    outage_wait: float = 30.0
-    drain_timeout: float
-
-
-class EngineConfig(DoorConfig, frozen=True, kw_only=True):
-    """The whole truth that every process receives."""
-
-    model_path: str
+    model: ModelFacts
     served_model_names: tuple[str, ...]
     dtype: Dtype  # of weights; matrices of bfloat16 stay so where `arithmetic` is float32 and the C kernels compute
     arithmetic: Dtype = "float32"  # of activations
-    cpu_kernels: CpuKernels | None = "compiled"  # None: on a GPU
-    device: Literal["auto", "cpu", "cuda"]
-    tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
-    quantization: Literal["int8"] | None = None
-    load_format: Literal["auto", "dummy"] = "auto"
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    kv_cache_memory: int | None
-    kv_cache_dtype: KvDtype
-    gpu_memory_utilization: float = 0.9
-    block_size: int
-    enable_prefix_caching: bool
-    scheduling_policy: Literal["fcfs", "priority", "fair"]
-    itl_target_ms: float | None
-    max_queued_requests: int
-    max_queued_tokens: int
-    kv_eviction: Literal["lru", "lfu", "cost"] = "lru"
-    kv_connector: tuple[str, ...] = ()
-    kv_events: str | None = None
-    kv_events_replay: str | None = None
-    extension: str | None = None
-    record_trace: str | None
-    pipeline_depth: int
-    speculative: str | None = None
-    deterministic: bool = False
-    client_address: str | None = None
+    kernels: CpuKernels | None = "compiled"  # None: on a GPU
     num_threads: int
-    vocab_size: int
-    model_fingerprint: str = ""  # hex
-    eos_token_ids: tuple[int, ...]
-    sampling: SamplingDefaults
-    purpose: Purpose = Purpose()
-    chat_template: str | None
-    trust_request_chat_template: bool = False
+    block_size: int
+    # Narrowed: what the user may leave open is decided here.
+    max_model_len: int
+    max_num_batched_tokens: int
+    kv_cache_dtype: KvDtype
     tool_call_parser: ToolCallParser = "hermes"
     reasoning_parser: ReasoningParser = "none"
-    enable_sleep_mode: bool = False
-    enable_model_swap: bool = False
-    batch_folder: str | None = None
-    metrics_prefix: Literal["pagewire", "vllm"] = "pagewire"
-    enable_log_requests: bool = False
-    otlp_traces_endpoint: str | None = None
-    start_timeout_s: float
-    hang_timeout_s: float = 10.0
-    api_processes: int = 1
-    versions: tuple[ModelVersion, ...] = ()
 
     @property
     def batch_invariance(self) -> BatchInvariance:
@@ -460,18 +434,18 @@ class EngineConfig(DoorConfig, frozen=True, kw_only=True):
     @property
     def invariance_warning(self) -> str | None:
         """What an operator should know at the start, if tokens depend on company more than rounding errors show."""
-        if self.deterministic or self.purpose.is_encoder:
+        if self.deterministic or self.model.purpose.is_encoder:
             return None
         if self.batch_invariance == "none":
             return "tokens may depend on what else is served: roundings to 16 or 8 bits enlarge differences of sums"
-        if self.cpu_kernels == "torch":
+        if self.kernels == "torch":
             return "tokens may depend on what else is served where two are almost equally likely: torch computes"
         return None
 
     @property
     def kv_model_key(self) -> bytes:
         """32 bytes that differ wherever equal tokens may have different KV, or KV of a different layout."""
-        who = self.model_fingerprint or self.model_path
+        who = self.model.fingerprint or self.model.path
         kind = (
             who,
             self.load_format,
@@ -484,6 +458,27 @@ class EngineConfig(DoorConfig, frozen=True, kw_only=True):
             self.deterministic,
         )
         return sha256(repr(kind).encode()).digest()
+
+
+class HttpConfig(Struct, frozen=True, kw_only=True):
+    """What processes that serve HTTP are given, and no others: an engine's api processes, and a router, which leaves
+    `admin`, `reports` and `versions` at their defaults."""
+
+    listen: ListenOptions
+    clients: ClientOptions = ClientOptions()
+    service: ServiceOptions = ServiceOptions()
+    admin: AdminOptions = AdminOptions()
+    reports: ReportOptions = ReportOptions()
+    api_keys: tuple[ApiKey, ...] = ()  # empty: no key is asked for
+    admin_keys: tuple[ApiKey, ...] = ()  # for the paths of administrators, and for nothing else
+    versions: tuple[ModelVersion, ...] = ()
+
+
+class ServerConfig(Struct, frozen=True, kw_only=True):
+    """What a supervisor is given. It gives `engine` to each of its processes, and `http` to those that serve HTTP."""
+
+    engine: EngineConfig
+    http: HttpConfig
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)

@@ -1,54 +1,109 @@
-"""`Config` as command-line flags and back. The struct is the only place where a flag is written down."""
+"""`Config` from flags, files and keyword arguments. Its sections are the only place where a setting is written down."""
 
 import argparse
 import difflib
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from ..errors import ConfigError
 from .config import Config, parse_size
 
-_SIZES = {
-    "kv_cache_memory",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "max_queued_tokens",
-    "max_body_size",
-    "max_head_size",
-}  # may be written 2G, 8k
+_SIZES = frozenset(  # settings that may be written 2G or 8k
+    {"kv_cache_memory", "max_model_len", "max_num_batched_tokens", "max_queued_tokens"}
+    | {"max_body_size", "max_head_size"}
+)
+_GROUPS = ("model", "engine", "network", "server", "access", "limits")
 
 
-_GROUPS = ("model", "engine", "door", "server", "access", "limits")
+class Setting(NamedTuple):
+    """One field of a section of `Config`, and so one flag."""
+
+    name: str
+    section: str  # the field of `Config` that holds it
+    group: str  # of the help
+    kind: object  # its type
+    default: object
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "MODEL" if self.name == "model" else "--" + self.name.replace("_", "-")
+
+
+def _settings() -> dict[str, Setting]:
+    found = {}
+    for section, struct in get_type_hints(Config).items():
+        hints = get_type_hints(struct, include_extras=True)
+        for field in msgspec.structs.fields(struct):
+            kind, meta = get_args(hints[field.name])[:2]
+            assert field.name not in found, f"two settings are called {field.name}"
+            group = meta.extra["group"]
+            found[field.name] = Setting(field.name, section, group, kind, field.default, meta.description)
+    return found
+
+
+SETTINGS = _settings()
+"""Every setting by its name, in the order of the help."""
+
+
+def get_setting(config: Config, name: str) -> object:
+    value: object = getattr(getattr(config, SETTINGS[name].section), name)
+    return value
+
+
+def convert(settings: Mapping[str, object], *, strict: bool = True) -> Config:
+    """The Config of settings by name; a size may be text such as "2G". Raises ConfigError for a wrong size, and
+    msgspec.ValidationError, whose path is `$.section.name`, for every other wrong value."""
+    sections: dict[str, dict[str, object]] = {}
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            raise msgspec.ValidationError(f"Object contains unknown field `{name}`")
+        is_size = name in _SIZES and isinstance(value, str)
+        sections.setdefault(SETTINGS[name].section, {})[name] = parse_size(str(value)) if is_size else value
+    return msgspec.convert(sections, Config, strict=strict)
+
+
+def from_options(caller: str, options: Mapping[str, object], *, base: Config | None = None) -> Config:
+    """The Config of Python callers' keyword arguments. A setting that is not given is as in `base`, or has its default.
+    Raises ConfigError."""
+    values: dict[str, object] = {} if base is None else {name: get_setting(base, name) for name in SETTINGS}
+    try:
+        return convert({**values, **options})
+    except msgspec.ValidationError as error:
+        what, at, path = str(error).partition(" - at `$.")
+        raise ConfigError(f"{caller}: {what}{at}{path.partition('.')[2]}.") from error
+
+
+def make_config(**settings: object) -> Config:
+    """See `from_options`."""
+    return from_options("Config", settings)
 
 
 def add_flags(parser: argparse.ArgumentParser, *, groups: Sequence[str] = _GROUPS) -> None:
-    """Adds the positional MODEL and a flag for every other field of the named groups of `Config`."""
-    hints = get_type_hints(Config, include_extras=True)
+    """Adds the positional MODEL and a flag for every other setting of the named groups."""
     sections: dict[str, argparse._ArgumentGroup] = {}
-    for field in msgspec.structs.fields(Config):
-        kind, meta = get_args(hints[field.name])[0], get_args(hints[field.name])[1]
-        group = meta.extra["group"]
-        if group not in groups:
+    for setting in SETTINGS.values():
+        if setting.group not in groups:
             continue
-        section = sections.setdefault(group, parser.add_argument_group(group))
-        text = f"{meta.description}{_default(field.default)}"
-        if field.name == "model":
-            section.add_argument("model", metavar="MODEL", nargs="?", help=meta.description)
-            continue
-        flag = _flag(field.name)
-        if kind is bool:
-            section.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        if setting.group not in sections:
+            sections[setting.group] = parser.add_argument_group(setting.group)
+        section, kind = sections[setting.group], setting.kind
+        text = f"{setting.help}{_default(setting.default)}"
+        if setting.name == "model":
+            section.add_argument("model", metavar="MODEL", nargs="?", help=setting.help)
+        elif kind is bool:
+            section.add_argument(setting.flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif choices := _choices(kind):
-            section.add_argument(flag, choices=choices, default=None, help=text)
+            section.add_argument(setting.flag, choices=choices, default=None, help=text)
         elif get_origin(kind) is tuple:
-            section.add_argument(flag, nargs="+", default=None, metavar="NAME", help=text)
+            section.add_argument(setting.flag, nargs="+", default=None, metavar="NAME", help=text)
         else:
-            section.add_argument(flag, default=None, metavar=_metavar(flag, kind), help=text)
+            section.add_argument(setting.flag, default=None, metavar=_metavar(setting.flag, kind), help=text)
     parser.add_argument(
         "--config", metavar="FILE", help="a TOML file of these settings, such as max_num_seqs = 64; flags go before it"
     )
@@ -61,27 +116,25 @@ def read_flags(namespace: argparse.Namespace) -> Config:
 
 
 def read_settings(namespace: argparse.Namespace) -> tuple[Config, dict[str, str]]:
-    """See `read_flags`; and where each field was set that was: its flag, the file, or PAGEWIRE_API_KEY."""
+    """The Config, as `read_flags`; and the source of each setting that was made: its flag, the file, or
+    PAGEWIRE_API_KEY."""
     file: str | None = getattr(namespace, "config", None)
     values = {} if file is None else _read_file(Path(file))
     said = dict.fromkeys(values, str(file))
-    for name in Config.__struct_fields__:
+    for name, setting in SETTINGS.items():
         value = getattr(namespace, name, None)
         if value is not None:
             values[name] = value
-            said[name] = _flag(name)
+            said[name] = setting.flag
     if not values.keys() & {"api_key", "api_key_file"} and os.environ.get("PAGEWIRE_API_KEY"):
         values["api_key"] = [os.environ["PAGEWIRE_API_KEY"]]
         said["api_key"] = "PAGEWIRE_API_KEY"
-    for name in _SIZES & values.keys():
-        if isinstance(text := values[name], str):
-            values[name] = parse_size(text)
     try:
-        return msgspec.convert(values, Config, strict=False), said
+        return convert(values, strict=False), said
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$.")
-        name = where.rstrip("`").partition("[")[0]
-        place = f"{said[name]}: {name}" if said[name] == file else _flag(name)
+        what, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`").partition(".")[2].partition("[")[0]
+        place = f"{said[name]}: {name}" if said[name] == file else SETTINGS[name].flag
         raise ConfigError(f"{place}: {what[0].lower()}{what[1:]}.".replace("`", "")) from error
 
 
@@ -94,17 +147,13 @@ def _read_file(path: Path) -> dict[str, object]:
     except ValueError as error:  # no TOML, or no UTF-8
         raise ConfigError(f"--config {path} is no valid TOML: {error}.") from error
     settings = {name.replace("-", "_"): value for name, value in found.items()}
-    for field in msgspec.structs.fields(Config):
-        if isinstance(field.default, tuple) and isinstance(one := settings.get(field.name), str):
-            settings[field.name] = [one]
-    for name in settings.keys() - set(Config.__struct_fields__):
-        near = difflib.get_close_matches(name, Config.__struct_fields__, n=1)
-        raise ConfigError(f"--config {path}: there is no setting {name}{f'; is it {near[0]}?' if near else '.'}")
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            near = difflib.get_close_matches(name, SETTINGS, n=1)
+            raise ConfigError(f"--config {path}: there is no setting {name}{f'; is it {near[0]}?' if near else '.'}")
+        if isinstance(SETTINGS[name].default, tuple) and isinstance(value, str):
+            settings[name] = [value]
     return settings
-
-
-def _flag(name: str) -> str:
-    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
 
 
 def _default(default: object) -> str:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ..api.output.parsers.registry import reasoning_tags
 from ..client.engine_client import EngineClient
-from ..config.config import from_options
+from ..config.flags import from_options
 from ..errors import RequestError
 from ..ipc.messages import (
     ChatPrompt,
@@ -57,7 +57,7 @@ class AsyncLLM:
     async def start(self) -> None:
         """Loads the model. Raises ConfigError, CheckpointError, StartError."""
         config = await asyncio.to_thread(prepare, self._config)
-        self._folder = Path(config.model_path)
+        self._folder = Path(config.model.path)
         self._reasoning = reasoning_tags(config.tool_call_parser, config.reasoning_parser) or ()
         self._tokenizer = TokenizerActor(config)
         self._detokenizer = DetokenizerActor(config)

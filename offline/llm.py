@@ -14,7 +14,7 @@ import msgspec
 
 from ..api.output.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from ..api.output.parsers.registry import reasoning_tags
-from ..config.config import from_options
+from ..config.flags import from_options
 from ..errors import RequestError
 from ..ipc.messages import (
     Cancel,
@@ -136,7 +136,7 @@ class LLM:
         """The model's own, with `encode` and `decode`."""
         from ..engine.text.tokenizer import load_tokenizer
 
-        return load_tokenizer(Path(self._config.model_path))
+        return load_tokenizer(Path(self._config.model.path))
 
     def generate(
         self,
@@ -182,7 +182,7 @@ class LLM:
         results = []
         for prompt in cast("Sequence[Prompt]", [prompts] if one else prompts):
             ids = tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
-            ends = frozenset() if params.ignore_eos else frozenset(self._config.eos_token_ids)
+            ends = frozenset() if params.ignore_eos else frozenset(self._config.model.eos_token_ids)
             room = max(1, self._engine.scheduler.max_model_len - len(ids))
             search = BeamSearch(ids, replace(params, max_tokens=min(room, params.max_tokens)), ends)
             draw = SamplingParams(
@@ -209,7 +209,7 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt, as the model's authors make them; of `dimensions` numbers if it is said.
         `truncate_prompt_tokens`: what is longer loses its end. Raises RequestError if one is refused."""
-        purpose = self._config.purpose
+        purpose = self._config.model.purpose
         pooling = Pooling(purpose.pooling, purpose.is_normalized, dimensions, truncate_prompt_tokens)
         default = purpose.prompts.get(purpose.default_prompt or "", "")
         return [*map(embedding, self._pool(_plain_prompts(prompts, default), pooling, "embedding", use_tqdm))]
@@ -219,7 +219,7 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """The last hidden state of each token of each prompt. Raises RequestError if one is refused."""
         pooling = Pooling("all", truncate=truncate_prompt_tokens)
-        size = self._config.purpose.size
+        size = self._config.model.purpose.size
         chunks = self._pool(_plain_prompts(prompts), pooling, "encoding", use_tqdm)
         return [hidden_states(chunk, size) for chunk in chunks]
 

@@ -12,6 +12,8 @@ def announcement(
     marks: Sequence[tuple[str, float]],
     timings: Mapping[str, Mapping[str, float]],
     url: str | None,
+    *,
+    has_keys: bool,
 ) -> str:
     """`marks`: phases of the start and when they ended, in seconds since its beginning. `timings`: the parts of some of
     these phases, in seconds. `url`: where the api listens, if this launch has one."""
@@ -30,7 +32,7 @@ def announcement(
     lines.append(f"  {before:6.2f} s  total")
     if url is not None:
         model = config.served_model_names[0]
-        key = ' -H "Authorization: Bearer $PAGEWIRE_API_KEY"' if config.api_keys else ""
+        key = ' -H "Authorization: Bearer $PAGEWIRE_API_KEY"' if has_keys else ""
         is_file = url.startswith("unix:")
         base = f"--unix-socket {url.removeprefix('unix:')} http://localhost" if is_file else url
         lines += [

@@ -17,8 +17,8 @@ from ..api.admin.endpoints import Sleeper
 from ..api.app import create_app
 from ..api.gateway.gateway import FromEngine, Gateway
 from ..api.gateway.request_end import Observer, log_request
-from ..api.http.server import HttpConfig, HttpServer
-from ..config.config import EngineConfig
+from ..api.http.server import HttpServer, UvicornConfig
+from ..config.config import EngineConfig, HttpConfig
 from ..errors import ConfigError
 from ..ipc.actor import Post
 from ..ipc.messages import (
@@ -64,11 +64,14 @@ class _Server(HttpServer):
 class ApiActor:
     """HTTP ⇄ pipeline."""
 
-    def __init__(self, config: EngineConfig, *, http_fd: int, name: str = "api", index: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, http: HttpConfig, *, http_fd: int, name: str = "api", index: int = 0
+    ) -> None:
         """`http_fd`: a bound socket that does not listen yet, or on which other api processes listen. `index`: what its
         rids begin with."""
         self._name = name
         self._config = config
+        self._http = http
         self._http_fd = http_fd
         self._index = index
         self._serving: asyncio.Task[None] | None = None
@@ -91,7 +94,7 @@ class ApiActor:
         self._gateway = Gateway(
             lambda message: post("tokenizer", message),
             api_index=self._index,
-            outage_wait_s=self._config.outage_wait,
+            outage_wait_s=self._http.service.outage_wait,
             most_held=self._config.max_queued_requests,
             most_open=self._config.max_num_seqs + self._config.max_queued_requests,
         )
@@ -99,13 +102,14 @@ class ApiActor:
         self._app = create_app(
             self._gateway,
             self._config,
+            self._http,
             healthy=self._complaint,
             version=__version__,
             sleeper=self._sleeper,
             swap=self.swap,
             observers=self._observers(),
         )
-        self._server = _Server(HttpConfig(self._app, self._config), self._on_listening)
+        self._server = _Server(UvicornConfig(self._app, self._http), self._on_listening)
         return Facts()
 
     def handle(self, messages: list[ToApi]) -> None:
@@ -170,8 +174,8 @@ class ApiActor:
 
     def _observers(self) -> list[Observer]:
         """Who is told of requests that have ended. Raises ConfigError."""
-        observers: list[Observer] = [log_request] if self._config.enable_log_requests else []
-        if (endpoint := self._config.otlp_traces_endpoint) is not None:
+        observers: list[Observer] = [log_request] if self._http.reports.enable_log_requests else []
+        if (endpoint := self._http.reports.otlp_traces_endpoint) is not None:
             try:
                 from ..api.gateway.tracing import Tracing
             except ModuleNotFoundError as error:
@@ -183,7 +187,7 @@ class ApiActor:
         return observers
 
     def _on_listening(self) -> None:
-        self._post("supervisor", Serving(shown_address(self._config, self._socket)))
+        self._post("supervisor", Serving(shown_address(self._http.listen, self._socket)))
 
     def _complaint(self) -> str | None:
         """What is wrong with the engine, for /health. A busy engine is not a dead one."""

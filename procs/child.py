@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from ..config.config import EngineConfig
+from ..config.config import EngineConfig, HttpConfig
 from ..engine.parallel.rank import RankInfo
 from ..errors import CheckpointError, ConfigError, PagewireError
 from ..ipc.actor import Actor, Post
@@ -50,9 +50,13 @@ log = logging.getLogger("pagewire")
 
 
 class Launch(Struct, frozen=True):
-    """What the supervisor tells its children, in a file that only their user can read."""
+    """What the supervisor gives one of its children, in a file that only their user can read and the child removes.
+
+    Only an api process is given `http`, which holds keys."""
 
     config: EngineConfig
+    http: HttpConfig | None
+    num_apis: int
     addresses: dict[str, str]  # actor, or "supervisor" → where its mailbox is
     keys: Keys | None
     supervisor_pid: int
@@ -186,8 +190,9 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
         case "api":
             from .api import ApiActor
 
-            first_rid = api_index(index(name), launch.epoch, config.api_processes)
-            actor = ApiActor(config, http_fd=launch.http_fd, name=name, index=first_rid)
+            assert launch.http is not None, name
+            first_rid = api_index(index(name), launch.epoch, launch.num_apis)
+            actor = ApiActor(config, launch.http, http_fd=launch.http_fd, name=name, index=first_rid)
         case _:
             raise ConfigError(f"There is no actor {name!r}; there are {', '.join(ACTORS)}.")
     return actor  # type: ignore[return-value]  # each accepts the union that its mailbox decodes
@@ -196,6 +201,7 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
 def main(name: str, launch_file: str) -> int:
     """Runs one actor to its end. The exit code is 0 after `Stop`."""
     launch = msgspec.json.decode(Path(launch_file).read_bytes(), type=Launch)
+    Path(launch_file).unlink()
     tie_life_to(launch.supervisor_pid, launch.lifeline_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides; Ctrl-C reaches the whole group
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -205,7 +211,8 @@ def main(name: str, launch_file: str) -> int:
     write_log_lines(name)
     epochs = Epochs(launch.epoch, launch.device_epoch)
     context = ZmqContext(launch.keys, epochs)
-    post = Mailman(name, launch.config, launch.addresses, context).post
+    num_ranks = launch.config.tensor_parallel_size
+    post = Mailman(name, launch.addresses, context, num_ranks=num_ranks, num_apis=launch.num_apis).post
 
     is_ready = False
 

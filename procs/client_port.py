@@ -168,9 +168,9 @@ class ClientPort:
             PROTOCOL,
             config.served_model_names[0],
             config.kv_model_key,
-            config.vocab_size,
+            config.model.vocab_size,
             max_model_len,
-            config.eos_token_ids,
+            config.model.eos_token_ids,
         )
         try:
             loop = asyncio.get_running_loop()
@@ -270,15 +270,15 @@ class ClientPort:
 
     def _check(self, message: Generate) -> None:
         """What the tokenizer sees to for others. Raises RequestError."""
-        vocab_size = self._config.vocab_size
+        vocab_size = self._config.model.vocab_size
         for field, data in (("prompt_ids", message.prompt_ids), ("resume_ids", message.resume_ids)):
             try:
                 check_ids(vocab_size, field, bytes_to_ids(data))
             except ValueError as error:
                 raise RequestError("invalid_request", f"{field} must be int32, four bytes each.") from error
-        check_task(self._config.purpose, None)
+        check_task(self._config.model.purpose, None)
         check_parameters(vocab_size, message.sampling, message.limits, message.constraint)
-        check_min_tokens(self._config.eos_token_ids, message.sampling, message.limits)
+        check_min_tokens(self._config.model.eos_token_ids, message.sampling, message.limits)
         if message.resume_ids:
             room = self._room(message)
             if message.n > 1 or len(message.resume_ids) // 4 > max(0, room):

@@ -267,7 +267,7 @@ class CoreActor:
             kind, options = load_extension(config.extension)
             extension = kind.core(options)
         self._scheduler = trace.make_scheduler(config, num_blocks, connector, extension)
-        self._record(trace.Opened(structs.replace(config, api_keys=(), admin_keys=()), num_blocks))
+        self._record(trace.Opened(config, num_blocks))
         early, self._early = self._early, []
         self.handle(list(early))
         if self._clients is not None:

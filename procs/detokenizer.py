@@ -113,7 +113,7 @@ class DetokenizerActor:
     def start(self, post: Post) -> Facts:
         """See `Actor`."""
         self._post = post
-        self._tokenizer = load_tokenizer(Path(self._config.model_path))
+        self._tokenizer = load_tokenizer(Path(self._config.model.path))
         return Facts()
 
     def handle(self, messages: list[ToDetokenizer]) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from ..config.config import Config
 from ..errors import PagewireError
 from .child import exit_code
-from .prepare import prepare
+from .prepare import prepare_server
 from .supervisor import Supervisor
 from .topology import workers
 
@@ -24,8 +24,8 @@ def main() -> int:
     import uvloop
 
     try:
-        config = prepare(msgspec.json.decode(sys.stdin.buffer.readline(), type=Config))
-        actors = [*workers(config.tensor_parallel_size), "core", "grammar"]
+        config = prepare_server(msgspec.json.decode(sys.stdin.buffer.readline(), type=Config))
+        actors = [*workers(config.engine.tensor_parallel_size), "core", "grammar"]
         return uvloop.run(_run(Supervisor(config, actors=actors, quiet=True)))
     except PagewireError as error:
         print(f"pagewire: {error}", file=sys.stderr)

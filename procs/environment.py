@@ -12,7 +12,7 @@ def environment_of(name: str, config: EngineConfig, *, ranks_are_here: bool) -> 
     off their cores, or sleep and be woken a hundred times a step: they spin for about a tenth of a millisecond. The
     malloc settings keep large buffers mapped, whose page faults would otherwise cost more than the copies into them.
     """
-    environment = interpreter.environment()
+    environment = interpreter.environment(interpreter.COLLECTOR_HEADERS if kind(name) == "api" else ())
     if kind(name) == "worker":
         defaults = {
             "OMP_WAIT_POLICY": "passive",

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from ..config.config import Config, EngineConfig, ModelVersion, from_options
+from ..config.config import Config, EngineConfig, ModelVersion, ServerConfig
+from ..config.flags import from_options
 from ..config.machine import machine_facts
 from ..errors import ConfigError, PagewireError
 from ..ipc.messages import Swap, Swapped
@@ -48,7 +49,7 @@ class Generations:
     def __init__(
         self,
         config: Config,
-        prepare: Callable[[Config], EngineConfig],
+        prepare: Callable[[Config], ServerConfig],
     ) -> None:
         """`prepare` may take long; it is called on a thread but for the first time."""
         self._prepare = prepare
@@ -66,7 +67,7 @@ class Generations:
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._on_signal, signum)
         prepared = self._prepare(self._config)
-        self._listening = Listening(prepared)
+        self._listening = Listening(prepared.http.listen)
         try:
             self._begin(self._config, prepared)
             self._engine.serve()
@@ -91,14 +92,15 @@ class Generations:
         for engine in self._running:
             engine.on_signal(signum)
 
-    def _begin(self, config: Config, prepared: EngineConfig) -> Supervisor:
+    def _begin(self, config: Config, prepared: ServerConfig) -> Supervisor:
         """Starts an engine, which does not serve yet."""
         number = len(self._versions) + 1
         self._configs[number] = config
         retired = tuple(structs.replace(version, state="retired") for version in self._versions)
-        version = ModelVersion(number, prepared.model_path, prepared.served_model_names[0], int(time.time()), "serving")
+        model, name = prepared.engine.model, prepared.engine.served_model_names[0]
+        version = ModelVersion(number, model.path, name, int(time.time()), "serving")
         self._versions = (*retired, version)
-        prepared = structs.replace(prepared, versions=self._versions)
+        prepared = structs.replace(prepared, http=structs.replace(prepared.http, versions=self._versions))
         engine = Supervisor(prepared, listening=self._listening, on_swap=lambda swap: self._on_swap(engine, swap))
         self._running[engine] = asyncio.ensure_future(engine.run())
         self._engine = engine
@@ -126,7 +128,7 @@ class Generations:
             old.answer(swap.name, Swapped(swap.number, 400, str(error)))
             return
         before = self._config
-        if swap.must_drain or not _has_room(prepared):
+        if swap.must_drain or not _has_room(prepared.engine):
             old.answer(swap.name, Swapped(swap.number, 202, "The model is loaded when open requests have ended."))
             old.retire()
             await self._running.pop(old)
@@ -145,12 +147,12 @@ class Generations:
             old.answer(swap.name, Swapped(swap.number, 422, detail))
             return
         self._config = config
-        old.answer(swap.name, Swapped(swap.number, 200, f"{prepared.served_model_names[0]} is served now."))
+        old.answer(swap.name, Swapped(swap.number, 200, f"{prepared.engine.served_model_names[0]} is served now."))
         old.retire()
         engine.serve()
         self._running[old].add_done_callback(lambda _: self._running.pop(old, None))
 
-    async def _try(self, config: Config, prepared: EngineConfig) -> bool:
+    async def _try(self, config: Config, prepared: ServerConfig) -> bool:
         """Serves this one, if it comes up."""
         versions = self._versions
         engine = self._begin(config, prepared)
@@ -176,7 +178,7 @@ class Generations:
         changes = msgspec.json.decode(swap.changes, type=dict[str, object])
         if unknown := sorted(changes.keys() - _SWAPPABLE):
             raise ConfigError(f"{unknown[0]} cannot be changed while serving; {', '.join(sorted(_SWAPPABLE))} can.")
-        return from_options("POST /admin/models", msgspec.to_builtins(config) | changes)
+        return from_options("POST /admin/models", changes, base=config)
 
 
 def _has_room(config: EngineConfig) -> bool:
@@ -184,7 +186,7 @@ def _has_room(config: EngineConfig) -> bool:
     has_gpu = config.device == "cuda" or (config.device == "auto" and machine_facts().has_gpu)
     if has_gpu or config.client_address or config.kv_events or config.kv_connector:
         return False
-    weights = sum(path.stat().st_size for path in Path(config.model_path).glob("*.safetensors"))
+    weights = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
     needed = 2 * weights + (config.kv_cache_memory or _KV_BYTES) + _PROCESSES_BYTES
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     available = sum(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))

@@ -48,7 +48,7 @@ def load_grammars(config: EngineConfig) -> Compiler:
     """Those of the model's vocabulary. Raises ConfigError."""
     from ..engine.text.grammar import load_grammars as load
 
-    return load(Path(config.model_path), config.vocab_size, config.eos_token_ids)
+    return load(Path(config.model.path), config.model.vocab_size, config.model.eos_token_ids)
 
 
 class _Answer:
@@ -237,5 +237,5 @@ class GrammarActor:
         if not message.constraint.reasoning_ends:
             return ""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(Path(self._config.model_path))
+            self._tokenizer = load_tokenizer(Path(self._config.model.path))
         return self._tokenizer.decode(bytes_to_ids(message.tail_ids), skip_special_tokens=False)

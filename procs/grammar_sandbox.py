@@ -77,7 +77,7 @@ _TOO_LARGE = Outcome("invalid_request", "The grammar is too large or too deep to
 
 def num_words(config: EngineConfig) -> int:
     """Of a mask."""
-    return -(-config.vocab_size // 32)
+    return -(-config.model.vocab_size // 32)
 
 
 class GrammarSandbox:

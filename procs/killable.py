@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from ..config.config import EngineConfig
 from ..errors import PagewireError
@@ -60,7 +60,7 @@ class _Process:
             env=interpreter.environment(),
         )
         theirs.close()
-        self._connection.send_bytes(_encode(structs.replace(config, api_keys=(), admin_keys=())))
+        self._connection.send_bytes(_encode(config))
         self._deadline = time.monotonic() + START_LIMIT_S
         self.is_started = False
         self.key: int | None = None  # of what it works on

@@ -17,7 +17,7 @@ from ..config.flags import add_flags, read_flags
 from ..errors import ConfigError, PagewireError
 from ..ipc.zmq_channel import check_address, read_keys
 from .child import exit_code
-from .prepare import prepare
+from .prepare import prepare_server
 from .supervisor import Supervisor
 from .topology import ACTORS, RENDEZVOUS, names, receivers, workers
 
@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         config = read_flags(arguments)
-        num_ranks = config.tensor_parallel_size
-        known = names(config)
+        num_ranks, num_apis = config.engine.tensor_parallel_size, config.service.api_processes
+        known = names(num_ranks, num_apis)
         actors = arguments.actors.split(",") if arguments.actors else list(known)
         if unknown := [name for name in actors if name not in known]:
             raise ConfigError(f"There is no actor {unknown[0]!r}; there are {', '.join(known)}.")
@@ -73,15 +73,15 @@ def main(argv: list[str] | None = None) -> int:
                     f"--address {text}: ranks meet at tcp://host:port, a port of the first one's machine."
                 )
             addresses[name] = address
-        needed = {r for name in actors for r in receivers(name, config)} - {"supervisor", *actors}
-        if config.client_address is not None and not {"api", "detokenizer"} & {*actors, *addresses}:
+        needed = {r for name in actors for r in receivers(name, num_ranks, num_apis)} - {"supervisor", *actors}
+        if config.engine.client_address is not None and not {"api", "detokenizer"} & {*actors, *addresses}:
             needed -= {"api", "detokenizer"}  # it serves only `EngineClient`s
         here = {name for name in workers(num_ranks) if name in actors}
         if here and len(here) < num_ranks:
             needed.add(RENDEZVOUS)
         if missing := sorted(needed - addresses.keys()):
             raise ConfigError(f"Say where {missing[0]} is: --address {missing[0]}=tcp://host:port.")
-        supervisor = Supervisor(prepare(config), actors=actors, addresses=addresses, keys=keys)
+        supervisor = Supervisor(prepare_server(config), actors=actors, addresses=addresses, keys=keys)
         return run(supervisor)
     except PagewireError as error:
         print(f"pagewire: {error}", file=sys.stderr)

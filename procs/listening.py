@@ -9,17 +9,17 @@ import socket
 import stat
 from pathlib import Path
 
-from ..config.config import DoorConfig
+from ..config.config import ListenOptions
 from ..errors import ConfigError
 
 
 class Listening:
     """The socket. Raises ConfigError if it cannot be had."""
 
-    def __init__(self, config: DoorConfig) -> None:
+    def __init__(self, options: ListenOptions) -> None:
         """A port or, with `uds`, a file that only its owner may connect to."""
-        self._path = None if config.uds is None else Path(config.uds).absolute()
-        self._socket = _port(config.host, config.port) if self._path is None else _file(self._path)
+        self._path = None if options.uds is None else Path(options.uds).absolute()
+        self._socket = _port(options.host, options.port) if self._path is None else _file(self._path)
         self._inode = None if self._path is None else self._path.stat().st_ino
 
     @property
@@ -36,13 +36,13 @@ class Listening:
         self._socket.close()
 
 
-def shown_address(config: DoorConfig, sock: socket.socket) -> str:
+def shown_address(options: ListenOptions, sock: socket.socket) -> str:
     """Where clients on this machine find the server."""
-    if config.uds is not None:
-        return f"unix:{config.uds}"
+    if options.uds is not None:
+        return f"unix:{options.uds}"
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
-    return f"http{'' if config.ssl_certfile is None else 's'}://{shown}:{port}"
+    return f"http{'' if options.ssl_certfile is None else 's'}://{shown}:{port}"
 
 
 def _port(host: str, port: int) -> socket.socket:

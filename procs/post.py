@@ -5,7 +5,6 @@ With several api processes, what is for one of them finds it by its rid, and wha
 
 from collections.abc import Mapping
 
-from ..config.config import Config, EngineConfig
 from ..ipc.channel import Outbox
 from ..ipc.messages import RID_BITS, Message, Pulse, Slept, Snapshot, TextBatch
 from ..ipc.zmq_channel import ZmqContext
@@ -16,15 +15,15 @@ class Mailman:
     """An engine that serves only `EngineClient`s has neither api nor detokenizer: what is for them is not sent."""
 
     def __init__(
-        self, name: str, config: Config | EngineConfig, addresses: Mapping[str, str], context: ZmqContext
+        self, name: str, addresses: Mapping[str, str], context: ZmqContext, *, num_ranks: int, num_apis: int
     ) -> None:
         self._outboxes: dict[str, Outbox] = {
             receiver: context.outbox(addresses[receiver], link(name, receiver))
-            for receiver in receivers(name, config)
+            for receiver in receivers(name, num_ranks, num_apis)
             if receiver in addresses
         }
         self._absent = {"api", "detokenizer"} - addresses.keys()
-        self._apis = [self._outboxes[api] for api in apis(config) if api in self._outboxes]
+        self._apis = [self._outboxes[api] for api in apis(num_apis) if api in self._outboxes]
 
     def post(self, receiver: str, message: Message) -> None:
         """See `Post`."""

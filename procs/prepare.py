@@ -1,4 +1,4 @@
-"""From what a person says to what every process receives: find the checkpoint, read its config, decide the rest."""
+"""From what a user says to what processes are given: finds the checkpoint, reads its config and the files of keys."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ from msgspec.structs import replace
 
 from ..api.http.tls import tls_context
 from ..config.access import read_key_file
-from ..config.config import Config, EngineConfig, MachineFacts, ModelFacts
+from ..config.config import Config, EngineConfig, HttpConfig, MachineFacts, ModelFacts, ServerConfig
 from ..config.machine import machine_facts
-from ..config.resolve import resolve
+from ..config.resolve import resolve, resolve_http
 from ..engine.checkpoint.source import locate
 from ..engine.checkpoint.spec import check_options, model_facts, read_spec
 from ..engine.core.speculation import num_draft_tokens
@@ -19,32 +19,46 @@ from ..engine.text.template_files import read_templates, reasoning_parser, tool_
 
 
 def prepare(config: Config) -> EngineConfig:
-    """Downloads the model if need be. Raises ConfigError, also for what only the engine's processes will open."""
+    """What an engine without HTTP is given; the arguments and errors of `prepare_server`."""
+    return prepare_server(config).engine
+
+
+def prepare_server(config: Config) -> ServerConfig:
+    """Finds the model, which is downloaded if need be, and decides what the user left open. Raises ConfigError, also
+    for what only the engine's processes will open."""
     engine = resolve(config, *examine(config))
-    tls_context(engine)
-    return engine
+    return ServerConfig(engine=engine, http=prepare_http(config))
+
+
+def prepare_http(config: Config) -> HttpConfig:
+    """Reads the files of keys and looks into those of certificates. Raises ConfigError."""
+    keys = config.keys
+    user_keys = () if keys.api_key_file is None else read_key_file(Path(keys.api_key_file))
+    file = keys.admin_api_key_file
+    admin_keys = () if file is None else read_key_file(Path(file), "--admin-api-key-file")
+    http = resolve_http(config, user_keys, admin_keys)
+    tls_context(http.listen)
+    return http
 
 
 def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
-    """What `prepare` decides by."""
-    registry.check(config.kv_connector)
-    num_draft_tokens(config.speculative)
-    if config.extension is not None:
-        load_extension(config.extension)
-    folder, name = locate(config.model, config.revision, weights=config.load_format != "dummy")
+    """The facts about the model and this machine. Raises ConfigError."""
+    source, options = config.source, config.engine
+    registry.check(options.kv_connector)
+    num_draft_tokens(options.speculative)
+    if options.extension is not None:
+        load_extension(options.extension)
+    folder, name = locate(source.model, source.revision, weights=options.load_format != "dummy")
     spec = read_spec(folder)
     check_options(
         spec,
-        tensor_parallel_size=config.tensor_parallel_size,
-        is_dummy=config.load_format == "dummy",
-        quantization=config.quantization,
+        tensor_parallel_size=options.tensor_parallel_size,
+        is_dummy=options.load_format == "dummy",
+        quantization=options.quantization,
     )
-    shard.check(spec, config.tensor_parallel_size)
+    shard.check(spec, options.tensor_parallel_size)
     facts = model_facts(spec, folder, name)
-    templates = read_templates(folder, Path(config.chat_template) if config.chat_template else None)
+    templates = read_templates(folder, Path(options.chat_template) if options.chat_template else None)
     shown = "\n".join(templates.values())
-    facts = replace(facts, tool_call_parser=tool_call_parser(shown), reasoning_parser=reasoning_parser(shown))
-    keys = () if config.api_key_file is None else read_key_file(Path(config.api_key_file))
-    file = config.admin_api_key_file
-    admin_keys = () if file is None else read_key_file(Path(file), "--admin-api-key-file")
-    return facts, replace(machine_facts(), api_keys=keys, admin_keys=admin_keys)
+    facts = replace(facts, tool_calls_shown=tool_call_parser(shown), reasoning_shown=reasoning_parser(shown))
+    return facts, machine_facts()

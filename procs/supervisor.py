@@ -18,7 +18,7 @@ from functools import partial
 
 import msgspec
 
-from ..config.config import EngineConfig
+from ..config.config import ServerConfig
 from ..errors import StartError
 from ..ipc.epochs import Link
 from ..ipc.messages import (
@@ -75,7 +75,7 @@ class Supervisor:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ServerConfig,
         *,
         actors: Sequence[str] | None = None,
         addresses: dict[str, str] | None = None,
@@ -89,17 +89,20 @@ class Supervisor:
 
         With `listening` somebody else owns the door and the signals: see `Generations`. `on_swap` is told what an
         admin asks for."""
-        self._config = config
-        self._names = names(config)
+        self._config = config.engine
+        self._service = config.http.service
+        self._http = config.http
+        self._num_ranks, num_apis = config.engine.tensor_parallel_size, config.http.service.api_processes
+        self._names = names(self._num_ranks, num_apis)
         self._actors = [name for name in self._names if actors is None or name in actors]
         self._given = addresses or {}
-        self._elsewhere = Elsewhere(self._actors, self._given, hang_timeout_s=config.hang_timeout_s)
+        self._elsewhere = Elsewhere(self._actors, self._given, hang_timeout_s=self._service.hang_timeout_s)
         self._keys = keys
         self._quiet = quiet
         self._children: dict[str, Child] = {}
         self._dead: list[Child] = []  # in the order of their ends: who died first may have taken others along
         self._inbox: ZmqInbox[ToSupervisor] | None = None
-        self._http = listening
+        self._listening = listening
         self._is_owned = listening is not None
         self._on_swap = on_swap
         self._may_serve = not self._is_owned
@@ -137,8 +140,8 @@ class Supervisor:
             self._inbox.subscribe(loop, self._woken.set)
             self._elsewhere.watch(context, loop, self._woken.set)
             self._outboxes = {name: context.outbox(self._addresses[name], Link.CONTROL) for name in self._actors}
-            if "api" in self._actors and self._http is None:
-                self._http = Listening(self._config)
+            if "api" in self._actors and self._listening is None:
+                self._listening = Listening(self._http.listen)
             await self._spawn(self._actors)
             self._mark("start of processes")
             return await self._supervise()
@@ -150,8 +153,8 @@ class Supervisor:
         finally:
             self._is_over = True
             await self._kill()
-            if self._http is not None and not self._is_owned:
-                self._http.close()
+            if self._listening is not None and not self._is_owned:
+                self._listening.close()
             os.close(self._lifeline)
             os.close(self._lifeline_held)
             self._elsewhere.close()
@@ -164,9 +167,29 @@ class Supervisor:
 
     async def _spawn(self, actors: Sequence[str]) -> None:
         """Starts these at once: the slowest decides, and the others cost nothing meanwhile."""
-        http_fd = self._http.fd if self._http is not None else -1
-        launch = Launch(
+        listening_fd = self._listening.fd if self._listening is not None else -1
+        for name in actors:
+            is_api = kind(name) == "api"
+            launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
+            with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(self._launch(name, listening_fd if is_api else -1)))
+            process = await asyncio.create_subprocess_exec(
+                *interpreter.COMMAND,
+                "pagewire.procs.child",
+                name,
+                str(launch_file),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(self._lifeline, listening_fd) if is_api else (self._lifeline,),
+                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
+            )
+            child = self._children[name] = Child(name, process, self._epoch)
+            child.exited.add_done_callback(partial(self._on_exit, child))
+
+    def _launch(self, name: str, http_fd: int) -> Launch:
+        return Launch(
             config=self._config,
+            http=self._http if kind(name) == "api" else None,
+            num_apis=self._service.api_processes,
             addresses=self._addresses,
             keys=self._keys,
             supervisor_pid=os.getpid(),
@@ -179,21 +202,6 @@ class Supervisor:
             epoch=self._epoch,
             device_epoch=self._device_epoch,
         )
-        launch_file = self._run_folder / f"launch-{self._epoch}.json"
-        with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(launch))
-        for name in actors:
-            process = await asyncio.create_subprocess_exec(
-                *interpreter.COMMAND,
-                "pagewire.procs.child",
-                name,
-                str(launch_file),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._lifeline, http_fd) if kind(name) == "api" else (self._lifeline,),
-                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
-            )
-            child = self._children[name] = Child(name, process, self._epoch)
-            child.exited.add_done_callback(partial(self._on_exit, child))
 
     async def _supervise(self) -> int:
         """Waits for everyone, opens the door, then watches until someone or something ends it."""
@@ -208,7 +216,7 @@ class Supervisor:
         self._mark(f"{slowest.name} ready")
         self.is_ready.set()
         await self._watch(lambda: self._may_serve or self._must_end)
-        if self._http is not None:
+        if self._listening is not None:
             for name in self._apis:
                 self._outboxes[name].send(Serve())
             await self._until(lambda: self._url is not None, "the api did not open its port")
@@ -218,7 +226,7 @@ class Supervisor:
         if self._is_retired:
             return await self._stop("another model is served now", grace_s=_HANDOVER_S, hands_over=True)
         reason = self._signals[0].name if self._signals else "another launch of the engine ends"
-        return await self._stop(reason, grace_s=self._config.drain_timeout)
+        return await self._stop(reason, grace_s=self._service.drain_timeout)
 
     def serve(self) -> None:
         """Opens the door, once everyone is ready."""
@@ -247,9 +255,9 @@ class Supervisor:
             await self._look_elsewhere()
             now = time.monotonic()
             late = ", ".join(child.name for child in self._children.values() if child.facts is None)
-            if now > started + self._config.start_timeout_s:
+            if now > started + self._service.start_timeout_s:
                 names = f"{late}: " if name_the_late and late else ""
-                raise StartError(f"{names}{what} ({self._config.start_timeout_s:g} s; see --start-timeout-s).")
+                raise StartError(f"{names}{what} ({self._service.start_timeout_s:g} s; see --start-timeout-s).")
             if now > next_report and late:
                 next_report = now + START_REPORT_S
                 print(f"pagewire: still waiting for {late} after {now - started:.0f} s", file=sys.stderr)
@@ -275,19 +283,19 @@ class Supervisor:
     async def _hung(self) -> list[Child]:
         """Ends those that hang, or do not come up."""
         now = time.monotonic()
-        was_away = now - self._looked_at > self._config.hang_timeout_s / 2  # we, or the whole machine
+        was_away = now - self._looked_at > self._service.hang_timeout_s / 2  # we, or the whole machine
         self._looked_at = now
         hung = []
         for child in self._children.values():
             if child.exited.done() or child.may_end:
                 continue
             if child.liveness is None:
-                late = now > child.started_at + self._config.start_timeout_s
+                late = now > child.started_at + self._service.start_timeout_s
                 complaint = "did not become ready in time" if late else None
             else:
                 if was_away:
                     child.liveness.excuse(now)
-                complaint = child.liveness.complaint(self._config.hang_timeout_s, now)
+                complaint = child.liveness.complaint(self._service.hang_timeout_s, now)
             if complaint is not None:
                 self._faults[child.name] = Fault(child.name, f"{child.name} {complaint}", "", 1)
                 with contextlib.suppress(ProcessLookupError):
@@ -308,7 +316,7 @@ class Supervisor:
             cause = self._cause(child)
             reason = reason or cause
             self._deaths.add(child.name, cause.removeprefix(f"{child.name} ").removesuffix("."), now)
-            lost.update(dict.fromkeys(lost_with(child.name, self._config)))
+            lost.update(dict.fromkeys(lost_with(child.name, self._num_ranks)))
         if self._elsewhere:
             raise StartError(f"{reason} Stopping: what runs in several launches is not replaced.")
         if self._deaths.are_a_storm:
@@ -364,7 +372,7 @@ class Supervisor:
 
     @property
     def _apis(self) -> list[str]:
-        return [name for name in apis(self._config) if name in self._actors]
+        return [name for name in apis(self._service.api_processes) if name in self._actors]
 
     def on_signal(self, signum: signal.Signals) -> None:
         """Ends it in order; once more, at once."""
@@ -450,7 +458,7 @@ class Supervisor:
         def is_drained() -> bool:
             nonlocal deadline
             if hands_over and len(self._signals) == num_signals:
-                deadline = min(deadline, self._signalled_at + self._config.drain_timeout)
+                deadline = min(deadline, self._signalled_at + self._service.drain_timeout)
             is_hurried = len(self._signals) > num_signals or time.monotonic() > deadline
             return is_hurried or (all(child.exited.done() for child in doors) and not self._elsewhere.is_awaited)
 
@@ -496,4 +504,6 @@ class Supervisor:
             return
         notes = [note for child in self._children.values() for note in (child.facts or Facts()).notes]
         timings = {f"{slowest.name} ready": (slowest.facts or Facts()).timings}
-        print(announcement(self._config, notes, self._marks, timings, self._url), file=sys.stderr, flush=True)
+        has_keys = bool(self._http.api_keys)
+        text = announcement(self._config, notes, self._marks, timings, self._url, has_keys=has_keys)
+        print(text, file=sys.stderr, flush=True)

@@ -124,7 +124,7 @@ class TokenizerActor:
     def _submit(self, submit: Submit) -> None:
         taken = time.monotonic()
         try:
-            check_task(self._config.purpose, submit.pooling)
+            check_task(self._config.model.purpose, submit.pooling)
             ids, type_ids = self._within_limits(submit.prompt, lambda: self._prompt_ids(submit))
             constraint = self._constraint(submit)
         except RequestError as error:
@@ -188,7 +188,7 @@ class TokenizerActor:
 
     def _detokenized(self, question: Detokenize) -> Detokenized:
         ids = bytes_to_ids(question.ids)
-        check_ids(self._config.vocab_size, "tokens", ids)
+        check_ids(self._config.model.vocab_size, "tokens", ids)
         text = self._tokenizer.decode(ids, skip_special_tokens=question.skip_special_tokens)
         return Detokenized(question.rid, text)
 
@@ -245,7 +245,7 @@ class TokenizerActor:
             for word in submit.bad_words
             for before in ("", " ")
             if (ids := self._tokenizer.encode(before + word.lstrip(" "), add_special_tokens=False))
-            and max(ids) < self._config.vocab_size  # others are never drawn
+            and max(ids) < self._config.model.vocab_size  # others are never drawn
         ]
         return replace(submit.constraint or Constraint(), bad_words=tuple(dict.fromkeys(spelled)))
 
@@ -262,9 +262,9 @@ class TokenizerActor:
             ids = self._encode(submit.prompt, kept, max_tokens)
         if not ids:
             raise RequestError("invalid_request", "The prompt is empty.")
-        check_ids(self._config.vocab_size, "prompt", ids)  # a tokenizer may have more tokens than its model
-        check_parameters(self._config.vocab_size, submit.sampling, submit.limits, submit.constraint)
-        check_min_tokens(self._config.eos_token_ids, submit.sampling, submit.limits)
+        check_ids(self._config.model.vocab_size, "prompt", ids)  # a tokenizer may have more tokens than its model
+        check_parameters(self._config.model.vocab_size, submit.sampling, submit.limits, submit.constraint)
+        check_min_tokens(self._config.model.eos_token_ids, submit.sampling, submit.limits)
         if submit.truncate is not None:
             ids = ids[-self._num_kept(submit.truncate, submit.limits.max_tokens) :]
         longest, generates = self._config.max_model_len, submit.limits.max_tokens != 0
@@ -282,7 +282,7 @@ class TokenizerActor:
 
 def load_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:
     """The model's tokenizer and its chat template. Raises ConfigError."""
-    folder = Path(config.model_path)
+    folder = Path(config.model.path)
     tokenizer = load_tokenizer(folder)
     operator_file = Path(config.chat_template) if config.chat_template else None
     return tokenizer, load_chat_template(folder, tokenizer, operator_file, bounds=_bounds(config, tokenizer))

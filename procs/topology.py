@@ -4,7 +4,6 @@ Each process connects only to the receivers that its row names; the picture in t
 (`python -m pagewire.procs.topology`), and a test compares both with the mailboxes' unions.
 """
 
-from ..config.config import Config, EngineConfig
 from ..ipc import client_messages as c
 from ..ipc import messages as m
 from ..ipc.epochs import Link
@@ -57,15 +56,15 @@ def workers(num_ranks: int) -> tuple[str, ...]:
     return _several("worker", num_ranks)
 
 
-def apis(config: Config | EngineConfig) -> tuple[str, ...]:
+def apis(num_apis: int) -> tuple[str, ...]:
     """The names of the processes that serve HTTP: api, api-1 …"""
-    return _several("api", config.api_processes)
+    return _several("api", num_apis)
 
 
-def names(config: Config | EngineConfig) -> tuple[str, ...]:
+def names(num_ranks: int, num_apis: int) -> tuple[str, ...]:
     """All actors of an engine, in the order of starting."""
     others = (name for name in ACTORS if name not in ("worker", "api"))
-    return (*workers(config.tensor_parallel_size), *others, *apis(config))
+    return (*workers(num_ranks), *others, *apis(num_apis))
 
 
 def _several(kind: str, num: int) -> tuple[str, ...]:
@@ -90,22 +89,22 @@ def link(sender: str, receiver: str) -> Link:
     return Link.DEVICE if kinds == {"core", "worker"} else Link.CHAIN
 
 
-def lost_with(name: str, config: Config | EngineConfig) -> tuple[str, ...]:
+def lost_with(name: str, num_ranks: int) -> tuple[str, ...]:
     """Who has to be replaced when this actor dies: the ranks of a model are nothing without each other, and may be at
     different steps when their core dies."""
-    ranks = workers(config.tensor_parallel_size)
+    ranks = workers(num_ranks)
     if kind(name) == "worker":
         return ranks
     return (name, *ranks) if name == "core" and len(ranks) > 1 else (name,)
 
 
-def receivers(sender: str, config: Config | EngineConfig) -> tuple[str, ...]:
+def receivers(sender: str, num_ranks: int, num_apis: int) -> tuple[str, ...]:
     """Whom an actor may send to. Of the workers only the first one answers the core, but all offer it their memory."""
     found = [receiver for source, receiver in EDGES if source == kind(sender)]
     if "worker" in found:
-        found += workers(config.tensor_parallel_size)[1:]
+        found += workers(num_ranks)[1:]
     if "api" in found:
-        found += apis(config)[1:]
+        found += apis(num_apis)[1:]
     return (*found, "supervisor")
 
 

@@ -55,7 +55,8 @@ class RouterApp:
         self._fleet = fleet
         self._config = config
         self._stats = Stats()  # the edge's
-        self._relay = Relay(fleet, outage_wait_s=config.outage_wait, root_path=config.root_path)
+        http = config.http
+        self._relay = Relay(fleet, outage_wait_s=http.service.outage_wait, root_path=http.listen.root_path)
         self._anyone = Account()  # what is open without a key
         self._open: Counter[Account] = Counter()
         self._drain_rate = DrainRate(time.monotonic())  # for who is refused here; what an engine says of itself stands
@@ -81,7 +82,7 @@ class RouterApp:
         return Edge(
             router,
             self._fleet,
-            config=self._config,
+            config=self._config.http,
             stats=self._stats,
             retry_after_s=lambda: self._drain_rate.retry_after_s(sum(self._open.values())),
             admin_paths=frozenset({_ENGINES_PATH}),
@@ -137,7 +138,7 @@ class RouterApp:
 
     async def _bounded(self, ask: Ask, scope: Scope, answer: Answer) -> int:
         """The relay, until the request's time or the server's is over."""
-        limit_s = self._config.request_timeout_s
+        limit_s = self._config.http.clients.request_timeout_s
         end: asyncio.Timeout | None = None
         try:
             async with asyncio.timeout(limit_s) as end:
@@ -214,7 +215,7 @@ class RouterApp:
 
     def _check_admin(self) -> None:
         """Whose key it is was checked at the edge, if there are any."""
-        if not self._config.admin_keys:
+        if not self._config.http.admin_keys:
             raise HttpError(404, "This needs a router that was started with --admin-api-key.", code="not_found")
 
 

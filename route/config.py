@@ -1,24 +1,22 @@
-"""What a router is told: the door that it has in common with an engine's server, and its engines."""
+"""What a router is given: its engines, and what it has in common with an engine's api process."""
 
 import argparse
-from pathlib import Path
 
-from msgspec.structs import asdict
+from msgspec import Struct
 
-from ..api.http.tls import tls_context
-from ..config.access import read_key_file
-from ..config.config import DoorConfig
+from ..config.config import HttpConfig
 from ..config.flags import add_flags, read_flags
-from ..config.resolve import resolve_door
 from ..errors import ConfigError
+from ..procs.prepare import prepare_http
 
-_GROUPS = ("door", "access", "limits")
+_GROUPS = ("network", "access", "limits")
 
 
-class RouteConfig(DoorConfig, frozen=True, kw_only=True):
-    """The whole truth about one router."""
+class RouteConfig(Struct, frozen=True, kw_only=True):
+    """Of one router."""
 
-    engines: tuple[str, ...]
+    http: HttpConfig
+    engines: tuple[str, ...]  # their URLs
     max_open_requests: int | None = None
     cacert: str | None = None
 
@@ -41,20 +39,15 @@ def add_route_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_route(arguments: argparse.Namespace) -> RouteConfig:
     """The RouteConfig of parsed flags. Raises ConfigError."""
-    said = read_flags(arguments)
+    config = read_flags(arguments)
     engines = tuple(url.strip().rstrip("/") for url in arguments.engines.split(",") if url.strip())
     if not engines or len(set(engines)) < len(engines):
         raise ConfigError(f"--engines {arguments.engines}: write the engines' addresses, each once, with commas.")
     if arguments.max_open_requests is not None and arguments.max_open_requests < 1:
         raise ConfigError("--max-open-requests must be at least 1.")
-    keys = () if said.api_key_file is None else read_key_file(Path(said.api_key_file))
-    file = said.admin_api_key_file
-    admin_keys = () if file is None else read_key_file(Path(file), "--admin-api-key-file")
-    config = RouteConfig(
-        **asdict(resolve_door(said, keys, admin_keys)),
+    return RouteConfig(
+        http=prepare_http(config),
         engines=engines,
         max_open_requests=arguments.max_open_requests,
         cacert=arguments.cacert,
     )
-    tls_context(config)
-    return config

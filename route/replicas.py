@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ..config.access import ApiKey
-from ..config.config import DoorConfig, EngineConfig
+from ..config.config import ListenOptions, ServerConfig
 from ..config.machine import machine_facts
 from ..errors import ConfigError, StartError
 from ..ipc.zmq_channel import make_run_folder, remove_run_folder
@@ -39,7 +39,7 @@ STOP_GRACE_S = 30.0  # for an engine, on top of what open requests are given
 class Launch(Struct, frozen=True):
     """What the launcher tells an engine's process, in a file that only their user can read."""
 
-    config: EngineConfig
+    config: ServerConfig
     launcher_pid: int
     lifeline_fd: int  # read end of a pipe whose other end only the launcher holds
 
@@ -47,20 +47,20 @@ class Launch(Struct, frozen=True):
 class Replica:
     """One engine of the launch."""
 
-    def __init__(self, index: int, config: EngineConfig, folder: Path, lifeline_fd: int) -> None:
+    def __init__(self, index: int, config: ServerConfig, folder: Path, lifeline_fd: int) -> None:
         self.index = index
-        self.url = f"unix:{config.uds}"
+        self.url = f"unix:{config.http.listen.uds}"
         self.is_stopping = False
         self.process: asyncio.subprocess.Process
         self._lifeline_fd = lifeline_fd
-        self._config = config
+        self._config = config.engine
         self._file = folder / f"engine-{index}.json"
         launch = Launch(config, os.getpid(), lifeline_fd)
         with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.encode(launch))
 
     async def start(self) -> None:
-        environment = interpreter.environment()
+        environment = interpreter.environment(interpreter.COLLECTOR_HEADERS)
         if self._config.device == "cuda":
             visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(1024)))
             size = self._config.tensor_parallel_size
@@ -97,20 +97,22 @@ class Replica:
 class Replicas:
     """One launch of several engines. `run` is called once."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError if it asks for what only one engine can have."""
+        engine = config.engine
         alone = {
-            "--client-address": config.client_address,
-            "--kv-events": config.kv_events,
-            "--record-trace": config.record_trace,
-            "--enable-sleep-mode": config.enable_sleep_mode,
-            "--enable-model-swap": config.enable_model_swap,
+            "--client-address": engine.client_address,
+            "--kv-events": engine.kv_events,
+            "--record-trace": engine.record_trace,
+            "--enable-sleep-mode": config.http.admin.enable_sleep_mode,
+            "--enable-model-swap": config.http.admin.enable_model_swap,
         }
         asked = [flag for flag, value in alone.items() if value]
-        asked += [f"--kv-connector {spec}" for spec in config.kv_connector if spec.startswith(("disk", "p2p"))]
+        asked += [f"--kv-connector {spec}" for spec in engine.kv_connector if spec.startswith(("disk", "p2p"))]
         if asked:
             raise ConfigError(f"{asked[0]} is one engine's own; leave it or --data-parallel-size out.")
         self._config = config
+        self._service = config.http.service
         self._replicas: list[Replica] = []
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
@@ -122,13 +124,13 @@ class Replicas:
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         signals = Signals()
-        listening = Listening(self._config)
+        listening = Listening(self._config.http.listen)
         folder = make_run_folder()
         lifeline, lifeline_held = os.pipe()
         try:
             self._replicas = [
                 Replica(i, _of_replica(self._config, i, folder), folder, lifeline)
-                for i in range(self._config.data_parallel_size)
+                for i in range(self._config.engine.data_parallel_size)
             ]
             self._door = Door(_of_router(self._config, self._replicas), listening)
             for replica in self._replicas:
@@ -145,7 +147,7 @@ class Replicas:
             if self._failed.done():
                 await self._stop(signals, 0.0)
                 return self._failed.result()
-            return await self._stop(signals, self._config.drain_timeout)
+            return await self._stop(signals, self._service.drain_timeout)
         except StartError as error:
             print(f"pagewire: {error}", file=sys.stderr)
             return 1
@@ -183,12 +185,12 @@ class Replicas:
 
     async def _until_ready(self, signals: Signals) -> bool:
         """False: a signal came first, or a start failed."""
-        deadline = time.monotonic() + self._config.start_timeout_s
+        deadline = time.monotonic() + self._service.start_timeout_s
         while not all(engine.is_able for engine in self._door.fleet.engines):
             if signals.num or self._failed.done():
                 return False
             if time.monotonic() > deadline:
-                raise StartError(f"The engines are not ready in time ({self._config.start_timeout_s:g} s).")
+                raise StartError(f"The engines are not ready in time ({self._service.start_timeout_s:g} s).")
             await self._door.fleet.news(asyncio.get_running_loop().time() + 0.5)
         return True
 
@@ -202,11 +204,11 @@ class Replicas:
             engine = self._door.fleet.find(replica.url)
             assert engine is not None, replica.url
             engine.is_leaving = True
-            await replica.stop(self._config.drain_timeout + STOP_GRACE_S)
+            await replica.stop(self._service.drain_timeout + STOP_GRACE_S)
             engine.lost("It starts again.")
             engine.is_leaving = False
             await self._start(replica)
-            deadline = asyncio.get_running_loop().time() + self._config.start_timeout_s
+            deadline = asyncio.get_running_loop().time() + self._service.start_timeout_s
             while not engine.is_able and await self._door.fleet.news(deadline):
                 pass
         print("pagewire: every engine was started again.", file=sys.stderr, flush=True)
@@ -225,34 +227,29 @@ class Replicas:
         return 0 if not self._failed.done() else self._failed.result()
 
     def _announce(self) -> None:
-        names, num = self._config.served_model_names, len(self._replicas)
+        names, num = self._config.engine.served_model_names, len(self._replicas)
         print(
             f"pagewire serves {names[0]} with {num} engines\nlistening on {self._door.url}", file=sys.stderr, flush=True
         )
 
 
-def _of_replica(config: EngineConfig, index: int, folder: Path) -> EngineConfig:
-    """What one engine is told: the door is the router's, and so are rates and the log of requests."""
-    return replace(
-        config,
-        device="cuda" if config.device != "cpu" and machine_facts().has_gpu else config.device,
-        uds=f"{folder}/engine-{index}",
-        root_path="",
-        ssl_certfile=None,
-        ssl_keyfile=None,
-        ssl_ca_certs=None,
-        ssl_cert_reqs=0,
-        api_keys=tuple(ApiKey(key.key) for key in config.api_keys),
-        requests_per_minute=None,
-        tokens_per_minute=None,
-        access_log=False,
-        batch_folder=config.batch_folder if index == 0 else None,  # files and batches are the first engine's
+def _of_replica(config: ServerConfig, index: int, folder: Path) -> ServerConfig:
+    """What one engine is given: its clients come through the router, which has the rates and the access log."""
+    engine, http = config.engine, config.http
+    has_gpu = engine.device != "cpu" and machine_facts().has_gpu
+    reports = http.reports if index == 0 else replace(http.reports, batch_folder=None)  # batches are the first engine's
+    http = replace(
+        http,
+        listen=ListenOptions(uds=f"{folder}/engine-{index}"),
+        clients=replace(http.clients, requests_per_minute=None, tokens_per_minute=None, access_log=False),
+        reports=reports,
+        api_keys=tuple(ApiKey(key.key) for key in http.api_keys),
     )
+    return ServerConfig(engine=replace(engine, device="cuda" if has_gpu else engine.device), http=http)
 
 
-def _of_router(config: EngineConfig, replicas: list[Replica]) -> RouteConfig:
-    door = {name: getattr(config, name) for name in DoorConfig.__struct_fields__}
-    return RouteConfig(**door, engines=tuple(replica.url for replica in replicas))
+def _of_router(config: ServerConfig, replicas: list[Replica]) -> RouteConfig:
+    return RouteConfig(http=config.http, engines=tuple(replica.url for replica in replicas))
 
 
 def main(launch_file: str) -> int:

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Coroutine
 
-from ..api.http.server import HttpConfig, HttpServer
+from ..api.http.server import HttpServer, UvicornConfig
 from ..procs.listening import Listening, shown_address
 from .app import RouterApp
 from .config import RouteConfig
@@ -25,22 +25,22 @@ class Door:
 
     def __init__(self, config: RouteConfig, listening: Listening) -> None:
         """On the loop that serves. Raises ConfigError."""
-        self._config = config
+        self._http = config.http
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a descriptor
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # of bytes that are no HTTP, as anyone can send
-        key = config.api_keys[0].key if config.api_keys else None
+        key = config.http.api_keys[0].key if config.http.api_keys else None
         self.fleet = Fleet(config.engines, cacert=config.cacert, key=key)
         self._app = RouterApp(self.fleet, config)
         self._edge = self._app.edge()
-        self._server = HttpServer(HttpConfig(self._edge, config))
+        self._server = HttpServer(UvicornConfig(self._edge, config.http))
         self._socket = socket.socket(fileno=os.dup(listening.fd))
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
-        return shown_address(self._config, self._socket)
+        return shown_address(self._http.listen, self._socket)
 
     @property
     def is_open(self) -> bool:
@@ -73,7 +73,7 @@ class Door:
 
 async def run(config: RouteConfig) -> int:
     """`pagewire route`, from start to stop. The exit code. Raises ConfigError."""
-    listening = Listening(config)
+    listening = Listening(config.http.listen)
     signals = Signals()
     try:
         door = Door(config, listening)
@@ -81,7 +81,7 @@ async def run(config: RouteConfig) -> int:
         await door.open()
         print(f"pagewire routes to {len(config.engines)} engines\nlistening on {door.url}", file=sys.stderr, flush=True)
         await signals.first()
-        return 0 if await signals.unless_again(door.close(config.drain_timeout)) else 130
+        return 0 if await signals.unless_again(door.close(config.http.service.drain_timeout)) else 130
     finally:
         listening.close()
 

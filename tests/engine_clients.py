@@ -14,7 +14,8 @@ import zmq.asyncio
 from fakes import EOS, VOCAB, FakeWorker
 from msgspec.structs import replace
 
-from pagewire.config.config import Config, MachineFacts, ModelFacts
+from pagewire.config.config import MachineFacts, ModelFacts
+from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.ipc.client_messages import ToClient, ToPort
 from pagewire.ipc.codec import encode
@@ -36,10 +37,10 @@ class Engine:
             max_position=MAX_LEN,
             vocab_size=VOCAB,
             eos_token_ids=(EOS,),
-            dtype="float32",
+            checkpoint_dtype="float32",
         )
         config = resolve(
-            Config(max_num_batched_tokens=64, client_address=address, **flags), model, MachineFacts(num_cores=1)
+            make_config(max_num_batched_tokens=64, client_address=address, **flags), model, MachineFacts(num_cores=1)
         )
         self.config = replace(config, block_size=4, max_num_seqs=16)
         self.worker = FakeWorker(num_blocks=512, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)

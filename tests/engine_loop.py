@@ -26,7 +26,7 @@ class Loop:
         self.scheduler = make_scheduler(config, NUM_BLOCKS)
         self.naps = naps
         self.nap: Callable[[], None] = lambda: None
-        self._everything = b"\xff" * (4 * -(-config.vocab_size // 32))  # as a mask
+        self._everything = b"\xff" * (4 * -(-config.model.vocab_size // 32))  # as a mask
 
     def serve(self, requests: Sequence[Enqueue]) -> dict[int, list[int] | Failed]:
         """The output of each request, or why it has none. Grammars allow everything."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from checkpoints import VOCAB_SIZE
 
-from pagewire.config.config import Config
+from pagewire.config.flags import make_config
 from pagewire.config.machine import machine_facts
 from pagewire.config.resolve import resolve
 from pagewire.engine.checkpoint.spec import model_facts, read_spec
@@ -138,4 +138,4 @@ def arrays(parts: list[RowLogprobs]) -> tuple[np.ndarray, np.ndarray]:
 def engine_config(folder: Path, **flags: Any) -> Any:
     """As `pagewire serve` would resolve it for this folder."""
     facts = model_facts(read_spec(folder), folder, "tiny")
-    return resolve(Config(threads=1, **{"max_num_seqs": 8, **flags}), facts, machine_facts())
+    return resolve(make_config(threads=1, **{"max_num_seqs": 8, **flags}), facts, machine_facts())

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from pagewire.config.config import Config
+from pagewire.config.flags import SETTINGS
 
 ROOT = Path(__file__).parents[1]
-FLAGS = {"--" + name.replace("_", "-") for name in Config.__struct_fields__} | {"--config"}
+FLAGS = {setting.flag for setting in SETTINGS.values()} | {"--config"}
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,9 @@ def test_kubernetes_asks_the_right_probes(manifests: dict[str, Any]) -> None:
     assert paths == {"startup": "/health", "readiness": "/ready", "liveness": "/health"}
     patience = {kind: container[f"{kind}Probe"] for kind in paths}
     limits = {kind: probe["periodSeconds"] * probe["failureThreshold"] for kind, probe in patience.items()}
-    assert limits["startup"] >= limits["liveness"] >= Config().start_timeout_s, "a worker may load its model anew"
-    assert container["ports"][0]["containerPort"] == Config().port
+    start_timeout_s = Config().service.start_timeout_s
+    assert limits["startup"] >= limits["liveness"] >= start_timeout_s, "a worker may load its model again"
+    assert container["ports"][0]["containerPort"] == Config().listen.port
 
 
 def test_kubernetes_labels_meet(manifests: dict[str, Any]) -> None:
@@ -54,7 +56,7 @@ def test_kubernetes_labels_meet(manifests: dict[str, Any]) -> None:
 def test_systemd_waits_for_the_drain() -> None:
     lines = (ROOT / "deploy/pagewire.service").read_text().splitlines()
     settings = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
-    assert float(settings["TimeoutStopSec"]) >= Config().drain_timeout + 10
+    assert float(settings["TimeoutStopSec"]) >= Config().service.drain_timeout + 10
     assert settings["KillMode"] == "mixed", "the supervisor alone is told, and tells the others in order"
     assert set(re.findall(r"--[a-z-]+", settings["ExecStart"])) <= FLAGS
 

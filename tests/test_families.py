@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from pagewire import LLM, SamplingParams
 from pagewire.cli import main
 from pagewire.commands import doctor
-from pagewire.config.config import Config
+from pagewire.config.flags import make_config
 from pagewire.config.machine import machine_facts
 from pagewire.engine.checkpoint.purpose import is_generative
 from pagewire.engine.checkpoint.spec import read_spec
@@ -49,7 +49,7 @@ def serve(folder: Path, **flags: object) -> str | None:
     """The sentence with which serve refuses the model, by the launcher or by the worker, or None."""
     try:
         with torch.inference_mode():
-            Runner.load(prepare(Config(model=str(folder), **flags)))  # type: ignore[arg-type]
+            Runner.load(prepare(make_config(model=str(folder), **flags)))  # type: ignore[arg-type]
     except PagewireError as error:
         return str(error)
     return None

@@ -18,7 +18,7 @@ import checkpoints
 import pytest
 import vocabulary
 
-from pagewire.config.config import Config
+from pagewire.config.flags import make_config
 from pagewire.ipc.messages import (
     Chunk,
     Failed,
@@ -81,7 +81,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         options = {"dtype": "float32", "max_model_len": MAX_LEN, "threads": 1, **self.flags}
-        config = prepare(Config(model=str(self.folder), **options))  # type: ignore[arg-type]
+        config = prepare(make_config(model=str(self.folder), **options))  # type: ignore[arg-type]
         self.inline = Inline(config, on_chunk=self._on_chunk, on_failed=self._on_failed)
 
     def run(

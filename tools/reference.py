@@ -26,12 +26,12 @@ from ..api.gateway.gateway import Gateway
 from ..api.gateway.metrics import Metrics
 from ..api.gateway.stats import Stats
 from ..cli import build_parser
-from ..config.config import Config, EngineConfig
-from ..config.resolve import resolve
+from ..config.config import ServerConfig
+from ..config.flags import make_config
 from ..ipc.messages import Pulse, Snapshot, Swapped, TierSnapshot
 from ..ipc.reports import SECONDS, Histogram
 from ..procs import topology
-from ..procs.prepare import examine
+from ..procs.prepare import prepare_server
 from ..route.engines import Fleet
 from ..route.metrics import render
 from ..route.relay import RelayStats
@@ -92,10 +92,9 @@ def _flag(action: argparse.Action) -> Sequence[str]:
 
 
 @cache
-def config() -> EngineConfig:
+def config() -> ServerConfig:
     """Of a server of the demo model with every endpoint."""
-    said = Config(enable_sleep_mode=True, enable_model_swap=True, admin_api_key=("key",))
-    return resolve(said, *examine(said))
+    return prepare_server(make_config(enable_sleep_mode=True, enable_model_swap=True, admin_api_key=["key"]))
 
 
 def openapi() -> Json:
@@ -106,7 +105,8 @@ def openapi() -> Json:
 
     app = create_app(
         Gateway(lambda message: None),
-        config(),
+        config().engine,
+        config().http,
         healthy=lambda: None,
         version=__version__,
         sleeper=Sleeper(lambda message: None),
@@ -271,7 +271,7 @@ def engine_metrics() -> list[Metric]:
     nothing = Histogram(SECONDS).report()
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
     gateway.handle([core, Pulse("core", nothing)])
-    return list(text_string_to_metric_families(Metrics(gateway, config()).render().decode()))
+    return list(text_string_to_metric_families(Metrics(gateway, config().engine).render().decode()))
 
 
 def router_metrics() -> list[Metric]:

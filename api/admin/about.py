@@ -35,7 +35,7 @@ class AboutEndpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started = int(time.time())
-        self._metrics = Metrics(service.gateway, service.config)
+        self._metrics = Metrics(service.gateway, service.config, prefix=service.http.reports.metrics_prefix)
 
     def routes(self) -> list[Operation]:
         """Paths, and who answers there."""
@@ -101,5 +101,5 @@ class AboutEndpoints:
             root=self._service.config.served_model_names[0],
             max_model_len=self._service.config.max_model_len,
             batch_invariance=self._service.config.batch_invariance,
-            versions=self._service.config.versions,
+            versions=self._service.http.versions,
         )

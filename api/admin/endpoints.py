@@ -77,7 +77,7 @@ class AdminEndpoints:
 
     def routes(self) -> list[Operation]:
         """Paths, and who answers there."""
-        if not self._service.config.enable_sleep_mode:
+        if not self._service.http.admin.enable_sleep_mode:
             return []
         return [
             Operation("POST", "/sleep", self.sleep, "Give memory back", query=SleepQuery, gives=FellAsleep),

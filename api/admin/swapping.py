@@ -57,7 +57,7 @@ class SwapEndpoints:
 
     def routes(self) -> list[Operation]:
         """Paths, and who answers there."""
-        if not self._service.config.enable_model_swap:
+        if not self._service.http.admin.enable_model_swap:
             return []
         return [
             Operation(
@@ -85,4 +85,4 @@ class SwapEndpoints:
 
     async def versions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """GET /admin/models"""
-        await send_json(send, Versions(self._service.config.versions))
+        await send_json(send, Versions(self._service.http.versions))

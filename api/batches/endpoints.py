@@ -31,11 +31,11 @@ class BatchEndpoints:
 
     def __init__(self, service: Service, app: ASGIApp) -> None:
         """`app`: answers the requests of batches. Raises ConfigError if the folder cannot be used."""
-        config = service.config
-        self._is_alone = config.api_processes == 1
-        self._store = BatchStore(config.batch_folder)
+        config, http = service.config, service.http
+        self._is_alone = http.service.api_processes == 1
+        self._store = BatchStore(http.reports.batch_folder)
         self._runner = BatchRunner(
-            self._store, app, concurrency=min(64, config.max_num_seqs), max_bytes=config.max_body_size
+            self._store, app, concurrency=min(64, config.max_num_seqs), max_bytes=http.clients.max_body_size
         )
         self._decoder = msgspec.json.Decoder(CreateBatch)
 

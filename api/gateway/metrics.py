@@ -38,14 +38,15 @@ _NO_NEWS = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 class Metrics:
     """Renders /metrics for one gateway."""
 
-    def __init__(self, gateway: Gateway, config: EngineConfig) -> None:
+    def __init__(self, gateway: Gateway, config: EngineConfig, *, prefix: str = "pagewire") -> None:
         self._gateway = gateway
         self._config = config
+        self._prefix = prefix
 
     def render(self) -> bytes:
         """The whole page."""
         core = self._gateway.snapshot or _NO_NEWS
-        page = _Page(self._config.metrics_prefix, self._config.served_model_names[0])
+        page = _Page(self._prefix, self._config.served_model_names[0])
         self._state(page, core)
         self._totals(page, core)
         self._tiers(page, core)

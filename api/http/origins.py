@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 
-from ...config.config import DoorConfig
+from ...config.config import HttpConfig
 from .http_error import HttpError
 
 _NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}(,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}){0,63}")
@@ -30,15 +30,14 @@ Headers = tuple[tuple[bytes, bytes], ...]
 class Origins:
     """What is allowed to whom."""
 
-    def __init__(self, config: DoorConfig) -> None:
-        self._allowed = frozenset(origin.rstrip("/").lower().encode() for origin in config.allowed_origins)
+    def __init__(self, config: HttpConfig) -> None:
+        self._allowed = frozenset(origin.rstrip("/").lower().encode() for origin in config.clients.allowed_origins)
         self._names = frozenset(_name(origin.partition(b"://")[2]) for origin in self._allowed)
         # A page of any name can have that name lead to this machine (DNS rebinding), and is of the same origin then.
         # Where nobody but this machine's people should reach the server, and nothing else tells them apart, no name is
         # trusted that others decide about.
-        self._trusts_names = (
-            bool(config.api_keys) or config.uds is not None or not _is_loopback(config.host) or b"*" in self._allowed
-        )
+        is_local = config.listen.uds is None and _is_loopback(config.listen.host)
+        self._trusts_names = bool(config.api_keys) or not is_local or b"*" in self._allowed
 
     def check_name(self, host: bytes) -> None:
         """Raises HttpError 403 if the server is asked under a name that could be anyone's. `host`: the header."""

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from ...config.config import DoorConfig
+from ...config.config import HttpConfig
 from .direct import DIRECT
 from .http_error import HttpError, anthropic_error_body, error_body, speaks_anthropic
 from .tls import tls_context
@@ -30,10 +30,10 @@ _HANDOVER_LOOK_S = 0.05
 CLOSE_TIMEOUT_S = 5  # how long a stopping server waits for answers that have ended to leave
 
 
-class HttpConfig(uvicorn.Config):
+class UvicornConfig(uvicorn.Config):
     """uvicorn's settings, and ours beside them for `BoundedHttp`."""
 
-    def __init__(self, app: ASGIApp, config: DoorConfig) -> None:
+    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         """Raises ConfigError if TLS's files cannot be used."""
         super().__init__(
             app,
@@ -47,11 +47,12 @@ class HttpConfig(uvicorn.Config):
             server_header=False,
             proxy_headers=False,
             backlog=BACKLOG,
-            timeout_keep_alive=config.timeout_keep_alive,
+            timeout_keep_alive=config.clients.timeout_keep_alive,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
-        self.door = config
-        self._tls = tls_context(config)
+        self.limits = config.clients
+        self.path_prefix = config.listen.root_path
+        self._tls = tls_context(config.listen)
 
     def load(self) -> None:
         """For uvicorn, which would ask for a password on the terminal."""
@@ -91,7 +92,7 @@ class BoundedHttp(HttpToolsProtocol):
     """HTTP/1.1 with bounds on a request's head and body, in bytes and seconds, on requests that are sent ahead, and on
     how long a client may stall."""
 
-    config: HttpConfig
+    config: UvicornConfig
     _in_head = False
     _in_body = False
     _num_head_bytes = 0
@@ -104,13 +105,14 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(
         self,
-        config: HttpConfig,
+        config: UvicornConfig,
         server_state: ServerState,
         app_state: dict[str, object],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._limits = config.door
+        self._limits = config.limits
+        self._path_prefix = config.path_prefix
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
@@ -212,7 +214,7 @@ class BoundedHttp(HttpToolsProtocol):
             or (self._in_body and not (cycle.response_started or self.pipeline))
         ):
             error = self._refusal or HttpError(400, "The request is no valid HTTP.")
-            path = self.url.partition(b"?")[0].decode("latin-1").removeprefix(self._limits.root_path)
+            path = self.url.partition(b"?")[0].decode("latin-1").removeprefix(self._path_prefix)
             body = anthropic_error_body(error) if speaks_anthropic(path) else error_body(error)
             head = (
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"

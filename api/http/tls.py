@@ -2,26 +2,26 @@
 
 import ssl
 
-from ...config.config import DoorConfig
+from ...config.config import ListenOptions
 from ...errors import ConfigError
 
 
-def tls_context(config: DoorConfig) -> ssl.SSLContext | None:
+def tls_context(options: ListenOptions) -> ssl.SSLContext | None:
     """None without a certificate. Raises ConfigError, which names the file that cannot be used."""
-    if config.ssl_certfile is None:
+    if options.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # TLS 1.2 or newer
     try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=_no_password)
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=_no_password)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError, too
-        files = config.ssl_certfile if config.ssl_keyfile is None else f"{config.ssl_certfile}, {config.ssl_keyfile}"
+        files = ", ".join(filter(None, (options.ssl_certfile, options.ssl_keyfile)))
         raise ConfigError(f"--ssl-certfile, --ssl-keyfile: {files} cannot be used: {_reason(error)}.") from error
-    if config.ssl_ca_certs is not None:
+    if options.ssl_ca_certs is not None:
         try:
-            context.load_verify_locations(config.ssl_ca_certs)
+            context.load_verify_locations(options.ssl_ca_certs)
         except OSError as error:
-            raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used: {_reason(error)}.") from error
-        context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
+            raise ConfigError(f"--ssl-ca-certs {options.ssl_ca_certs} cannot be used: {_reason(error)}.") from error
+        context.verify_mode = ssl.VerifyMode(options.ssl_cert_reqs)
     return context
 
 

@@ -72,7 +72,7 @@ async def answer_with_beams(
             length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
             early_stopping=bool(request.early_stopping),
         )
-        eos = () if order.limits.ignore_eos else config.eos_token_ids
+        eos = () if order.limits.ignore_eos else config.model.eos_token_ids
         search = BeamSearch(ids, params, frozenset((*eos, *order.limits.stop_token_ids)))
         num_cached: int | None = None
         while beams := search.prompts:

@@ -107,7 +107,7 @@ class OpenAIEndpoints:
             self._service.check_health()
             with scope["state"]["account"].hold(submits) as hold:
                 work = answer_with_beams(self._service.gateway, self._service.config, request, submits, reply)
-                limit_s = self._service.config.request_timeout_s
+                limit_s = self._service.http.clients.request_timeout_s
                 hold.num_tokens = sum(map(estimated_tokens, submits))  # who leaves has had steps, too
                 try:
                     async with asyncio.timeout(limit_s):

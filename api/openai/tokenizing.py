@@ -124,7 +124,7 @@ class TokenizeEndpoints:
         """POST /detokenize"""
         request = decode_body(self._detokenize_decoder, await read_json(scope, receive))
         self._service.model_name(request.model)
-        last = self._service.config.vocab_size - 1
+        last = self._service.config.model.vocab_size - 1
         if max(request.tokens, default=0) > last:
             raise HttpError(400, f"tokens must hold token ids between 0 and {last}.", param="tokens")
         await send_json(send, DetokenizeAnswer(await self._service.gateway.detokenize(ids_to_bytes(request.tokens))))

@@ -62,7 +62,7 @@ def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
 
 def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
     """The one prompt of a chat request."""
-    _check_common(request, config.vocab_size)
+    _check_common(request, config.model.vocab_size)
     messages = _decode(lambda: _messages_decoder.decode(request.messages), "messages")
     if not messages:
         raise HttpError(400, "messages must not be empty.", param="messages")
@@ -118,11 +118,11 @@ def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> lis
         max_tokens=max_tokens,
         logprobs=logprobs,
         salt=salt,
-        defaults=config.sampling,
+        defaults=config.model.sampling,
         grammar=output_grammar(request, config),
         constraint=chat_constraint(request, tools, config),
     )
-    return _resumed(request, submits, config.vocab_size)
+    return _resumed(request, submits, config.model.vocab_size)
 
 
 def set_thinking(variables: dict[str, object], is_on: bool) -> None:
@@ -172,7 +172,7 @@ def _sends_tools(request: ChatRequest) -> bool:
 
 def completion_submits(request: CompletionRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
     """The prompts of a completion request, in order."""
-    _check_common(request, config.vocab_size)
+    _check_common(request, config.model.vocab_size)
     best_of = num_candidates(request)
     if best_of < (request.n or 1):
         raise HttpError(400, "best_of must not be less than n.", param="best_of")
@@ -197,10 +197,10 @@ def completion_submits(request: CompletionRequest, config: EngineConfig, salt: b
         else None,
         shows_prompt=bool(request.echo),
         salt=salt,
-        defaults=config.sampling,
+        defaults=config.model.sampling,
         constraint=completion_constraint(request),
     )
-    return _resumed(request, submits, config.vocab_size)
+    return _resumed(request, submits, config.model.vocab_size)
 
 
 def num_candidates(request: CompletionRequest) -> int:

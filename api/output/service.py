@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from ...config.config import EngineConfig
+from ...config.config import EngineConfig, HttpConfig
 from ...errors import RequestError
 from ...ipc.messages import Submit
 from ..gateway.gateway import Gateway
@@ -30,6 +30,7 @@ class Service:
         self,
         gateway: Gateway,
         config: EngineConfig,
+        http: HttpConfig,
         *,
         healthy: Callable[[], str | None],
         version: str,
@@ -39,6 +40,7 @@ class Service:
         every request that has ended."""
         self.gateway = gateway
         self.config = config
+        self.http = http
         self.healthy = healthy
         self.version = version
         self._observers = observers
@@ -65,7 +67,7 @@ class Service:
         self, stream: Stream, reply: Reply, streamed: bool, scope: Scope, receive: Receive, send: Send
     ) -> None:
         watcher = asyncio.create_task(_cancel_when_gone(receive, stream))
-        limit_s = self.config.request_timeout_s
+        limit_s = self.http.clients.request_timeout_s
         deadline = (
             None if limit_s is None else asyncio.get_running_loop().call_later(limit_s, stream.end, too_slow(limit_s))
         )

@@ -14,7 +14,7 @@ _REFUSED = ("messages", "embed_dtype", "endianness", "use_activation", "rank_fie
 
 def embedding_submits(request: EmbeddingsRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
     """Raises HttpError."""
-    purpose = config.purpose
+    purpose = config.model.purpose
     if request.dimensions is not None and request.dimensions > purpose.size:
         detail = f"dimensions must be at most {purpose.size}, which this model has."
         raise HttpError(400, detail, param="dimensions")
@@ -90,7 +90,7 @@ def _inputs(request: EmbeddingsRequest, config: EngineConfig) -> list[TextPrompt
 
 
 def _prefix(request: EmbeddingsRequest, config: EngineConfig) -> str:
-    purpose = config.purpose
+    purpose = config.model.purpose
     name = purpose.default_prompt if request.prompt_name is None else request.prompt_name
     if name is not None and name not in purpose.prompts:
         known = ", ".join(purpose.prompts) or "none"

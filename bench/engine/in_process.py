@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
-
-from ...config.config import Config
+from ...config.flags import convert
 from ...engine.core.scheduler import Scheduler
 from ...ipc.messages import Cancel, Chunk, Failed, IdsPrompt, Limits, Sampling, Submit, TextSpec, Usage, ids_to_bytes
 from ...procs.inline import Inline
@@ -54,7 +52,7 @@ class Engine:
 
     def __init__(self, model: Path, **options: object) -> None:
         """`options`: fields of `Config`."""
-        config = msgspec.convert({"pipeline_depth": 1, "model": str(model), **options}, Config)
+        config = convert({"pipeline_depth": 1, "model": str(model), **options})
         self._open: dict[int, Timed] = {}
         self._num_sent = 0
         self._inline = Inline(prepare(config), on_chunk=self._on_chunk, on_failed=self._on_failed)

@@ -9,9 +9,7 @@ import random
 import time
 from pathlib import Path
 
-import msgspec
-
-from ...config.config import Config
+from ...config.flags import convert
 from ...ipc.messages import Chunk, Failed, IdsPrompt, Limits, Sampling, Sleep, Submit, TextSpec, Wake, ids_to_bytes
 from ...procs.inline import Inline
 from ...procs.prepare import prepare
@@ -27,9 +25,7 @@ class Engine:
         """`options`: fields of `Config`."""
         self._prompts = prompts
         self._output: dict[int, bytes] = {}
-        self.inline = Inline(
-            prepare(msgspec.convert(options, Config)), on_chunk=self._on_chunk, on_failed=self._on_failed
-        )
+        self.inline = Inline(prepare(convert(options)), on_chunk=self._on_chunk, on_failed=self._on_failed)
 
     def begin(self) -> None:
         """Sends all requests, and serves them until each of them has some tokens, on average."""

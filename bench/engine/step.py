@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...config.config import Config
+from ...config.flags import make_config
 from ...engine.runner.runner import Runner
 from ...ipc.messages import RowOpen, Sampling, StepPlan, ids_to_bytes
 from ...procs.prepare import prepare
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = flags.parse_args(argv)
     most = given.context + given.steps + 8
     config = prepare(
-        Config(
+        make_config(
             model=given.model,
             dtype=given.dtype,
             threads=given.threads,
@@ -85,14 +85,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         row = Row(f"prompt of {num}")
         for _ in range(3):
             step += 1
-            ms = run(plan(step, [0], [num], (opened(0, num, num, config.vocab_size),)))
+            ms = run(plan(step, [0], [num], (opened(0, num, num, config.model.vocab_size),)))
             row.add(**{"ms": ms, "tokens/s": num / ms * 1e3})
         table.append(row)
     for num_rows in given.rows:
         rows = list(range(num_rows))
         for index in rows:
             step += 1
-            run(plan(step, [index], [given.context], (opened(index, given.context, most, config.vocab_size),)))
+            run(plan(step, [index], [given.context], (opened(index, given.context, most, config.model.vocab_size),)))
         row = Row(f"decode, {num_rows} rows")
         profile = cProfile.Profile()
         for measured in [False] * 2 + [True] * given.steps:

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
-from ...config.config import Config
+from ...config.flags import convert
 from ...engine.runner.runner import Runner
 from ...procs.prepare import prepare
 from ...tools.make_checkpoint import make_checkpoint
@@ -83,7 +81,7 @@ def start(setting: Setting) -> Iterator[Figure]:
             most = _MAX_READY_S if title == "second" else None
             yield Figure(name=f"ready, {title} start", value=taken, unit="s", most=most)
         flags = {**setting.flags(), "model": str(folder), "load_format": "auto", "max_model_len": int(length)}
-        runner = Runner.load(prepare(msgspec.convert(flags, Config)))
+        runner = Runner.load(prepare(convert(flags)))
         yield Figure(
             name="reading weights, a second time", value=runner.timings["weights"], unit="s", most=_MAX_WEIGHTS_S
         )

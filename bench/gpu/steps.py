@@ -8,10 +8,9 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import numpy as np
 
-from ...config.config import Config
+from ...config.flags import convert
 from ...engine.runner.runner import Runner
 from ...ipc.messages import RowLogprobs, RowOpen, Sampling, StepPlan, StepResult, bytes_to_ids, ids_to_bytes
 from ...procs.prepare import prepare
@@ -30,9 +29,7 @@ class Stepper:
     """A runner, and plans for it. Rows that decode are opened once and go on."""
 
     def __init__(self, setting: Setting, *, max_len: int, rows: int, **flags: object) -> None:
-        config = prepare(
-            msgspec.convert({**setting.flags(), "max_model_len": max_len, "max_num_seqs": rows, **flags}, Config)
-        )
+        config = prepare(convert({**setting.flags(), "max_model_len": max_len, "max_num_seqs": rows, **flags}))
         self.runner = Runner.load(config, queue=setting.open_queue() if setting.smoke else None)
         self._blocks_a_row = -(-max_len // config.block_size)
         self.num_blocks = rows * self._blocks_a_row
@@ -41,7 +38,7 @@ class Stepper:
                 f"{rows} rows of {max_len} tokens take {self.num_blocks} blocks; there is room for {room}."
             )
         self.runner.open_cache(self.num_blocks)
-        self._vocab_size = config.vocab_size
+        self._vocab_size = config.model.vocab_size
         self._num_warm_up = setting.choose(_WARM_UP, 1)
         self._num_steps = 0
 

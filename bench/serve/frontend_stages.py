@@ -18,8 +18,9 @@ import uvloop
 from ...api.admin.endpoints import Sleeper
 from ...api.app import create_app
 from ...api.gateway.gateway import Gateway
-from ...api.http.server import BoundedHttp, HttpConfig, HttpServer
-from ...config.config import Config, EngineConfig
+from ...api.http.server import BoundedHttp, HttpServer, UvicornConfig
+from ...config.config import EngineConfig, HttpConfig, ListenOptions
+from ...config.flags import make_config
 from ...ipc import messages as m
 from ...ipc.codec import Decoder, encode
 from ...procs.core import CoreActor
@@ -49,7 +50,7 @@ class Stages:
 
 def measure(folder: Path, ids: range, *, num_streams: int, num_tokens: int) -> dict[str, float]:
     """Microseconds of CPU a token, by stage."""
-    config = prepare(Config(model=str(folder), max_num_seqs=num_streams))
+    config = prepare(make_config(model=str(folder), max_num_seqs=num_streams))
     stages = Stages()
     batches = _core(config, ids, stages, num_streams, num_tokens)
     texts = _detokenizer(config, batches, stages)
@@ -102,11 +103,11 @@ class _HalfMute(BoundedHttp):
 
 async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_streams: int) -> None:
     """The real server with clients in a process of their own, who have the rids that the core was given."""
-    orders: list[m.Submit] = []
-    gateway = Gateway(lambda message: orders.append(message) if isinstance(message, m.Submit) else None)
-    settings = HttpConfig(
-        create_app(gateway, config, healthy=lambda: None, version="", sleeper=Sleeper(lambda message: None)), config
-    )
+    submits: list[m.Submit] = []
+    gateway = Gateway(lambda message: submits.append(message) if isinstance(message, m.Submit) else None)
+    http = HttpConfig(listen=ListenOptions())
+    app = create_app(gateway, config, http, healthy=lambda: None, version="", sleeper=Sleeper(lambda message: None))
+    settings = UvicornConfig(app, http)
     settings.http = _HalfMute
     server = HttpServer(settings)
     server_socket = socket.create_server(("127.0.0.1", 0), backlog=num_streams)
@@ -118,9 +119,9 @@ async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_str
         stdout=asyncio.subprocess.DEVNULL,
     )
     reading = asyncio.ensure_future(client.communicate(chat_body(1)))
-    while len(orders) < num_streams:
+    while len(submits) < num_streams:
         await asyncio.sleep(_LOOK_S)
-    gateway.handle([m.Accepted(order.rid, _PROMPT_LEN) for order in orders])
+    gateway.handle([m.Accepted(order.rid, _PROMPT_LEN) for order in submits])
     read = Decoder[m.TextBatch](m.ToApi)
     for i, text in enumerate(texts):
         await asyncio.sleep(_LOOK_S)

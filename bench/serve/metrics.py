@@ -36,7 +36,9 @@ def page() -> Metrics:
     gateway = Gateway(lambda message: None)
     gateway.handle([Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, histograms=StepTimes().report())])
     gateway.handle([Pulse(name, Histogram(SECONDS).report()) for name in ("api", "tokenizer", "core", "detokenizer")])
-    facts = ModelFacts(path="m", name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), dtype="float32")
+    facts = ModelFacts(
+        path="m", name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), checkpoint_dtype="float32"
+    )
     return Metrics(gateway, resolve(Config(), facts, MachineFacts(num_cores=1)))
 
 

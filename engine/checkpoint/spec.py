@@ -188,7 +188,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         max_position=spec.max_position,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
-        dtype=spec.dtype,
+        checkpoint_dtype=spec.dtype,
         weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         * (1 if spec.scheme is None else spec.scheme.narrower),
         fingerprint=tells_apart,

@@ -12,7 +12,7 @@ from typing import BinaryIO, assert_never
 import msgspec
 from msgspec import Struct, structs
 
-from ...config.config import EngineConfig
+from ...config.config import EngineConfig, ModelFacts
 from ...ipc.messages import Cancel, Enqueue, Masks, StepPlan, StepResult, StopHit, TierSnapshot, Transferred
 from .block_pool import BlockPool
 from .extension import PlanExtension
@@ -108,11 +108,27 @@ def write(file: BinaryIO, event: Event) -> None:
 
 def read(file: BinaryIO) -> Iterator[Event]:
     """The frames of a trace. A last frame that was cut off is left out: the engine may have been killed."""
+    is_first = True
     while len(head := file.read(4)) == 4:
         data = file.read(int.from_bytes(head, "little"))
         if len(data) < int.from_bytes(head, "little"):
             return
-        yield _decode(data)
+        yield _decode(_nested(data) if is_first else data)
+        is_first = False
+
+
+def _nested(first: bytes) -> bytes:
+    """The first frame with the model's facts in a struct of their own; until version 0.2 they were fields of the
+    EngineConfig."""
+    frame = msgspec.msgpack.decode(first)
+    if not (isinstance(frame, list) and len(frame) == 3 and isinstance(frame[1], dict) and "model" not in frame[1]):
+        return first
+    config = frame[1]
+    model = {name: config[name] for name in ModelFacts.__struct_fields__ if name in config}
+    names = {"path": "model_path", "fingerprint": "model_fingerprint", "checkpoint_dtype": "dtype"}
+    model |= {new: config[old] for new, old in names.items() if old in config}
+    model |= {"name": "", "max_position": config.get("max_model_len")}
+    return msgspec.msgpack.encode([frame[0], {**config, "model": model}, frame[2]])
 
 
 class TracedConnector:
@@ -207,7 +223,7 @@ def make_scheduler(
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         depth=config.pipeline_depth,
-        eos_token_ids=config.eos_token_ids,
+        eos_token_ids=config.model.eos_token_ids,
         prefix_caching=config.enable_prefix_caching,
         policy=config.scheduling_policy,
         itl_target_ms=config.itl_target_ms,
@@ -216,7 +232,7 @@ def make_scheduler(
         extension=extension,
         kv_events=config.kv_events is not None,
         speculate=num_draft_tokens(config.speculative),
-        is_chunked=not config.purpose.is_encoder,
+        is_chunked=not config.model.purpose.is_encoder,
     )
 
 

@@ -44,7 +44,7 @@ def choose_device(config: EngineConfig, *, place: RankInfo) -> Device:
         return CudaDevice(place.local_rank, utilization=config.gpu_memory_utilization)
     if config.device == "cuda":
         raise ConfigError("--device cuda was asked for, but torch sees no CUDA device here.")
-    if config.cpu_kernels is None:  # everything else was decided for a GPU
+    if config.kernels is None:  # everything else was decided for a GPU
         raise ConfigError(
             "There is an NVIDIA device, but torch cannot use it; `pagewire doctor` says why, and --device cpu does "
             "without it."

@@ -44,7 +44,7 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
     it is and loses nothing. Where they cannot be compiled or are not wanted, for other types of activations and on
     other devices, it is torch."""
     dtype, int8, why = getattr(torch, config.arithmetic), config.quantization == "int8", ""
-    if device.type == "cpu" and config.cpu_kernels == "compiled" and dtype == torch.float32:
+    if device.type == "cpu" and config.kernels == "compiled" and dtype == torch.float32:
         try:
             weights = "bfloat16" if "bfloat16" in (checkpoint_dtype, config.dtype) else "float32"
             return _compiled(weights, int8=int8, is_deterministic=config.deterministic)

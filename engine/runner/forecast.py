@@ -26,7 +26,7 @@ from .memory import MemoryPlan
 def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
     """One rank's memory, and how many KV blocks it would offer. What a GPU's recorded steps take is left out. Raises
     ConfigError and CheckpointError for a model that would be refused."""
-    spec = read_spec(Path(config.model_path))
+    spec = read_spec(Path(config.model.path))
     if not spec.purpose.is_encoder:
         check_positions(config, spec)
     device = choose_device(config, place=RankInfo(ranks_here=tuple(range(config.tensor_parallel_size))))
@@ -56,12 +56,12 @@ class _Imagined(Alone):
 def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[int, KvShape]:
     """Bytes of the weights of one rank, and the shape of its KV."""
     dtype, kv_dtype = DTYPES[config.arithmetic], DTYPES[config.kv_cache_dtype]
-    files = sum(file.stat().st_size for file in Path(config.model_path).glob("*.safetensors"))
+    files = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     if spec.purpose.is_encoder:
         from ..models.encoder import encoder_config
 
-        CheckpointReader(Path(config.model_path)).close()  # complains of damaged and missing files
-        encoder_config(spec, Path(config.model_path))
+        CheckpointReader(Path(config.model.path)).close()  # complains of damaged and missing files
+        encoder_config(spec, Path(config.model.path))
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, no_kv(dtype)
     is_int8 = config.quantization == "int8"
     is_gpu = device.type == "cuda"
@@ -78,7 +78,7 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
     if outline is None:
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, _fallback_shape(config, spec, kv_dtype)
     if config.load_format != "dummy":
-        with CheckpointReader(Path(config.model_path)) as reader:
+        with CheckpointReader(Path(config.model.path)) as reader:
             find_targets(reader, outline, spec)
     heads = outline.kv_shape
     shape = KvShape(
@@ -91,7 +91,7 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
         for module in outline.modules():
             if isinstance(module, Weight) and module.weight is not None:
                 rows, columns = module.weight.shape
-                per_row = 8 if config.cpu_kernels == "compiled" else 4  # bytes: a scale, and for the C kernels a sum
+                per_row = 8 if config.kernels == "compiled" else 4  # bytes: a scale, and for the C kernels a sum
                 weights += rows * (columns + per_row) - module.weight.nbytes
     return weights, shape
 
@@ -100,7 +100,7 @@ def _fallback_shape(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -
     # Only here, since transformers takes seconds to import.
     from ..models.transformers_fallback import outline
 
-    folder = Path(config.model_path)
+    folder = Path(config.model.path)
     shape = outline(spec, folder, num_numbers=count_numbers(folder), max_len=config.max_model_len, dtype=dtype)
     if shape is not None:
         return shape

@@ -126,7 +126,7 @@ def _load_encoder(config: EngineConfig, spec: ModelSpec, device: Device) -> "Enc
     from ..models.encoder import load_encoder
     from ..steps.encoder_steps import EncoderModel
 
-    folder, dtype = Path(config.model_path), DTYPES[config.dtype]
+    folder, dtype = Path(config.model.path), DTYPES[config.dtype]
     CheckpointReader(folder).close()  # complains of damaged and missing files in our own words
     encoder = load_encoder(spec, folder, dtype=dtype, device=device.torch_device)
     shape = no_kv(dtype)
@@ -223,7 +223,7 @@ def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Q
         num_programs=queue.num_programs(shape.head_dim),
         is_deterministic=config.deterministic,
     )
-    state = RowState(limits=limits, vocab_size=config.vocab_size, device=queue.device)
+    state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
     # What a step takes besides, in the pool of the graphs: the states of a layer, and logits twice.
     width = (2 * decoder.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 3 * decoder.intermediate_size
     steps = limits.tokens * (width + 4 * spec.hidden_size) * dtype.itemsize
@@ -256,7 +256,7 @@ def _fill(
         registry.allocate(decoder, device)
         fill_dummy(dict(decoder.named_parameters()))
         return
-    with CheckpointReader(Path(config.model_path)) as reader:
+    with CheckpointReader(Path(config.model.path)) as reader:
         targets = find_targets(reader, decoder, spec)
         keep: dict[str, Callable[[QuantizedWeight], None]] = {}
         if is_kept:
@@ -302,7 +302,7 @@ def _load_fallback(
     )
     from ..models.transformers_fallback import load_fallback
 
-    folder = Path(config.model_path)
+    folder = Path(config.model.path)
     return load_fallback(
         spec, folder, num_numbers=count_numbers(folder), max_len=config.max_model_len, dtype=dtype, device=device
     )

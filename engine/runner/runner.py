@@ -92,7 +92,7 @@ class Runner:
         ConfigError, CheckpointError, and StartError if the ranks do not meet."""
         timings = {}
         started = time.perf_counter()
-        spec = read_spec(Path(config.model_path))
+        spec = read_spec(Path(config.model.path))
         size = config.tensor_parallel_size
         device = choose_device(config, place=place)
         group = join(place, size, device.torch_device)

@@ -49,10 +49,10 @@ class HostSteps:
             num_rows=config.max_num_seqs,
             max_len=config.max_model_len,
             block_size=config.block_size,
-            vocab_size=config.vocab_size,
+            vocab_size=config.model.vocab_size,
         )
         self._pooler = RowPooler(num_rows=config.max_num_seqs)
-        self._sampler = Sampler(vocab_size=config.vocab_size, device=self._device, ops=ops)
+        self._sampler = Sampler(vocab_size=config.model.vocab_size, device=self._device, ops=ops)
         self._results: deque[StepResult] = deque()
 
     @property
@@ -106,7 +106,7 @@ class HostSteps:
             return self._model.logits(hidden[first:last])
 
         told = prompt_logprobs(
-            rows, step.rows, step.starts, step.counts, step.order, logits_of, self._config.vocab_size
+            rows, step.rows, step.starts, step.counts, step.order, logits_of, self._config.model.vocab_size
         )
         vectors = self._pooler.take(
             step.rows, step.starts, step.counts, step.order, rows.num_prompt, lambda first, last: hidden[first:last]

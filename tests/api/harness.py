@@ -16,7 +16,8 @@ from pagewire.api.admin.endpoints import Sleeper
 from pagewire.api.app import create_app
 from pagewire.api.gateway.gateway import Gateway
 from pagewire.config.access import ApiKey
-from pagewire.config.config import EngineConfig, SamplingDefaults
+from pagewire.config.config import EngineConfig, HttpConfig, ModelFacts
+from pagewire.config.flags import make_config
 from pagewire.errors import ErrorKind
 from pagewire.ipc.codec import Decoder, encode
 from pagewire.ipc.messages import (
@@ -53,7 +54,14 @@ T = TypeVar("T")
 _tokenizers: Decoder[ToTokenizer] = Decoder(ToTokenizer)
 
 CONFIG = EngineConfig(
-    model_path="model",
+    model=ModelFacts(
+        path="model",
+        name="model",
+        max_position=128,
+        vocab_size=1000,
+        eos_token_ids=(0,),
+        checkpoint_dtype="float32",
+    ),
     served_model_names=("demo", "org/demo-alias"),
     dtype="float32",
     device="cpu",
@@ -61,26 +69,34 @@ CONFIG = EngineConfig(
     max_num_seqs=8,
     max_num_batched_tokens=64,
     kv_cache_dtype="float32",
-    kv_cache_memory=None,
     block_size=16,
-    enable_prefix_caching=True,
-    scheduling_policy="fcfs",
-    itl_target_ms=None,
     max_queued_requests=4,
     max_queued_tokens=1000,
-    record_trace=None,
-    pipeline_depth=2,
     num_threads=1,
-    vocab_size=1000,
-    eos_token_ids=(0,),
-    sampling=SamplingDefaults(),
-    chat_template=None,
-    host="127.0.0.1",
-    port=0,
-    api_keys=(),
-    start_timeout_s=1.0,
-    drain_timeout=0.0,
+    tool_call_parser="hermes",
+    reasoning_parser="none",
 )
+
+
+def http_config(**settings: Any) -> HttpConfig:
+    """`settings`: of any section, and fields of `HttpConfig`."""
+    own = {name: settings.pop(name) for name in HttpConfig.__struct_fields__ if name in settings}
+    config = make_config(**{"port": 0, "start_timeout_s": 1.0, "drain_timeout": 0.0, **settings})
+    sections = {name: getattr(config, name) for name in ("listen", "clients", "service", "admin", "reports")}
+    return HttpConfig(**sections, **own)
+
+
+def split_settings(settings: dict[str, Any]) -> tuple[EngineConfig, HttpConfig]:
+    """`CONFIG` and `http_config` with these: fields of `EngineConfig`, `ModelFacts` and what `http_config` takes."""
+    engine, model, http = CONFIG, {}, {}
+    for name, value in settings.items():
+        if name in ModelFacts.__struct_fields__:
+            model[name] = value
+        elif name in EngineConfig.__struct_fields__:
+            engine = replace(engine, **{name: value})
+        else:
+            http[name] = value
+    return replace(engine, model=replace(engine.model, **model)), http_config(**http)
 
 
 def candidate(text: str, logprob: float) -> TopLogprob:
@@ -324,9 +340,8 @@ class Client:
 
 def make_app(engine: FakeEngine, healthy: Callable[[], str | None] = lambda: None, **config: Any) -> Any:
     config["api_keys"] = tuple(ApiKey(key) if isinstance(key, str) else key for key in config.get("api_keys", ()))
-    return create_app(
-        engine.gateway, replace(CONFIG, **config), healthy=healthy, version="1.2.3", sleeper=engine.sleeper
-    )
+    engine_config, http = split_settings(config)
+    return create_app(engine.gateway, engine_config, http, healthy=healthy, version="1.2.3", sleeper=engine.sleeper)
 
 
 def run(work: Coroutine[Any, Any, T] | Awaitable[T]) -> T:

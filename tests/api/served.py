@@ -7,11 +7,9 @@ import threading
 import time
 from typing import Any
 
-from msgspec.structs import replace
+from pagewire.api.http.server import HttpServer, UvicornConfig
 
-from pagewire.api.http.server import HttpConfig, HttpServer
-
-from .harness import CONFIG, FakeEngine, make_app
+from .harness import FakeEngine, make_app, split_settings
 
 
 class Served:
@@ -26,7 +24,7 @@ class Served:
         self._socket.listen()
         self.port: int = 0 if self._socket.family == socket.AF_UNIX else self._socket.getsockname()[1]
         app = make_app(self.engine, **config)
-        self._config = HttpConfig(app, replace(CONFIG, **{**config, "api_keys": ()}))
+        self._config = UvicornConfig(app, split_settings({**config, "api_keys": ()})[1])
         self._server = HttpServer(self._config)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -262,7 +262,7 @@ def test_every_refused_field_is_a_field() -> None:
 
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     assert set(translate._REFUSED) <= fields
-    assert CONFIG.vocab_size == 1000  # the bounds above count on it
+    assert CONFIG.model.vocab_size == 1000  # the bounds above count on it
 
 
 def test_a_refusal_does_not_repeat_all_that_was_sent() -> None:

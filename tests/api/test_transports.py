@@ -9,13 +9,12 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from msgspec.structs import replace
 
 from pagewire import cli
 from pagewire.api.http.tls import tls_context
+from pagewire.config.config import ListenOptions
 from pagewire.errors import ConfigError
 
-from .harness import CONFIG
 from .served import Served
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
@@ -113,7 +112,7 @@ def test_certificates_of_clients(certificates: Path) -> None:
 def test_files_that_cannot_be_used(certificates: Path, files: dict[str, str], sentence: str) -> None:
     paths = {name: str(certificates / file) for name, file in files.items()}
     with pytest.raises(ConfigError, match=sentence):
-        tls_context(replace(CONFIG, **paths, ssl_cert_reqs=2))
+        tls_context(ListenOptions(**paths, ssl_cert_reqs=2))
 
 
 def test_a_unix_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

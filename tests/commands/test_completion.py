@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pagewire import cli
-from pagewire.config.config import Config
+from pagewire.config.flags import SETTINGS
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -47,8 +47,8 @@ def test_the_script_is_valid(
     shell: str, flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = script(shell, capsys)
-    for name in Config.__struct_fields__:
-        assert name == "model" or name.replace("_", "-") in text
+    for setting in SETTINGS.values():
+        assert setting.name == "model" or setting.flag.removeprefix("--") in text
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here to read it")
     (tmp_path / "script").write_text(text)

@@ -7,13 +7,19 @@ import msgspec
 import pytest
 
 from pagewire.commands.explain import explain, settings, shown
-from pagewire.config.config import Config, MachineFacts, ModelFacts, Purpose
-from pagewire.config.flags import add_flags, read_settings
-from pagewire.config.resolve import resolve
+from pagewire.config.config import Config, MachineFacts, ModelFacts, Purpose, ServerConfig
+from pagewire.config.flags import SETTINGS, add_flags, make_config, read_settings
+from pagewire.config.resolve import resolve, resolve_http
 from pagewire.errors import ConfigError
 
 MODEL = ModelFacts(
-    path="/m", name="m", max_position=4096, vocab_size=100, eos_token_ids=(2,), dtype="float16", weight_bytes=1000
+    path="/m",
+    name="m",
+    max_position=4096,
+    vocab_size=100,
+    eos_token_ids=(2,),
+    checkpoint_dtype="float16",
+    weight_bytes=1000,
 )
 CPU = MachineFacts(num_cores=4)
 BARE_CPU = MachineFacts(num_cores=4, has_compiler=False)
@@ -26,21 +32,24 @@ def parse(*argv: str) -> tuple[Config, dict[str, str]]:
     return read_settings(parser.parse_args(argv))
 
 
+def server(config: Config, machine: MachineFacts, model: ModelFacts = MODEL) -> ServerConfig:
+    return ServerConfig(engine=resolve(config, model, machine), http=resolve_http(config, (), ()))
+
+
 def rows(config: Config, machine: MachineFacts, said: dict[str, str]) -> dict[str, tuple[str, str]]:
-    return {row[0]: row[1:] for row in settings(config, resolve(config, MODEL, machine), MODEL, machine, said)}
+    return {row[0]: row[1:] for row in settings(config, server(config, machine), machine, said)}
 
 
 @pytest.mark.parametrize("machine", [CPU, BARE_CPU, GPU], ids=["cpu", "no compiler", "gpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("is_encoder", [False, True], ids=["decoder", "encoder"])
 def test_what_was_decided_has_a_reason(machine: MachineFacts, dtype: str, is_encoder: bool) -> None:
-    model = msgspec.structs.replace(MODEL, dtype=dtype, purpose=Purpose(is_encoder=is_encoder))
-    engine = resolve(Config(), model, machine)
-    told = {row[0]: row[1:] for row in settings(Config(), engine, model, machine, {})}
-    assert told.keys() >= set(Config.__struct_fields__)
-    for field in msgspec.structs.fields(Config):
-        value, reason = told[field.name]
-        assert value == shown(field.default) or reason != "default", f"{field.name} = {value}: {reason}"
+    model = msgspec.structs.replace(MODEL, checkpoint_dtype=dtype, purpose=Purpose(is_encoder=is_encoder))
+    told = {row[0]: row[1:] for row in settings(Config(), server(Config(), machine, model), machine, {})}
+    assert told.keys() >= SETTINGS.keys()
+    for name, setting in SETTINGS.items():
+        value, reason = told[name]
+        assert value == shown(setting.default) or reason != "default", f"{name} = {value}: {reason}"
 
 
 def test_reasons_follow_the_decision() -> None:
@@ -51,21 +60,23 @@ def test_reasons_follow_the_decision() -> None:
     assert rows(Config(), CPU, {})["batch_invariance"][0] == "float32"
     assert rows(Config(), GPU, {})["batch_invariance"][0] == "none"
     assert rows(Config(), GPU, {})["max_num_batched_tokens"] == ("2048", "the value for a GPU")
-    assert rows(Config(device="cpu"), GPU, {"device": "--device"})["block_size"] == ("16", "the value for a CPU")
-    assert "shared by 2 ranks" in rows(Config(tensor_parallel_size=2), CPU, {})["threads"][1]
+    assert rows(make_config(device="cpu"), GPU, {"device": "--device"})["block_size"] == ("16", "the value for a CPU")
+    assert "shared by 2 ranks" in rows(make_config(tensor_parallel_size=2), CPU, {})["threads"][1]
 
 
 def test_where_a_setting_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "engine.toml"
     file.write_text('max-num-seqs = 3\nkv_cache_memory = "2G"\nenable_prefix_caching = false\napi_key = ["a", "b"]\n')
     config, said = parse("--config", str(file), "--max-num-seqs", "5")
-    assert config == Config(max_num_seqs=5, kv_cache_memory=2 << 30, enable_prefix_caching=False, api_key=("a", "b"))
+    assert config == make_config(
+        max_num_seqs=5, kv_cache_memory=2 << 30, enable_prefix_caching=False, api_key=("a", "b")
+    )
     told = rows(config, CPU, said)
     assert told["max_num_seqs"] == ("5", "--max-num-seqs") and told["enable_prefix_caching"] == ("no", str(file))
     assert told["api_key"] == ("2 of them", str(file))
     monkeypatch.setenv("PAGEWIRE_API_KEY", "secret")
     config, said = parse()
-    text = explain(config, resolve(config, MODEL, CPU), MODEL, CPU, said)
+    text = explain(config, server(config, CPU), CPU, said)
     assert "secret" not in text and "PAGEWIRE_API_KEY" in text
 
 
@@ -91,4 +102,4 @@ def test_a_wrong_file_gives_one_sentence(tmp_path: Path, text: str, sentence: st
 
 
 def test_serve_has_no_more_flags_than_a_person_can_read() -> None:
-    assert len(Config.__struct_fields__) + 2 <= 80  # with --config and --explain
+    assert len(SETTINGS) + 2 <= 80  # with --config and --explain

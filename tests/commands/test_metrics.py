@@ -13,7 +13,7 @@ from pagewire.commands.top import Screen, curve, duration
 from pagewire.config.config import Config, MachineFacts, ModelFacts
 from pagewire.config.resolve import resolve
 
-FACTS = ModelFacts(path="m", name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), dtype="float32")
+FACTS = ModelFacts(path="m", name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), checkpoint_dtype="float32")
 
 
 def page(latencies: list[float]) -> str:

@@ -6,15 +6,14 @@ import pytest
 
 from pagewire.cli import build_parser
 from pagewire.config.access import ApiKey, read_key_file
-from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
-from pagewire.config.resolve import resolve
+from pagewire.config.config import HttpConfig
+from pagewire.config.flags import make_config
+from pagewire.config.resolve import resolve_http
 from pagewire.errors import ConfigError
 
-MODEL = ModelFacts(path="/m", name="m", max_position=64, vocab_size=100, eos_token_ids=(2,), dtype="float32")
 
-
-def decide(*of_the_file: ApiKey, **settings: object) -> EngineConfig:
-    return resolve(Config(**settings), MODEL, MachineFacts(num_cores=1, api_keys=of_the_file))  # type: ignore[arg-type]
+def decide(*of_the_file: ApiKey, **settings: object) -> HttpConfig:
+    return resolve_http(make_config(**settings), of_the_file, ())
 
 
 def test_a_file_of_keys(tmp_path: Path) -> None:
@@ -46,8 +45,8 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, content: bytes | None, sente
 
 
 def test_general_rates_are_for_keys_without_their_own() -> None:
-    engine = decide(ApiKey("b", 7), ApiKey("c", None, 8), api_key=("a",), requests_per_minute=1, tokens_per_minute=2)
-    assert engine.api_keys == (ApiKey("a", 1, 2), ApiKey("b", 7, 2), ApiKey("c", 1, 8))
+    http = decide(ApiKey("b", 7), ApiKey("c", None, 8), api_key=("a",), requests_per_minute=1, tokens_per_minute=2)
+    assert http.api_keys == (ApiKey("a", 1, 2), ApiKey("b", 7, 2), ApiKey("c", 1, 8))
 
 
 @pytest.mark.parametrize(
@@ -72,9 +71,9 @@ def test_what_cannot_be(settings: dict[str, object], sentence: str) -> None:
 
 
 def test_what_can_be() -> None:
-    engine = decide(ssl_certfile="c", ssl_ca_certs="a", ssl_cert_reqs=1, allowed_origins=("*", "http://localhost:3000"))
-    assert engine.ssl_certfile == "c" and len(engine.allowed_origins) == 2
-    assert [decide(root_path=path).root_path for path in ("", "/", "/a/b/")] == ["", "", "/a/b"]
+    http = decide(ssl_certfile="c", ssl_ca_certs="a", ssl_cert_reqs=1, allowed_origins=("*", "http://localhost:3000"))
+    assert http.listen.ssl_certfile == "c" and len(http.clients.allowed_origins) == 2
+    assert [decide(root_path=path).listen.root_path for path in ("", "/", "/a/b/")] == ["", "", "/a/b"]
 
 
 def test_there_are_not_too_many_flags() -> None:

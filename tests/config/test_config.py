@@ -6,12 +6,14 @@ import msgspec
 import pytest
 
 from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts, parse_size
-from pagewire.config.flags import add_flags, read_flags
+from pagewire.config.flags import SETTINGS, add_flags, make_config, read_flags
 from pagewire.config.machine import OVERRIDES, cpu_quota, machine_facts
 from pagewire.config.resolve import resolve
 from pagewire.errors import ConfigError
 
-MODEL = ModelFacts(path="/m", name="m", max_position=4096, vocab_size=100, eos_token_ids=(2,), dtype="float16")
+MODEL = ModelFacts(
+    path="/m", name="m", max_position=4096, vocab_size=100, eos_token_ids=(2,), checkpoint_dtype="float16"
+)
 
 
 def parse(*argv: str) -> Config:
@@ -32,9 +34,10 @@ def test_flags_become_typed_values() -> None:
     config = parse(
         "m", "--max-model-len", "2k", "--kv-cache-memory", "1.5G", "--no-enable-prefix-caching", "--port", "0"
     )
-    assert config.model == "m" and config.max_model_len == 2048 and config.kv_cache_memory == 3 * 2**29
-    assert config.port == 0 and not config.enable_prefix_caching
-    assert parse("--served-model-name", "a", "b").served_model_name == ("a", "b")
+    engine = config.engine
+    assert config.source.model == "m" and engine.max_model_len == 2048 and engine.kv_cache_memory == 3 * 2**29
+    assert config.listen.port == 0 and not engine.enable_prefix_caching
+    assert parse("--served-model-name", "a", "b").source.served_model_name == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -54,40 +57,35 @@ def test_a_wrong_flag_gives_one_sentence(argv: list[str], sentence: str) -> None
 
 
 def test_speculation_and_an_extension_exclude_each_other() -> None:
-    assert decide(Config(speculative="ngram")).speculative == "ngram"
+    assert decide(make_config(speculative="ngram")).speculative == "ngram"
     with pytest.raises(ConfigError, match="--extension"):
-        decide(Config(speculative="ngram", extension="module:Class"))
+        decide(make_config(speculative="ngram", extension="module:Class"))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [Config(kv_connector=("host,size=1G",)), Config(extension="module:Class")],
-    ids=lambda config: repr(config),
-)
-def test_what_knows_one_rank_is_refused_beside_several(config: Config) -> None:
-    decide(config)
+@pytest.mark.parametrize("flags", [{"kv_connector": ("host,size=1G",)}, {"extension": "module:Class"}])
+def test_what_knows_one_rank_is_refused_beside_several(flags: dict[str, object]) -> None:
+    decide(make_config(**flags))
     with pytest.raises(ConfigError, match="knows the KV of one rank only"):
-        decide(msgspec.structs.replace(config, tensor_parallel_size=2))
+        decide(make_config(**flags, tensor_parallel_size=2))
 
 
 def test_ranks_share_the_cores() -> None:
-    assert [decide(Config(tensor_parallel_size=size)).num_threads for size in (1, 2, 8)] == [4, 2, 1]
-    assert decide(Config(tensor_parallel_size=2, threads=3)).num_threads == 3
+    assert [decide(make_config(tensor_parallel_size=size)).num_threads for size in (1, 2, 8)] == [4, 2, 1]
+    assert decide(make_config(tensor_parallel_size=2, threads=3)).num_threads == 3
 
 
 def test_every_flag_has_help() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     text = parser.format_help()
-    for name in Config.__struct_fields__:
-        assert name == "model" or "--" + name.replace("_", "-") in text
+    assert all(setting.flag in text for setting in SETTINGS.values())
     assert all(action.help for action in parser._actions)
 
 
 def test_keys_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEWIRE_API_KEY", "secret")
-    assert parse().api_key == ("secret",)
-    assert parse("--api-key", "other").api_key == ("other",)
+    assert parse().keys.api_key == ("secret",)
+    assert parse("--api-key", "other").keys.api_key == ("other",)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +104,12 @@ def test_what_is_no_size(text: str) -> None:
 def test_resolve_fills_in_what_was_left_open() -> None:
     engine = decide(Config())
     assert engine.max_model_len == 4096 and engine.dtype == "float32" and engine.num_threads == 4
-    assert engine.served_model_names == ("m",) and engine.eos_token_ids == (2,)
-    assert decide(Config(dtype="float32", threads=1, max_model_len=100)).num_threads == 1
+    assert engine.served_model_names == ("m",) and engine.model.eos_token_ids == (2,)
+    assert decide(make_config(dtype="float32", threads=1, max_model_len=100)).num_threads == 1
 
 
 def test_parsers_are_the_templates_unless_one_says_another() -> None:
-    model = msgspec.structs.replace(MODEL, tool_call_parser="mistral", reasoning_parser="qwen3")
+    model = msgspec.structs.replace(MODEL, tool_calls_shown="mistral", reasoning_shown="qwen3")
     config = decide(Config(), model)
     assert (config.tool_call_parser, config.reasoning_parser) == ("mistral", "qwen3")
     config = decide(parse("--tool-call-parser", "pythonic", "--reasoning-parser", "none"), model)
@@ -119,15 +117,15 @@ def test_parsers_are_the_templates_unless_one_says_another() -> None:
 
 
 def test_what_a_cpu_gets() -> None:
-    assert decide(Config(device="cpu")).max_num_batched_tokens == 512
-    assert decide(Config(device="cuda")).max_num_batched_tokens == 2048
-    assert decide(Config(device="cpu", max_num_batched_tokens=64)).max_num_batched_tokens == 64
-    int8 = decide(Config(device="cpu", quantization="int8"))
+    assert decide(make_config(device="cpu")).max_num_batched_tokens == 512
+    assert decide(make_config(device="cuda")).max_num_batched_tokens == 2048
+    assert decide(make_config(device="cpu", max_num_batched_tokens=64)).max_num_batched_tokens == 64
+    int8 = decide(make_config(device="cpu", quantization="int8"))
     assert int8.dtype == int8.kv_cache_dtype == "float32"
-    assert decide(Config(device="cpu", dtype="float32", kv_cache_dtype="bfloat16")).kv_cache_dtype == "bfloat16"
-    assert len({int8.kv_model_key, decide(Config(device="cpu", dtype="float32")).kv_model_key}) == 2
+    assert decide(make_config(device="cpu", dtype="float32", kv_cache_dtype="bfloat16")).kv_cache_dtype == "bfloat16"
+    assert len({int8.kv_model_key, decide(make_config(device="cpu", dtype="float32")).kv_model_key}) == 2
     with pytest.raises(ConfigError, match="--quantization int8 is for --device cpu"):
-        decide(Config(quantization="int8", device="cuda"))
+        decide(make_config(quantization="int8", device="cuda"))
 
 
 NO_COMPILER = {"has_compiler": False}
@@ -137,25 +135,27 @@ GPU = {"has_gpu": True}
 @pytest.mark.parametrize(
     ("model", "machine", "flags", "expected"),
     [
-        ({"dtype": "bfloat16"}, {}, {}, ("float32", "float32", "compiled", "float32")),
-        ({"dtype": "float16"}, {}, {}, ("float32", "float32", "compiled", "float32")),
-        ({"dtype": "bfloat16", "weight_bytes": 900}, {}, {}, ("float32", "float32", "compiled", "float32")),
-        ({"dtype": "bfloat16"}, {}, {"dtype": "bfloat16"}, ("bfloat16", "float32", "compiled", "none")),
-        ({"dtype": "bfloat16"}, {}, {"cpu_kernels": "torch"}, ("float32", "float32", "torch", "float32")),
+        ({"checkpoint_dtype": "bfloat16"}, {}, {}, ("float32", "float32", "compiled", "float32")),
+        ({"checkpoint_dtype": "float16"}, {}, {}, ("float32", "float32", "compiled", "float32")),
+        ({"checkpoint_dtype": "bfloat16", "weight_bytes": 900}, {}, {}, ("float32", "float32", "compiled", "float32")),
+        ({"checkpoint_dtype": "bfloat16"}, {}, {"dtype": "bfloat16"}, ("bfloat16", "float32", "compiled", "none")),
+        ({"checkpoint_dtype": "bfloat16"}, {}, {"cpu_kernels": "torch"}, ("float32", "float32", "torch", "float32")),
         ({}, {}, {"cpu_kernels": "torch", "dtype": "bfloat16"}, ("bfloat16", "bfloat16", "torch", "none")),
-        ({"dtype": "bfloat16"}, NO_COMPILER, {}, ("float32", "float32", "torch", "float32")),
-        ({"dtype": "bfloat16", "weight_bytes": 900}, NO_COMPILER, {}, ("bfloat16", "bfloat16", "torch", "none")),
-        ({"dtype": "float32", "weight_bytes": 900}, NO_COMPILER, {}, ("float32", "float32", "torch", "float32")),
+        ({"checkpoint_dtype": "bfloat16"}, NO_COMPILER, {}, ("float32", "float32", "torch", "float32")),
+        ({"checkpoint_dtype": "bfloat16", "weight_bytes": 900}, NO_COMPILER, {},
+         ("bfloat16", "bfloat16", "torch", "none")),
+        ({"checkpoint_dtype": "float32", "weight_bytes": 900}, NO_COMPILER, {},
+         ("float32", "float32", "torch", "float32")),
         ({"weight_bytes": 900}, NO_COMPILER, {"quantization": "int8"}, ("float32", "float32", "torch", "none")),
         ({}, {}, {"quantization": "int8", "dtype": "bfloat16"}, ("bfloat16", "float32", "compiled", "none")),
         # transformers' own model widens its weights, compiler or not.
-        ({"dtype": "bfloat16", "is_native": False}, {}, {}, ("float32", "float32", "compiled", "float32")),
+        ({"checkpoint_dtype": "bfloat16", "is_native": False}, {}, {}, ("float32", "float32", "compiled", "float32")),
         ({"weight_bytes": 900, "is_native": False}, {}, {}, ("bfloat16", "bfloat16", "compiled", "none")),
-        ({"dtype": "bfloat16"}, GPU, {}, ("bfloat16", "bfloat16", None, "none")),
-        ({"dtype": "float16"}, GPU, {}, ("bfloat16", "bfloat16", None, "none")),
-        ({"dtype": "float32"}, GPU, {}, ("float32", "float32", None, "float32")),
-        ({"dtype": "bfloat16"}, GPU, {"deterministic": True}, ("bfloat16", "bfloat16", None, "exact")),
-        ({"dtype": "bfloat16"}, {}, {"dtype": "bfloat16", "deterministic": True},
+        ({"checkpoint_dtype": "bfloat16"}, GPU, {}, ("bfloat16", "bfloat16", None, "none")),
+        ({"checkpoint_dtype": "float16"}, GPU, {}, ("bfloat16", "bfloat16", None, "none")),
+        ({"checkpoint_dtype": "float32"}, GPU, {}, ("float32", "float32", None, "float32")),
+        ({"checkpoint_dtype": "bfloat16"}, GPU, {"deterministic": True}, ("bfloat16", "bfloat16", None, "exact")),
+        ({"checkpoint_dtype": "bfloat16"}, {}, {"dtype": "bfloat16", "deterministic": True},
          ("bfloat16", "float32", "compiled", "exact")),
     ],
 )  # fmt: skip
@@ -164,17 +164,17 @@ def test_types_and_kernels(
 ) -> None:
     """(of weights and KV, of activations, what computes, what is promised); a machine with 1,000 bytes of memory."""
     engine = resolve(
-        Config(**flags),  # type: ignore[arg-type]
+        make_config(**flags),  # type: ignore[arg-type]
         msgspec.structs.replace(MODEL, **{"weight_bytes": 10} | model),
         msgspec.convert({"num_cores": 2, "memory_bytes": 1000} | machine, MachineFacts),
     )
-    assert (engine.dtype, engine.arithmetic, engine.cpu_kernels, engine.batch_invariance) == expected
+    assert (engine.dtype, engine.arithmetic, engine.kernels, engine.batch_invariance) == expected
     assert engine.kv_cache_dtype == engine.dtype
 
 
 @pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16"}, {"cpu_kernels": "torch"}, {"quantization": "int8"}])
 @pytest.mark.parametrize("facts", [{}, NO_COMPILER, {"memory_bytes": 10}])
-@pytest.mark.parametrize("model", [{}, {"is_native": False}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("model", [{}, {"is_native": False}, {"checkpoint_dtype": "bfloat16"}])
 def test_instructions_for_bfloat16_decide_nothing(
     flags: dict[str, object], facts: dict[str, object], model: dict[str, object]
 ) -> None:
@@ -182,7 +182,7 @@ def test_instructions_for_bfloat16_decide_nothing(
     model_facts = msgspec.structs.replace(MODEL, **{"weight_bytes": 10} | model)
     engines = [
         resolve(
-            Config(**flags),  # type: ignore[arg-type]
+            make_config(**flags),  # type: ignore[arg-type]
             model_facts,
             msgspec.convert(
                 {"num_cores": 1, "memory_bytes": 1000, "has_bfloat16": bf16, "has_amx": amx} | facts, MachineFacts
@@ -210,28 +210,28 @@ def test_deterministic_says_what_stands_in_its_way(
         machine = msgspec.convert({"num_cores": 1} | facts, MachineFacts)
         return resolve(config, msgspec.structs.replace(MODEL, **model), machine)
 
-    decide_here(Config(**flags))  # type: ignore[arg-type]
+    decide_here(make_config(**flags))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"--deterministic {sentence}"):
-        decide_here(Config(deterministic=True, **flags))  # type: ignore[arg-type]
+        decide_here(make_config(deterministic=True, **flags))  # type: ignore[arg-type]
 
 
 def test_the_operator_is_warned_where_company_shows() -> None:
-    model = msgspec.structs.replace(MODEL, dtype="bfloat16")
+    model = msgspec.structs.replace(MODEL, checkpoint_dtype="bfloat16")
     assert decide(Config(), model).invariance_warning is None
-    assert decide(Config(dtype="bfloat16", deterministic=True), model).invariance_warning is None
+    assert decide(make_config(dtype="bfloat16", deterministic=True), model).invariance_warning is None
     for config in (
-        Config(dtype="bfloat16"),
-        Config(kv_cache_dtype="bfloat16"),
-        Config(cpu_kernels="torch"),
-        Config(quantization="int8"),
-        Config(device="cuda"),
+        make_config(dtype="bfloat16"),
+        make_config(kv_cache_dtype="bfloat16"),
+        make_config(cpu_kernels="torch"),
+        make_config(quantization="int8"),
+        make_config(device="cuda"),
     ):
         assert "tokens may depend on what else is served" in str(decide(config, model).invariance_warning), config
 
 
 def test_resolve_refuses_more_context_than_there_is() -> None:
     with pytest.raises(ConfigError, match="--max-model-len 5000 is more than the 4096 tokens"):
-        decide(Config(max_model_len=5000))
+        decide(make_config(max_model_len=5000))
 
 
 def test_facts_about_the_machine_can_be_replaced() -> None:

@@ -80,7 +80,7 @@ def test_a_seed_is_repeatable_and_choices_differ(llm: LLM) -> None:
 
 
 def test_min_tokens_is_min_new_tokens_of_transformers(llm: LLM) -> None:
-    model = checkpoints.load_reference(Path(llm._config.model_path))
+    model = checkpoints.load_reference(Path(llm._config.model.path))
     prompt = [5, 9, 3, 77, 41, 8]
     (free,) = llm.generate(prompt, GREEDY, use_tqdm=False)
     for eos in set(free.outputs[0].token_ids[:4]):

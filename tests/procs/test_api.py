@@ -9,29 +9,31 @@ import pytest
 
 from pagewire.api.gateway.request_end import log_request
 from pagewire.api.http.http_error import EngineFailed
-from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
-from pagewire.config.resolve import resolve
+from pagewire.config.config import MachineFacts, ModelFacts
+from pagewire.config.flags import make_config
+from pagewire.config.resolve import resolve, resolve_http
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import IdsPrompt, Limits, Sampling, Stop, Submit, TextSpec, ids_to_bytes
 from pagewire.procs.api import ApiActor
 
 
-def config(tmp_path: Path, **settings: object) -> EngineConfig:
+def make_actor(tmp_path: Path, http_fd: int = -1, **settings: object) -> ApiActor:
     facts = ModelFacts(
-        path=str(tmp_path), name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), dtype="float32"
+        path=str(tmp_path), name="m", max_position=64, vocab_size=320, eos_token_ids=(2,), checkpoint_dtype="float32"
     )
-    return resolve(Config(**settings), facts, MachineFacts(num_cores=1))  # type: ignore[arg-type]
+    config = make_config(**settings)
+    return ApiActor(resolve(config, facts, MachineFacts(num_cores=1)), resolve_http(config, (), ()), http_fd=http_fd)
 
 
 def test_nobody_is_told_unless_asked(tmp_path: Path) -> None:
-    assert ApiActor(config(tmp_path), http_fd=-1)._observers() == []
-    assert ApiActor(config(tmp_path, enable_log_requests=True), http_fd=-1)._observers() == [log_request]
+    assert make_actor(tmp_path)._observers() == []
+    assert make_actor(tmp_path, enable_log_requests=True)._observers() == [log_request]
 
 
 def test_tracing_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "pagewire.api.gateway.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    actor = ApiActor(config(tmp_path, otlp_traces_endpoint="http://127.0.0.1:4318"), http_fd=-1)
+    actor = make_actor(tmp_path, otlp_traces_endpoint="http://127.0.0.1:4318")
     with pytest.raises(ConfigError, match=r"pip install 'pagewire\[otel\]'"):
         actor._observers()
 
@@ -39,12 +41,12 @@ def test_tracing_without_its_packages_says_what_to_install(tmp_path: Path, monke
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host", "http://", ""])
 def test_an_endpoint_must_be_an_address(tmp_path: Path, endpoint: str) -> None:
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint must be an address"):
-        config(tmp_path, otlp_traces_endpoint=endpoint)
+        make_actor(tmp_path, otlp_traces_endpoint=endpoint)
 
 
 def test_an_engine_that_has_failed_is_not_healthy_while_it_says_so(tmp_path: Path) -> None:
     async def scenario() -> None:
-        actor = ApiActor(config(tmp_path), http_fd=socket.socket().detach())
+        actor = make_actor(tmp_path, socket.socket().detach())
         actor.start(lambda receiver, message: None)
         submits = [Submit(0, 1, IdsPrompt(ids_to_bytes([1])), Sampling(), Limits(), TextSpec())]
         stream = actor._gateway.submit(submits)

@@ -99,7 +99,7 @@ def indices(message: m.Enqueue) -> Iterator[int]:
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     folder = vocabulary.add_tokenizer(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
     facts = ModelFacts(
-        path=str(folder), name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), dtype="float32"
+        path=str(folder), name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), checkpoint_dtype="float32"
     )
     return resolve(Config(), facts, MachineFacts(num_cores=1))
 

@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from pagewire.config.config import Config
 from pagewire.ipc.messages import Leave
 from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox
 from pagewire.procs.elsewhere import Elsewhere
@@ -102,8 +101,7 @@ def test_one_launch_alone_has_nobody_elsewhere() -> None:
 
 def test_every_end_gets_round() -> None:
     """Whoever sends to a part watches it; whoever ends for that is missed by others, until all have ended."""
-    config = Config(model="x", tensor_parallel_size=2, api_processes=2)
-    watches = {name: set(receivers(name, config)) for name in names(config)}
+    watches = {name: set(receivers(name, 2, 2)) for name in names(2, 2)}
     for first in watches:
         ended = {first}
         while more := {name for name, watched in watches.items() if watched & ended} - ended:

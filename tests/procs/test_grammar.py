@@ -40,7 +40,7 @@ def rids(*numbers: int) -> bytes:
 
 def config_in(folder: Path) -> EngineConfig:
     model = ModelFacts(
-        path=str(folder), name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), dtype="float32"
+        path=str(folder), name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), checkpoint_dtype="float32"
     )
     return resolve(Config(), model, MachineFacts(num_cores=1))
 
@@ -233,7 +233,9 @@ def test_grammars_together_have_a_limit_of_memory(tmp_path: Path) -> None:
 
 
 def test_an_idle_process_that_was_killed_is_replaced() -> None:
-    model = ModelFacts(path="", name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), dtype="float32")
+    model = ModelFacts(
+        path="", name="m", max_position=64, vocab_size=VOCAB, eos_token_ids=(EOS,), checkpoint_dtype="float32"
+    )
     sandbox = grammar_sandbox.GrammarSandbox(resolve(Config(), model, MachineFacts(num_cores=1)), grammars.load)
     try:
         for i in range(2):

@@ -14,7 +14,8 @@ import zmq
 from fakes import EOS, FakeWorker, enqueue
 from msgspec.structs import replace
 
-from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.config import EngineConfig, MachineFacts, ModelFacts
+from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.kv_events import Cleared, KvCacheEvent, Removed, Stored
@@ -181,8 +182,10 @@ def test_an_address_that_is_taken() -> None:
 
 
 def engine_config(**flags: Any) -> EngineConfig:
-    model = ModelFacts(path="", name="m", max_position=48, vocab_size=50, eos_token_ids=(), dtype="float32")
-    return resolve(Config(max_num_batched_tokens=64, **flags), model, MachineFacts(num_cores=1))
+    model = ModelFacts(
+        path="", name="m", max_position=48, vocab_size=50, eos_token_ids=(EOS,), checkpoint_dtype="float32"
+    )
+    return resolve(make_config(max_num_batched_tokens=64, **flags), model, MachineFacts(num_cores=1))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,6 @@ def test_what_the_core_tells_of_its_cache() -> None:
         config = replace(
             engine_config(kv_events=f"ipc://{folder}/events", kv_events_replay=f"ipc://{folder}/replay"),
             block_size=size,
-            eos_token_ids=(EOS,),
         )
         worker = FakeWorker(num_blocks=num_blocks, block_size=size, max_num_seqs=8, max_num_batched_tokens=64)
         plans: list[StepPlan] = []

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
-from pagewire.config.resolve import resolve
+from pagewire.config.config import ListenOptions
+from pagewire.config.flags import make_config
 from pagewire.errors import ConfigError
 from pagewire.procs.listening import Listening
 
-MODEL = ModelFacts(path="/m", name="m", max_position=64, vocab_size=100, eos_token_ids=(2,), dtype="float32")
 
-
-def config(**settings: object) -> EngineConfig:
-    return resolve(Config(**settings), MODEL, MachineFacts(num_cores=1))  # type: ignore[arg-type]
+def config(**settings: object) -> ListenOptions:
+    return make_config(**settings).listen
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from pagewire.config.config import Config
 from pagewire.ipc.messages import Accepted, Chunk, Pulse, TextBatch, ToApi
 from pagewire.ipc.reports import HistogramCounts
 from pagewire.ipc.zmq_channel import ZmqContext
@@ -25,7 +24,7 @@ def test_news_are_dealt_out_and_reports_go_to_all() -> None:
     }
     try:
         inboxes = [context.inbox(addresses[name], ToApi) for name in ("api", "api-1")]
-        post = Mailman("detokenizer", Config(model="x", api_processes=2), addresses, context).post
+        post = Mailman("detokenizer", addresses, context, num_ranks=1, num_apis=2).post
         rids = [api_index(i, 1, 2) << 40 for i in range(2)]
         pulse = Pulse("detokenizer", HistogramCounts((), (0,), 0.0))
         post("api", TextBatch((Chunk(rids[0], "a", b""), Chunk(rids[1], "b", b""), Chunk(rids[0], "c", b""))))

@@ -3,6 +3,7 @@
 import pytest
 
 from pagewire.config.config import Config
+from pagewire.config.flags import make_config
 from pagewire.errors import ConfigError
 from pagewire.procs.prepare import prepare
 
@@ -10,11 +11,11 @@ from pagewire.procs.prepare import prepare
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (Config(kv_connector=("dsk,path=/x",)), "'dsk' is not known; there are disk, host, p2p, shared"),
-        (Config(kv_connector=("host,size=much",)), "is not a number or a size"),
-        (Config(kv_connector=("p2p,peer=tcp://10.0.0.1:5",)), "should be the path of a socket on this machine"),
-        (Config(tensor_parallel_size=64), "attention heads cannot be shared out evenly"),
-        (Config(extension="no_such_module:Extension"), "no_such_module cannot be imported"),
+        (make_config(kv_connector=("dsk,path=/x",)), "'dsk' is not known; there are disk, host, p2p, shared"),
+        (make_config(kv_connector=("host,size=much",)), "is not a number or a size"),
+        (make_config(kv_connector=("p2p,peer=tcp://10.0.0.1:5",)), "should be the path of a socket on this machine"),
+        (make_config(tensor_parallel_size=64), "attention heads cannot be shared out evenly"),
+        (make_config(extension="no_such_module:Extension"), "no_such_module cannot be imported"),
     ],
 )
 def test_connectors_and_extensions_that_cannot_be(config: Config, sentence: str) -> None:

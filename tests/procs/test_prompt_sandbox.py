@@ -23,7 +23,7 @@ STUCK = replace(TEMPLATE, template="{% for i in range(99999) %}{% for i in range
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
     facts = ModelFacts(path=str(vocabulary.add_tokenizer(tmp_path)), name="m", max_position=64, vocab_size=320,
-                       eos_token_ids=(2,), dtype="float32")  # fmt: skip
+                       eos_token_ids=(2,), checkpoint_dtype="float32")  # fmt: skip
     return resolve(Config(), facts, MachineFacts(num_cores=1))
 
 

@@ -25,7 +25,7 @@ def posts() -> Posts:
 @pytest.fixture
 def actor(tmp_path: Path, posts: Posts) -> TokenizerActor:
     facts = ModelFacts(path=str(vocabulary.add_tokenizer(tmp_path)), name="m", max_position=64, vocab_size=320,
-                       eos_token_ids=(2,), dtype="float32")  # fmt: skip
+                       eos_token_ids=(2,), checkpoint_dtype="float32")  # fmt: skip
     actor = TokenizerActor(resolve(Config(), facts, MachineFacts(num_cores=1)))
     actor.start(lambda receiver, message: posts.append((receiver, message)))
     return actor
@@ -173,7 +173,7 @@ def test_a_template_of_the_request(actor: TokenizerActor, posts: Posts) -> None:
 def test_more_tokens_than_a_row_has_places_for(tmp_path: Path, posts: Posts) -> None:
     """Until `min_tokens` are there, the ends stand among the row's biases."""
     facts = ModelFacts(path=str(vocabulary.add_tokenizer(tmp_path)), name="m", max_position=64, vocab_size=5000,
-                       eos_token_ids=(2,), dtype="float32")  # fmt: skip
+                       eos_token_ids=(2,), checkpoint_dtype="float32")  # fmt: skip
     actor = TokenizerActor(resolve(Config(), facts, MachineFacts(num_cores=1)))
     actor.start(lambda receiver, message: posts.append((receiver, message)))
     sampling = m.Sampling(logit_bias=dict.fromkeys(range(1000, 2000), 1.0))
@@ -187,7 +187,7 @@ def test_a_tokenizer_with_more_tokens_than_its_model(tmp_path: Path, posts: Post
     """Such as a padding token that was added later: its id would lie behind the embeddings."""
     size = load_tokenizer(vocabulary.add_tokenizer(tmp_path)).encode("z", False)[0]
     facts = ModelFacts(path=str(tmp_path), name="m", max_position=64, vocab_size=size, eos_token_ids=(2,),
-                       dtype="float32")  # fmt: skip
+                       checkpoint_dtype="float32")  # fmt: skip
     actor = TokenizerActor(resolve(Config(), facts, MachineFacts(num_cores=1)))
     actor.start(lambda receiver, message: posts.append((receiver, message)))
     chat = m.ChatPrompt(b'[{"role": "user", "content": "z"}]')

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from recording_connector import Recording
 
-from pagewire.config.config import Config
+from pagewire.config.flags import make_config
 from pagewire.engine.kv_connector.guard import UnderWay
 from pagewire.ipc.channel import MemoryChannel
 from pagewire.ipc.messages import (
@@ -31,7 +31,7 @@ TIMEOUT_S = 30.0
 @pytest.mark.slow
 def test_transfers_are_told_when_they_are_over_and_not_with_the_next_step(tmp_path: Path) -> None:
     checkpoints.make_checkpoint(tmp_path, "llama")
-    config = prepare(Config(model=str(tmp_path), threads=1, kv_connector=("recording_connector:Recording",)))
+    config = prepare(make_config(model=str(tmp_path), threads=1, kv_connector=("recording_connector:Recording",)))
     inbox: MemoryChannel[ToWorker] = MemoryChannel(ToWorker)
     told: queue.Queue[object] = queue.Queue()
     thread = threading.Thread(

@@ -15,7 +15,7 @@ from pagewire.procs.listening import Listening
 from pagewire.route.config import RouteConfig
 from pagewire.route.serve import Door
 
-from ..api.harness import FakeEngine
+from ..api.harness import FakeEngine, http_config
 from ..api.served import Served
 
 
@@ -90,8 +90,9 @@ class Routed:
         urls = tuple(engine.address if isinstance(engine, Behind) else engine for engine in engines)
         keys = tuple(ApiKey(key) if isinstance(key, str) else key for key in config.pop("api_keys", ()))
         admin_keys = tuple(map(ApiKey, config.pop("admin_keys", ())))
-        base: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "drain_timeout": 0.0, "access_log": False}
-        self._config = RouteConfig(engines=urls, api_keys=keys, admin_keys=admin_keys, **(base | config))
+        own = {name: config.pop(name) for name in RouteConfig.__struct_fields__ if name in config}
+        http = http_config(**{"access_log": False, **config}, api_keys=keys, admin_keys=admin_keys)
+        self._config = RouteConfig(http=http, engines=urls, **own)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
@@ -102,14 +103,14 @@ class Routed:
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
-        listening = Listening(self._config)
+        listening = Listening(self._config.http.listen)
         self.door = Door(self._config, listening)
         self.url = self.door.url
         self.door.start()
         await self.door.open()
         self._ready.set()
         await self._end.wait()
-        await self.door.close(self._config.drain_timeout)
+        await self.door.close(self._config.http.service.drain_timeout)
         listening.close()
 
     def __enter__(self) -> "Routed":

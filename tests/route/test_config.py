@@ -4,13 +4,13 @@ import argparse
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
+from pagewire.config.config import ServerConfig
 from pagewire.errors import ConfigError
 from pagewire.route.config import RouteConfig, add_route_flags, read_route
 from pagewire.route.replicas import Replicas
 
-from ..api.harness import CONFIG
+from ..api.harness import split_settings
 
 
 def read(*argv: str) -> RouteConfig:
@@ -22,8 +22,8 @@ def read(*argv: str) -> RouteConfig:
 def test_a_router_has_the_door_of_a_server() -> None:
     config = read("--engines", "http://a:1/, unix:/b", "--api-key", "k", "--admin-api-key", "r", "--outage-wait", "3")
     assert config.engines == ("http://a:1", "unix:/b")
-    assert [key.key for key in config.api_keys] == ["k"] and [key.key for key in config.admin_keys] == ["r"]
-    assert config.outage_wait == 3 and config.port == 8000
+    assert [key.key for key in config.http.api_keys] == ["k"] and [key.key for key in config.http.admin_keys] == ["r"]
+    assert config.http.service.outage_wait == 3 and config.http.listen.port == 8000
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,6 @@ def test_what_cannot_be_is_said(argv: list[str]) -> None:
     ],
 )
 def test_what_only_one_engine_can_have_is_refused_for_several(field: str, value: Any) -> None:
+    engine, http = split_settings({field: value})
     with pytest.raises(ConfigError, match=field.replace("_", "-")):
-        Replicas(replace(CONFIG, **{field: value}))
+        Replicas(ServerConfig(engine=engine, http=http))

@@ -52,13 +52,14 @@ def test_flags_have_their_defaults_and_their_help() -> None:
             names, value, default, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
             rows[names.partition(",")[0].strip("`").removeprefix("--").replace("-", "_")] = value, default, meaning
     assert rows["port"] == ("`N`", "8000", "port to listen on; 0: any free one")
-    for field in struct_fields(Config):
-        if field.name != "model":
-            _, default, meaning = rows[field.name]
-            assert meaning
-            if field.default not in (None, "", ()):
-                shown = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
-                assert default == shown, field.name
+    for section_field in struct_fields(Config):
+        for field in struct_fields(section_field.type):
+            if field.name != "model":
+                _, default, meaning = rows[field.name]
+                assert meaning
+                if field.default not in (None, "", ()):
+                    shown = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+                    assert default == shown, field.name
 
 
 def test_every_endpoint_and_every_field_is_listed() -> None:

@@ -6,7 +6,7 @@ import pytest
 from fakes import EOS, FakeRow, FakeWorker, all_tokens, enqueue, expected_output, kv_of, next_token
 from invariants import check
 
-from pagewire.config.config import Config
+from pagewire.config.flags import make_config
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.cost import CAUTIOUS
 from pagewire.engine.core.scheduler import Scheduler
@@ -252,5 +252,5 @@ def test_the_flag() -> None:
 )
 def test_a_wrong_flag_gives_one_sentence(spec: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
-        prepare(Config(model="./nowhere", speculative=spec))
+        prepare(make_config(model="./nowhere", speculative=spec))
     assert str(error.value) == sentence

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pagewire.config.config import Config, MachineFacts, ModelFacts
+from pagewire.config.config import MachineFacts, ModelFacts
+from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.engine.device import cpu
 from pagewire.engine.device.base import choose_device
@@ -12,9 +13,9 @@ from pagewire.errors import ConfigError
 
 
 def _config(device, *, has_gpu=False):
-    facts = ModelFacts(path="m", name="m", max_position=64, vocab_size=8, eos_token_ids=(), dtype="float32")
+    facts = ModelFacts(path="m", name="m", max_position=64, vocab_size=8, eos_token_ids=(), checkpoint_dtype="float32")
     threads = torch.get_num_threads()
-    return resolve(Config(device=device, threads=threads), facts, MachineFacts(num_cores=1, has_gpu=has_gpu))
+    return resolve(make_config(device=device, threads=threads), facts, MachineFacts(num_cores=1, has_gpu=has_gpu))
 
 
 def test_ranks_on_cpus_share_the_memory(monkeypatch):

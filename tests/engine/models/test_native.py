@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pagewire.bench.engine.step import opened, plan
-from pagewire.config.config import Config
+from pagewire.config.flags import make_config
 from pagewire.engine.models.decoder import Decoder
 from pagewire.engine.models.native import NativeDecoder
 from pagewire.engine.runner.runner import Runner
@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("c_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_call_gives_the_bits_of_many(kind, options, dtype, tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, kind, dtype=dtype)
-    config = prepare(Config(model=str(folder), dtype="float32", max_model_len=96, kv_cache_memory=1 << 22, **options))
+    config = prepare(
+        make_config(model=str(folder), dtype="float32", max_model_len=96, kv_cache_memory=1 << 22, **options)
+    )
     seen: dict[bool, list[torch.Tensor]] = {}
     for in_one_call in (True, False):
         runner = Runner.load(config)
@@ -39,7 +41,7 @@ def test_one_call_gives_the_bits_of_many(kind, options, dtype, tmp_path):
                 return to[-1]
 
         runner._steps._model = Recorder()
-        opens = tuple(opened(row, 40 + row, 96, config.vocab_size) for row in range(3))
+        opens = tuple(opened(row, 40 + row, 96, config.model.vocab_size) for row in range(3))
         steps = [plan(1, [0, 1], [40, 41], opens), plan(2, [0, 2, 1], [1, 42, 1]), plan(3, [2, 1, 0], [1, 1, 1])]
         for step in steps:
             runner.launch(step)
@@ -52,6 +54,6 @@ def test_one_call_gives_the_bits_of_many(kind, options, dtype, tmp_path):
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_a_decoder_with_experts_runs_op_by_op(kind, tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, kind)
-    config = prepare(Config(model=str(folder), dtype="float32", max_model_len=96))
+    config = prepare(make_config(model=str(folder), dtype="float32", max_model_len=96))
     runner = Runner.load(config)
     assert isinstance(runner._model.model, Decoder) and "compiled for this CPU" in runner.notes[0]

@@ -10,6 +10,7 @@ import checkpoints
 import pytest
 
 from pagewire.config.config import Config, MachineFacts, SamplingDefaults
+from pagewire.config.flags import make_config
 from pagewire.config.resolve import resolve
 from pagewire.engine.checkpoint.spec import Moe, fingerprint, model_facts, read_spec
 from pagewire.errors import ConfigError
@@ -46,7 +47,7 @@ def test_an_old_llama_file(tmp_path):
 def test_facts(tmp_path):
     facts = model_facts(read_spec(_folder(tmp_path)), tmp_path, "tiny")
     assert (facts.path, facts.name, facts.max_position, facts.vocab_size) == (str(tmp_path), "tiny", 128, 100)
-    assert (facts.eos_token_ids, facts.dtype) == ((2,), "float16")
+    assert (facts.eos_token_ids, facts.checkpoint_dtype) == ((2,), "float16")
 
 
 def test_fingerprints_tell_checkpoints_apart(tmp_path):
@@ -88,9 +89,10 @@ def test_the_model_key_depends_on_what_kv_depends_on(tmp_path):
     plain = resolve(Config(), facts, MachineFacts(num_cores=1))
     assert len(plain.kv_model_key) == 32
     assert (
-        resolve(Config(max_model_len=64, port=1), facts, MachineFacts(num_cores=2)).kv_model_key == plain.kv_model_key
+        resolve(make_config(max_model_len=64, port=1), facts, MachineFacts(num_cores=2)).kv_model_key
+        == plain.kv_model_key
     )
-    others = [Config(dtype="bfloat16"), Config(extension="some:Extension")]
+    others = [make_config(dtype="bfloat16"), make_config(extension="some:Extension")]
     keys = {resolve(config, facts, MachineFacts(num_cores=1)).kv_model_key for config in others}
     assert len(keys | {plain.kv_model_key}) == 3
 

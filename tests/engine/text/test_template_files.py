@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.config.config import Config, ReasoningParser, ToolCallParser
+from pagewire.config.flags import make_config
 from pagewire.engine.text.template_files import read_templates, reasoning_parser, tool_call_parser
 from pagewire.errors import ConfigError
 from pagewire.procs.prepare import prepare
@@ -50,10 +51,10 @@ def test_prepare_asks_the_template_that_is_used(tmp_path: Path) -> None:
     assert (shown.tool_call_parser, shown.reasoning_parser) == ("hermes", "none")
     operators = tmp_path / "chat.jinja"
     operators.write_text(SHOWN["magistral"][0])
-    shown = prepare(Config(chat_template=str(operators)))
+    shown = prepare(make_config(chat_template=str(operators)))
     assert (shown.tool_call_parser, shown.reasoning_parser) == ("mistral", "mistral")
     with pytest.raises(ConfigError, match="There is no chat template"):
-        prepare(Config(chat_template=str(tmp_path / "none.jinja")))
+        prepare(make_config(chat_template=str(tmp_path / "none.jinja")))
 
 
 def test_where_templates_stand(tmp_path: Path) -> None:
