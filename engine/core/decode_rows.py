@@ -31,18 +31,9 @@ def plan(running: Sequence[Request], limit: int) -> tuple[list[Request], list[Re
 
 
 def apply(requests: Sequence[Request], tokens: "array[int]") -> Sequence[int]:
-    """Applies one position and token of each request, of which none is negative, where a token is to be stored and
-    nothing else. Returns the indexes of the other requests."""
-    checks = [
-        request.num_computed + 1 >= request.next_check or token in request.stops
-        for request, token in zip(requests, tokens, strict=True)
-    ]
-    if True not in checks:
-        Request.apply_each(requests, tokens)
-        return ()
-    plain = [not check for check in checks]
-    Request.apply_each(compress(requests, plain), compress(tokens, plain))
-    return list(compress(range(len(checks)), checks))
+    """Applies one position and token of each request, where a token is to be stored and nothing else. No token is
+    negative; more of them may follow. Returns the indexes of the other requests."""
+    return Request.apply_each(requests, tokens)
 
 
 def apply_drafted(request: Request, tokens: "array[int]") -> bool:

@@ -70,12 +70,12 @@ class PlanBuilder:
         """Rows planned so far."""
         return len(self.decodes) + len(self.others)
 
-    def grow(self, request: Request, blocks: Sequence[int]) -> None:
-        """Appends blocks to the request's table, here and, if it knows the row, on the worker."""
-        request.grow(blocks)
-        if request.is_open:
-            self.grow_blocks.extend(blocks)
-            self.grow_rows.extend([request.row] * len(blocks))
+    def grow(self, requests: Sequence[Request], blocks: Sequence[int]) -> None:
+        """Appends a block to the table of each of these requests, whose rows the worker knows."""
+        for request, block in zip(requests, blocks, strict=True):
+            request.grow((block,))
+        self.grow_rows.extend([request.row for request in requests])
+        self.grow_blocks.extend(blocks)
 
     def sent(self, step: int, learns: bool) -> InFlight:
         """What is to be remembered. `learns`: the cost model learns from this step."""

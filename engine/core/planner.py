@@ -135,10 +135,11 @@ class Planner:
             else:
                 over.append(request)
         num_grown = min(len(growing), limit - len(builder.decodes), self._pool.num_free)
-        self._grow(builder, growing[:num_grown])
-        for request in growing[:num_grown]:
-            request.plan(1, 1)
-        builder.decodes += growing[:num_grown]
+        grown = growing[:num_grown]
+        if grown:
+            builder.grow(grown, self._pool.allocate(num_grown))
+            Request.plan_each(grown)
+            builder.decodes += grown
         builder.budget -= len(builder.decodes) + builder.num_speculative * builder.speculate
         if len(long) > 1:
             long.sort(key=order(self._policy))
@@ -168,16 +169,11 @@ class Planner:
                 builder.decodes.append(request)
             else:
                 others.append(request)
-        self._grow(builder, growing)
+        builder.grow(growing, self._pool.allocate(len(growing)))
         builder.num_speculative = len(builder.decodes)
         builder.speculate = self._speculate if builder.decodes else 0
         builder.break_even = self.break_even
         return others
-
-    def _grow(self, builder: PlanBuilder, requests: list[Request]) -> None:
-        """Gives each a block; there are enough."""
-        for request, block in zip(requests, self._pool.allocate(len(requests)), strict=True):
-            builder.grow(request, (block,))
 
     def _make_room(self, builder: PlanBuilder) -> Request | None:
         """When blocks are short: preempts until the first in line can have its chunk and each row that needs one
@@ -227,7 +223,11 @@ class Planner:
             return
         need = self._num_blocks(request.num_planned + num) - len(request.blocks)
         if need > 0:
-            builder.grow(request, self._pool.allocate(need))
+            blocks = self._pool.allocate(need)
+            if request.is_open:
+                builder.grow([request] * need, blocks)
+            else:
+                request.grow(blocks)
         self._take(builder, request, num)
 
     def _take(self, builder: PlanBuilder, request: Request, num: int) -> None:

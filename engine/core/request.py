@@ -199,7 +199,8 @@ class Request:
     def grow(self, blocks: Iterable[int]) -> None:
         """Appends blocks to its table."""
         self.blocks += blocks
-        self._settle()
+        if self.fast_limit >= 0:
+            self.fast_limit = min(self.num_needed, len(self.blocks) * self.block_size)
 
     def plan(self, num: int, num_sampled: int) -> None:
         """A plan computes its next `num` positions and samples `num_sampled` tokens, at most."""
@@ -228,12 +229,21 @@ class Request:
             self._settle()
 
     @staticmethod
-    def apply_each(requests: Iterable["Request"], tokens: Iterable[int]) -> None:
-        """`apply` of one position and one token for each, none of which has reached its `next_check`."""
-        for request, token in zip(requests, tokens, strict=True):
-            request.num_computed += 1
-            request.num_in_flight -= 1
-            request.ids.append(token)
+    def apply_each(requests: Iterable["Request"], tokens: Iterable[int]) -> list[int]:
+        """`apply` of one position and one token for each request where the token is to be stored and nothing else.
+        Returns the indexes of the others. More tokens may follow."""
+        left: list[int] = []
+        index = 0
+        for request, token in zip(requests, tokens, strict=False):
+            computed = request.num_computed + 1
+            if computed < request.next_check and token not in request.stops:
+                request.num_computed = computed
+                request.num_in_flight -= 1
+                request.ids.append(token)
+            else:
+                left.append(index)
+            index += 1
+        return left
 
     def roll_back(self, num: int) -> None:
         """The oldest plan in flight gave `num` fewer tokens than it might have: those draft tokens were wrong, or come

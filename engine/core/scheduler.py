@@ -196,15 +196,14 @@ class Scheduler:
         tokens = bytes_to_ids(result.ids)
         nums = num_sampled(flight, result, len(tokens))
         self._learn(flight, result)
-        num_drafted = sum(nums)
-        num_decoded = num_drafted + len(flight.decodes) - len(nums)
-        odd = self._apply_drafted(flight, nums, tokens[:num_drafted])
-        if result.logprobs or min(tokens[num_drafted:], default=0) < 0:
-            odd |= self._apply_odd_decodes(flight, tokens[num_drafted:num_decoded], result.logprobs)
-        else:
-            odd |= self._apply_decodes(flight, tokens[num_drafted:num_decoded])
-        rids, ids = _columns(flight.decodes, nums, tokens[:num_decoded], odd)
-        self._apply_others(flight, tokens[num_decoded:], result, rids, ids)
+        odd, single = (self._apply_drafted(flight, nums, tokens), tokens[sum(nums) :]) if nums else (set(), tokens)
+        if result.logprobs or (single and min(single) < 0):
+            odd |= self._apply_odd_decodes(flight, single, result.logprobs)
+        elif len(flight.decodes) > len(nums):
+            odd |= self._apply_decodes(flight, single)
+        rids, ids = _columns(flight.decodes, nums, tokens, odd)
+        if flight.others:
+            self._apply_others(flight, tokens[len(tokens) - sum(flight.sample) :], result, rids, ids)
         if rids:
             self._outputs.set_columns(rids, ids)
             self.counters.num_output_tokens += len(rids)
@@ -492,10 +491,11 @@ def _columns(
     requests: list[Request], nums: "array[int]", tokens: "array[int]", odd: set[int]
 ) -> "tuple[array[int], array[int]]":
     """(the rid of each token, the tokens) of these rows but those of the `odd` rids. The first rows sampled `nums` of
-    the tokens, the others one each. rids: int64; tokens: int32."""
+    the tokens, the others one each; more tokens may follow. rids: int64; tokens: int32."""
     rids = [request.rid for request in requests]
-    rids[: len(nums)] = [rid for rid, num in zip(rids, nums, strict=False) for _ in range(num)]
+    if nums:
+        rids[: len(nums)] = [rid for rid, num in zip(rids, nums, strict=False) for _ in range(num)]
     if odd:
         plain = [rid not in odd for rid in rids]
-        rids, tokens = list(compress(rids, plain)), array("i", compress(tokens, plain))
-    return array("q", rids), tokens
+        return array("q", compress(rids, plain)), array("i", compress(tokens, plain))
+    return array("q", rids), tokens[: len(rids)]
