@@ -7,10 +7,13 @@ returns the rows that it left out, and if it leaves out all of them, every plan,
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import compress
 
 from .request import Request
+
+Left = list[tuple[Request, "array[int]"]]
+"""Requests that a function left out, with the tokens that they sampled."""
 
 
 def plan(running: Sequence[Request], limit: int) -> tuple[list[Request], list[Request]]:
@@ -30,17 +33,27 @@ def plan(running: Sequence[Request], limit: int) -> tuple[list[Request], list[Re
     return decodes, others
 
 
-def apply(requests: Sequence[Request], tokens: "array[int]") -> Sequence[int]:
-    """Applies one position and token of each request, where a token is to be stored and nothing else. No token is
-    negative; more of them may follow. Returns the indexes of the other requests."""
+def apply(requests: Sequence[Request], tokens: "array[int]") -> Left:
+    """Applies one position and token of each request where the token is to be stored and nothing else. None is
+    negative; more tokens may follow."""
     return Request.apply_each(requests, tokens)
 
 
-def apply_drafted(request: Request, tokens: "array[int]") -> bool:
-    """Applies the tokens of a row with draft tokens, if they are to be stored and nothing else. Returns whether."""
-    is_plain = (
-        request.num_computed + len(tokens) < request.next_check and tokens[-1] >= 0 and request.stops.isdisjoint(tokens)
-    )
-    if is_plain:
-        request.apply(len(tokens), tokens)
-    return is_plain
+def apply_drafted(requests: Sequence[Request], nums: "array[int]", most: int, tokens: "array[int]") -> Left:
+    """Applies the tokens of rows with draft tokens, where they are to be stored and nothing else. Each row sampled the
+    next `nums` of the tokens where `most` were planned; the rest is rolled back in all of them."""
+    return Request.apply_drafted(requests, nums, most, tokens)
+
+
+def columns(
+    requests: Sequence[Request], nums: "array[int]", tokens: "array[int]", odd: Collection[int]
+) -> "tuple[array[int], array[int]]":
+    """(the rid of each token, the tokens) of these rows but those of the `odd` rids. The first rows sampled `nums` of
+    the tokens, the others one each; more tokens may follow. rids: int64; tokens: int32."""
+    rids = [request.rid for request in requests]
+    if nums and max(nums) > 1:
+        rids[: len(nums)] = [rid for rid, num in zip(rids, nums, strict=False) for _ in range(num)]
+    if odd:
+        plain = [rid not in odd for rid in rids]
+        return array("q", compress(rids, plain)), array("i", compress(tokens, plain))
+    return array("q", rids), tokens[: len(rids)]

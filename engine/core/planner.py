@@ -165,10 +165,10 @@ class Planner:
             if is_single and request.may_speculate and last <= request.num_needed and request.fast_limit >= 0:
                 if last > request.fast_limit:
                     growing.append(request)
-                request.plan(num, num)
                 builder.decodes.append(request)
             else:
                 others.append(request)
+        Request.plan_each(builder.decodes, num)
         builder.grow(growing, self._pool.allocate(len(growing)))
         builder.num_speculative = len(builder.decodes)
         builder.speculate = self._speculate if builder.decodes else 0

@@ -209,11 +209,11 @@ class Request:
         self.num_in_flight += 1
 
     @staticmethod
-    def plan_each(requests: Iterable["Request"]) -> None:
-        """`plan(1, 1)` for each."""
+    def plan_each(requests: Iterable["Request"], num: int = 1) -> None:
+        """`plan(num, num)` for each."""
         for request in requests:
-            request.num_planned += 1
-            request.num_total += 1
+            request.num_planned += num
+            request.num_total += num
             request.num_in_flight += 1
 
     def commit(self, num_blocks: int) -> None:
@@ -229,11 +229,10 @@ class Request:
             self._settle()
 
     @staticmethod
-    def apply_each(requests: Iterable["Request"], tokens: Iterable[int]) -> list[int]:
+    def apply_each(requests: Iterable["Request"], tokens: Iterable[int]) -> "list[tuple[Request, array[int]]]":
         """`apply` of one position and one token for each request where the token is to be stored and nothing else.
-        Returns the indexes of the others. More tokens may follow."""
-        left: list[int] = []
-        index = 0
+        Returns the other requests with their tokens. More tokens may follow."""
+        left: list[tuple[Request, array[int]]] = []
         for request, token in zip(requests, tokens, strict=False):
             computed = request.num_computed + 1
             if computed < request.next_check and token not in request.stops:
@@ -241,8 +240,7 @@ class Request:
                 request.num_in_flight -= 1
                 request.ids.append(token)
             else:
-                left.append(index)
-            index += 1
+                left.append((request, array("i", [token])))
         return left
 
     def roll_back(self, num: int) -> None:
@@ -250,6 +248,32 @@ class Request:
         after the end."""
         self.num_planned -= num
         self.num_total -= num
+
+    @staticmethod
+    def apply_drafted(
+        requests: Iterable["Request"], nums: Iterable[int], most: int, tokens: "array[int]"
+    ) -> "list[tuple[Request, array[int]]]":
+        """`roll_back` for each request, which sampled the next `num` of the tokens where `most` were planned, and then
+        `apply` where they are to be stored and nothing else. Returns the other requests with their tokens."""
+        left: list[tuple[Request, array[int]]] = []
+        end = 0
+        for request, num in zip(requests, nums, strict=False):
+            start, end = end, end + num
+            request.num_planned -= most - num
+            request.num_total -= most - num
+            computed, token, stops = request.num_computed + num, tokens[end - 1], request.stops
+            is_plain = computed < request.next_check and token >= 0
+            if is_plain and num == 1 and token not in stops:
+                request.num_computed = computed
+                request.num_in_flight -= 1
+                request.ids.append(token)
+            elif is_plain and num > 1 and stops.isdisjoint(own := tokens[start:end]):
+                request.num_computed = computed
+                request.num_in_flight -= 1
+                request.ids += own
+            else:
+                left.append((request, tokens[start:end]))
+        return left
 
     def discard(self, num: int = 0, num_sampled: int = 0) -> None:
         """The oldest plan in flight is over, and these positions and tokens of it do not count."""

@@ -11,7 +11,6 @@ Several plans may be in flight: a sampled token stays on the worker, so the next
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from itertools import compress
 
 from msgspec.structs import replace
 
@@ -201,7 +200,7 @@ class Scheduler:
             odd |= self._apply_odd_decodes(flight, single, result.logprobs)
         elif len(flight.decodes) > len(nums):
             odd |= self._apply_decodes(flight, single)
-        rids, ids = _columns(flight.decodes, nums, tokens, odd)
+        rids, ids = decode_rows.columns(flight.decodes, nums, tokens, odd)
         if flight.others:
             self._apply_others(flight, tokens[len(tokens) - sum(flight.sample) :], result, rids, ids)
         if rids:
@@ -333,15 +332,10 @@ class Scheduler:
     def _apply_drafted(self, flight: InFlight, nums: "array[int]", tokens: "array[int]") -> set[int]:
         """The first rows of a step, which may have had draft tokens and sampled `nums` of `tokens`. Rolls back what was
         planned for rejected draft tokens. Returns the rids of rows whose output is not just tokens."""
-        odd: set[int] = set()
-        requests, end = flight.decodes[: len(nums)], 0
-        for request, num in zip(requests, nums, strict=True):
-            start, end = end, end + num
-            own = tokens[start:end]
-            request.roll_back(flight.speculate + 1 - num)
-            if not decode_rows.apply_drafted(request, own) and not self._apply_decode(request, own):
-                odd.add(request.rid)
-        num_accepted = end - len(nums)
+        requests = flight.decodes[: len(nums)]
+        left = decode_rows.apply_drafted(requests, nums, 1 + flight.speculate, tokens)
+        odd = {request.rid for request, own in left if not self._apply_decode(request, own)}
+        num_accepted = sum(nums) - len(nums)
         self.counters.num_accepted_tokens += num_accepted
         if self._policy.counts_tokens and num_accepted:
             for request, num in zip(requests, nums, strict=True):
@@ -351,9 +345,8 @@ class Scheduler:
 
     def _apply_decodes(self, flight: InFlight, tokens: "array[int]") -> set[int]:
         """The other rows of one position and one token each. Returns the rids of rows whose output is not just it."""
-        requests = flight.decodes[flight.num_speculative :]
-        left = decode_rows.apply(requests, tokens)
-        return {requests[i].rid for i in left if not self._apply_decode(requests[i], tokens[i : i + 1])}
+        left = decode_rows.apply(flight.decodes[flight.num_speculative :], tokens)
+        return {request.rid for request, own in left if not self._apply_decode(request, own)}
 
     def _apply_odd_decodes(
         self, flight: InFlight, tokens: "array[int]", logprobs: Mapping[int, RowLogprobs]
@@ -485,17 +478,3 @@ class Scheduler:
         if (request := self.table.requests.get(rid)) is not None:
             self._outputs.close_batch()  # the last step may have output of it
             self.table.end(request, request.terminal(finish))
-
-
-def _columns(
-    requests: list[Request], nums: "array[int]", tokens: "array[int]", odd: set[int]
-) -> "tuple[array[int], array[int]]":
-    """(the rid of each token, the tokens) of these rows but those of the `odd` rids. The first rows sampled `nums` of
-    the tokens, the others one each; more tokens may follow. rids: int64; tokens: int32."""
-    rids = [request.rid for request in requests]
-    if nums:
-        rids[: len(nums)] = [rid for rid, num in zip(rids, nums, strict=False) for _ in range(num)]
-    if odd:
-        plain = [rid not in odd for rid in rids]
-        return array("q", compress(rids, plain)), array("i", compress(tokens, plain))
-    return array("q", rids), tokens[: len(rids)]
