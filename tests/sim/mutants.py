@@ -194,8 +194,6 @@ def _accept_one_too_many(self: FakeWorker, state: FakeRow, draft_tokens: list[in
     return tokens
 
 
-
-
 def _offer_draft_tokens(self: RequestTable, request: Request) -> None:
     if request.row >= 0 and request.num_computed < min(len(request.ids), len(request.blocks) * request.block_size):
         request.num_computed += 1  # there is no KV of its last id, but perhaps of a guess

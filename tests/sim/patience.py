@@ -114,7 +114,9 @@ class Fairness:
             elif rank(b) - rank(a) > self._quantum:
                 self.num_ahead += 1
                 draft_tokens = Touched(scheduler).num_draft_tokens  # they may turn out wrong
-                self._left[a, b] = sum(max(0, r.num_needed - r.num_planned + draft_tokens.get(id(r), 0)) for r in running[b])
+                self._left[a, b] = sum(
+                    max(0, r.num_needed - r.num_planned + draft_tokens.get(id(r), 0)) for r in running[b]
+                )
 
     def start_again(self) -> None:
         """What runs has to be computed again."""
@@ -132,7 +134,9 @@ class Firsts:
         self._working = next((r for r in running if r.has_work), None)
         interrupts = scheduler._policy.interrupts
         self._may_wait = any(
-            interrupts(r.queue_key, self._working.queue_key, len(r.ids)) for r in scheduler.table.waiting if self._working
+            interrupts(r.queue_key, self._working.queue_key, len(r.ids))
+            for r in scheduler.table.waiting
+            if self._working
         )
         self._may_go = any(
             interrupts(r.queue_key, self._first.queue_key, len(r.ids)) for r in scheduler.table.waiting if self._first
