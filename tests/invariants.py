@@ -104,12 +104,12 @@ def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
         assert 0 <= r.num_computed <= r.num_planned <= r.num_total <= scheduler.max_model_len, r.rid
         assert r.num_planned - r.num_computed == touched.num_positions.get(id(r), 0), "a position is in no plan"
         assert len(r.blocks) * scheduler.block_size >= r.num_planned, "positions without blocks"
-        assert r.num_planned <= r.end, "a position is planned that nobody needs"
+        assert r.num_planned <= r.num_needed, "a position is planned that nobody needs"
         assert r.num_total <= r.max_len, "too many tokens drawn"
         assert r.num_total <= r.num_allowed, "a token was drawn before its grammar allowed one"
-        if r.state is State.RUNNING and r.is_open and r.max_tokens:
-            due = -1 if r.is_constrained else min(r.end, len(r.blocks) * scheduler.block_size)
-            assert r.fast_limit == due, "its room is out of date"
+        if r.state is State.RUNNING and r.is_open and r.generates:
+            due = -1 if r.is_constrained else min(r.num_needed, len(r.blocks) * scheduler.block_size)
+            assert r.fast_limit == due, "its fast_limit is out of date"
 
 
 def tokens_in_flight_have_a_place(touched: Touched) -> None:

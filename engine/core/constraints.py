@@ -44,7 +44,7 @@ def allow(message: Masks, requests: Mapping[int, Request]) -> Iterator[tuple[Req
     for i, rid in enumerate(rids):
         if (request := requests.get(rid)) is not None:
             mask = message.bits[i * size : (i + 1) * size]
-            if _leaves_any(mask, request.sampling.allowed_token_ids):
+            if _leaves_any(mask, request.asked.sampling.allowed_token_ids):
                 request.allow(mask)
             else:
                 detail = "allowed_token_ids leaves no token that the format or bad_words allow."

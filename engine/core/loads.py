@@ -50,14 +50,12 @@ class Loads:
         self._ms_per_block *= _DOUBT
         return 0
 
-    def start(self, request: Request, num: int) -> None:
-        """The last blocks of the request's table are to be loaded: `num` positions."""
-        request.num_loading = num // self._block_size
-        request.num_in_flight += 1
+    def start(self, request: Request) -> None:
+        """The last `num_loading` blocks of the request's table are to be loaded."""
         keys = tuple(request.block_keys(len(request.blocks), self._block_size)[-request.num_loading :])
         self._requests[request.rid] = (request, keys)
         self.keys.update(keys)
-        self._connector.update_state_after_alloc(request, request.blocks, num)
+        self._connector.update_state_after_alloc(request, request.blocks, request.num_loading * self._block_size)
 
     def finish(self, message: Transferred) -> list[tuple[Request, int]]:
         """(request, how many of its blocks were loaded before the first that was not) of each load that is over."""

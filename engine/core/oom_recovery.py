@@ -12,8 +12,8 @@ from itertools import chain
 
 from ...ipc.messages import Failed
 from .block_pool import BlockPool
-from .draft import InFlight
 from .loads import Loads
+from .plan_builder import InFlight
 from .planner import Planner
 from .request import Request, State
 from .request_table import RequestTable
@@ -53,9 +53,8 @@ class OomRecovery:
             self._lost_until = later[-1].step if later else flight.step
             self.is_untold = True
         for request in flight.requests():
-            request.num_in_flight -= 1
-            if request.num_in_flight == 0 and request.state in (State.ENDED, State.LEAVING):
-                self._table.release(request)
+            request.discard()
+            self._table.release_if_idle(request)
 
     def _lose(self, flight: InFlight, later: Iterable[InFlight]) -> None:
         self._num_tries += 1
@@ -75,11 +74,11 @@ class OomRecovery:
         bad: set[int] = set()
         for request in touched:
             num = request.num_computed
-            if request.pooling is not None and request.wants_all:
+            if request.asked.pooling is not None and request.wants_all:
                 num = 0  # the worker has forgotten what it has of the others
             elif num == request.num_found:
                 num -= num % size  # nothing of it was applied, so what it was to copy is not there
-            self._cut(request, num)
+            request.set_back(num)
             bad.update(request.blocks[num // size :])
         self._pool.forget(bad)
         loading = () if self._loads is None else self._loads.requests()
@@ -87,14 +86,6 @@ class OomRecovery:
             found = request.blocks[: request.num_computed // size]
             num_good = next((i for i, block in enumerate(found) if block in bad), None)
             if num_good is not None:
-                self._cut(request, num_good * size)
+                request.set_back(num_good * size)
                 if request.state in (State.RUNNING, State.LOADING):
                     self._table.preempt(request)
-
-    def _cut(self, request: Request, num: int) -> None:
-        """Nothing of it is computed or under way after its first `num` positions, and the worker has no row for it."""
-        request.num_computed = request.num_planned = num
-        request.num_total = len(request.ids)
-        request.num_committed = min(request.num_committed, num // self._planner.block_size)
-        request.is_open = False
-        request.settle()

@@ -80,7 +80,7 @@ class PrefixCache:
         keys, blocks, register = request.keys, request.blocks, self._pool.register
         if len(keys) < full:
             request.block_keys(full, size)
-        request.num_committed = full
+        request.commit(full)
         for i in range(first, full):
             parent = keys[i - 1] if i else None
             if register(blocks[i], keys[i], i, parent) and self._events is not None:

@@ -1,8 +1,8 @@
-"""One sequence as the scheduler sees it: a few integers, its ids, and what it holds."""
+"""One sequence as the scheduler sees it: what was asked for, its tokens, its place on the worker, and how far it is."""
 
 import sys
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from enum import Enum
 from hashlib import sha256
 
@@ -23,45 +23,44 @@ from ...ipc.messages import (
 from .block_hash import block_key
 
 _NUM_CONTEXT_IDS = 16  # of the prompt's end, for the detokenizer
-COMMIT_BLOCKS = 8
-"""Output is offered to the prefix cache so many blocks at a time, and the rest of it when the request gives its row
-back: hardly anybody looks for what a request is still writing."""
+_COMMIT_BLOCKS = 8
+"""A running request offers its output to the prefix cache in batches of so many blocks, and the rest when it gives its
+row back: another request seldom needs the output of one that is still running."""
 
 
 class State(Enum):
-    """Where a request is. Only RUNNING is planned; all but WAITING may hold a row and blocks."""
+    """Where a request is. Only RUNNING requests are planned; all but WAITING ones may hold a row and blocks."""
 
-    WAITING = "waiting"  # holds nothing
-    LOADING = "loading"  # the KV connector fills some of its blocks: RUNNING once it has said how that went
+    WAITING = "waiting"  # holds no row and no block
+    LOADING = "loading"  # the KV connector fills some of its blocks; RUNNING when the load is over
     RUNNING = "running"
-    LEAVING = "leaving"  # preempted while steps in flight touch its row: WAITING again once they are applied
+    LEAVING = "leaving"  # preempted while steps in flight touch its row; WAITING once they are applied
     ENDED = "ended"  # its terminal message is out
 
 
 class Request:
-    """A request's counters. `ids[: num_total]` are its tokens; the last `num_total - len(ids)` are still on the device.
+    """A sequence. Only its own methods write its fields (`tests/engine/core/test_request.py` checks it).
 
-    Positions: ``0 ≤ num_computed ≤ num_planned ≤ num_total``, and nothing from `end` on is ever computed. While plans
-    with guesses are in flight, `num_planned` and `num_total` are upper bounds: as if every guess came true.
+    `ids[: num_total]` are its tokens; the last `num_total - len(ids)` of them are still on the device.
+
+    Unless it has ended: ``0 ≤ num_computed ≤ num_planned ≤ num_total ≤ max_len`` and ``num_planned ≤ end``. While plans
+    with draft tokens are in flight, `num_planned` and `num_total` are upper bounds: as if all of them were accepted.
     """
 
     __slots__ = (
         "arrival",
+        "asked",
         "block_size",
         "blocks",
-        "end",
         "fast_limit",
         "ids",
         "is_constrained",
         "is_open",
         "is_poisoned",
         "keys",
-        "limits",
         "mask",
         "max_len",
-        "max_tokens",
         "may_speculate",
-        "min_len",
         "next_check",
         "num_allowed",
         "num_cached",
@@ -70,24 +69,19 @@ class Request:
         "num_found",
         "num_in_flight",
         "num_loading",
+        "num_needed",
         "num_planned",
         "num_prompt",
         "num_prompt_logprobs",
         "num_resumed",
         "num_total",
         "opened",
-        "pooling",
         "queue_key",
-        "resume_chars",
         "rid",
         "root",
         "row",
-        "sampling",
         "state",
         "stops",
-        "text",
-        "times",
-        "type_ids",
         "wants_all",
     )
 
@@ -102,68 +96,288 @@ class Request:
         block_size: int,
         root: bytes,
         eos_token_ids: frozenset[int],
+        keys: Iterable[bytes] = (),
     ) -> None:
-        """`choice`: which of the message's `n` sequences."""
+        """`choice`: which of the message's `n` sequences. `keys`: of its leading blocks, if they are known already."""
+        limits, sampling = message.limits, message.sampling
+        # What was asked for. It never changes, but for `wants_all`.
         self.rid = message.rid + choice
-        self.block_size = block_size
-        self.arrival = arrival  # its place among its equals
+        if choice:
+            sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
+        self.asked = replace(message, sampling=sampling, prompt_ids=b"", resume_ids=b"", constraint=None)
+        self.arrival = arrival  # its place among requests of the same rank
         self.queue_key = queue_key  # of the policy
-        self.ids: array[int] = bytes_to_ids(message.prompt_ids)  # prompt and the output applied so far
+        self.block_size = block_size
+        self.root = root  # parent key of its first block
+        self.is_constrained = message.constraint is not None
+        # Every position of its prompt has an output, so none may come from a cache.
+        self.wants_all = sampling.prompt_logprobs is not None or (
+            message.pooling is not None and message.pooling.how != "last"
+        )
+        stops = frozenset(limits.stop_token_ids)
+        self.stops = stops if limits.ignore_eos else stops | eos_token_ids  # sampling one of them ends it
+        # A step reports log-probabilities of one token of a row, `min_len` is checked for one token of it, and a
+        # grammar must have read a token before the next is sampled.
+        self.may_speculate = not (sampling.logprobs is not None or limits.min_tokens or self.is_constrained)
+
+        # Its tokens.
+        self.ids: array[int] = bytes_to_ids(message.prompt_ids)  # prompt, and output that was applied
         self.num_prompt = len(self.ids)
         self.ids.frombytes(message.resume_ids)
         self.num_resumed = len(self.ids) - self.num_prompt  # output that was delivered before the engine lost it
-        self.resume_chars = message.resume_chars  # of its text
-        self.sampling = message.sampling
-        if choice:
-            self.sampling = replace(message.sampling, seed=(message.sampling.seed + choice) % 2**63)
-        self.pooling = message.pooling
-        self.type_ids = message.type_ids
-        # Something is told of every position of the prompt, so none may come from a cache.
-        self.wants_all = message.sampling.prompt_logprobs is not None or (
-            message.pooling is not None and message.pooling.how != "last"
-        )
-        self.limits = message.limits
-        self.text = message.text
-        self.times = message.times  # for the detokenizer, like `text`
         room = max_model_len - self.num_prompt
-        self.max_tokens = room if message.limits.max_tokens is None else min(room, message.limits.max_tokens)
-        self.max_len = self.num_prompt + self.max_tokens  # ids when it ends at the latest
-        stops = frozenset(message.limits.stop_token_ids)
-        self.stops = stops if message.limits.ignore_eos else stops | eos_token_ids  # drawing one of them ends it
-        self.end = self.num_prompt + max(0, self.max_tokens - 1)  # the last token drawn needs no KV
-        self.is_constrained = message.constraint is not None
-        self.min_len = self.num_prompt + min(message.limits.min_tokens, self.max_tokens) if self.stops else 0
-        # Log-probabilities are told of one token a step, what may not be drawn yet is known of one, and a grammar must
-        # have read a token before the next is drawn.
-        one_by_one = message.sampling.logprobs is not None or message.limits.min_tokens or self.is_constrained
-        self.may_speculate = not one_by_one
-        self.num_allowed = len(self.ids) if self.is_constrained else sys.maxsize  # ids it may have before the next mask
-        self.mask = b""  # of the last of them: which tokens it may be, see `StepPlan.masks`; empty: any
+        max_tokens = room if limits.max_tokens is None else min(room, limits.max_tokens)
+        self.max_len = self.num_prompt + max_tokens  # its ids never exceed it
+        self.num_needed = self.num_prompt + max(0, max_tokens - 1)  # positions to compute: the last token needs no KV
+        self.keys = list(keys)  # of its full blocks, as far as they were needed
+        self.num_allowed = len(self.ids) if self.is_constrained else sys.maxsize  # num_total ≤ it, until the next mask
+        self.mask = b""  # of the token at `num_allowed - 1`: what it may be, see `StepPlan.masks`; empty: anything
+
+        # What it holds.
         self.state = State.WAITING
-        self.row = -1  # on the worker, while it holds one
-        self.blocks: list[int] = []  # its block table
+        self.row = -1  # on the worker; -1 if WAITING, ≥ 0 if LOADING, RUNNING or LEAVING
+        self.blocks: list[int] = []  # its block table: room for `num_planned` positions; empty without a row
+        self.num_in_flight = 0  # plans in flight, and loads, that touch it; row and blocks stay while it is not 0
+        self.num_loading = 0  # its last blocks, which the KV connector fills or has filled
+        self.is_open = False  # the worker knows its row
+        self.is_poisoned = False  # its KV gave numbers that are not finite; none of it may be found by others
+
+        # How far it is.
         self.num_computed = 0  # positions whose KV is known to be there
         self.num_planned = 0  # positions computed once every plan in flight is applied
-        self.num_total = len(self.ids)  # ids including those drawn by plans in flight
-        self.num_in_flight = 0  # plans in flight, and loads, that touch it; row and blocks stay while there is one
-        self.num_loading = 0  # blocks that the KV connector fills, after those that the prefix index had
-        self.is_open = False  # the worker knows its row
-        # A position below it needs no block, is to be computed, and draws. -1 unless RUNNING, and if constrained.
-        self.fast_limit = -1
-        self.next_check = 0  # once so many positions are computed, applying a token is more than storing it
-        self.is_poisoned = False  # its KV gave numbers that are not finite
-        self.root = root  # parent key of its first block
-        self.keys: list[bytes] = []  # keys of its full blocks, as far as they were needed
-        self.num_found = 0  # positions that the device had when it was last admitted
-        self.num_committed = 0  # its leading blocks that were offered to the prefix index
-        self.num_cached = 0  # prompt tokens found in the prefix index when it was first scheduled
+        self.num_total = len(self.ids)  # ids, including those that plans in flight sample
+        self.num_found = 0  # positions whose KV the device had when the request was last admitted
+        self.num_committed = 0  # its leading blocks that were offered to the prefix cache; ≤ num_planned // block_size
+
+        # What was delivered.
+        self.opened = False  # the detokenizer knows it
+        self.num_cached = 0  # prompt tokens that were cached when it was first planned
         self.num_prompt_logprobs = 0  # prompt positions whose log-probabilities were delivered
-        self.opened = False  # the detokenizer has heard of it
+
+        # Of `blocks`, `num_computed` and `state`, kept for the loops over decode rows; `_settle` computes them.
+        self.fast_limit = -1  # positions below need no block and sample a token; -1 unless RUNNING, or if constrained
+        self.next_check = 0  # while fewer positions are computed, a token needs to be stored and nothing else
+
+    # ── its life, in order; nothing else changes its fields ──────────────────────────────────────────────────────────
+
+    def allow(self, mask: bytes) -> None:
+        """The grammar has read all its ids: `mask` is what may follow them."""
+        self.num_allowed = len(self.ids) + 1
+        self.mask = mask
+
+    def admit(self, row: int, blocks: list[int], *, num_hits: int, num_copied: int, num_loading: int) -> None:
+        """Gives it a row and blocks. The first `num_hits` blocks hold its KV, and so do `num_copied` positions of the
+        next; or else the KV connector fills the last `num_loading`, which counts as one thing in flight."""
+        assert self.state is State.WAITING and not self.num_in_flight, (self.rid, self.state)
+        assert not (num_copied and num_loading), (self.rid, num_copied, num_loading)
+        self.state = State.LOADING if num_loading else State.RUNNING
+        self.row, self.blocks = row, blocks
+        self.num_loading, self.num_in_flight = num_loading, int(num_loading > 0)
+        self.num_committed = num_hits
+        self.num_computed = self.num_planned = self.num_found = num_hits * self.block_size + num_copied
+        self._settle()
+
+    def loaded(self, num_good: int) -> None:
+        """Its load is over: the first `num_good` of the blocks are filled. It goes on if it still wants to."""
+        self.num_in_flight -= 1
+        if self.state is State.LOADING:
+            self.state = State.RUNNING
+            num_hits = len(self.blocks) - self.num_loading
+            self.num_computed = self.num_planned = (num_hits + num_good) * self.block_size
+            self._settle()
+
+    def open(self) -> bool:
+        """The worker is told of its row. True: for the first time, so the detokenizer must be told of the request."""
+        self.is_open = True
+        self._settle()
+        if self.opened:
+            return False
+        self.opened = True
+        self.num_cached = min(self.num_computed, self.num_prompt)
+        return True
+
+    def grow(self, blocks: Iterable[int]) -> None:
+        """Appends blocks to its table."""
+        self.blocks += blocks
+        if self.fast_limit >= 0:
+            self.fast_limit = min(self.num_needed, len(self.blocks) * self.block_size)
+
+    def plan(self, num: int, num_sampled: int) -> None:
+        """A plan computes its next `num` positions and samples `num_sampled` tokens, at most."""
+        self.num_planned += num
+        self.num_total += num_sampled
+        self.num_in_flight += 1
+
+    @staticmethod
+    def plan_each(requests: Iterable["Request"], num: int = 1) -> None:
+        """`plan(num, num)` for each."""
+        for request in requests:
+            request.num_planned += num
+            request.num_total += num
+            request.num_in_flight += 1
+
+    def commit(self, num_blocks: int) -> None:
+        """So many leading blocks were offered to the prefix cache."""
+        self.num_committed = num_blocks
+
+    def apply(self, num: int, tokens: "array[int]") -> None:
+        """The oldest plan in flight computed `num` positions and sampled these tokens."""
+        self.num_in_flight -= 1
+        self.num_computed += num
+        self.ids += tokens
+        if self.num_computed >= self.next_check:
+            self._settle()
+
+    @staticmethod
+    def apply_each(requests: Iterable["Request"], tokens: Iterable[int]) -> "list[tuple[Request, array[int]]]":
+        """`apply` of one position and one token for each request where the token is to be stored and nothing else.
+        Returns the other requests with their tokens. More tokens may follow."""
+        left: list[tuple[Request, array[int]]] = []
+        for request, token in zip(requests, tokens, strict=False):
+            computed = request.num_computed + 1
+            if computed < request.next_check and token not in request.stops:
+                request.num_computed = computed
+                request.num_in_flight -= 1
+                request.ids.append(token)
+            else:
+                left.append((request, array("i", [token])))
+        return left
+
+    def roll_back(self, num: int) -> None:
+        """The oldest plan in flight gave `num` fewer tokens than it might have: those draft tokens were wrong, or come
+        after the end."""
+        self.num_planned -= num
+        self.num_total -= num
+
+    @staticmethod
+    def apply_drafted(
+        requests: Iterable["Request"], nums: Iterable[int], most: int, tokens: "array[int]"
+    ) -> "list[tuple[Request, array[int]]]":
+        """`roll_back` for each request, which sampled the next `num` of the tokens where `most` were planned, and then
+        `apply` where they are to be stored and nothing else. Returns the other requests with their tokens."""
+        left: list[tuple[Request, array[int]]] = []
+        end = 0
+        for request, num in zip(requests, nums, strict=False):
+            start, end = end, end + num
+            request.num_planned -= most - num
+            request.num_total -= most - num
+            computed, token, stops = request.num_computed + num, tokens[end - 1], request.stops
+            is_plain = computed < request.next_check and token >= 0
+            if is_plain and num == 1 and token not in stops:
+                request.num_computed = computed
+                request.num_in_flight -= 1
+                request.ids.append(token)
+            elif is_plain and num > 1 and stops.isdisjoint(own := tokens[start:end]):
+                request.num_computed = computed
+                request.num_in_flight -= 1
+                request.ids += own
+            else:
+                left.append((request, tokens[start:end]))
+        return left
+
+    def discard(self, num: int = 0, num_sampled: int = 0) -> None:
+        """The oldest plan in flight is over, and these positions and tokens of it do not count."""
+        self.num_in_flight -= 1
+        self.num_planned -= num
+        self.num_total -= num_sampled
+
+    def set_back(self, num: int) -> None:
+        """No position after the first `num` is computed or under way, and the worker has no row for it."""
+        self.num_computed = self.num_planned = num
+        self.num_total = len(self.ids)
+        self.num_committed = min(self.num_committed, num // self.block_size)
+        self.is_open = False
+        self._settle()
+
+    def poison(self) -> bool:
+        """Its KV gave numbers that are not finite. True: it may have found their cause in a cache, so from now on it
+        computes all of its positions itself."""
+        self.is_poisoned = True
+        may_recover = self.state is not State.ENDED and (self.num_found > 0 or self.num_loading > 0)
+        self.wants_all |= may_recover
+        return may_recover
+
+    def preempt(self) -> None:
+        """It gives row and blocks back as soon as nothing in flight touches it, and then waits again."""
+        assert self.state in (State.RUNNING, State.LOADING), (self.rid, self.state)
+        self.state = State.LEAVING
+        self._settle()
+
+    def end(self) -> None:
+        """It gives row and blocks back as soon as nothing in flight touches it, and is over."""
+        assert self.state is not State.ENDED, self.rid
+        self.state = State.ENDED
+        self._settle()
+
+    def release(self) -> None:
+        """It has given row and blocks back. A preempted request waits again, with its output as part of its prompt."""
+        assert self.may_release, (self.rid, self.state, self.num_in_flight)
+        self._forget()
+
+    def reset(self) -> None:
+        """The worker is gone with everything in flight. The request waits again unless it has ended."""
+        self.num_in_flight = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.row, self.blocks = -1, []
+        self.is_open = False
+        self.num_loading = 0
+        self.num_computed = self.num_planned = 0
+        self.num_total = len(self.ids)
+        if self.state is not State.ENDED:
+            self.state = State.WAITING
+            self.is_poisoned = False
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.state is not State.RUNNING:
+            self.fast_limit, self.next_check = -1, 0
+            return
+        is_fast = self.is_open and self.generates and not self.is_constrained
+        self.fast_limit = min(self.num_needed, len(self.blocks) * self.block_size) if is_fast else -1
+        stretch = _COMMIT_BLOCKS * self.block_size
+        self.next_check = min((self.num_computed // stretch + 1) * stretch, self.num_needed)
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def generates(self) -> bool:
+        """It samples at least one token."""
+        return self.max_len > self.num_prompt
 
     @property
     def num_output(self) -> int:
         """Output tokens that were applied."""
         return len(self.ids) - self.num_prompt
+
+    @property
+    def num_computable(self) -> int:
+        """Positions that may be computed: those whose ids are known, here or on the device, and whose KV is needed; not
+        the last one, from which a token is sampled, while its mask is missing."""
+        num = self.num_total if self.num_total < self.num_allowed else self.num_total - 1
+        return min(num, self.num_needed)
+
+    @property
+    def has_work(self) -> bool:
+        """A plan could compute a position of it."""
+        return self.state is State.RUNNING and self.num_planned < self.num_computable
+
+    @property
+    def may_release(self) -> bool:
+        """It no longer needs its row and blocks, and nothing in flight touches them."""
+        return self.num_in_flight == 0 and self.state in (State.ENDED, State.LEAVING)
+
+    @property
+    def starts_again(self) -> bool:
+        """Its numbers were not finite, so it was preempted, and results of plans in flight do not count."""
+        return self.is_poisoned and self.state is State.LEAVING
+
+    def finish_of(self, token: int) -> FinishReason | None:
+        """Why it ends with `token`, its last; None: it goes on."""
+        if token in self.stops:
+            return "stop"
+        return "length" if len(self.ids) >= self.max_len else None
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
         """Keys of its first `num` blocks, all of which must be full of known ids."""
@@ -185,92 +399,50 @@ class Request:
             keys.append(digest.digest())
         return keys
 
-    @property
-    def num_computable(self) -> int:
-        """Positions that may be computed: whose ids are known, here or on the device, and whose KV somebody will need.
-        Not the last one, from which a token is drawn, as long as nobody has said which tokens it may be."""
-        num = self.num_total if self.num_total < self.num_allowed else self.num_total - 1
-        return min(num, self.end)
-
-    @property
-    def starts_again(self) -> bool:
-        """Its numbers were not finite, and may be when it has computed all of them itself."""
-        return self.is_poisoned and self.state is State.LEAVING
-
-    @property
-    def has_work(self) -> bool:
-        """There is something that a plan could compute of it."""
-        return self.state is State.RUNNING and self.num_planned < self.num_computable
-
-    def allow(self, mask: bytes) -> None:
-        """The grammar has read all its ids: this is what may follow them."""
-        self.num_allowed = len(self.ids) + 1
-        self.mask = mask
-
-    def finish_of(self, token: int) -> FinishReason | None:
-        """Why it ends with `token`, its last; None: it goes on."""
-        if token in self.stops:
-            return "stop"
-        return "length" if len(self.ids) >= self.max_len else None
-
-    def forget_row(self) -> None:
-        """It has given its row and its blocks back."""
-        self.blocks = []
-        self.row = -1
-        self.is_open = False
-        self.num_loading = 0
-        self.num_computed = self.num_planned = 0
-        self.num_total = len(self.ids)
-
-    def settle(self) -> None:
-        """Computes `fast_limit` and `next_check` after a change of state, blocks or computed positions."""
-        block_size = self.block_size
-        if self.state is not State.RUNNING:
-            self.fast_limit, self.next_check = -1, 0
-            return
-        is_free = self.max_tokens and self.is_open and not self.is_constrained
-        self.fast_limit = min(self.end, len(self.blocks) * block_size) if is_free else -1
-        stretch = COMMIT_BLOCKS * block_size
-        self.next_check = min((self.num_computed // stretch + 1) * stretch, self.end)
+    # ── messages about it ────────────────────────────────────────────────────────────────────────────────────────────
 
     def as_row(self) -> RowOpen:
-        """How the worker is told of it when it gets a row."""
+        """What the worker is told when it gets a row."""
+        limits = self.asked.limits
+        min_len = min(self.num_prompt + limits.min_tokens, self.max_len)
+        is_short = bool(self.stops) and len(self.ids) < min_len
         return RowOpen(
             row=self.row,
             ids=self.ids.tobytes(),
             num_prompt=self.num_prompt,
             num_computed=self.num_computed,
             block_ids=ids_to_bytes(self.blocks),
-            sampling=self.sampling,
-            min_len=self.min_len if self.min_len > len(self.ids) else 0,
-            ends=ids_to_bytes(sorted(self.stops)) if self.min_len > len(self.ids) else b"",
-            pooling=self.pooling,
-            type_ids=self.type_ids,
+            sampling=self.asked.sampling,
+            min_len=min_len if is_short else 0,
+            ends=ids_to_bytes(sorted(self.stops)) if is_short else b"",
+            pooling=self.asked.pooling,
+            type_ids=self.asked.type_ids,
         )
 
     def as_opened(self, num_resumed: int | None = None) -> Opened:
-        """How the detokenizer is told of it. `num_resumed`: of the output that it had when it came (default: all)."""
-        first = 0 if self.text.prompt else max(0, self.num_prompt - _NUM_CONTEXT_IDS)
+        """What the detokenizer is told first. `num_resumed`: of the output that it came with (default: all)."""
+        text = self.asked.text
+        first = 0 if text.prompt else max(0, self.num_prompt - _NUM_CONTEXT_IDS)
         resumed = self.num_resumed if num_resumed is None else num_resumed
         return Opened(
             self.rid,
             self.num_prompt,
             self.num_cached,
             self.ids[first : self.num_prompt].tobytes(),
-            self.text,
-            self.times,
+            text,
+            self.asked.times,
             self.ids[self.num_prompt : self.num_prompt + resumed].tobytes(),
-            self.resume_chars,
+            self.asked.resume_chars,
         )
 
     def last_word(self, prompt_logprobs: RowLogprobs | None, vector: bytes) -> Tokens | Failed:
-        """The news that ends it when its prompt is computed and nothing is to be generated."""
-        if self.pooling is None:
+        """Its terminal message when its prompt is computed and nothing is to be generated."""
+        if self.asked.pooling is None:
             return self.terminal("length", prompt_logprobs=prompt_logprobs)
         return replace(self.terminal("stop"), vector=vector) if vector else self.failure()
 
     def failure(self) -> Failed:
-        """The news that ends it when its numbers are no numbers."""
+        """Its terminal message when its numbers are not finite."""
         return Failed(self.rid, "internal", "The model gave numbers that are not finite for this request.")
 
     def terminal(
@@ -281,7 +453,7 @@ class Request:
         prompt_logprobs: RowLogprobs | None = None,
         stop_token_id: int | None = None,
     ) -> Tokens:
-        """The news that ends it."""
+        """Its terminal message when it has finished. ids: int32, output that was not told before."""
         usage = Usage(self.num_prompt, self.num_output, self.num_cached)
         return Tokens(self.rid, ids, logprobs, prompt_logprobs, finish, stop_token_id, usage)
 

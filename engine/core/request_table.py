@@ -57,12 +57,11 @@ class RequestTable:
         self.requests[request.rid] = request
         self.waiting.add(request)
 
-    def admit(self, request: Request, blocks: list[int], state: State) -> None:
-        """The first in line gets a row and these blocks."""
+    def admit(self, request: Request, blocks: list[int], *, num_hits: int, num_copied: int, num_loading: int) -> None:
+        """A waiting request gets a row and these blocks, which hold what `Request.admit` says."""
         self.waiting.remove(request)
-        request.blocks = blocks
-        request.row = self.free_rows.pop()
-        request.state = state
+        row = self.free_rows.pop()
+        request.admit(row, blocks, num_hits=num_hits, num_copied=num_copied, num_loading=num_loading)
         insort(self.running, request, key=_arrival)
 
     def sweep(self) -> None:
@@ -73,15 +72,13 @@ class RequestTable:
 
     def end(self, request: Request, terminal: Tokens | Failed) -> None:
         """The one way out: finished, cancelled or failed."""
-        assert request.state is not State.ENDED, request.rid
         if request.state is State.WAITING:
             self.waiting.remove(request)
         else:
             self._has_ended = True
             self.num_leaving -= request.state is State.LEAVING
         self._policy.leave(request.queue_key)
-        request.state = State.ENDED
-        request.settle()
+        request.end()
         del self.requests[request.rid]
         if request.is_constrained:
             self.constraints.end(request.rid)
@@ -89,8 +86,7 @@ class RequestTable:
             self._outputs.add(terminal)
         else:
             self._outputs.add_item(terminal)
-        if request.num_in_flight == 0:
-            self.release(request)
+        self.release_if_idle(request)
 
     def allow(self, message: Masks) -> None:
         """The masks of constrained requests; those to which nothing can be added end."""
@@ -101,22 +97,24 @@ class RequestTable:
     def preempt(self, request: Request) -> None:
         """Its blocks go to others; it waits again in its old place with its output as part of the prompt."""
         self._counters.num_preemptions += 1
-        request.state = State.LEAVING
+        request.preempt()
         self.num_leaving += 1
-        request.settle()
-        if request.num_in_flight == 0:
-            self.release(request)
+        self.release_if_idle(request)
 
     def start_again(self, request: Request) -> None:
         """It is preempted, and what steps in flight give of it counts for nothing."""
         if request.state is State.RUNNING:
-            request.state = State.LEAVING
+            request.preempt()
             self.num_leaving += 1
-            request.settle()
+
+    def release_if_idle(self, request: Request) -> None:
+        """Something that touched it is over, or it has ended or was preempted."""
+        if request.may_release:
+            self.release(request)
 
     def release(self, request: Request) -> None:
         """Gives row and blocks back, and a preempted request its place in the line. Nothing in flight touches it."""
-        assert request.num_in_flight == 0, request.rid
+        was_preempted = request.state is State.LEAVING
         if request.row >= 0:
             kept = False
             if not request.is_poisoned:
@@ -129,24 +127,18 @@ class RequestTable:
             else:
                 self._pool.release(request.blocks)
             self.free_rows.append(request.row)
-            request.forget_row()
-        if request.state is State.LEAVING:
+        request.release()
+        if was_preempted:
             self.num_leaving -= 1
-            request.state = State.WAITING
-            request.is_poisoned = False
             del self.running[bisect_left(self.running, request.arrival, key=_arrival)]
             self.waiting.add(request)
 
     def loaded(self, request: Request, num_good: int) -> None:
         """Its load is over: the first `num_good` blocks of it are there."""
-        request.num_in_flight -= 1
-        if request.state is State.LOADING:
-            request.state = State.RUNNING
-            num_hits = len(request.blocks) - request.num_loading
-            request.num_computed = request.num_planned = (num_hits + num_good) * request.block_size
+        request.loaded(num_good)
+        if request.state is State.RUNNING:
             self._prefix.commit(request)
-        elif request.num_in_flight == 0:
-            self.release(request)
+        self.release_if_idle(request)
 
     def sent(self, rids: Iterable[int]) -> None:
         """The connector no longer reads the blocks of these ended requests."""
@@ -170,11 +162,8 @@ class RequestTable:
         for request in holders.values():
             self._pool.release(request.blocks)
             self.free_rows.append(request.row)
-            request.num_in_flight = 0
-            request.forget_row()
+            request.reset()
             if request.state is not State.ENDED:
-                request.state = State.WAITING
-                request.settle()
                 self.waiting.add(request)
         self.running = []
         self._has_ended = False

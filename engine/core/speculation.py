@@ -9,7 +9,7 @@ from array import array
 from ...config.plugins import split_spec
 from ...errors import ConfigError
 from ...ipc.messages import StepResult, bytes_to_ids
-from .draft import InFlight
+from .plan_builder import InFlight
 
 _FLAG = "--speculative"
 _NUM_TOKENS = 4

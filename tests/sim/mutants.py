@@ -12,8 +12,8 @@ from pagewire.engine.core import request as request_module
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.constraints import Constraints
-from pagewire.engine.core.draft import Draft, InFlight
 from pagewire.engine.core.loads import Loads
+from pagewire.engine.core.plan_builder import InFlight, PlanBuilder
 from pagewire.engine.core.planner import Planner
 from pagewire.engine.core.prefix import PrefixCache
 from pagewire.engine.core.request import Request, State
@@ -29,14 +29,13 @@ _table_end = RequestTable.end
 _table_preempt = RequestTable.preempt
 _table_release = RequestTable.release
 _request_init = Request.__init__
-_draft_init = Draft.__init__
-_draft_finish = Draft.finish
+_builder_init = PlanBuilder.__init__
+_builder_finish = PlanBuilder.finish
 _prefix_find = PrefixCache.find
 _prefix_events = PrefixCache.take_events
 _loads_start = Loads.start
 _loads_finish = Loads.finish
 _refusal = Scheduler.refusal
-_apply_speculative = Scheduler._apply_speculative
 _plan_speculative = Planner._plan_speculative
 _speculate = FakeWorker._speculate
 _host_meta = HostCore.build_connector_meta
@@ -55,7 +54,7 @@ def _release_in_flight(self: RequestTable, request: Request, terminal: Tokens | 
     if request.row >= 0:
         self._pool.release(request.blocks)
         self.free_rows.append(request.row)
-        request.forget_row()
+        request._forget()
 
 
 def _preempt_in_flight(self: RequestTable, request: Request) -> None:
@@ -104,24 +103,24 @@ def _copy_one_too_many(self: PrefixCache, request: Request):
     return found if found.source is None or is_last else found._replace(num_copied=found.num_copied + 1)
 
 
-def _forget_copies(self: Draft, *more) -> StepPlan:
-    return replace(_draft_finish(self, *more), copies=b"")
+def _forget_copies(self: PlanBuilder, *more) -> StepPlan:
+    return replace(_builder_finish(self, *more), copies=b"")
 
 
-def _know_every_fault(self: Draft, *more) -> StepPlan:
-    return replace(_draft_finish(self, *more), after_fault=True)
+def _know_every_fault(self: PlanBuilder, *more) -> StepPlan:
+    return replace(_builder_finish(self, *more), after_fault=True)
 
 
-def _more_budget(self: Draft, budget: int) -> None:
-    _draft_init(self, budget + 1)
+def _more_budget(self: PlanBuilder, budget: int) -> None:
+    _builder_init(self, budget + 1)
 
 
 def _trust_failed_loads(self: Loads, message):
     return [(request, request.num_loading) for request, _ in _loads_finish(self, message)]
 
 
-def _compute_while_loading(self: Loads, request: Request, num: int) -> None:
-    _loads_start(self, request, num)
+def _compute_while_loading(self: Loads, request: Request) -> None:
+    _loads_start(self, request)
     request.state = State.RUNNING
     request.num_computed = request.num_planned = len(request.blocks) * request.block_size
 
@@ -140,26 +139,25 @@ def _any_failure_of_a_chain(self: ChainWorker) -> set[int]:
 
 def _resume_as_prompt(self: Request, message, **more) -> None:
     _request_init(self, message, **more)
-    self.num_prompt = len(self.ids)
-    self.max_len = self.num_prompt + self.max_tokens
-    self.end = self.max_len - 1 if self.max_tokens else self.num_prompt
+    self.num_prompt += self.num_resumed
+    self.max_len += self.num_resumed
+    self.num_needed += self.num_resumed
 
 
 def _choices_alike(self: Request, message, **more) -> None:
     _request_init(self, message, **more)
-    self.sampling = message.sampling
+    self.asked = replace(self.asked, sampling=message.sampling)
 
 
 def _one_token_more(self: Request, message, **more) -> None:
     _request_init(self, message, **more)
-    self.max_tokens += 1
+    self.num_needed += self.generates
     self.max_len += 1
-    self.end += self.max_tokens > 1
 
 
 def _deaf_to_stops(self: Request, message, **more) -> None:
     _request_init(self, message, **more)
-    self.stops = self.stops - set(self.limits.stop_token_ids)
+    self.stops = self.stops - set(self.asked.limits.stop_token_ids)
 
 
 def _preempt_the_first(running, need: int, *, pool, policy, price):
@@ -180,7 +178,7 @@ def _take_everybody(self: Scheduler, message):
 
 
 def _no_limit_in_flight(self: Scheduler) -> StepPlan | None:
-    return self._send(self._planner.draft())
+    return self._send(self._planner.build())
 
 
 def _never_removed(self: PrefixCache):
@@ -196,14 +194,6 @@ def _accept_one_too_many(self: FakeWorker, state: FakeRow, draft_tokens: list[in
     return tokens
 
 
-def _keep_the_bound(self: Scheduler, flight: InFlight, nums, *more) -> None:
-    _apply_speculative(self, flight, nums, *more)
-    for request, num in zip(flight.decodes, nums, strict=False):
-        if request.state is State.RUNNING:
-            request.num_planned += flight.speculate + 1 - num
-            request.num_total += flight.speculate + 1 - num
-
-
 def _offer_draft_tokens(self: RequestTable, request: Request) -> None:
     if request.row >= 0 and request.num_computed < min(len(request.ids), len(request.blocks) * request.block_size):
         request.num_computed += 1  # there is no KV of its last id, but perhaps of a guess
@@ -211,15 +201,15 @@ def _offer_draft_tokens(self: RequestTable, request: Request) -> None:
     _table_release(self, request)
 
 
-def _speculate_for_free(self: Planner, draft: Draft, running: list[Request]) -> list[Request]:
-    others = _plan_speculative(self, draft, running)
-    draft.budget += draft.num_speculative * draft.speculate
+def _speculate_for_free(self: Planner, builder: PlanBuilder, running: list[Request]) -> list[Request]:
+    others = _plan_speculative(self, builder, running)
+    builder.budget += builder.num_speculative * builder.speculate
     return others
 
 
-def _speculate_without_blocks(self: Planner, draft: Draft, running: list[Request]) -> list[Request]:
-    others = _plan_speculative(self, draft, running)
-    del draft.grow_rows[:], draft.grow_blocks[:]
+def _speculate_without_blocks(self: Planner, builder: PlanBuilder, running: list[Request]) -> list[Request]:
+    others = _plan_speculative(self, builder, running)
+    del builder.grow_rows[:], builder.grow_blocks[:]
     return others
 
 
@@ -257,8 +247,8 @@ MUTANTS: dict[str, Patch] = {
     "a key does not name the owner": (scheduler, "root_key", lambda model, salt: root_key(model, b"")),
     "a block is found before it is computed": (PrefixCache, "commit", _commit_too_early),
     "a block is copied too far": (PrefixCache, "find", _copy_one_too_many),
-    "a block is not copied": (Draft, "finish", _forget_copies),
-    "the token budget is exceeded": (Draft, "__init__", _more_budget),
+    "a block is not copied": (PlanBuilder, "finish", _forget_copies),
+    "the token budget is exceeded": (PlanBuilder, "__init__", _more_budget),
     "more plans are in flight than the depth": (Scheduler, "plan", _no_limit_in_flight),
     "a failed load is trusted": (Loads, "finish", _trust_failed_loads),
     "a request is computed while it is loaded": (Loads, "start", _compute_while_loading),
@@ -277,7 +267,7 @@ MUTANTS: dict[str, Patch] = {
     "the queue has no bound": (Scheduler, "refusal", _take_everybody),
     "a router is told too little": (PrefixCache, "take_events", _never_removed),
     "a wrong guess is accepted": (FakeWorker, "_speculate", _accept_one_too_many),
-    "the bound of wrong guesses stays": (Scheduler, "_apply_speculative", _keep_the_bound),
+    "the bound of wrong guesses stays": (Request, "roll_back", _nothing),
     "tokens after the end are told": (scheduler, "num_until_end", lambda tokens, stops: len(tokens)),
     "the KV of a wrong guess is offered": (RequestTable, "release", _offer_draft_tokens),
     "guesses cost no budget": (Planner, "_plan_speculative", _speculate_for_free),
@@ -288,7 +278,7 @@ MUTANTS: dict[str, Patch] = {
     "a grammar is followed after the end": (Constraints, "end", _nothing),
     "what a step without memory computes is found": (BlockPool, "forget", _nothing),
     "a step without memory has computed": (InFlight, "emptied", lambda self: self),
-    "plans go on from a step without memory": (Draft, "finish", _know_every_fault),
+    "plans go on from a step without memory": (PlanBuilder, "finish", _know_every_fault),
     "who wants log-probabilities gets guesses": (Request, "__init__", _speculate_for_all),
 }
 

@@ -114,7 +114,9 @@ class Fairness:
             elif rank(b) - rank(a) > self._quantum:
                 self.num_ahead += 1
                 draft_tokens = Touched(scheduler).num_draft_tokens  # they may turn out wrong
-                self._left[a, b] = sum(max(0, r.end - r.num_planned + draft_tokens.get(id(r), 0)) for r in running[b])
+                self._left[a, b] = sum(
+                    max(0, r.num_needed - r.num_planned + draft_tokens.get(id(r), 0)) for r in running[b]
+                )
 
     def start_again(self) -> None:
         """What runs has to be computed again."""

@@ -1,41 +1,39 @@
-"""A plan being made, and what is remembered of it until its result is applied."""
+"""A plan under construction, and what is remembered of it until its result is applied."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import NamedTuple
 
 from ...ipc.messages import RowOpen, StepPlan, ids_to_bytes
 from .cost import NO_WORK, Work
 from .request import Request
 
-_row = attrgetter("row")
 _one = array("i", [1])
 
 
 class InFlight(NamedTuple):
-    """What a plan that was sent touches: its rows are `decodes`, one position and one token each, and then `others`.
+    """A plan that was sent. Its rows are `decodes`, one position and one token each, and then `others`.
 
-    Of the first `num_speculative` rows, up to `speculate` positions and tokens more were planned: `num_planned` and
-    `num_total` of a request are upper bounds until the result takes back what did not come true."""
+    For each of the first `num_speculative` rows, up to `speculate` positions and tokens more were planned: until the
+    result is applied, `num_planned` and `num_total` of these requests are upper bounds."""
 
     step: int
     decodes: list[Request]
     others: list[Request]
-    counts: list[int]  # of others
-    sample: list[int]  # of others, 0 or 1
-    work: Work | None  # None: what it costs is not to be learnt from
+    counts: list[int]  # positions of each of others
+    sample: list[int]  # tokens of each of others: 0 or 1
+    work: Work | None  # None: the cost model does not learn from this step
     num_speculative: int
     speculate: int
 
     def requests(self) -> Iterator[Request]:
-        """Whose rows they are, in the plan's order."""
+        """Those of its rows, in order."""
         return chain(self.decodes, self.others)
 
     @property
     def num_positions(self) -> int:
-        """Most that the step computes."""
+        """The most that the step computes."""
         return len(self.decodes) + self.num_speculative * self.speculate + sum(self.counts)
 
     def emptied(self) -> "InFlight":
@@ -44,36 +42,43 @@ class InFlight(NamedTuple):
         return InFlight(self.step, [], [*self.decodes, *self.others], none, none, None, 0, 0)
 
 
-class Draft:
-    """A plan being made."""
+class PlanBuilder:
+    """A plan under construction."""
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget  # tokens left
+        self.budget = budget  # positions left
         self.open: list[RowOpen] = []
         self.grow_rows: array[int] = array("i")
         self.grow_blocks: array[int] = array("i")
-        self.decodes: list[Request] = []  # those that need one position, which draws a token
-        self.num_speculative = 0  # of them, the first ones: they may compute `speculate` positions more
+        self.decodes: list[Request] = []  # rows that compute one position and sample a token
+        self.num_speculative = 0  # the first of `decodes`, which may compute `speculate` positions more
         self.speculate = 0
-        self.break_even = 0.5  # of no account without guesses
+        self.break_even = 0.5  # of no account without draft tokens
         self.others: list[Request] = []
-        self.counts: list[int] = []  # of others
-        self.sample: list[int] = []  # of others
-        self.masks: list[tuple[int, bytes]] = []  # (row, what it may draw)
+        self.counts: list[int] = []  # positions of each of others
+        self.sample: list[int] = []  # tokens of each of others: 0 or 1
+        self.masks: list[tuple[int, bytes]] = []  # (row, the mask of the token that it samples)
         self.copies: list[int] = []  # pairs of blocks
-        self.pinned: list[int] = []  # blocks that are copied from: not to be given to others by this plan
+        self.pinned: list[int] = []  # blocks that are copied from: this plan must not give them away
         self.preempted = False
         self.work = NO_WORK
-        self.chunked: list[Request] = []  # those with more than one position
-        self.fresh: set[bytes] = set()  # keys of what this plan computes of known ids
+        self.chunked: list[Request] = []  # those of others with more than one position
+        self.fresh: set[bytes] = set()  # keys of the blocks that this plan computes from known ids
 
     @property
     def num_rows(self) -> int:
         """Rows planned so far."""
         return len(self.decodes) + len(self.others)
 
+    def grow(self, requests: Sequence[Request], blocks: Sequence[int]) -> None:
+        """Appends a block to the table of each of these requests, whose rows the worker knows."""
+        for request, block in zip(requests, blocks, strict=True):
+            request.grow((block,))
+        self.grow_rows.extend([request.row for request in requests])
+        self.grow_blocks.extend(blocks)
+
     def sent(self, step: int, learns: bool) -> InFlight:
-        """What is to be remembered. `learns`: whether what it costs tells something new."""
+        """What is to be remembered. `learns`: the cost model learns from this step."""
         return InFlight(
             step,
             self.decodes,
@@ -87,8 +92,8 @@ class Draft:
 
     def finish(self, step: int, kv: bytes, extension: bytes, after_fault: bool) -> StepPlan:
         """The message."""
-        rows = array("i", map(_row, self.decodes))
-        rows.extend(map(_row, self.others))
+        rows = array("i", [request.row for request in self.decodes])
+        rows.extend([request.row for request in self.others])
         num_decodes = len(self.decodes)
         return StepPlan(
             step=step,

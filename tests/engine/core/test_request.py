@@ -1,0 +1,225 @@
+"""A request's counters: who writes them, and what each method does to them."""
+
+import ast
+from array import array
+from collections.abc import Iterator, Set
+from pathlib import Path
+
+import pytest
+from fakes import EOS, enqueue
+
+import pagewire
+from pagewire.engine.core.request import Request, State
+
+ROOT = Path(pagewire.__file__).resolve().parent
+FIELDS = frozenset(Request.__slots__)
+ROOMS = {  # that are given requests, and the fields which they know
+    "engine/core": FIELDS,
+    "engine/kv_connector": frozenset({"rid", "ids", "num_computed"}),
+    "procs": FIELDS,
+}
+LISTS = FIELDS & {"blocks", "ids", "keys"}
+CHANGES = frozenset(
+    {"append", "clear", "extend", "frombytes", "fromlist", "insert", "pop", "remove", "reverse", "sort"}
+)
+SIZE = 4
+
+
+def make(num_prompt: int = 10, **more: object) -> Request:
+    message = enqueue(1, list(range(num_prompt)), **{"max_tokens": 20, **more})  # type: ignore[arg-type]
+    return Request(
+        message,
+        choice=0,
+        arrival=1,
+        queue_key=None,
+        max_model_len=100,
+        block_size=SIZE,
+        root=b"",
+        eos_token_ids=frozenset({EOS}),
+    )
+
+
+def admitted(num_prompt: int = 10, **more: object) -> Request:
+    """With a row, three blocks and its prompt computed, but for the step that samples its first token."""
+    request = make(num_prompt, **more)
+    request.admit(0, [5, 6, 7], num_hits=0, num_copied=0, num_loading=0)
+    request.open()
+    request.plan(num_prompt, 1)
+    return request
+
+
+def counters(request: Request) -> tuple[int, int, int, int, int]:
+    return (request.num_computed, request.num_planned, request.num_total, len(request.ids), request.num_in_flight)
+
+
+def writes(source: str, fields: Set[str] = FIELDS) -> Iterator[str]:
+    """Where this source changes one of these fields of anything but `self`."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(ctx=ast.Store() | ast.Del(), attr=name, value=owner) if name in fields:
+                pass
+            case ast.Subscript(ctx=ast.Store() | ast.Del(), value=ast.Attribute(attr=name, value=owner)) if (
+                name in LISTS & fields
+            ):
+                pass
+            case ast.Call(func=ast.Attribute(attr=change, value=ast.Attribute(attr=name, value=owner))) if (
+                name in LISTS & fields and change in CHANGES
+            ):
+                pass
+            case ast.Call(func=ast.Name(id="setattr"), args=[owner, ast.Constant(value=name), *_]) if name in fields:
+                pass
+            case _:
+                continue
+        if not (isinstance(owner, ast.Name) and owner.id == "self"):
+            yield f"line {node.lineno} changes {name}"
+
+
+def test_only_a_request_changes_its_fields() -> None:
+    files = {file: fields for room, fields in ROOMS.items() for file in (ROOT / room).rglob("*.py")}
+    assert len(files) > 40
+    found = [
+        f"{file.relative_to(ROOT)}: {where}"
+        for file, fields in files.items()
+        if file != ROOT / "engine/core/request.py"
+        for where in writes(file.read_text(), fields)
+    ]
+    assert not found, found
+
+
+def test_outside_its_methods_even_its_own_file_changes_nothing() -> None:
+    tree = ast.parse((ROOT / "engine/core/request.py").read_text())
+    for node in tree.body:
+        if not (isinstance(node, ast.ClassDef) and node.name == "Request"):
+            assert not list(writes(ast.unparse(node)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "request.num_planned += 1",
+        "a, r.state = 1, 2",
+        "del lost.blocks",
+        "first.blocks[0] = 3",
+        "flight.decodes[0].ids.append(3)",
+        "setattr(request, 'num_total', 3)",
+        "for request.row in rows: pass",
+    ],
+)
+def test_every_way_to_change_a_field_is_seen(line: str) -> None:
+    assert list(writes(line))
+    assert not list(writes("self.row = request.row"))
+
+
+def test_a_plan_and_its_result_move_all_counters() -> None:
+    request = admitted()
+    assert counters(request) == (0, 10, 11, 10, 1)
+    request.plan(1, 1)
+    assert counters(request) == (0, 11, 12, 10, 2)
+    request.apply(10, array("i", [30]))
+    request.apply(1, array("i", [31]))
+    assert counters(request) == (11, 11, 12, 12, 0) and list(request.ids[-2:]) == [30, 31]
+
+
+def test_rejected_draft_tokens_are_rolled_back() -> None:
+    request = admitted()
+    request.apply(10, array("i", [30]))
+    request.plan(3, 3)
+    assert counters(request) == (10, 13, 14, 11, 1)
+    request.roll_back(1)
+    request.apply(2, array("i", [31, 32]))
+    assert counters(request) == (12, 12, 13, 13, 0)
+
+
+def test_a_discarded_step_leaves_no_trace() -> None:
+    request = admitted()
+    request.plan(1, 1)
+    request.discard(1, 1)
+    assert counters(request) == (0, 10, 11, 10, 1)
+
+
+def test_a_step_without_memory_sets_it_back_to_what_is_computed() -> None:
+    request = admitted()
+    request.apply(10, array("i", [30]))
+    request.commit(2)
+    request.plan(1, 1)
+    request.set_back(4)
+    assert (request.num_computed, request.num_planned, request.num_total) == (4, 4, 11)
+    assert request.num_committed == 1 and not request.is_open and request.num_in_flight == 1
+    assert request.fast_limit == -1
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_row_and_blocks_stay_while_something_is_in_flight(ends: bool) -> None:
+    request = admitted()
+    request.end() if ends else request.preempt()
+    assert request.row == 0 and request.blocks and not request.may_release
+    with pytest.raises(AssertionError):
+        request.release()
+    request.discard(10, 1)
+    assert request.may_release
+    request.release()
+    assert (request.row, request.blocks, request.state) == (-1, [], State.ENDED if ends else State.WAITING)
+    assert counters(request) == (0, 0, 10, 10, 0)
+
+
+def test_a_request_ends_once_and_is_preempted_only_while_it_runs() -> None:
+    request = make()
+    with pytest.raises(AssertionError):
+        request.preempt()
+    request.end()
+    with pytest.raises(AssertionError):
+        request.end()
+
+
+def test_a_load_counts_as_in_flight_and_what_was_not_loaded_is_computed() -> None:
+    request = make()
+    request.admit(0, [5, 6], num_hits=0, num_copied=0, num_loading=2)
+    assert request.state is State.LOADING and request.num_in_flight == 1 and not request.has_work
+    request.loaded(1)
+    assert request.state is State.RUNNING and counters(request) == (4, 4, 10, 10, 0)
+
+
+def test_a_preempted_request_does_not_go_on_when_its_load_is_over() -> None:
+    request = make()
+    request.admit(0, [5, 6], num_hits=0, num_copied=0, num_loading=2)
+    request.preempt()
+    request.loaded(2)
+    assert request.state is State.LEAVING and request.may_release
+
+
+def test_a_worker_that_is_replaced_takes_everything_with_it() -> None:
+    request = admitted()
+    request.poison()
+    request.reset()
+    assert request.state is State.WAITING and counters(request) == (0, 0, 10, 10, 0)
+    assert not request.is_poisoned, "what the next worker computes is not to blame"
+
+
+def test_only_a_request_that_found_kv_may_recover_from_bad_numbers() -> None:
+    request = admitted()
+    assert not request.poison() and not request.wants_all
+    request = make()
+    request.admit(0, [5, 6, 7], num_hits=1, num_copied=2, num_loading=0)
+    assert counters(request) == (6, 6, 10, 10, 0)
+    assert request.poison() and request.wants_all
+    request.preempt()
+    assert request.starts_again
+    request.release()
+    assert not request.is_poisoned
+
+
+def test_a_block_raises_the_limit_of_a_decode_row() -> None:
+    request = admitted()
+    assert request.fast_limit == 12
+    request.grow([8])
+    assert request.fast_limit == 16
+    request.grow(range(9, 20))
+    assert request.fast_limit == request.num_needed == 29
+
+
+def test_a_constrained_request_is_no_decode_row() -> None:
+    request = make()
+    request.is_constrained = True
+    request.admit(0, [5, 6, 7], num_hits=0, num_copied=0, num_loading=0)
+    request.open()
+    assert request.fast_limit == -1
