@@ -14,15 +14,12 @@ from msgspec import Meta, Struct, ValidationError, convert
 
 from ..errors import ConfigError
 from .access import ApiKey
+from .families import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KvDtype = Literal["float32", "bfloat16", "float16", "fp8"]
 CpuKernels = Literal["compiled", "torch"]
 BatchInvariance = Literal["exact", "float32", "none"]
-ToolCallParser = Literal[
-    "none", "hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "openai"
-]
-ReasoningParser = Literal["none", "deepseek_r1", "qwen3", "mistral", "openai_gptoss"]
 
 
 def _doc(group: str, text: str, *, ge: float | None = None, le: float | None = None) -> Meta:
@@ -70,12 +67,20 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         bool, _doc("model", "let requests bring a chat_template of their own, which may keep the tokenizer busy")
     ] = False
     tool_call_parser: Annotated[
-        Literal["auto", ToolCallParser],
-        _doc("model", "how the model writes tool calls; auto: what its chat template shows"),
+        str,
+        _doc(
+            "model",
+            f"how the model writes tool calls: {', '.join(sorted(TOOL_CALL_PARSERS))}, or module:FAMILY; "
+            "auto: what its chat template shows",
+        ),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", ReasoningParser],
-        _doc("model", "how the model marks its reasoning; auto: what its chat template shows"),
+        str,
+        _doc(
+            "model",
+            f"how the model marks its reasoning: {', '.join(sorted(REASONING_PARSERS))}, or module:FAMILY; "
+            "auto: what its chat template shows",
+        ),
     ] = "auto"
 
     device: Annotated[
@@ -345,8 +350,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     is_native: bool = True  # our own layers run it; else transformers' model does
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
-    tool_call_parser: ToolCallParser = "hermes"  # what the chat template shows
-    reasoning_parser: ReasoningParser = "none"
+    tool_call_parser: str = "hermes"  # what the chat template shows
+    reasoning_parser: str = "none"
 
 
 class MachineFacts(Struct, frozen=True, kw_only=True):
@@ -432,8 +437,8 @@ class EngineConfig(DoorConfig, frozen=True, kw_only=True):
     purpose: Purpose = Purpose()
     chat_template: str | None
     trust_request_chat_template: bool = False
-    tool_call_parser: ToolCallParser = "hermes"
-    reasoning_parser: ReasoningParser = "none"
+    tool_call_parser: str = "hermes"
+    reasoning_parser: str = "none"
     enable_sleep_mode: bool = False
     enable_model_swap: bool = False
     batch_folder: str | None = None

@@ -5,6 +5,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ..api.http.tls import tls_context
+from ..api.output.parsers import registry as parsers
 from ..config.access import read_key_file
 from ..config.config import Config, EngineConfig, MachineFacts, ModelFacts
 from ..config.machine import machine_facts
@@ -13,9 +14,9 @@ from ..engine.checkpoint.source import locate
 from ..engine.checkpoint.spec import check_options, model_facts, read_spec
 from ..engine.core.speculation import num_draft_tokens
 from ..engine.extension import load_extension
-from ..engine.kv_connector import registry
+from ..engine.kv_connector import registry as kv_connectors
 from ..engine.parallel import shard
-from ..engine.text.template_files import read_templates, reasoning_parser, tool_call_parser
+from ..engine.text.template_files import read_templates
 
 
 def prepare(config: Config) -> EngineConfig:
@@ -27,7 +28,8 @@ def prepare(config: Config) -> EngineConfig:
 
 def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     """What `prepare` decides by."""
-    registry.check(config.kv_connector)
+    kv_connectors.check(config.kv_connector)
+    parsers.check(config.tool_call_parser, config.reasoning_parser)
     num_draft_tokens(config.speculative)
     if config.extension is not None:
         load_extension(config.extension)
@@ -42,8 +44,8 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     shard.check(spec, config.tensor_parallel_size)
     facts = model_facts(spec, folder, name)
     templates = read_templates(folder, Path(config.chat_template) if config.chat_template else None)
-    shown = "\n".join(templates.values())
-    facts = replace(facts, tool_call_parser=tool_call_parser(shown), reasoning_parser=reasoning_parser(shown))
+    tool_call_parser, reasoning_parser = parsers.shown_parsers("\n".join(templates.values()))
+    facts = replace(facts, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
     keys = () if config.api_key_file is None else read_key_file(Path(config.api_key_file))
     file = config.admin_api_key_file
     admin_keys = () if file is None else read_key_file(Path(file), "--admin-api-key-file")

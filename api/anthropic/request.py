@@ -13,7 +13,7 @@ from ..http.http_error import HttpError, as_http_error
 from ..openai.conversation import Conversation
 from ..openai.translate import set_thinking
 from ..openai.types import ChatRequest
-from ..output.parsers.registry import reasoning_tags
+from ..output.parsers.registry import find_family
 from ..output.shapes import GenerationRequest, ResponseFormat
 from .types import Block, CountTokensRequest, MessagesRequest
 
@@ -51,7 +51,8 @@ def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatReque
     variables = dict(request.chat_template_kwargs or {})
     budget = request.thinking_token_budget
     if request.thinking is not None:
-        if request.thinking.type == "enabled" and reasoning_tags(config.tool_call_parser, config.reasoning_parser):
+        family = find_family(config.tool_call_parser, config.reasoning_parser)
+        if request.thinking.type == "enabled" and family.reasoning is not None:
             # A model that is not known to reason keeps to any bound. Agents send one with every request.
             budget = request.thinking.budget_tokens
         set_thinking(variables, request.thinking.type != "disabled")

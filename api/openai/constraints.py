@@ -14,8 +14,9 @@ import msgspec
 from ...config.config import EngineConfig
 from ...ipc.messages import MAX_GRAMMAR_BYTES, Constraint, Source
 from ..http.http_error import HttpError
-from ..output.parsers.registry import HARMONY_ANSWER, reasoning_tags, writes_harmony
-from ..output.parsers.spelling import ANY_OBJECT, CallRules, CannotSpell, Schema, spell_calls
+from ..output.parsers.family import Family
+from ..output.parsers.registry import find_family
+from ..output.parsers.spelling import ANY_OBJECT, CallRules, CannotSpell, Schema
 from ..output.shapes import GenerationRequest, JsonSchema, ResponseFormat
 from .types import ChatRequest, CompletionRequest, Tool
 
@@ -50,7 +51,8 @@ def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineC
     """Of a chat: what is asked for starts after the reasoning. Raises HttpError."""
     format = _format(request, request.response_format)
     called = _called_tools(request, tools)
-    tags = reasoning_tags(config.tool_call_parser, config.reasoning_parser)
+    family = find_family(config.tool_call_parser, config.reasoning_parser)
+    tags = family.reasoning
     budget = _budget(request)
     if budget is not None and tags is None:
         raise HttpError(
@@ -66,20 +68,19 @@ def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineC
         reasoning_ends=() if tags is None else tags[1:],
         thinking_budget=budget,
     )
-    answer = (HARMONY_ANSWER,) if _parser(config) == "openai" else ()
     if called is not None:
         if format is not None:
             raise HttpError(
                 400, f"{format.field} cannot be combined with a tool_choice that forces a call.", param=format.field
             )
-        return _lark(constraint, "calls", called, _call_rules(request, called, config))
+        return _lark(constraint, "calls", called, _call_rules(request, called, family))
     if format is None:
         return constraint
-    if format.kind == "json_schema" and request.tool_choice in (None, "auto") and _can_call(config):
-        possible = _that_can_be_called(tools, config)
+    if format.kind == "json_schema" and request.tool_choice in (None, "auto") and family.spell is not None:
+        possible = _that_can_be_called(tools, family)
         if possible:
-            return _calls_or_answer(constraint, request, possible, format, answer, config)
-    if answer and format.kind == "lark":
+            return _calls_or_answer(constraint, request, possible, format, family)
+    if family.answer and format.kind == "lark":
         raise HttpError(
             400,
             f"{format.field} is not supported with this model, whose answers are messages of their own format.",
@@ -87,7 +88,7 @@ def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineC
             param=format.field,
         )
     return msgspec.structs.replace(
-        constraint, kind=format.kind, text=format.text, lark_marks=answer, sources=(format.source,)
+        constraint, kind=format.kind, text=format.text, lark_marks=_answer_marks(family), sources=(format.source,)
     )
 
 
@@ -235,7 +236,7 @@ def _called_tools(request: ChatRequest, tools: Sequence[Tool]) -> list[_Called] 
     return [_Called(i, tool.function.name, _object_schema(tool, i)) for i, tool in called]
 
 
-def _that_can_be_called(tools: Sequence[Tool], config: EngineConfig) -> list[_Called]:
+def _that_can_be_called(tools: Sequence[Tool], family: Family) -> list[_Called]:
     """Tools that the model may call. One whose parameters cannot be enforced takes any object, as it does without a
     format; one that this family cannot call at all is left out."""
     found: list[_Called] = []
@@ -243,10 +244,10 @@ def _that_can_be_called(tools: Sequence[Tool], config: EngineConfig) -> list[_Ca
         with suppress(CannotSpell):
             try:
                 called = _Called(i, tool.function.name, _object_schema(tool, i), _ANY)
-                spell_calls(_parser(config), [(called.name, called.schema)], several=False)
+                family.spell_calls([(called.name, called.schema)], several=False)
             except (HttpError, CannotSpell, RecursionError):
                 called = _Called(i, tool.function.name, ANY_OBJECT, _ANY)
-                spell_calls(_parser(config), [(called.name, called.schema)], several=False)
+                family.spell_calls([(called.name, called.schema)], several=False)
             found.append(called)
     return found
 
@@ -256,14 +257,13 @@ def _calls_or_answer(
     request: ChatRequest,
     called: Sequence[_Called],
     format: _Format,
-    marks: tuple[str, ...],
-    config: EngineConfig,
+    family: Family,
 ) -> Constraint:
-    """`marks`: what stands before an answer."""
-    rules = _call_rules(request, called, config)
+    marks = _answer_marks(family)
+    rules = _call_rules(request, called, family)
     if sum(len(rule) + 1 for rule in rules.rules) + len(format.text) > MAX_GRAMMAR_BYTES - _ROOM:
         called = [one._replace(schema=ANY_OBJECT) for one in called]
-        rules = _call_rules(request, called, config)
+        rules = _call_rules(request, called, family)
     before = f"mark{len(rules.marks)} " if marks else ""
     either = CallRules([*rules.rules, f"answer: {before}%json {format.text}"], (*rules.marks, *marks))
     return _lark(constraint, "calls | answer", called, either, format)
@@ -290,27 +290,22 @@ def _source(rule: str, called: Sequence[_Called], format: _Format | None) -> Sou
     return msgspec.structs.replace(source, instead=source.instead and "{}")
 
 
-def _parser(config: EngineConfig) -> str:
-    """The family of the calls."""
-    harmony = writes_harmony(config.tool_call_parser, config.reasoning_parser)
-    return "openai" if harmony else config.tool_call_parser
+def _answer_marks(family: Family) -> tuple[str, ...]:
+    """The mark that begins an answer, if the family has one."""
+    return (family.answer,) if family.answer else ()
 
 
-def _can_call(config: EngineConfig) -> bool:
-    return _parser(config) != "none"
-
-
-def _call_rules(request: ChatRequest, called: Sequence[_Called], config: EngineConfig) -> CallRules:
+def _call_rules(request: ChatRequest, called: Sequence[_Called], family: Family) -> CallRules:
     several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, dict)
     for one in called:
         try:
-            spell_calls(_parser(config), [(one.name, one.schema)], several=False)
+            family.spell_calls([(one.name, one.schema)], several=False)
         except CannotSpell as error:
             param = f"tools[{one.place}].function.{error.field}"
             raise HttpError(400, f"{param}: {error}.", code="unsupported_value", param=param) from None
         except RecursionError:
             raise HttpError(400, f"{one.field} is nested too deeply.", param=one.field) from None
-    rules = spell_calls(_parser(config), [(one.name, one.schema) for one in called], several=several)
+    rules = family.spell_calls([(one.name, one.schema) for one in called], several=several)
     if rules is None:
         raise HttpError(
             400,
