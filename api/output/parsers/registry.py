@@ -18,10 +18,10 @@ def _load(flag: str, name: str) -> Family:
         raise ConfigError(f"{flag} {name!r} is not known; there are {known}, or write module:FAMILY.")
     if target.startswith("."):
         target = f"{__package__}.families{target}"
-    family = find_class(flag, target, ())
-    if not isinstance(family, Family):
+    found = find_class(flag, target, ())
+    if not isinstance(found, Family):
         raise ConfigError(f"{flag} {name}: this is not a Family of pagewire.api.output.parsers.family.")
-    return family
+    return found
 
 
 @cache
