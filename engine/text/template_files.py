@@ -12,13 +12,13 @@ _MAX_CHARS = 1 << 20  # of a template; the longest that are known have a twentie
 
 
 def read_templates(folder: Path, operator_file: Path | None = None) -> dict[str, str]:
-    """Name → template of the checkpoint in `folder`, or `operator_file` instead. Raises ConfigError if one is damaged.
-    Empty without any."""
+    """Name → template of the checkpoint in `folder`, or of `operator_file` instead; empty if there are none. Raises
+    ConfigError if one is damaged."""
     templates = _read(folder, operator_file)
     for name, source in templates.items():
         if len(source) > _MAX_CHARS:
-            whose = operator_file or folder
-            raise ConfigError(f"The chat template {name!r} of {whose} has more than {_MAX_CHARS:,} characters.")
+            place = operator_file or folder
+            raise ConfigError(f"The chat template {name!r} of {place} has more than {_MAX_CHARS:,} characters.")
     return templates
 
 
