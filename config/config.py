@@ -14,15 +14,12 @@ from msgspec import Meta, Struct
 
 from ..errors import ConfigError
 from .access import ApiKey
+from .families import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KvDtype = Literal["float32", "bfloat16", "float16", "fp8"]
 CpuKernels = Literal["compiled", "torch"]
 BatchInvariance = Literal["exact", "float32", "none"]
-ToolCallParser = Literal[
-    "none", "hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "openai"
-]
-ReasoningParser = Literal["none", "deepseek_r1", "qwen3", "mistral", "openai_gptoss"]
 
 
 def _doc(group: str, text: str, *, ge: float | None = None, le: float | None = None) -> Meta:
@@ -75,12 +72,20 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         bool, _doc("model", "let requests bring a chat_template of their own, which may keep the tokenizer busy")
     ] = False
     tool_call_parser: Annotated[
-        Literal["auto", ToolCallParser],
-        _doc("model", "how the model writes tool calls; auto: what its chat template shows"),
+        str,
+        _doc(
+            "model",
+            f"how the model writes tool calls: {', '.join(sorted(TOOL_CALL_PARSERS))}, or module:FAMILY; "
+            "auto: what its chat template shows",
+        ),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", ReasoningParser],
-        _doc("model", "how the model marks its reasoning; auto: what its chat template shows"),
+        str,
+        _doc(
+            "model",
+            f"how the model marks its reasoning: {', '.join(sorted(REASONING_PARSERS))}, or module:FAMILY; "
+            "auto: what its chat template shows",
+        ),
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], _doc("engine", "where the model runs; auto: cuda if there is one")
@@ -386,8 +391,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     is_native: bool = True  # our own layers run it; else transformers' model does
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
-    tool_calls_shown: ToolCallParser = "hermes"  # by the chat template
-    reasoning_shown: ReasoningParser = "none"
+    tool_calls_shown: str = "hermes"  # the family that the chat template shows
+    reasoning_shown: str = "none"
 
 
 class MachineFacts(Struct, frozen=True, kw_only=True):
@@ -416,8 +421,8 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     max_model_len: int
     max_num_batched_tokens: int
     kv_cache_dtype: KvDtype
-    tool_call_parser: ToolCallParser = "hermes"
-    reasoning_parser: ReasoningParser = "none"
+    tool_call_parser: str = "hermes"
+    reasoning_parser: str = "none"
 
     @property
     def batch_invariance(self) -> BatchInvariance:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
-from ..api.output.parsers.registry import reasoning_tags
+from ..api.output.parsers.registry import find_family
 from ..client.engine_client import EngineClient
 from ..config.flags import from_options
 from ..errors import RequestError
@@ -58,7 +58,7 @@ class AsyncLLM:
         """Loads the model. Raises ConfigError, CheckpointError, StartError."""
         config = await asyncio.to_thread(prepare, self._config)
         self._folder = Path(config.model.path)
-        self._reasoning = reasoning_tags(config.tool_call_parser, config.reasoning_parser) or ()
+        self._reasoning = find_family(config.tool_call_parser, config.reasoning_parser).reasoning or ()
         self._tokenizer = TokenizerActor(config)
         self._detokenizer = DetokenizerActor(config)
         for actor in (self._tokenizer, self._detokenizer):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self, cast
 import msgspec
 
 from ..api.output.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from ..api.output.parsers.registry import reasoning_tags
+from ..api.output.parsers.registry import find_family
 from ..config.flags import from_options
 from ..errors import RequestError
 from ..ipc.messages import (
@@ -117,7 +117,7 @@ class LLM:
         self._failures: list[RequestError] = []
         self._next_rid = 1
         self._config = prepare(config)
-        self._reasoning = reasoning_tags(self._config.tool_call_parser, self._config.reasoning_parser) or ()
+        self._reasoning = find_family(self._config.tool_call_parser, self._config.reasoning_parser).reasoning or ()
         self._engine = Inline(self._config, on_chunk=self._on_chunk, on_failed=self._on_failed)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ..api.http.tls import tls_context
+from ..api.output.parsers import registry as parsers
 from ..config.access import read_key_file
 from ..config.config import Config, EngineConfig, HttpConfig, MachineFacts, ModelFacts, ServerConfig
 from ..config.machine import machine_facts
@@ -13,9 +14,9 @@ from ..engine.checkpoint.source import locate
 from ..engine.checkpoint.spec import check_options, model_facts, read_spec
 from ..engine.core.speculation import num_draft_tokens
 from ..engine.extension import load_extension
-from ..engine.kv_connector import registry
+from ..engine.kv_connector import registry as kv_connectors
 from ..engine.parallel import shard
-from ..engine.text.template_files import read_templates, reasoning_parser, tool_call_parser
+from ..engine.text.template_files import read_templates
 
 
 def prepare(config: Config) -> EngineConfig:
@@ -44,7 +45,8 @@ def prepare_http(config: Config) -> HttpConfig:
 def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     """The facts about the model and this machine. Raises ConfigError."""
     source, options = config.source, config.engine
-    registry.check(options.kv_connector)
+    kv_connectors.check(options.kv_connector)
+    parsers.check(options.tool_call_parser, options.reasoning_parser)
     num_draft_tokens(options.speculative)
     if options.extension is not None:
         load_extension(options.extension)
@@ -59,6 +61,6 @@ def examine(config: Config) -> tuple[ModelFacts, MachineFacts]:
     shard.check(spec, options.tensor_parallel_size)
     facts = model_facts(spec, folder, name)
     templates = read_templates(folder, Path(options.chat_template) if options.chat_template else None)
-    shown = "\n".join(templates.values())
-    facts = replace(facts, tool_calls_shown=tool_call_parser(shown), reasoning_shown=reasoning_parser(shown))
+    tool_calls_shown, reasoning_shown = parsers.shown_parsers("\n".join(templates.values()))
+    facts = replace(facts, tool_calls_shown=tool_calls_shown, reasoning_shown=reasoning_shown)
     return facts, machine_facts()

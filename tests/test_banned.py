@@ -65,9 +65,6 @@ REGEX = {
     "api.app": "one class of characters, of bounded length",
     "api.http.origins": "one class of characters, of bounded length",
     "api.web.openapi": "our own paths",
-    "api.output.parsers.block": "one class of characters",
-    "api.output.parsers.calls": "one character",
-    "api.output.parsers.spelling": "one class of characters, of bounded length",
     "route.ask": "paths; one class of characters, of bounded length",
 }
 

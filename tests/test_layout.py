@@ -49,7 +49,8 @@ ROOMS: dict[str, str] = {
     ),
     "api.http": "errors config ipc",
     "api.gateway": "errors config ipc api.http",
-    "api.output.parsers": "",
+    "api.output.parsers": "errors config",
+    "api.output.parsers.families": "api.output.parsers",
     "api.output": "errors config ipc api.http api.gateway api.output.parsers",
     "api.openai": "errors config ipc api.http api.gateway api.output api.output.parsers",
     "api.anthropic": "errors config ipc api.http api.output api.output.parsers api.openai",
@@ -64,7 +65,7 @@ ROOMS: dict[str, str] = {
     ),
     "procs": (
         "errors version config ipc engine engine.core engine.text engine.checkpoint engine.kv_connector "
-        "engine.parallel engine.runner api.http api.gateway api.admin api"
+        "engine.parallel engine.runner api.http api.gateway api.output.parsers api.admin api"
     ),
     "client": "errors config ipc procs",
     "route": "errors version config ipc api.http api.gateway api.output api procs",

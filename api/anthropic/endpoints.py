@@ -15,15 +15,12 @@ from .types import CountTokensRequest, MessageBody, MessageEvent, MessagesReques
 
 
 class AnthropicEndpoints:
-    """Messages, and how many tokens they would be."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
         self._messages_decoder = msgspec.json.Decoder(MessagesRequest)
         self._count_tokens_decoder = msgspec.json.Decoder(CountTokensRequest)
 
     def routes(self) -> list[Operation]:
-        """Paths, and who answers there."""
         return [
             Operation(
                 *("POST", "/v1/messages", self.messages, "Answer a conversation"),
@@ -41,7 +38,6 @@ class AnthropicEndpoints:
         ]
 
     async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/messages"""
         request = decode_body(self._messages_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         config = self._service.config
@@ -54,7 +50,6 @@ class AnthropicEndpoints:
             await self._service.answer(submits, reply, bool(request.stream), scope, receive, send)
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/messages/count_tokens"""
         request = decode_body(self._count_tokens_decoder, await read_json(scope, receive))
         self._service.model_name(request.model)
         config = self._service.config

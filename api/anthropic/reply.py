@@ -1,6 +1,6 @@
-"""POST /v1/messages: Anthropic's message object, plain and streamed as typed events.
+"""Answers of POST /v1/messages: Anthropic's message object, plain or streamed as typed events.
 
-Both come from the same blocks, which grow by the same steps; a plain answer only leaves the events away.
+Both are built from the same blocks in the same steps; a plain answer drops the events.
 """
 
 from collections.abc import Sequence
@@ -27,30 +27,26 @@ _Event = dict[str, object]
 
 
 class MessagesReply(Reply):
-    """The answer to one request for a message."""
-
     def __init__(self, *, model: str, turn: Turn, id: str | None = None) -> None:
-        """`id`: the message's, if it has one already."""
+        """`id`: of a resumed message."""
         self._turn = turn
         self._message = MessageBody(id or new_id("msg_"), model, [], MessageUsage(0, 0))
-        self._blocks: list[ContentBlock] = []  # those that are done
+        self._blocks: list[ContentBlock] = []  # complete
         self._open: ContentBlock | None = None
         self._pieces: list[str] = []  # of the open block: text, or the JSON of its input
 
     def admitted(self, nums_prompt: Sequence[int]) -> None:
-        """How much of the prompt is cached is not known before the end."""
+        # The number of cached tokens is known at the end.
         self._message = msgspec.structs.replace(self._message, usage=MessageUsage(nums_prompt[0], 0))
 
     # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opening(self) -> list[bytes]:
-        """The message without its content."""
         return [_event({"type": "message_start", "message": self._message})]
 
     def events(self, index: int, chunk: Chunk) -> list[bytes]:
-        """The chunk's news."""
         if self._turn.is_verbatim and self._open is not None and chunk.finish is None:
-            # Most events carry a piece of text and nothing else, and without tools there is one block.
+            # Fast path: most chunks only append text to the one block.
             if not chunk.text:
                 return []
             self._pieces.append(chunk.text)
@@ -58,7 +54,6 @@ class MessagesReply(Reply):
         return [_event(event) for event in self._take(chunk)]
 
     def closing(self) -> list[bytes]:
-        """Why it ended and what it took."""
         message = self._message
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         return [
@@ -67,21 +62,17 @@ class MessagesReply(Reply):
         ]
 
     def ending(self) -> bytes:
-        """The last event has said that it is the last."""
-        return b""
+        return b""  # message_stop is the last event
 
     def failure(self, error: HttpError) -> bytes:
-        """An error event."""
         return b"event: error\ndata: " + anthropic_error_body(error) + b"\n\n"
 
     # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """Takes the chunk's news."""
         self._take(chunk)
 
     def body(self) -> bytes:
-        """The message object."""
         return _encode(self._message)
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -131,7 +122,7 @@ class MessagesReply(Reply):
     def _end_block(self, chunks: list[_Event]) -> None:
         if self._open is None:
             return
-        if isinstance(self._open, ThinkingBlock):  # comes last, where Anthropic's own would
+        if isinstance(self._open, ThinkingBlock):  # last in its block, as with Anthropic
             delta = {"type": "signature_delta", "signature": self._open.signature}
             chunks.append({"type": "content_block_delta", "index": len(self._blocks), "delta": delta})
         chunks.append({"type": "content_block_stop", "index": len(self._blocks)})
@@ -160,7 +151,7 @@ def _event(event: _Event) -> bytes:
 
 
 def _json_object(text: str) -> msgspec.Raw:
-    """`text` if it is a JSON object. What a length limit has cut is none, and the shape has no place for it."""
+    """`text` if it is a JSON object, else {}: Anthropic's shape has no place for arguments that a length limit cut."""
     try:
         msgspec.json.decode(text, type=dict[str, object])
     except (msgspec.MsgspecError, RecursionError):

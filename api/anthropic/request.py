@@ -1,5 +1,5 @@
-"""A request of Anthropic's Messages API as a chat request, so that everything behind it is the same. What has no
-counterpart there is refused by name, and nothing is ignored that would change the answer.
+"""Translates requests of Anthropic's Messages API into chat requests. Fields without a counterpart are refused by name
+if ignoring them would change the answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from ..http.http_error import HttpError, as_http_error
 from ..openai.conversation import Conversation
 from ..openai.translate import set_thinking
 from ..openai.types import ChatRequest
-from ..output.parsers.registry import reasoning_tags
+from ..output.parsers.registry import find_family
 from ..output.shapes import GenerationRequest, ResponseFormat
 from .types import Block, CountTokensRequest, MessagesRequest
 
@@ -21,7 +21,7 @@ _REFUSED = (
     *("compaction", "container", "mcp_servers", "thread"),
     *("use_beam_search", "return_tokens_as_token_ids"),
 )
-_OWN = ("max_tokens", "stop", "user", "thinking_token_budget", "return_token_ids")  # of those that chat has, too
+_OWN = ("max_tokens", "stop", "user", "thinking_token_budget", "return_token_ids")  # translated, not copied
 _OWN_NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
@@ -31,7 +31,7 @@ _SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name not
 
 
 def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatRequest:
-    """The same as a chat request. Raises HttpError."""
+    """The request as a chat request. Raises HttpError."""
     for name in _REFUSED:
         if getattr(request, name):
             raise _unsupported(name)
@@ -51,8 +51,9 @@ def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatReque
     variables = dict(request.chat_template_kwargs or {})
     budget = request.thinking_token_budget
     if request.thinking is not None:
-        if request.thinking.type == "enabled" and reasoning_tags(config.tool_call_parser, config.reasoning_parser):
-            # A model that is not known to reason keeps to any bound. Agents send one with every request.
+        family = find_family(config.tool_call_parser, config.reasoning_parser)
+        if request.thinking.type == "enabled" and family.reasoning is not None:
+            # Agents send a budget with every request; without known reasoning there is nothing to bound.
             budget = request.thinking.budget_tokens
         set_thinking(variables, request.thinking.type != "disabled")
     max_tokens, stop, user, resumed = None, request.stop, request.user, None
@@ -82,8 +83,8 @@ def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatReque
 
 @contextmanager
 def in_terms_of_messages(config: EngineConfig) -> Iterator[None]:
-    """What the engine and chat refuse is refused in the words of this API: with its names of fields, and with the
-    sentence by which its clients know a prompt that is too long."""
+    """Rewrites errors of chat and the engine for this API: with its field names, and with the sentence by which its
+    clients recognize a prompt that is too long."""
     try:
         yield
     except (HttpError, RequestError) as error:
@@ -95,7 +96,7 @@ def in_terms_of_messages(config: EngineConfig) -> Iterator[None]:
 
 def _too_long(num_tokens: int, max_model_len: int) -> HttpError:
     most = min(max_model_len, num_tokens - 1) if num_tokens else max_model_len  # a prompt leaves room for a token
-    length = str(num_tokens) if num_tokens else f"more than {most}"  # where it was not worth counting
+    length = str(num_tokens) if num_tokens else f"more than {most}"  # 0: it was too long to be counted
     detail = f"prompt is too long: {length} tokens > {most} maximum"
     return HttpError(400, detail, code="context_length_exceeded", num_tokens=num_tokens)
 
@@ -122,7 +123,7 @@ def _conversation(request: CountTokensRequest) -> Conversation:
 
 
 def _add_blocks(conversation: Conversation, role: str, blocks: Sequence[Block], place: str) -> None:
-    """Texts that stand together become one message; what a tool gave becomes one of its own."""
+    """Adjacent texts become one message, and each tool result a message of its own."""
     texts: list[str] = []
 
     def end_texts() -> None:
@@ -138,14 +139,14 @@ def _add_blocks(conversation: Conversation, role: str, blocks: Sequence[Block], 
                 end_texts()
                 conversation.add_reasoning(thinking)
             case Block(type="redacted_thinking") if role == "assistant":
-                pass  # nobody but who wrote it can read it
+                pass  # only its author can read it
             case Block(type="tool_use", id=str(id), name=str(name)) if role == "assistant":
                 end_texts()
                 conversation.add_call(id, name, msgspec.json.encode(block.input or {}).decode())
             case Block(type="tool_result", tool_use_id=str(id)) if role == "user":
                 end_texts()
                 results = _texts(block.content or "", f"{place}[{i}].content")
-                # Chat's messages have no other place for it.
+                # Chat's messages have no field for errors.
                 conversation.add_result(id, ["Error:", *results] if block.is_error else results)
             case _:
                 raise _bad_block(block, f"{place}[{i}]", role)
@@ -190,15 +191,15 @@ def _tool_choice(request: CountTokensRequest) -> str | dict[str, object] | None:
             return "required"
         case "tool":
             if not request.tool_choice.name:
-                raise HttpError(400, "tool_choice.name: which tool?", param="tool_choice.name")
+                raise HttpError(400, "tool_choice.name is missing.", param="tool_choice.name")
             return {"type": "function", "function": {"name": request.tool_choice.name}}
         case "auto" | "none" as word:
             return word
 
 
 def _check_context_management(request: CountTokensRequest) -> None:
-    """A conversation that is not cleared of old blocks is answered just as well, so that edits which clear them are
-    left out. Others, such as a summary in place of the conversation, would change what the client gets."""
+    """Ignores edits that only clear old blocks, because the answer is as good without them. Refuses others, such as a
+    summary in place of the conversation, which would change what the client gets."""
     edits = request.context_management.edits if request.context_management is not None else None
     for i, edit in enumerate(edits or ()):
         if not edit.type.startswith("clear_"):

@@ -1,7 +1,4 @@
-"""The bodies of Anthropic's Messages API, as far as they are understood here. See `openai_types` for the rules.
-
-Knows nothing of the engine; `anthropic_request` does.
-"""
+"""The bodies of Anthropic's Messages API. The rules are those of `api/openai/types.py`."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +10,7 @@ from ..output.shapes import GenerationRequest, StopStrings, TextFormat, TokenId
 
 
 class Block(Struct, frozen=True):
-    """Every kind of content block; `type` says which fields count. `cache_control` is ignored: all is cached anyway."""
+    """A content block; `type` says which fields count. `cache_control` is ignored, because all is cached anyway."""
 
     type: str
     text: str | None = None
@@ -59,7 +56,7 @@ class OutputConfig(Struct, frozen=True):
 
 
 class ContextEdit(Struct, frozen=True):
-    """What a server would do to the conversation before it answers."""
+    """An edit of the conversation by the server before it answers."""
 
     type: str
 
@@ -79,10 +76,10 @@ class CountTokensRequest(GenerationRequest, frozen=True, kw_only=True):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, object] | None = None
 
-    output_format: TextFormat | None = None  # output_config.format, as it was called before
+    output_format: TextFormat | None = None  # the former name of output_config.format
     context_management: ContextManagement | None = None
 
-    # Accepted and left out: services that change nothing about the answer.
+    # Ignored: they do not change the answer.
     billing_policy: object = None
     cache_control: object = None
     diagnostics: object = None
@@ -91,7 +88,7 @@ class CountTokensRequest(GenerationRequest, frozen=True, kw_only=True):
     inference_geo: object = None
     speed: object = None
 
-    # Understood and refused.
+    # Refused.
     compaction: object = None
     container: object = None
     mcp_servers: object = None
@@ -99,13 +96,13 @@ class CountTokensRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
-    """POST /v1/messages. Besides Anthropic's fields it takes those that chat takes from vLLM's users."""
+    """POST /v1/messages: Anthropic's fields, and vLLM's extensions of chat."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     stop_sequences: StopStrings | None = None
     metadata: Metadata | None = None
-    resume_token_ids: list[list[TokenId]] | None = None  # what the answer is known to begin with
-    resume_id: Annotated[str, Meta(pattern="^msg_[0-9a-f]{24}$")] | None = None  # what its id is known to be
+    resume_token_ids: list[list[TokenId]] | None = None  # the first tokens of the answer, sampled by another engine
+    resume_id: Annotated[str, Meta(pattern="^msg_[0-9a-f]{24}$")] | None = None  # of the answer that is resumed
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -120,7 +117,7 @@ class TextBlock(Struct, frozen=True, tag="text"):
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking"):
     thinking: str
-    signature: str = ""  # nobody here needs to be shown that it was not changed
+    signature: str = ""  # not signed
 
 
 class ToolUseBlock(Struct, frozen=True, tag="tool_use"):
@@ -133,7 +130,7 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(Struct, frozen=True):
-    """`input_tokens` are those that were computed; cached ones count on their own."""
+    """`input_tokens` does not include tokens from the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -152,7 +149,7 @@ class MessageBody(Struct, frozen=True, tag="message"):
 
 
 class MessageEvent(Struct, frozen=True):
-    """An event of a stream; its type says what else it carries."""
+    """An event of a stream; `type` says which other fields it has."""
 
     type: str
 

@@ -1,7 +1,7 @@
-"""What a request wants its output to keep to, as a `Constraint`: formats, forced calls, a bound on the reasoning.
+"""Translates formats, forced calls and thinking budgets of a request into a `Constraint`.
 
-Owns the rules of which fields go together. What a grammar may hold is found out where it is compiled; the size of a
-text is checked here, so that nothing large travels.
+Owns the rules of which fields can be combined. Grammars are checked where they are compiled; only their size is checked
+here, so that nothing large is sent.
 """
 
 import json
@@ -14,19 +14,20 @@ import msgspec
 from ...config.config import EngineConfig
 from ...ipc.messages import MAX_GRAMMAR_BYTES, Constraint, Source
 from ..http.http_error import HttpError
-from ..output.parsers.registry import HARMONY_ANSWER, reasoning_tags, writes_harmony
-from ..output.parsers.spelling import ANY_OBJECT, CallRules, CannotSpell, Schema, spell_calls
+from ..output.parsers.family import Family
+from ..output.parsers.registry import find_family
+from ..output.parsers.spelling import ANY_OBJECT, CallRules, CannotSpell, Schema
 from ..output.shapes import GenerationRequest, JsonSchema, ResponseFormat
 from .types import ChatRequest, CompletionRequest, Tool
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 _ANY = json.dumps(ANY_OBJECT)
-_ROOM = 1024  # bytes of a grammar for our own words around schemas
+_RESERVED = 1024  # bytes of a grammar for our own rules around the schemas
 _BUDGETS = ("thinking_token_budget", "thinking_budget")
 
 
 class _Format(NamedTuple):
-    """One format that a request asks for."""
+    """The format that a request asks for."""
 
     field: str
     kind: Kind
@@ -38,7 +39,7 @@ class _Format(NamedTuple):
 
 
 def completion_constraint(request: CompletionRequest) -> Constraint | None:
-    """Of a completion: the format starts at once. Raises HttpError."""
+    """The constraint of a completion, whose format starts at once. Raises HttpError."""
     for name in _BUDGETS:
         if getattr(request, name) is not None:
             raise HttpError(400, f"{name} is for chat only.", code="unsupported_value", param=name)
@@ -47,10 +48,11 @@ def completion_constraint(request: CompletionRequest) -> Constraint | None:
 
 
 def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineConfig) -> Constraint | None:
-    """Of a chat: what is asked for starts after the reasoning. Raises HttpError."""
+    """The constraint of a chat, whose format or calls start after the reasoning. Raises HttpError."""
     format = _format(request, request.response_format)
     called = _called_tools(request, tools)
-    tags = reasoning_tags(config.tool_call_parser, config.reasoning_parser)
+    family = find_family(config.tool_call_parser, config.reasoning_parser)
+    tags = family.reasoning
     budget = _budget(request)
     if budget is not None and tags is None:
         raise HttpError(
@@ -66,20 +68,19 @@ def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineC
         reasoning_ends=() if tags is None else tags[1:],
         thinking_budget=budget,
     )
-    answer = (HARMONY_ANSWER,) if _parser(config) == "openai" else ()
     if called is not None:
         if format is not None:
             raise HttpError(
                 400, f"{format.field} cannot be combined with a tool_choice that forces a call.", param=format.field
             )
-        return _lark(constraint, "calls", called, _call_rules(request, called, config))
+        return _lark(constraint, "calls", called, _call_rules(request, called, family))
     if format is None:
         return constraint
-    if format.kind == "json_schema" and request.tool_choice in (None, "auto") and _can_call(config):
-        possible = _that_can_be_called(tools, config)
+    if format.kind == "json_schema" and request.tool_choice in (None, "auto") and family.spell is not None:
+        possible = _that_can_be_called(tools, family)
         if possible:
-            return _calls_or_answer(constraint, request, possible, format, answer, config)
-    if answer and format.kind == "lark":
+            return _calls_or_answer(constraint, request, possible, format, family)
+    if family.answer and format.kind == "lark":
         raise HttpError(
             400,
             f"{format.field} is not supported with this model, whose answers are messages of their own format.",
@@ -87,7 +88,7 @@ def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineC
             param=format.field,
         )
     return msgspec.structs.replace(
-        constraint, kind=format.kind, text=format.text, lark_marks=answer, sources=(format.source,)
+        constraint, kind=format.kind, text=format.text, lark_marks=_answer_marks(family), sources=(format.source,)
     )
 
 
@@ -95,7 +96,7 @@ def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineC
 
 
 def _format(request: GenerationRequest, response_format: ResponseFormat | None) -> _Format | None:
-    """The one format that is asked for."""
+    """The format that is asked for. Raises HttpError if there are several."""
     outputs = request.structured_outputs
     spaces: dict[str, object] = {}
     found = [] if response_format is None else _response_format(response_format)
@@ -180,7 +181,7 @@ def _parse_schema(text: str, field: str) -> JsonSchema:
     try:
         schema: JsonSchema = msgspec.json.decode(text, type=dict[str, object] | bool)
     except (msgspec.DecodeError, RecursionError):
-        raise HttpError(400, f"{field} is no JSON schema.", param=field) from None
+        raise HttpError(400, f"{field} is not a JSON schema.", param=field) from None
     return schema
 
 
@@ -194,7 +195,7 @@ def _bounded(text: str, field: str) -> str:
 
 
 class _Called(NamedTuple):
-    """A tool that may be called. `place`: among the request's. `instead`: see `Source`."""
+    """A tool that may be called. `place`: its index in the request. `instead`: see `Source`."""
 
     place: int
     name: str
@@ -211,7 +212,7 @@ class _Called(NamedTuple):
 
 
 def _called_tools(request: ChatRequest, tools: Sequence[Tool]) -> list[_Called] | None:
-    """Those of which one must be called, with their places; None: calling is up to the model."""
+    """The tools of which one must be called; None if the model may answer without a call."""
     match request.tool_choice:
         case None | "none" | "auto":
             return None
@@ -231,22 +232,22 @@ def _called_tools(request: ChatRequest, tools: Sequence[Tool]) -> list[_Called] 
                 param="tool_choice",
             )
     if not tools:
-        raise HttpError(400, "tool_choice forces a call, and there are no tools.", param="tool_choice")
+        raise HttpError(400, "tool_choice forces a call, but there are no tools.", param="tool_choice")
     return [_Called(i, tool.function.name, _object_schema(tool, i)) for i, tool in called]
 
 
-def _that_can_be_called(tools: Sequence[Tool], config: EngineConfig) -> list[_Called]:
-    """Tools that the model may call. One whose parameters cannot be enforced takes any object, as it does without a
-    format; one that this family cannot call at all is left out."""
+def _that_can_be_called(tools: Sequence[Tool], family: Family) -> list[_Called]:
+    """The tools that the model may call. One whose parameters cannot be enforced takes any object, as without a format.
+    One that this family cannot call at all is left out."""
     found: list[_Called] = []
     for i, tool in enumerate(tools):
         with suppress(CannotSpell):
             try:
                 called = _Called(i, tool.function.name, _object_schema(tool, i), _ANY)
-                spell_calls(_parser(config), [(called.name, called.schema)], several=False)
+                family.spell_calls([(called.name, called.schema)], several=False)
             except (HttpError, CannotSpell, RecursionError):
                 called = _Called(i, tool.function.name, ANY_OBJECT, _ANY)
-                spell_calls(_parser(config), [(called.name, called.schema)], several=False)
+                family.spell_calls([(called.name, called.schema)], several=False)
             found.append(called)
     return found
 
@@ -256,14 +257,13 @@ def _calls_or_answer(
     request: ChatRequest,
     called: Sequence[_Called],
     format: _Format,
-    marks: tuple[str, ...],
-    config: EngineConfig,
+    family: Family,
 ) -> Constraint:
-    """`marks`: what stands before an answer."""
-    rules = _call_rules(request, called, config)
-    if sum(len(rule) + 1 for rule in rules.rules) + len(format.text) > MAX_GRAMMAR_BYTES - _ROOM:
+    marks = _answer_marks(family)
+    rules = _call_rules(request, called, family)
+    if sum(len(rule) + 1 for rule in rules.rules) + len(format.text) > MAX_GRAMMAR_BYTES - _RESERVED:
         called = [one._replace(schema=ANY_OBJECT) for one in called]
-        rules = _call_rules(request, called, config)
+        rules = _call_rules(request, called, family)
     before = f"mark{len(rules.marks)} " if marks else ""
     either = CallRules([*rules.rules, f"answer: {before}%json {format.text}"], (*rules.marks, *marks))
     return _lark(constraint, "calls | answer", called, either, format)
@@ -278,8 +278,8 @@ def _lark(
 
 
 def _source(rule: str, called: Sequence[_Called], format: _Format | None) -> Source:
-    """Where the schema of a rule is from. Its name says so: arguments2, or schema2_0 in families that write keywords,
-    which have one for each property."""
+    """The source of a rule's schema, from the rule's name: `arguments2`, or `schema2_0` in families that write keywords
+    and have a schema for each property."""
     name = rule.partition(":")[0]
     if name == "answer":
         assert format is not None, rule
@@ -290,27 +290,22 @@ def _source(rule: str, called: Sequence[_Called], format: _Format | None) -> Sou
     return msgspec.structs.replace(source, instead=source.instead and "{}")
 
 
-def _parser(config: EngineConfig) -> str:
-    """The family of the calls."""
-    harmony = writes_harmony(config.tool_call_parser, config.reasoning_parser)
-    return "openai" if harmony else config.tool_call_parser
+def _answer_marks(family: Family) -> tuple[str, ...]:
+    """The mark that begins an answer, if the family has one."""
+    return (family.answer,) if family.answer else ()
 
 
-def _can_call(config: EngineConfig) -> bool:
-    return _parser(config) != "none"
-
-
-def _call_rules(request: ChatRequest, called: Sequence[_Called], config: EngineConfig) -> CallRules:
+def _call_rules(request: ChatRequest, called: Sequence[_Called], family: Family) -> CallRules:
     several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, dict)
     for one in called:
         try:
-            spell_calls(_parser(config), [(one.name, one.schema)], several=False)
+            family.spell_calls([(one.name, one.schema)], several=False)
         except CannotSpell as error:
             param = f"tools[{one.place}].function.{error.field}"
             raise HttpError(400, f"{param}: {error}.", code="unsupported_value", param=param) from None
         except RecursionError:
             raise HttpError(400, f"{one.field} is nested too deeply.", param=one.field) from None
-    rules = spell_calls(_parser(config), [(one.name, one.schema) for one in called], several=several)
+    rules = family.spell_calls([(one.name, one.schema) for one in called], several=several)
     if rules is None:
         raise HttpError(
             400,
@@ -322,7 +317,7 @@ def _call_rules(request: ChatRequest, called: Sequence[_Called], config: EngineC
 
 
 def _object_schema(tool: Tool, place: int) -> Schema:
-    """A tool's parameters as the schema of an object."""
+    """A tool's parameters as the schema of an object. Raises HttpError."""
     parameters = tool.function.parameters
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM's users know them."""
+"""POST /tokenize and /detokenize, compatible with vLLM."""
 
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from .types import ChatRequest
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
-    """POST /tokenize: of a text, or of a conversation as the chat template shows it."""
+    """POST /tokenize: a text, or a conversation as the chat template renders it."""
 
     model: str | None = None
     prompt: str | None = None
@@ -28,7 +28,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
-    chat_template: str | None = None  # if the operator trusts it
+    chat_template: str | None = None  # needs --trust-request-chat-template
     return_token_strs: bool | None = None
 
 
@@ -40,14 +40,14 @@ class TokenizeAnswer(Struct, frozen=True):
 
 
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
-    """POST /detokenize: special tokens are shown."""
+    """POST /detokenize. The text includes special tokens."""
 
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
     model: str | None = None
 
 
 class TokenizerInfo(Struct, frozen=True):
-    """GET /tokenizer_info: what a client needs to know to count tokens without the tokenizer."""
+    """GET /tokenizer_info"""
 
     chat_template: str | None
     bos_token: str | None
@@ -61,15 +61,12 @@ class DetokenizeAnswer(Struct, frozen=True):
 
 
 class TokenizeEndpoints:
-    """Texts to ids and back."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
         self._tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
         self._detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
     def routes(self) -> list[Operation]:
-        """Paths, and who answers there."""
         return [
             Operation(
                 *("POST", "/tokenize", self.tokenize, "The ids of a text or a conversation"),
@@ -87,7 +84,6 @@ class TokenizeEndpoints:
         ]
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /tokenize"""
         request = decode_body(self._tokenize_decoder, await read_json(scope, receive))
         self._service.model_name(request.model)
         if request.chat_template is not None and not bytes(request.messages):
@@ -114,14 +110,12 @@ class TokenizeEndpoints:
         await send_json(send, TokenizeAnswer(len(ids), self._service.config.max_model_len, ids, pieces))
 
     async def info(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /tokenizer_info"""
         described = await self._service.gateway.describe_tokenizer()
         names = (name for name in TokenizerInfo.__struct_fields__ if name != "chat_template")
         tokens = {name: described.special_tokens.get(name) for name in names}
         await send_json(send, TokenizerInfo(chat_template=described.chat_template, **tokens))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /detokenize"""
         request = decode_body(self._detokenize_decoder, await read_json(scope, receive))
         self._service.model_name(request.model)
         last = self._service.config.model.vocab_size - 1

@@ -1,6 +1,6 @@
-"""OpenAI's requests to the pipeline's: what a client asked for, as `Submit` messages, or a clear 400.
+"""Translates chat and completion requests into `Submit` messages, or refuses them with a clear 400.
 
-Owns every rule that is about more than one field. The gateway gives the rids.
+Owns every rule that concerns more than one field. The gateway assigns the rids.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 4096  # of one request: prompts times n
-_GREEDY_BELOW = 1e-5  # a temperature whose inverse is no use in floats
-_MAX_COMPLAINT = 200  # characters; msgspec repeats a value that is not one of the allowed ones
+_GREEDY_BELOW = 1e-5  # a temperature whose inverse overflows or loses all precision in floats
+_MAX_COMPLAINT = 200  # characters of an error message; msgspec quotes a value that is not allowed
 _SEEDS = 2**63 - 2**16  # leaves room for the seeds `seed + i` of n sequences
 
 _THINKING = ("enable_thinking", "thinking")  # Qwen's, GLM's and others'; DeepSeek's and Granite's
@@ -52,16 +52,16 @@ _tools_decoder = msgspec.json.Decoder(list[Tool])
 
 
 def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
-    """The request in `body`. Raises HttpError 400 that names the field."""
+    """Decodes a request. Raises HttpError 400, which names the field."""
     try:
-        text = body.decode()  # msgspec does not look into the fields that it skips
+        text = body.decode()  # msgspec does not check fields that it skips
     except UnicodeDecodeError:
         raise HttpError(400, "The body is not UTF-8.", code="invalid_json") from None
     return _decode(lambda: decoder.decode(text), "")
 
 
 def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
-    """The one prompt of a chat request."""
+    """The submits of a chat request: one, or one for each choice that is resumed. Raises HttpError."""
     _check_common(request, config.model.vocab_size)
     messages = _decode(lambda: _messages_decoder.decode(request.messages), "messages")
     if not messages:
@@ -126,32 +126,32 @@ def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> lis
 
 
 def set_thinking(variables: dict[str, object], is_on: bool) -> None:
-    """Sets the variables by which chat templates switch a model's reasoning on and off, unless the client has set one
-    of them itself. A template has one of them at most, and passes over others."""
+    """Sets the variables with which chat templates switch a model's reasoning on and off, unless the client has set one
+    of them itself. A template reads one of them at most and ignores the others."""
     if not any(name in variables for name in _THINKING):
         variables.update(dict.fromkeys(_THINKING, is_on))
 
 
 def chat_prompt(request: ChatRequest, config: EngineConfig) -> ChatPrompt:
-    """What a chat request would show the model. Raises HttpError."""
+    """The prompt of a chat request. Raises HttpError."""
     prompt = chat_submits(request, config, b"")[0].prompt
     assert isinstance(prompt, ChatPrompt), prompt
     return prompt
 
 
 def read_turn(request: ChatRequest, config: EngineConfig) -> Turn:
-    """Reads the one output of a chat request."""
+    """The reader of the output of a chat request with one choice."""
     grammar = output_grammar(request, config)
     return Turn(grammar, parallel_tool_calls=request.parallel_tool_calls is not False)
 
 
 def output_grammar(request: ChatRequest, config: EngineConfig) -> Grammar | None:
-    """What to read the answer with; None if it is words only."""
+    """What to read the output with; None if all of it is text."""
     return find_grammar(config.tool_call_parser, config.reasoning_parser, shows_tools(request))
 
 
 def final_words(request: ChatRequest) -> str:
-    """With `echo`, the text of the final message if the answer goes on with it. Raises HttpError."""
+    """With `echo`, the text of the final message if it is the assistant's. Raises HttpError."""
     if not request.echo:
         return ""
     final = _decode(lambda: _messages_decoder.decode(request.messages), "messages")[-1]
@@ -162,7 +162,7 @@ def final_words(request: ChatRequest) -> str:
 
 
 def shows_tools(request: ChatRequest) -> bool:
-    """Whether the model is told of the tools, and its calls are looked for."""
+    """Whether the prompt has the tools, and calls are read from the output."""
     return _sends_tools(request) and request.tool_choice != "none"
 
 
@@ -171,7 +171,8 @@ def _sends_tools(request: ChatRequest) -> bool:
 
 
 def completion_submits(request: CompletionRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
-    """The prompts of a completion request, in order."""
+    """The submits of a completion request in the order of its prompts, or one for each choice that is resumed. Raises
+    HttpError."""
     _check_common(request, config.model.vocab_size)
     best_of = num_candidates(request)
     if best_of < (request.n or 1):
@@ -185,13 +186,13 @@ def completion_submits(request: CompletionRequest, config: EngineConfig, salt: b
     max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if max_tokens == 0 and not request.echo:
         raise HttpError(400, "max_tokens must be at least 1 unless echo is true.", param="max_tokens")
-    chooses = best_of > (request.n or 1)  # by log-probability
+    ranks = best_of > (request.n or 1)  # by log-probability
     submits = _submits(
         request,
         prompts,
         n=best_of,
         max_tokens=max_tokens,
-        logprobs=0 if chooses and request.logprobs is None else request.logprobs,
+        logprobs=0 if ranks and request.logprobs is None else request.logprobs,
         prompt_logprobs=max(request.logprobs, request.prompt_logprobs or 0)
         if request.echo and request.logprobs is not None
         else None,
@@ -204,7 +205,7 @@ def completion_submits(request: CompletionRequest, config: EngineConfig, salt: b
 
 
 def num_candidates(request: CompletionRequest) -> int:
-    """Outputs of each prompt, of which the best `n` are the answer."""
+    """The number of outputs of each prompt. The best `n` of them are the answer."""
     return request.best_of or request.n or 1
 
 
@@ -219,7 +220,7 @@ def _prompts(request: CompletionRequest) -> list[TextPrompt | IdsPrompt]:
     if len(prompt) not in (len(texts), len(ids), len(lists)) or not prompt or not all(lists):
         raise HttpError(
             400,
-            "prompt must be a text, a list of texts, a list of token ids, or a list of such lists, and not empty.",
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not empty.",
             param="prompt",
         )
     if ids:
@@ -232,20 +233,21 @@ def _prompts(request: CompletionRequest) -> list[TextPrompt | IdsPrompt]:
 
 
 def _resumed(request: ChatRequest | CompletionRequest, submits: list[Submit], vocab_size: int) -> list[Submit]:
-    """An order for each choice that is to begin with ids which another engine has drawn, and to say them, too."""
+    """With `resume_token_ids`, a submit for each choice, which begins with the tokens that another engine sampled."""
     token_ids, name = request.resume_token_ids, "resume_token_ids"
     if token_ids is None:
         return submits
     if request.use_beam_search or (
         isinstance(request, CompletionRequest) and num_candidates(request) > (request.n or 1)
     ):
-        raise HttpError(400, f"{name} cannot be used where outputs are compared.", param=name)
+        raise HttpError(400, f"{name} cannot be combined with use_beam_search or best_of.", param=name)
     choices = entries(submits)
     if len(token_ids) != len(choices):
-        raise HttpError(400, f"{name} must have a list for each choice, which makes {len(choices)}.", param=name)
+        detail = f"{name} must have a list for each of the {len(choices)} choices, but has {len(token_ids)}."
+        raise HttpError(400, detail, param=name)
     longest = max(token_ids, key=len)
     if submits[0].limits.max_tokens is not None and len(longest) > submits[0].limits.max_tokens:
-        raise HttpError(400, f"{name} has {len(longest)} tokens of a choice, more than max_tokens.", param=name)
+        raise HttpError(400, f"{name} has {len(longest)} tokens for a choice, more than max_tokens.", param=name)
     for ids in token_ids:
         if ids and max(ids) >= vocab_size:
             raise HttpError(
@@ -309,7 +311,7 @@ def _submits(
         prompt_end=grammar is not None,
         min_tokens=limits.min_tokens,
     )
-    tenant = salt.hex() or request.user or ""  # whoever has a key shares as its owner, whatever names it sends
+    tenant = salt.hex() or request.user or ""  # with a key the tenant is its owner, whatever `user` says
     if request.cache_salt is not None:
         salt = hashlib.sha256(salt + b"/" + request.cache_salt.encode()).digest()[:16]
     return [
@@ -317,7 +319,7 @@ def _submits(
             rid=0,
             n=n,
             prompt=prompt,
-            # Prompts of one batch may be alike; only a seed that was asked for is the same for all.
+            # Prompts of one batch may be equal, so only a requested seed is the same for all of them.
             sampling=replace(sampling, seed=secrets.randbits(62) if request.seed is None else request.seed % _SEEDS),
             limits=limits,
             text=text,
@@ -356,7 +358,7 @@ def _check_common(request: GenerationRequest, vocab_size: int) -> None:
 
 
 def _check_chat(request: ChatRequest) -> list[Tool]:
-    """The tools."""
+    """Checks the fields of chat alone, and returns the tools."""
     if request.top_logprobs and not request.logprobs:
         raise HttpError(400, "top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
     if request.add_special_tokens:
@@ -372,7 +374,7 @@ def _check_chat(request: ChatRequest) -> list[Tool]:
 
 
 def _decode(decode: Callable[[], T], within: str) -> T:
-    """Runs a msgspec decoder; its complaints name a place, which becomes `param`."""
+    """Runs a msgspec decoder. The place that its error names becomes `param`."""
     try:
         return decode()
     except msgspec.ValidationError as error:

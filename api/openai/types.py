@@ -1,8 +1,7 @@
 """The bodies of chat, completions and models, with the bounds of each field.
 
-Requests: null is the same as absent, unknown fields are ignored (clients are ahead of servers), and what cannot be
-served is named so that it is refused instead of ignored. Answers: one struct a shape; UNSET fields are left out.
-Knows nothing of the engine; `translate` does.
+Requests: null means the same as absent. Unknown fields are ignored, because clients are ahead of servers. Fields that
+cannot be served are declared, so that they are refused and not ignored. Answers: UNSET fields are left out.
 """
 
 from typing import Annotated, Literal
@@ -29,7 +28,7 @@ from ..output.shapes import (
 
 
 class ContentPart(Struct, frozen=True):
-    """One part of a message's content; only texts are taken."""
+    """One part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
@@ -37,7 +36,7 @@ class ContentPart(Struct, frozen=True):
 
 
 class FunctionCall(Struct, frozen=True):
-    """The call that an assistant made; arguments are a JSON string, or already the object."""
+    """A call by the assistant; `arguments` is a JSON string or the object."""
 
     name: str
     arguments: str | dict[str, object] | None = None
@@ -50,7 +49,7 @@ class ToolCall(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True):
-    """The shape that a message must have; the template gets the message as it was sent."""
+    """The shape that a message must have. The chat template gets the message as it was sent."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[str | ContentPart] | None = None
@@ -79,7 +78,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: ToolsJson = field(default_factory=Raw)  # a Raw cannot be `| None`: null arrives as that word
+    tools: ToolsJson = field(default_factory=Raw)  # a Raw cannot be `| None`; null arrives as b"null"
     tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -90,12 +89,13 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
     documents: list[dict[str, object]] | None = None
-    echo: bool | None = None  # an answer that goes on with the final message begins with that message's text
-    chat_template: Annotated[str, Meta(min_length=1, max_length=1 << 20)] | None = None  # if the operator trusts it
+    echo: bool | None = None  # an answer that continues the final message begins with its text
+    # Needs --trust-request-chat-template.
+    chat_template: Annotated[str, Meta(min_length=1, max_length=1 << 20)] | None = None
     verbosity: str | None = None
-    resume_token_ids: list[list[TokenId]] | None = None  # what each choice is known to begin with
+    resume_token_ids: list[list[TokenId]] | None = None  # the first tokens of each choice, sampled by another engine
 
-    # Understood and refused.
+    # Refused.
     audio: object = None
     functions: object = None
     function_call: object = None
@@ -103,16 +103,16 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """POST /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of them."""
+    """POST /v1/completions. `prompt`: a string, a list of strings, token ids, or a list of lists of token ids."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    resume_token_ids: list[list[TokenId]] | None = None  # what each choice is known to begin with
+    resume_token_ids: list[list[TokenId]] | None = None  # the first tokens of each choice, sampled by another engine
 
-    # Understood and refused.
+    # Refused.
     suffix: object = None
 
 
@@ -130,7 +130,7 @@ class FunctionBody(Struct, frozen=True):
 
 
 class ToolCallBody(Struct, frozen=True):
-    """In a message without `index`; in a delta the later ones carry neither id nor type nor name."""
+    """A call, without `index` in a message. In a stream only its first delta has id, type and name."""
 
     function: FunctionBody
     index: int | UnsetType = UNSET
@@ -143,7 +143,7 @@ class ChatMessage(Struct, frozen=True):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET  # under both names, because clients read one or the other
+    reasoning: str | UnsetType = UNSET  # under both names, because clients read either
     reasoning_content: str | UnsetType = UNSET
 
 
@@ -197,7 +197,7 @@ class ChatChunk(Struct, frozen=True):
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    """Columns, one entry a token; the first token of a prompt has no log-probability."""
+    """Columns with one entry per token; the first token of a prompt has no log-probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -206,7 +206,7 @@ class CompletionLogprobs(Struct, frozen=True):
 
 
 class CompletionChoice(Struct, frozen=True):
-    """In a plain answer and, with `finish_reason` null until the last, in a stream."""
+    """A choice of a plain answer or a stream, where `finish_reason` is null until the last chunk."""
 
     index: int
     text: str
@@ -237,7 +237,7 @@ class ModelCard(Struct, frozen=True):
     owned_by: str = "pagewire"
     parent: None = None
     batch_invariance: BatchInvariance = "float32"  # how far tokens depend on what else is served
-    versions: tuple[ModelVersion, ...] = ()  # that were served, and the one that is; none if nothing was ever swapped
+    versions: tuple[ModelVersion, ...] = ()  # served before and now; empty if the model was never swapped
 
 
 class ModelList(Struct, frozen=True):

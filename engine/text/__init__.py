@@ -1,1 +1,1 @@
-"""Text in, text out: tokenizing, chat templates, incremental detokenizing, stop strings."""
+"""Tokenizing, chat templates, incremental detokenizing, stop strings and grammars."""

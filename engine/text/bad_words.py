@@ -1,4 +1,4 @@
-"""Token sequences that must not appear in an output: the last token of each is banned wherever the others have come."""
+"""Token sequences that must not appear in an output: the last token of each is banned after all its others."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -9,11 +9,12 @@ _ID_BYTES = 4
 
 
 class BadWords:
-    """One output's banned sequences. The prompt does not count, as with vLLM."""
+    """The banned sequences of one output. As in vLLM, tokens of the prompt do not count."""
 
     def __init__(self, words: Sequence[bytes], vocab_size: int) -> None:
-        """`words`: int32 ids each. Raises RequestError if one is empty or no token of the vocabulary."""
-        self._last_after: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)  # first ids → what may not follow
+        """`words`: int32 ids each. Raises RequestError if one is empty or has an id outside the vocabulary."""
+        # All ids of a sequence but the last → the last ids that are banned after them.
+        self._last_after: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for word in words:
             if not word or len(word) % _ID_BYTES:
                 raise RequestError("invalid_request", "bad_words must hold sequences of token ids, and none empty.")
@@ -22,15 +23,15 @@ class BadWords:
                 raise RequestError("invalid_request", f"bad_words must hold token ids between 0 and {vocab_size - 1}.")
             self._last_after[tuple(ids[:-1])].add(ids[-1])
         self._lengths = sorted({len(first) for first in self._last_after})
-        self._tail: list[int] = []  # as much of the output as the longest sequence needs
+        self._tail: list[int] = []  # of the output, as long as the longest sequence but its last id
 
     def accept(self, ids: Sequence[int]) -> None:
-        """These came next."""
+        """Appends sampled tokens to the output."""
         self._tail += ids
         del self._tail[: max(len(self._tail) - self._lengths[-1], 0)]
 
     def banned(self) -> Collection[int]:
-        """What would complete a sequence now."""
+        """The ids that would complete a banned sequence now."""
         tail = self._tail
         found = [
             self._last_after[first]

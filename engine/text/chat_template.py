@@ -1,9 +1,9 @@
-"""A model's chat template: a conversation as JSON to the model's prompt.
+"""A model's chat template: turns a conversation in JSON into the model's prompt.
 
-Owns the sandboxed jinja environment with the meaning that transformers' `apply_chat_template` gives it, and the
-clean-up of OpenAI's message shapes on the way in. Templates come from the model's folder or the operator, and
-from a request only if the operator trusts those.
-Runs in the tokenizer process: a template is foreign code, and only that process suffers from a bad one.
+Owns the sandboxed jinja environment, which means what transformers' `apply_chat_template` means, and converts OpenAI's
+message shapes into those that templates expect. Templates come from the model's folder or the operator, and from a
+request only if the operator trusts requests. A template is foreign code, so it runs in the tokenizer process, the only
+one that a bad template can hurt.
 """
 
 import json
@@ -30,22 +30,22 @@ _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one that templates read
-_MAX_REASON = 500  # characters of what a template says; it may repeat a whole message
+_MAX_REASON = 500  # characters of a template's error message, which may quote a whole message
 DEFAULT_MAX_CHARS = 1 << 25
 
 
 class ChatBounds(NamedTuple):
-    """How long a chat may become."""
+    """How long a chat's prompt may become."""
 
     max_chars: int
-    max_model_len: int  # tokens of the context, for who is told
+    max_model_len: int  # tokens of the context, for the error message
 
 
 _UNBOUNDED = ChatBounds(DEFAULT_MAX_CHARS, DEFAULT_MAX_CHARS)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant says, for training; here it is just its body."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
 
@@ -55,7 +55,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _Generator(jinja2.compiler.CodeGenerator):
-    """Computes nothing while it compiles: what a template computes is then bounded by the limits of a request alone."""
+    """Evaluates nothing while it compiles, so that the limits of requests bound all that a template computes."""
 
     def _output_child_to_const(
         self,
@@ -113,9 +113,9 @@ class ChatTemplate:
         *,
         bounds: ChatBounds = _UNBOUNDED,
     ) -> None:
-        """`sources`: name → template; `tool_use` is taken when there are tools, else `default`; none: every chat
-        request is refused. `special_tokens`: `bos_token` and so on, as the template sees them. Raises ConfigError if a
-        template is no jinja."""
+        """`sources`: name → template. `tool_use` is used when there are tools, else `default`; without either, chat
+        requests are refused. `special_tokens`: the template's variables `bos_token` and so on. Raises ConfigError if a
+        template is not valid jinja."""
         environment = _Environment()
         self.source = sources.get("default")
         self._special_tokens = dict(special_tokens)
@@ -124,7 +124,7 @@ class ChatTemplate:
         try:
             self._templates = {name: _Compiled(environment, source) for name, source in sources.items()}
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"The chat template is no valid jinja: {error.message} (line {error.lineno}).") from None
+            raise ConfigError(f"The chat template is not valid jinja: {error.message} (line {error.lineno}).") from None
         except (RecursionError, MemoryError, SyntaxError, OverflowError):  # of Python's compiler, among others
             raise ConfigError("The chat template is nested too deeply, or too large.") from None
 
@@ -139,7 +139,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
     ) -> list[int]:
         """The prompt's ids. The arguments are the fields of `messages.ChatPrompt`. Raises RequestError
-        ("invalid_request") if the template refuses the conversation or the JSON is not of the expected shape."""
+        ("invalid_request") if the template refuses the conversation or the JSON does not have the expected shape."""
         text = self.render(
             messages=messages,
             tools=tools,
@@ -225,7 +225,7 @@ class ChatTemplate:
             sentence = " ".join((error.message or "no reason given").split())[:_MAX_REASON].rstrip(".")
             raise RequestError("invalid_request", f"The chat template refuses this conversation: {sentence}.") from None
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-            # Templates are written for well-formed chats and trip over others in every way that Python has.
+            # Templates are written for well-formed chats; others make them fail with any of Python's errors.
             raise RequestError(
                 "invalid_request", f"The chat template cannot handle this conversation ({type(error).__name__})."
             ) from None
@@ -233,7 +233,7 @@ class ChatTemplate:
 
 
 class _Compiled:
-    """One template, and what its source shows of the messages that it expects."""
+    """One template, and the message shapes that it expects according to its source."""
 
     def __init__(self, environment: jinja2.Environment, source: str) -> None:
         tree = environment.parse(source)
@@ -245,7 +245,7 @@ class _Compiled:
         self._knows_developer = "developer" in source
 
     def prepare(self, message: object) -> dict[str, object]:
-        """One message of the client as the template expects it."""
+        """A client's message in the shape that the template expects."""
         if not isinstance(message, dict):
             raise RequestError("invalid_request", "Each message must be an object.")
         prepared = dict(message)
@@ -289,14 +289,14 @@ def _with_object_arguments(call: object) -> object:
         return call
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # What a model once wrote and a length limit cut stays text.
+        # Arguments that are not JSON, for instance because a length limit cut them, stay a string.
         with suppress(msgspec.DecodeError, RecursionError):
             arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _iterates_over_content(tree: jinja2.nodes.Template) -> bool:
-    """Whether the template has a loop over a message's content, and so takes lists of parts."""
+    """Whether the template loops over a message's content, and so takes lists of parts."""
     names = {"content"}  # variables that hold a content, as in {% set content = message['content'] %}
     for assign in tree.find_all(jinja2.nodes.Assign):
         if isinstance(assign.target, jinja2.nodes.Name) and _is_content(assign.node, names):
@@ -341,7 +341,7 @@ def _cut_at_tag(text: str) -> str:
     at = text.rfind(_CONTINUE_TAG.strip())
     if at < 0:
         raise RequestError("invalid_request", "The chat template does not show the final message, so it cannot go on.")
-    # Where the template trims messages, the tag's own space is gone, and so must be the space before it.
+    # A template that trims messages has removed the tag's last space, and would have removed those before the tag.
     return text[:at] if text.startswith(_CONTINUE_TAG, at) else text[:at].rstrip()
 
 
@@ -369,7 +369,6 @@ def load_chat_template(
     *,
     bounds: ChatBounds = _UNBOUNDED,
 ) -> ChatTemplate:
-    """The chat template of the checkpoint in `folder`, or `operator_file` instead. Raises ConfigError if it is damaged.
-
-    Without any, the result refuses chat requests with a clear sentence."""
+    """The chat template of the checkpoint in `folder`, or of `operator_file` instead. Without one, the result refuses
+    chat requests. Raises ConfigError if it is damaged."""
     return ChatTemplate(read_templates(folder, operator_file), tokenizer.special_tokens, bounds=bounds)

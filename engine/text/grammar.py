@@ -1,12 +1,12 @@
-"""Which tokens may come next in an output that has to keep to something: a grammar, a thinking budget, bad words.
+"""Which tokens may come next in a constrained output: one with a grammar, a thinking budget or bad words.
 
-Owns the vocabulary as the grammar library sees it, and one matcher for each output. A matcher is told every token of
-its output and fills a mask of those that may come next. Knows nothing of requests, rows or steps; the grammar process
-does.
+Owns the vocabulary as the grammar library sees it, and a matcher for each output. A matcher takes every sampled token
+of its output and fills a mask of the tokens that may come next. Knows nothing of requests, rows or steps; the grammar
+process does.
 
-The library is llguidance: it compiles in milliseconds, bounds the work of every mask by itself, and needs no torch. It
-is imported when the first `Grammars` is made. Reasoning before the answer is part of the grammar (`grammar_text`), so
-the library finds its end, also where that is in the middle of a token.
+The library is llguidance: it compiles in milliseconds, bounds the work of every mask, and needs no torch. It is
+imported when the first `Grammars` is made. Reasoning before the answer is part of the grammar (`grammar_text`), so the
+library finds its end, even in the middle of a token.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,44 +36,45 @@ if TYPE_CHECKING:
     import llguidance
 
 Mask = NDArray[np.int32]
-"""One bit for each token of the vocabulary, int32 [ceil(vocabulary / 32)]; 1: it may come."""
+"""One bit for each token of the vocabulary, int32 [ceil(vocab_size / 32)]; 1: it may come next."""
 
-_MAX_COMPILED = 64  # grammars that are kept
-_ONE_TOKEN = "\x02"  # stands before a text that is spelled, so that it is spelled as in the middle of another
+_MAX_COMPILED = 64  # compiled grammars in the cache
+_ONE_TOKEN = "\x02"  # put before a text, so that it is tokenized as in the middle of another
 
 
 class Matcher(Protocol):
-    """Follows one output."""
+    """The state of one constrained output."""
 
     def accept(self, ids: Sequence[int]) -> None:
-        """These came next. Raises RequestError if the output cannot be followed any longer."""
+        """Appends sampled tokens to the output. Raises RequestError if the grammar cannot follow them."""
 
     def fill(self, mask: Mask) -> bool:
-        """Writes what may come next; False, with `mask` as it was: anything. Raises RequestError if nothing can."""
+        """Writes the tokens that may come next. Returns False, and leaves `mask` alone, if any may. Raises RequestError
+        if none may."""
 
     @property
     def is_ended(self) -> bool:
-        """Nothing but an eos may come."""
+        """Whether only an eos may come next."""
 
 
 class Grammars:
-    """One model's vocabulary, and what compiles constraints for it."""
+    """Compiles constraints for one model's vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Takes about a second for a large vocabulary. `tokenizer` None: one that only transformers can load.
+        """Takes about a second for a large vocabulary. `tokenizer`: None if only transformers can load the model's.
         `vocab_size`: the width of the model's logits."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = [id for id in eos_token_ids if id < vocab_size]
-        self._vocabulary: llguidance.LLTokenizer | None = None  # None: there can be no grammars
-        # A grammar's text → its matcher before the first token, to be copied; the one asked for last at the end.
+        self._vocabulary: llguidance.LLTokenizer | None = None  # None: grammars are refused
+        # Grammar text → matcher before the first token, which is copied for each output. Least recently used first.
         self._compiled: dict[str, llguidance.LLMatcher] = {}
         if tokenizer is not None and tokenizer.is_byte_exact:
             self._vocabulary = _make_vocabulary(tokenizer, vocab_size, self._eos_token_ids)
 
     def compile(self, constraint: Constraint, prompt_tail: str) -> Matcher:
-        """A matcher for a new output. `prompt_tail`: the text of the prompt's last tokens, special ones included, in
-        which the model may have been made to reason. Raises RequestError."""
+        """A matcher for a new output. `prompt_tail`: the text of the prompt's last tokens, special ones included, where
+        the chat template may have begun the reasoning. Raises RequestError."""
         grammar = budget = bad_words = None
         if constraint.kind != "none":
             grammar = self._compile_grammar(constraint, prompt_tail)
@@ -112,7 +113,7 @@ class Grammars:
     def _start(
         self, constraint: Constraint, text: str, prompt_tail: str, tokenizer: Tokenizer
     ) -> "llguidance.LLMatcher":
-        """A matcher before the first token. Raises RequestError."""
+        """A matcher before the first token. Raises RequestError if the grammar cannot be enforced."""
         parts = [text]
         if constraint.reasoning_ends:
             answer_alone = replace(constraint, reasoning_starts=(), reasoning_ends=())
@@ -121,15 +122,15 @@ class Grammars:
             matcher = self._matcher(part)
             if matcher.is_error():
                 raise complaint(constraint, matcher.get_error())
-            # Whether any text follows the answer's grammar shows in its first mask: `start: start` compiles, too.
+            # The first mask shows whether the grammar allows any text: `start: start` compiles, too.
             matcher.compute_bitmask()
             if matcher.is_error():
                 raise refusal(constraint, "allows no text at all")
         return matcher
 
     def _without_bad_schemas(self, constraint: Constraint) -> Constraint:
-        """With what stands instead of each schema that cannot be enforced. Raises RequestError, with the field that
-        such a schema is from, where nothing does."""
+        """The constraint with each schema that cannot be enforced replaced by its source's `instead`. Raises
+        RequestError, which names the schema's field, if there is none."""
         if not are_own_rules(constraint):
             return constraint
         bad: list[int] = []
@@ -141,31 +142,33 @@ class Grammars:
                 if not source.instead:
                     raise complaint(constraint, matcher.get_error(), source)
                 bad.append(place)
-        return with_replaced(constraint, bad or range(len(constraint.sources)))  # together they may be too much
+        # If none is bad alone, all of them together are too much.
+        return with_replaced(constraint, bad or range(len(constraint.sources)))
 
     def _matcher(self, text: str) -> "llguidance.LLMatcher":
-        import llguidance  # not before it is needed
+        import llguidance
 
         assert self._vocabulary is not None
         limits = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
         return llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
 
     def forget(self) -> None:
-        """Frees what is kept in case that it is asked for again."""
+        """Empties the cache of compiled grammars."""
         self._compiled.clear()
 
 
 def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-    """For the checkpoint in `folder`. Raises ConfigError if its tokenizer is damaged; imports no transformers."""
+    """The Grammars of the checkpoint in `folder`. Does not import transformers. Raises ConfigError if its tokenizer is
+    damaged."""
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
     return Grammars(tokenizer, vocab_size, eos_token_ids)
 
 
-# ── what follows an output ───────────────────────────────────────────────────────────────────────────────────────────
+# ── matchers ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Matcher:
-    """All of a constraint's parts."""
+    """All parts of a constraint together."""
 
     def __init__(self, grammar: "_Grammar | None", budget: ThinkingBudget | None, bad_words: BadWords | None) -> None:
         self._grammar = grammar
@@ -186,7 +189,7 @@ class _Matcher:
             mask.fill(-1)
         else:
             return False
-        # A grammar may first need the rest of a character; whatever is forced comes before what is banned.
+        # The grammar may have to complete a character first. A forced token outranks banned ones.
         if forced is not None and mask[forced >> 5] >> (forced & 31) & 1:
             mask.fill(0)
             _set(mask, (forced,))
@@ -202,7 +205,7 @@ class _Matcher:
 
 
 class _Grammar:
-    """llguidance's matcher. What is wrong with it is an error of its own, never an exception."""
+    """llguidance's matcher. It raises nothing; it has an error state instead."""
 
     def __init__(self, matcher: "llguidance.LLMatcher", what: str, eos_token_ids: frozenset[int]) -> None:
         self._matcher = matcher
@@ -213,23 +216,23 @@ class _Grammar:
     def accept(self, ids: Sequence[int]) -> None:
         for id in ids:
             if self.is_ended:
-                return  # an eos, or what was drawn in vain after the end
+                return  # an eos, or tokens that were sampled after the end and are dropped
             if not self._matcher.consume_token(id):
-                raise self._lost()
+                raise self._failure()
             self.is_ended = id in self._eos_token_ids or self._has_ended()
 
     def fill(self, mask: Mask) -> None:
         assert mask.flags.c_contiguous, "the mask must be one piece of memory"
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
-            raise self._lost()
+            raise self._failure()
         if self.is_ended:
             _set(mask, self._eos_token_ids)
 
     def _has_ended(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
-    def _lost(self) -> RequestError:
+    def _failure(self) -> RequestError:
         reason = (self._matcher.get_error() or self._matcher.stop_reason()).partition("\n")[0][:200]
         return RequestError("invalid_request", f"{self._what} could not be followed to its end: {reason}.")
 
@@ -262,9 +265,9 @@ def _make_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Seque
 
 
 class _Spelling:
-    """Our tokenizer as llguidance's wrapper wants it: the bytes of each token, and how a text is spelled.
+    """Our tokenizer with the interface that llguidance's wrapper needs: the bytes of each token, and text to ids.
 
-    Special tokens stand for no text, so that no string that a grammar allows can contain one."""
+    Special tokens have no text here, so that no string in a grammar can contain one."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -278,9 +281,9 @@ class _Spelling:
         self._id_of_byte = {token: id for id, token in reversed([*enumerate(self.tokens)]) if len(token) == 1}
 
     def __call__(self, text: str) -> list[int]:
-        """The ids that spell `text` in the middle of another. Raises TypeError for bytes, as the wrapper expects."""
+        """The ids of `text` within another text. Raises TypeError for bytes, as the wrapper expects."""
         if not isinstance(text, str):
-            raise TypeError("a text is wanted")
+            raise TypeError("text must be a str")
         wanted = text.encode()
         for before in ("", _ONE_TOKEN):  # some vocabularies put a space before every text
             ids = self._tokenizer.encode_rendered(self._tokenizer.neutralize(before + text))

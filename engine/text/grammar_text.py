@@ -1,7 +1,7 @@
-"""A constraint as a text for llguidance: its answer, what stands before it, and the limits of what a client may send.
+"""Writes a constraint as a Lark grammar for llguidance: reasoning, then the answer. Checks the limits of client input.
 
-Everything becomes Lark. Special tokens are named by their ids there, because they spell no text; a tag that this
-vocabulary has no special token for is plain text.
+Special tokens are written as ids, because they have no text. A tag that is not a special token of this vocabulary is
+plain text.
 """
 
 import json
@@ -16,16 +16,16 @@ from .json_schema import tidy
 from .thinking_budget import opens_reasoning
 from .tokenizer import Tokenizer
 
-MAX_LEVELS = 64  # of a schema
-MAX_KEYS = 1000  # of one object in a schema; more take the library seconds
+MAX_LEVELS = 64  # of nesting in a schema
+MAX_KEYS = 1000  # of one object in a schema; the library needs seconds for more
 MAX_ITEMS = 20_000  # of one list in a schema, or choices
-MAX_REFERENCES = 1000  # in any text; and rules. The library follows them with its stack
+MAX_REFERENCES = 1000  # $refs in any text, or rules; the library follows them recursively
 
-# One space, or a line's end and its indent: enough for every usual style, and a poor model cannot go on with blanks.
+# One space, or a newline and its indent: enough for every usual style, and a weak model cannot write spaces for ever.
 _SPACES = {"whitespace_pattern": r"\n {0,16}| "}
 _SPACE_OPTIONS = ("whitespace_flexible", "whitespace_pattern")
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-_JSON = "%json "  # before a schema in Lark; it goes on to the line's end
+_JSON = "%json "  # before a schema in Lark, which ends with the line
 _WHAT = {
     "json_schema": "The JSON schema",
     "json_object": "json_object",
@@ -36,7 +36,7 @@ _WHAT = {
 
 
 def what_it_is(constraint: Constraint, source: Source | None = None) -> str:
-    """The subject of a sentence about it. `source`: of the schema that is meant, in rules of our own."""
+    """The subject of an error message. `source`: of the schema at fault, if the rules are our own."""
     if are_own_rules(constraint):
         if source is None:
             return "The format of the tools' calls"
@@ -46,12 +46,12 @@ def what_it_is(constraint: Constraint, source: Source | None = None) -> str:
 
 
 def are_own_rules(constraint: Constraint) -> bool:
-    """Whether its text is rules of ours, with a client's schemas in them."""
+    """Whether its text is rules of ours that contain a client's schemas."""
     return constraint.kind == "lark" and bool(constraint.lark_marks)
 
 
 def refusal(constraint: Constraint, why: str, source: Source | None = None) -> RequestError:
-    """`why`: what follows the subject."""
+    """An error about the constraint. `why`: the rest of the sentence after the subject."""
     if source is None and constraint.sources and not are_own_rules(constraint):
         source = constraint.sources[0]
     param = "" if source is None else source.field
@@ -59,7 +59,7 @@ def refusal(constraint: Constraint, why: str, source: Source | None = None) -> R
 
 
 def complaint(constraint: Constraint, error: str, source: Source | None = None) -> RequestError:
-    """What the library says of a text, as one sentence for the client."""
+    """The library's error message as one sentence for the client."""
     reason = next((line for line in error.splitlines() if line.startswith("error: ")), error.partition("\n")[0])
     reason = re.sub(r"^(at )?\d+\(\d+\): |^error: |failed to compile JSON schema: ", "", reason.strip())
     reason = re.sub(r"failed to compile JSON schema: |\. Enable '.*$", "", reason).rstrip(". ")
@@ -67,7 +67,7 @@ def complaint(constraint: Constraint, error: str, source: Source | None = None) 
 
 
 def write_grammar(constraint: Constraint, prompt_tail: str, tokenizer: Tokenizer) -> str:
-    """The grammar of a whole output. Raises RequestError for what is over the limits or cannot be read."""
+    """The grammar of a whole output. Raises RequestError if the constraint exceeds a limit or cannot be parsed."""
     if len(constraint.text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
         raise refusal(constraint, f"is larger than {MAX_GRAMMAR_BYTES} bytes")
     if constraint.text.count('"$ref"') > MAX_REFERENCES:
@@ -103,8 +103,9 @@ def _answer_rule(constraint: Constraint) -> str:
         case "choice":
             choices = _parse(constraint, constraint.text)
             if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
-                raise refusal(constraint, "must be a list of texts, and not empty")
-            return "CHOICE\nCHOICE: " + " | ".join(_text(one) for one in choices)  # a token is a third of a rule's work
+                raise refusal(constraint, "must be a non-empty list of strings")
+            # A terminal takes a third of the work of a rule.
+            return "CHOICE\nCHOICE: " + " | ".join(_text(one) for one in choices)
         case _:
             assert constraint.kind == "regex", constraint.kind
             from llguidance import regex_to_lark
@@ -116,7 +117,7 @@ def _answer_rule(constraint: Constraint) -> str:
 
 
 def _json_rule(schema: "dict[str, object] | bool") -> str:
-    """A schema as the right side of a rule. Only its own word on spaces is kept of what is for the library."""
+    """A schema as the right side of a rule. Of its options for the library, only those for whitespace are kept."""
     if isinstance(schema, dict):
         own = schema.get("x-guidance")
         chosen = {name: own[name] for name in _SPACE_OPTIONS if name in own} if isinstance(own, dict) else {}
@@ -125,7 +126,7 @@ def _json_rule(schema: "dict[str, object] | bool") -> str:
 
 
 def _parse(constraint: Constraint, text: str, source: Source | None = None) -> object:
-    """JSON within the limits. Raises RequestError, and ValueError if it is none."""
+    """Decodes JSON. Raises RequestError if it exceeds a limit, ValueError if it is not JSON."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -141,7 +142,7 @@ def _parse(constraint: Constraint, text: str, source: Source | None = None) -> o
 
 
 def _walk(value: object) -> Iterator[tuple[object, int]]:
-    """Every object and list in `value`, and how deep it stands."""
+    """Every object and list in `value`, and its nesting level."""
     waiting = [(value, 1)]
     while waiting:
         value, level = waiting.pop()
@@ -151,7 +152,7 @@ def _walk(value: object) -> Iterator[tuple[object, int]]:
 
 
 def _rules(constraint: Constraint, tokenizer: Tokenizer) -> str:
-    """The rules of a lark text, marks included. llama.cpp's GBNF is understood, too."""
+    """The rules of a constraint in Lark, or in llama.cpp's GBNF, and those of its marks."""
     if constraint.text.count("\n") > MAX_REFERENCES:
         raise refusal(constraint, f"has more than {MAX_REFERENCES} lines")
     text = constraint.text
@@ -160,7 +161,7 @@ def _rules(constraint: Constraint, tokenizer: Tokenizer) -> str:
 
         try:
             text = str(any_to_lark(text))
-        except Exception as error:  # a converter that raises whatever it comes upon
+        except Exception as error:  # the converter raises errors of any type
             raise complaint(constraint, str(error)) from None
     sources = iter(constraint.sources if are_own_rules(constraint) else ())
     lines = text.split("\n")
@@ -170,7 +171,7 @@ def _rules(constraint: Constraint, tokenizer: Tokenizer) -> str:
 
 
 def _bounded_line(constraint: Constraint, line: str, sources: Iterator[Source]) -> str:
-    """A line of Lark that ends with a schema, with the same limits for that as a schema has alone."""
+    """A line of Lark that ends with a schema, checked against the limits of schemas."""
     before, _, schema = line.partition(_JSON)
     source = next(sources, None)
     if not schema.startswith("{"):
@@ -178,7 +179,7 @@ def _bounded_line(constraint: Constraint, line: str, sources: Iterator[Source]) 
     try:
         value = _parse(constraint, schema, source)
     except ValueError:
-        return line  # it goes on in the next line, or something stands behind it
+        return line  # the schema goes on in the next line, or is followed by something
     except RequestError:
         if source is None or not source.instead:
             raise
@@ -187,7 +188,7 @@ def _bounded_line(constraint: Constraint, line: str, sources: Iterator[Source]) 
 
 
 def alone(constraint: Constraint) -> list[str]:
-    """Of rules of our own, a grammar for each of the schemas in them. Raises RequestError."""
+    """A grammar for each of the schemas in rules of our own. Raises RequestError if one exceeds a limit."""
     lines = [line for line in constraint.text.split("\n") if _JSON in line]
     sources = iter(constraint.sources)
     bounded = [_bounded_line(constraint, line, sources) for line in lines[: len(constraint.sources)]]
@@ -195,7 +196,7 @@ def alone(constraint: Constraint) -> list[str]:
 
 
 def with_replaced(constraint: Constraint, places: Collection[int]) -> Constraint:
-    """With what stands `instead` of the schemas at these places, where something does."""
+    """The constraint with the schemas at these places replaced by their sources' `instead`, where there is one."""
     lines, place = constraint.text.split("\n"), -1
     for i, line in enumerate(lines):
         place += _JSON in line
@@ -206,7 +207,7 @@ def with_replaced(constraint: Constraint, places: Collection[int]) -> Constraint
 
 
 def _around(constraint: Constraint, lines: Sequence[str], first: Sequence[str], rules: str) -> str:
-    """A grammar with a start of its own after what stands before it."""
+    """The grammar `rules`, which has its own start rule, after the reasoning in `first`."""
     if not first:
         return rules
     outer = "\n".join([f"start: {' '.join(first)} @answer", *lines, ""])
@@ -215,11 +216,11 @@ def _around(constraint: Constraint, lines: Sequence[str], first: Sequence[str], 
     )
 
 
-# ── what stands before it ────────────────────────────────────────────────────────────────────────────────────────────
+# ── reasoning ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _reasoning(constraint: Constraint, prompt_tail: str, tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
-    """Rules, and what a start begins with: reasoning that may or may not come, that the prompt has begun, or none."""
+    """Rules, and what the start rule begins with: reasoning that is optional, that the prompt has begun, or none."""
     starts, ends = constraint.reasoning_starts, constraint.reasoning_ends
     if not ends or prompt_tail.rstrip().endswith(ends):
         return [], []
@@ -230,7 +231,7 @@ def _reasoning(constraint: Constraint, prompt_tail: str, tokenizer: Tokenizer) -
     ]
     for i, end in enumerate(ends):
         pieces = _pieces(end, tokenizer)
-        if isinstance(pieces[0], str):  # a text ends the thoughts where it first appears
+        if isinstance(pieces[0], str):  # the reasoning ends where this text first appears
             lines.append(f"thoughts{i}[suffix={_text(pieces[0])}]: THOUGHTS")
             lines.append(f"thought{i}: " + " ".join([f"thoughts{i}", *map(_piece, pieces[1:])]))
         else:
@@ -246,7 +247,7 @@ def _tag(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _pieces(text: str, tokenizer: Tokenizer) -> list[str | int]:
-    """A tag as texts and special tokens' ids."""
+    """A tag split into texts and ids of special tokens."""
     return list(tokenizer.split_specials(text)) or [""]
 
 
@@ -255,5 +256,5 @@ def _piece(piece: str | int) -> str:
 
 
 def _text(text: str) -> str:
-    """A text as Lark writes it, which is as JSON does."""
+    """A Lark string literal, which is written as in JSON."""
     return json.dumps(text)

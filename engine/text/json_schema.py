@@ -1,8 +1,8 @@
-"""A client's JSON schema as the grammar library should read it.
+"""Rewrites a client's JSON schema for the grammar library.
 
-Words that assert nothing, or nothing that can be enforced, are left out: `uniqueItems`, most of `propertyNames`,
-formats of people's own. Objects that name their properties and say nothing about others are closed, as OpenAI's strict
-mode demands: a model would invent properties. `additionalProperties` that a schema has itself stays as it is.
+Keywords that cannot be enforced are left out: `uniqueItems`, most of `propertyNames`, formats that are not standard.
+Objects that name properties and do not mention others are closed, as in OpenAI's strict mode, because a model would
+invent properties. A schema's own `additionalProperties` stays as it is.
 
 Closing never makes a schema unsatisfiable. Where several schemas describe one object (`allOf`, `$ref` with siblings,
 `anyOf` beside `properties`), each of them stays open, and the object is closed with the names of all of them. Where two
@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 Schema = dict[str, object]
 
-# The standard's; what others mean by a format of their own is a note for people.
+# Others are annotations.
 _STANDARD_FORMATS = (
     *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
     *("uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer"),
@@ -26,31 +26,31 @@ _STANDARD_FORMATS = (
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS_OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _ONE_SCHEMA = ("items", "additionalProperties")
-_IN_PLACE = ("allOf", "anyOf", "oneOf")  # they describe the same value as the schema that they stand in
+_IN_PLACE = ("allOf", "anyOf", "oneOf")  # their schemas describe the same value as the schema that has them
 _OF_AN_OBJECT = frozenset(
     {"properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"}
 )
 # An object with one of these may need a property that the schema does not name.
 _OPENING = ("unevaluatedProperties", "dependentRequired", "dependentSchemas", "$dynamicRef", "not", "if")
-_MAX_BRANCHES = 100  # of a oneOf that are compared, each with each
+_MAX_BRANCHES = 100  # of a oneOf, for comparing each with each
 _NOT_A_REGULAR_LANGUAGE = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
 
 
 def tidy(schema: Schema) -> Schema:
-    """A new schema without notes, and with its objects closed."""
+    """A new schema without annotations and with closed objects."""
     cleaned = _Cleaner(schema).clean(schema)
     _Closer(cleaned).close()
     return cleaned
 
 
 class _Root:
-    """What references of one schema refer to."""
+    """Resolves the references of one schema."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
 
     def target(self, reference: object) -> object:
-        """None: nothing that can be found in the schema."""
+        """What a reference refers to; None if that is not in the schema."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found: object = self._root
@@ -65,7 +65,7 @@ class _Root:
         return found
 
     def behind(self, schema: object) -> object:
-        """`schema`, or what it refers to if it is nothing but a reference."""
+        """`schema`, with its `$ref` followed if it has one."""
         for _ in range(64):
             if not (isinstance(schema, dict) and "$ref" in schema):
                 break
@@ -74,7 +74,7 @@ class _Root:
 
 
 class _Cleaner(_Root):
-    """Copies a schema without its notes."""
+    """Copies a schema without keywords that cannot be enforced."""
 
     def clean(self, schema: Schema) -> Schema:
         cleaned: Schema = {}
@@ -96,7 +96,7 @@ class _Cleaner(_Root):
         return self.clean(schema) if isinstance(schema, dict) else schema
 
     def _name(self, schema: Schema, names: object) -> None:
-        """Writes what `propertyNames` says with words that the library knows, as far as there are such words."""
+        """Expresses `propertyNames` with keywords that the library knows, where that is possible."""
         names = self.behind(names)
         listed, patterns = schema.get("properties") or {}, schema.get("patternProperties")
         if not isinstance(names, dict) or patterns or not isinstance(listed, dict):
@@ -113,7 +113,7 @@ class _Cleaner(_Root):
 
 
 def _pattern(names: Schema) -> str | None:
-    """The regular expression that names have to match; None if there is none, or none that can be enforced."""
+    """The regular expression that names have to match; None if there is none or it cannot be enforced."""
     pattern, least, most = names.get("pattern"), names.get("minLength", 0), names.get("maxLength")
     if isinstance(pattern, str):
         return None if _NOT_A_REGULAR_LANGUAGE.search(pattern) else pattern
@@ -127,13 +127,13 @@ class _Closer(_Root):
 
     def __init__(self, root: Schema) -> None:
         super().__init__(root)
-        self._alone: list[Schema] = []  # that say alone, or first, what their value is
-        self._shared: set[int] = set()  # ids of those that say it together with others; they stay as they are
-        self._shared_deep: set[int] = set()  # those of which everything within is shared as well
+        self._alone: list[Schema] = []  # those that describe their value alone, or before others do
+        self._shared: set[int] = set()  # ids of those that describe a value together with others; they stay open
+        self._shared_deep: set[int] = set()  # ids of those whose inner schemas are shared as well
         self._look(root, True)
 
     def close(self) -> None:
-        # All names first: a schema may be part of another one's place.
+        # Collect all names before changing anything: a schema may be part of another one's place.
         open_ones = [one for one in self._alone if id(one) not in self._shared and "additionalProperties" not in one]
         for schema, names in [(one, self._names(one)) for one in open_ones]:
             if names is not None:
@@ -145,7 +145,7 @@ class _Closer(_Root):
                 schema["additionalProperties"] = False
 
     def _look(self, schema: object, is_alone: bool) -> None:
-        """Sorts a schema and all that it holds."""
+        """Sorts a schema and all its inner ones into alone and shared."""
         if not isinstance(schema, dict):
             return
         parts = [one for word in _IN_PLACE for one in _list(schema, word)]
@@ -169,7 +169,7 @@ class _Closer(_Root):
             self._look(child, True)
 
     def _share(self, schema: object, *, deep: bool = False) -> None:
-        """What this schema and those in its place describe, others describe as well; `deep`: with all within."""
+        """Marks this schema, those in its place and, if `deep`, all inner ones as shared."""
         waiting, seen = [schema], self._shared_deep if deep else self._shared
         while waiting:
             one = waiting.pop()
@@ -181,7 +181,7 @@ class _Closer(_Root):
                 waiting += _children(one) if deep else ()
 
     def _look_for_overlaps(self, schema: Schema) -> None:
-        """Finds the properties and items that more than one schema in the same place describes."""
+        """Marks properties and items that more than one schema in the same place describes as shared."""
         together = list(self._together(schema))
         has_patterns = any(one.get("patternProperties") for one in together)
         others = [one["additionalProperties"] for one in together if isinstance(one.get("additionalProperties"), dict)]
@@ -213,7 +213,7 @@ class _Closer(_Root):
                 waiting += [*reversed(parts), self.target(one.get("$ref"))]
 
     def _names(self, schema: Schema) -> tuple[list[str], list[str]] | None:
-        """The names and the patterns of an object's properties; None: it must stay as it is."""
+        """The names and patterns of an object's properties; None if it must stay open."""
         names: dict[str, None] = {}
         patterns: dict[str, None] = {}
         is_object = False
@@ -235,7 +235,7 @@ class _Closer(_Root):
         return list(names), list(patterns)
 
     def _exclude_each_other(self, branches: list[object]) -> bool:
-        """Whether no value is an instance of two of them, to be seen from types, or from a property's constant."""
+        """Whether types or constants show that no value is an instance of two of them."""
         if len(branches) > _MAX_BRANCHES:
             return False
         return not any(
@@ -257,7 +257,7 @@ class _Closer(_Root):
 
 
 def _may_be_equal(first: object, second: object) -> bool:
-    """Whether a value may be of both schemas, as far as types and constants show."""
+    """Whether a value may be an instance of both schemas, as far as types and constants show."""
     assert isinstance(first, dict) and isinstance(second, dict), (first, second)
     types, other_types = _types(first), _types(second)
     if types is not None and other_types is not None and not types & other_types:
@@ -281,7 +281,7 @@ def _values(schema: Schema) -> set[str] | None:
 
 
 def _children(schema: Schema) -> list[object]:
-    """The schemas of what a value holds, and those that are only referred to."""
+    """The schemas of a value's members, and those that are only referred to."""
     found = [one for word in _SCHEMAS_BY_NAME for one in _dict(schema, word).values()]
     return [*found, *_list(schema, "prefixItems"), *(schema.get(word) for word in _ONE_SCHEMA)]
 

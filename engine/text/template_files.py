@@ -1,56 +1,24 @@
-"""The chat templates in a model's folder, and what they show of how the model writes.
-
-Templates are searched for the tags that a family of models is taught. Knows neither jinja nor tokenizers, so that the
-command line can ask before any process starts.
+"""The chat templates in a model's folder, as text. The command line reads them before any process starts, so this needs
+neither jinja nor tokenizers.
 """
 
 from contextlib import suppress
 from pathlib import Path
 
-from ...config.config import ReasoningParser, ToolCallParser
 from ...config.model_files import read_object, read_text
 from ...errors import ConfigError
 
-# The first whose strings are all in the template. Those that other families' templates may also mention come last.
-_CALLS: tuple[tuple[ToolCallParser, tuple[str, ...]], ...] = (
-    ("openai", ("<|channel|>", "<|message|>")),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
-    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
-    ("none", ("<tool_call>", "<function=")),  # Qwen3-Coder's, which only a tool's schema can read
-    ("hermes", ("<tool_call>",)),
-    ("pythonic", ("[func_name1(",)),
-    ("llama3_json", ("<|python_tag|>",)),
-    ("llama3_json", ('{"name": function name, "parameters":',)),
-    ("pythonic", ("<|python_start|>",)),
-)
-_MAX_CHARS = 1 << 20  # of a template; the longest have a twentieth
-_REASONING: tuple[tuple[ReasoningParser, tuple[str, ...]], ...] = (
-    ("openai_gptoss", ("<|channel|>", "<|message|>")),
-    ("mistral", ("[THINK]",)),
-    ("deepseek_r1", ("</think>", "<｜Assistant｜>")),
-    ("qwen3", ("</think>",)),
-)
-
-
-def tool_call_parser(template: str) -> ToolCallParser:
-    """How a model with this template writes calls. One whose template shows nothing is likeliest to do as hermes."""
-    return next((name for name, marks in _CALLS if all(mark in template for mark in marks)), "hermes")
-
-
-def reasoning_parser(template: str) -> ReasoningParser:
-    """How a model with this template marks its reasoning."""
-    return next((name for name, marks in _REASONING if all(mark in template for mark in marks)), "none")
+_MAX_CHARS = 1 << 20  # of a template; the longest that are known have a twentieth
 
 
 def read_templates(folder: Path, operator_file: Path | None = None) -> dict[str, str]:
-    """Name → template of the checkpoint in `folder`, or `operator_file` instead. Raises ConfigError if one is damaged.
-    Empty without any."""
+    """Name → template of the checkpoint in `folder`, or of `operator_file` instead; empty if there are none. Raises
+    ConfigError if one is damaged."""
     templates = _read(folder, operator_file)
     for name, source in templates.items():
         if len(source) > _MAX_CHARS:
-            whose = operator_file or folder
-            raise ConfigError(f"The chat template {name!r} of {whose} has more than {_MAX_CHARS:,} characters.")
+            place = operator_file or folder
+            raise ConfigError(f"The chat template {name!r} of {place} has more than {_MAX_CHARS:,} characters.")
     return templates
 
 

@@ -1,4 +1,4 @@
-"""How long a model may reason: after so many tokens, the end of the reasoning is forced, token by token."""
+"""Bounds a model's reasoning: after so many tokens, the tag that ends reasoning is forced, token by token."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from .tokenizer import Tokenizer
 
 
 def opens_reasoning(text: str, starts: tuple[str, ...]) -> bool:
-    """Whether a model that reads `text` is in its reasoning."""
+    """Whether a model whose prompt ends with `text` begins with reasoning."""
     return text.rstrip().endswith(starts)
 
 
 class ThinkingBudget:
-    """One output's reasoning. It may begin where an answer may: at the start, or again after its end."""
+    """The reasoning of one output. It may begin at the output's start, and again right after it has ended."""
 
     def __init__(self, tokenizer: Tokenizer, constraint: Constraint, prompt_tail: str) -> None:
         assert constraint.thinking_budget is not None
@@ -22,20 +22,20 @@ class ThinkingBudget:
         self._num_left = constraint.thinking_budget
         self._words = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         self._longest = max(map(len, self._ends), default=1)
-        self._seen = ""  # of the output, as much as a tag may need
+        self._seen = ""  # end of the output, as long as a tag may be
         self._reasons = opens_reasoning(prompt_tail, self._starts)
         self._may_begin = not self._reasons
-        self._num_forced = 0  # tokens of the end that have come
+        self._num_forced = 0  # tokens of the end tag that were sampled
 
     @property
     def forced_id(self) -> int | None:
-        """The one token that may come now."""
+        """The only token that may be sampled next; None: any."""
         if not self._reasons or self._num_left > 0 or self._num_forced == len(self._end_ids):
             return None
         return self._end_ids[self._num_forced]
 
     def accept(self, ids: Sequence[int]) -> None:
-        """These came next."""
+        """Appends sampled tokens to the output."""
         for id in ids:
             self._num_forced = self._num_forced + 1 if id == self.forced_id else 0
             self._seen += self._words.push((id,))

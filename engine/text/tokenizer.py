@@ -3,10 +3,10 @@
 Owns the `tokenizers` library's object and what tokenizer_config.json adds to it. Knows nothing of requests, templates
 or streams; the tokenizer and detokenizer processes and the offline API each load one.
 
-Special tokens that a *person* wrote (`<|im_end|>` in a chat message) must not become control tokens. `neutralize`
-puts a sentinel in the place of each; the sentinels are added tokens of this tokenizer's own, so the library itself
-splits the rendered template exactly as it would without them, and `encode_rendered` then replaces each sentinel's id by
-the ids of the special token's text. A text without such strings takes the ordinary path.
+Special tokens in text from a *client* (`<|im_end|>` in a chat message) must not become control tokens. `neutralize`
+replaces each by a sentinel. The sentinels are added tokens, so the library splits the rendered template exactly as it
+would without them, and `encode_rendered` then replaces each sentinel's id by the ids of the special token's text. A
+text without such strings takes the ordinary path.
 """
 
 import json
@@ -21,12 +21,12 @@ import tokenizers
 from ...config.model_files import read_file, read_object
 from ...errors import ConfigError, RequestError
 
-SENTINEL = "\ufdd0"  # a noncharacter that no text means; followed by one private-use character for each special token
+SENTINEL = "\ufdd0"  # a noncharacter, in no text; followed by one private-use character for each special token
 _SENTINEL_BASE = 0x10F000
-_INEXACT_BYTES = 256  # that a token may stand for where blanks vanish and long words are one unknown token
+_INEXACT_BYTES = 256  # of text per token, at most, where spaces vanish and a long word is one unknown token
 
 LeadingSpace = Literal["keep", "strip", "strip_token"]
-"""What decoding does at the very start of a text: nothing; drop one space; drop all spaces of the first token."""
+"""What decoding does at the start of a text: nothing; drop one space; drop all spaces of the first token."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -45,7 +45,7 @@ class Tokenizer:
     """One model's tokenizer. Not for use from several threads at once."""
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, object]) -> None:
-        """`settings` is tokenizer_config.json (special_tokens_map.json merged in), or what stands in for it."""
+        """`settings`: tokenizer_config.json with special_tokens_map.json merged in."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -75,18 +75,18 @@ class Tokenizer:
     # ── to ids ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def most_bytes(self, num_tokens: int) -> int:
-        """A text of more UTF-8 bytes is more tokens: it need not be encoded, which takes microseconds for each."""
+        """A text of more UTF-8 bytes than this has more tokens, so encoding it, which is slow, can be avoided."""
         return num_tokens * (self._longest_token if self.is_byte_exact else max(self._longest_token, _INEXACT_BYTES))
 
     def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
-        """`text` as the library encodes it: special tokens in it are parsed. `max_tokens`: what is too much of the text
-        is left out at its end. Raises RequestError if not even the special tokens around it fit."""
+        """The ids of `text` as the library encodes it: special tokens in it are parsed. `max_tokens`: the text is cut
+        at its end to fit. Raises RequestError if not even the special tokens around it fit."""
         with self._truncating(max_tokens, add_special_tokens):
             return self._expand(_safely(self._backend.encode, text, add_special_tokens=add_special_tokens).ids)
 
     def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
-        """(ids, which of the texts each is of as the model counts them: 0 or 1). `max_tokens`: of the longer text, the
-        end is left out. Raises RequestError as `encode` does."""
+        """(ids, the type id of each: usually 0 for the first text and 1 for the second). `max_tokens`: the longer text
+        is cut at its end to fit. Raises RequestError as `encode` does."""
         with self._truncating(max_tokens, True, is_pair=True):
             encoding = _safely(self._backend.encode, first, second)
         ids, type_ids = encoding.ids, encoding.type_ids
@@ -110,11 +110,11 @@ class Tokenizer:
             self._backend.no_truncation()
 
     def neutralize(self, text: str) -> str:
-        """`text` with a sentinel in the place of each special token's string. For what a person wrote."""
+        """`text` with each special token's string replaced by a sentinel. For text from clients."""
         return self._specials.sub(lambda match: self._sentinel_of[match[0]], text)
 
     def split_specials(self, text: str) -> Iterator[str | int]:
-        """`text` as ordinary texts and the ids of the special tokens in it."""
+        """`text` split into ordinary texts and the ids of its special tokens."""
         end = 0
         for match in self._specials.finditer(text):
             if match.start() > end:
@@ -127,7 +127,7 @@ class Tokenizer:
             yield text[end:]
 
     def encode_rendered(self, text: str) -> list[int]:
-        """A rendered chat template: its own special tokens are parsed, `neutralize`d ones become plain text."""
+        """The ids of a rendered chat template: its own special tokens are parsed, `neutralize`d ones are plain text."""
         return self.encode(text, add_special_tokens=False)
 
     def _expand(self, ids: list[int]) -> list[int]:
@@ -155,8 +155,8 @@ class Tokenizer:
             self._specials = re.compile(_any_of(plain))
 
     def _encode_plain(self, text: str) -> list[int]:
-        """Needs `encode_special_tokens`. Some vocabularies hold a special token's string as an ordinary entry too; it
-        is then spelled in single characters."""
+        """The ids of a special token's string as text; `encode_special_tokens` must be on. Where the vocabulary has the
+        string as an ordinary entry too, it is encoded character by character."""
         ids = self._backend.encode(text, add_special_tokens=False).ids
         if self.special_ids.isdisjoint(ids):
             return ids
@@ -175,13 +175,12 @@ class Tokenizer:
 
     @property
     def is_byte_exact(self) -> bool:
-        """Whether a text is the UTF-8 of its tokens' bytes one after the other, but for `leading_space`."""
+        """Whether the bytes of a text are those of its tokens joined, apart from `leading_space`."""
         return self._decoding.is_byte_exact
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`, from the start of a text. Bytes that are no UTF-8 become U+FFFD; unknown ids vanish.
-
-        The same text that `IncrementalDetokenizer` gives in pieces."""
+        """The text of `ids`, which begin a text; `IncrementalDetokenizer` gives the same in pieces. Bytes that are not
+        UTF-8 become U+FFFD; unknown ids are skipped."""
         if not self.is_byte_exact:
             return self.decode_window(ids, skip_special_tokens)
         skipped = self.special_ids if skip_special_tokens else frozenset()
@@ -197,7 +196,7 @@ class Tokenizer:
         return _safely(self._backend.decode, known, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that this token adds in the middle of a text; nothing for an id that is no token."""
+        """The bytes that this token adds within a text; empty for an unknown id."""
         data = self._bytes.get(id)
         if data is None:
             data = self._bytes[id] = self._find_bytes(id)
@@ -209,19 +208,19 @@ class Tokenizer:
         return data.replace(b" ", b"") if self.leading_space == "strip_token" and id not in self._added_text else data
 
     def strip_start(self, data: bytes) -> bytes:
-        """The first bytes of a text, without the space that the vocabulary puts before every text."""
+        """`data`, the first bytes of a text, without the space that the vocabulary puts before every text."""
         return data[1:] if self.leading_space == "strip" and data.startswith(b" ") else data
 
     def token_text(self, id: int) -> str:
-        """The token for a person to read; U+FFFD stands where it is no whole character."""
+        """The token as readable text; bytes that are not a whole character become U+FFFD."""
         text = self._texts.get(id)
         if text is None:
             text = self._texts[id] = self.token_bytes(id).decode("utf-8", "replace")
         return text
 
     def whole_text(self, id: int) -> str | None:
-        """What this token adds after whole characters, if that is whole characters again; None for special tokens, and
-        where neighbours have a say."""
+        """The text that this token adds after whole characters, if it is whole characters itself. None for special
+        tokens, and in vocabularies where it depends on other tokens."""
         try:
             return self._whole_texts[id]
         except KeyError:
@@ -243,8 +242,8 @@ T = TypeVar("T")
 
 
 def _safely(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What the library returns. Where it panics, as some tokenizer.json make it, RuntimeError is raised: its own
-    exception is none that `except Exception` catches, so one prompt would end the process."""
+    """Calls the library, and raises RuntimeError if it panics, which some tokenizer.json files cause. Its own exception
+    is not an Exception, so a single prompt would end the process."""
     try:
         return call(*args, **kwargs)
     except BaseException as error:
@@ -254,7 +253,7 @@ def _safely(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class _Decoding:
-    """What a tokenizer's decoder makes of one vocabulary entry, read from the decoder's own description."""
+    """How a tokenizer's decoder turns a vocabulary entry into bytes, read from the decoder's own description."""
 
     def __init__(
         self,
@@ -306,7 +305,7 @@ class _Decoding:
         )
 
     def longest(self, vocabulary: Iterable[str]) -> int:
-        """At least as many bytes as any entry stands for. Cheap: it is asked at each start, of all of them."""
+        """An upper bound of the bytes of any entry. Cheap, because each start computes it over the whole vocabulary."""
         return max((len(token) if self._byte_level else len(token.encode()) for token in vocabulary), default=1)
 
     def bytes_of(self, token: str) -> bytes:
@@ -327,10 +326,10 @@ _Tree = dict[str, "_Tree"]
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A regular expression for the longest of `texts` that stands at a place.
+    """A regular expression that matches the longest of `texts`.
 
-    A tree of their characters: hundreds of special tokens begin alike, and as a plain list each of them would be tried
-    at every place of a text that is made of such beginnings."""
+    It is a tree of characters: hundreds of special tokens have a common prefix, and as a plain list each of them would
+    be tried at every place of a text that is made of such prefixes."""
     root: _Tree = {}
     for text in texts:
         node = root
@@ -353,7 +352,7 @@ def _pattern(node: _Tree) -> str:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of the checkpoint in `folder`. Raises ConfigError if there is none or it is damaged."""
+    """The tokenizer of the checkpoint in `folder`. Raises ConfigError if it is missing or damaged."""
     path = folder / "tokenizer.json"
     settings: dict[str, object] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -369,7 +368,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _load_with_transformers(folder: Path, settings: Mapping[str, object]) -> Tokenizer:
-    """Checkpoints without tokenizer.json: transformers can build the same kind of object from older files."""
+    """For checkpoints without tokenizer.json: transformers builds the same kind of object from older files."""
     if not any(folder.glob("*.model")) and not any((folder / name).is_file() for name in ("vocab.json", "vocab.txt")):
         raise ConfigError(f"{folder} has no tokenizer: there is no tokenizer.json in it.")
     from transformers import AutoTokenizer  # seconds of import, so only here
@@ -395,7 +394,7 @@ def _token_text(value: object) -> str | None:
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, object], named: Iterable[str]) -> None:
-    """Tokens that only tokenizer_config.json declares, as transformers adds them."""
+    """Adds the tokens that only tokenizer_config.json declares, as transformers does."""
     declared = settings.get("added_tokens_decoder")
     specials: list[tokenizers.AddedToken] = []
     plain: list[tokenizers.AddedToken] = []
@@ -414,7 +413,7 @@ def _add_declared_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, o
     values = more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
     known = {token.content for token in specials}
     for text in (*named, *(text for value in values if (text := _token_text(value)))):
-        # Names of tokens that the vocabulary lacks stay names: a new id would lie outside of the model's embedding.
+        # A named token that the vocabulary lacks is not added: a new id would lie outside the model's embedding.
         if text not in known and backend.token_to_id(text) is not None:
             specials.append(tokenizers.AddedToken(text, special=True, normalized=False))
             known.add(text)

@@ -6,11 +6,10 @@ import time
 
 import pytest
 
-from pagewire.api.output.parsers.calls import DEEPSEEK, HERMES, LLAMA3_JSON, MISTRAL, NO_CALLS, PYTHONIC, thinking
 from pagewire.api.output.parsers.events import CallArguments, CallStart, Event, Reasoning, Text, joined
-from pagewire.api.output.parsers.harmony import HARMONY
+from pagewire.api.output.parsers.family import NO_CALLS
 from pagewire.api.output.parsers.lexer import MAX_HELD, Grammar, Lexer
-from pagewire.api.output.parsers.registry import find_grammar
+from pagewire.api.output.parsers.registry import find_family, find_grammar
 
 Found = list[str | tuple[str, str] | dict[str, str]]  # text, call (name, arguments), reasoning {"r": …}
 
@@ -149,7 +148,12 @@ HARMONY_CASES: dict[str, tuple[str, Found]] = {
     "no message": ("<|channel|>" + "x" * 600, ["<|channel|>" + "x" * 600]),
     "no harmony": ("Yes", ["Yes"]),
 }
-THINK = thinking("<think>", "</think>", HERMES)
+HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK, PYTHONIC, HARMONY = (
+    find_family(name, "none").calls
+    for name in ("hermes", "llama3_json", "mistral", "deepseek_v3", "pythonic", "openai")
+)
+THINK = find_grammar("hermes", "qwen3", True)
+assert THINK is not None
 FAMILIES: dict[str, tuple[Grammar, dict[str, tuple[str, Found]]]] = {
     "hermes": (HERMES, HERMES_CASES),
     "llama3_json": (LLAMA3_JSON, LLAMA3_CASES),

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from pagewire.api.output.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
 from pagewire.api.output.parsers.lexer import Lexer
-from pagewire.api.output.parsers.registry import find_grammar, reasoning_tags
-from pagewire.api.output.parsers.spelling import CannotSpell, spell_calls
+from pagewire.api.output.parsers.registry import find_family, find_grammar
+from pagewire.api.output.parsers.spelling import CannotSpell
 from pagewire.engine.text.tokenizer import Tokenizer
 from pagewire.ipc.messages import Constraint
 
@@ -45,7 +45,7 @@ TOOLS: list[tuple[str, dict[str, Any]]] = [
 
 
 def vocabulary(parser: str, special: bool) -> Tokenizer:
-    rules = spell_calls(parser, TOOLS, several=True)
+    rules = find_family(parser, "none").spell_calls(TOOLS, several=True)
     assert rules is not None
     return json_tokenizer([*rules.marks, "<think>", "</think>", "<|start|>", "<|end|>"], special=special)
 
@@ -83,11 +83,11 @@ def calls_in(events: list[Event]) -> list[tuple[str, Any]]:
 def test_every_spelling_is_read_back(parser: str, several: bool, reasons: bool, special: bool) -> None:
     tokenizer = vocabulary(parser, special)
     grammars = grammars_of(tokenizer)
-    rules = spell_calls(parser, TOOLS, several=several)
+    rules = find_family(parser, "none").spell_calls(TOOLS, several=several)
     assert rules is not None
     text = "\n".join(["start: calls", *rules.rules])
     reasoning = "none" if not reasons else "openai_gptoss" if parser == "openai" else "qwen3"
-    tags = reasoning_tags(parser, reasoning)
+    tags = find_family(parser, reasoning).reasoning
     constraint = Constraint("lark", text, lark_marks=rules.marks)
     if tags is not None:
         constraint = replace(constraint, reasoning_starts=tags[:1], reasoning_ends=tags[1:])
@@ -115,7 +115,7 @@ def test_every_spelling_is_read_back(parser: str, several: bool, reasons: bool, 
 @pytest.mark.parametrize("parser", ["hermes", "mistral", "pythonic", "deepseek_v31"])
 def test_a_call_or_an_answer(parser: str, special: bool) -> None:
     tokenizer = vocabulary(parser, special)
-    rules = spell_calls(parser, TOOLS, several=True)
+    rules = find_family(parser, "none").spell_calls(TOOLS, several=True)
     assert rules is not None
     schema = '{"type": "object", "properties": {"ok": {"const": 1}}, "required": ["ok"], "additionalProperties": false}'
     text = "\n".join(["start: calls | answer", *rules.rules, f"answer: %json {schema}"])
@@ -134,7 +134,7 @@ def test_a_call_or_an_answer(parser: str, special: bool) -> None:
 
 def test_only_the_tool_that_was_named(parser: str = "hermes") -> None:
     tokenizer = vocabulary(parser, special=True)
-    rules = spell_calls(parser, TOOLS[1:2], several=False)
+    rules = find_family(parser, "none").spell_calls(TOOLS[1:2], several=False)
     assert rules is not None
     constraint = Constraint("lark", "\n".join(["start: calls", *rules.rules]), lark_marks=rules.marks)
     output = tokenizer.decode(draw(grammars_of(tokenizer).compile(constraint, ""), tokenizer, 0), False)
@@ -144,7 +144,7 @@ def test_only_the_tool_that_was_named(parser: str = "hermes") -> None:
 @pytest.mark.parametrize("name", ["", "a b", "é", 'q"', "x" * 300])
 def test_names_that_no_call_can_have(name: str) -> None:
     with pytest.raises(CannotSpell, match="is no name"):
-        spell_calls("hermes", [(name, {"type": "object"})], several=True)
+        find_family("hermes", "none").spell_calls([(name, {"type": "object"})], several=True)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_names_that_no_call_can_have(name: str) -> None:
 )
 def test_what_cannot_be_written_as_keywords(schema: dict[str, Any]) -> None:
     with pytest.raises(CannotSpell, match="writes calls as Python does"):
-        spell_calls("pythonic", [("f", schema)], several=True)
+        find_family("pythonic", "none").spell_calls([("f", schema)], several=True)
 
 
 def test_a_family_that_is_not_known() -> None:
-    assert spell_calls("none", TOOLS, several=True) is None
+    assert find_family("none", "none").spell_calls(TOOLS, several=True) is None

@@ -1,7 +1,9 @@
 """A model with random weights at temperature 1, through real processes: what it writes keeps to what was asked for."""
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ from json_schemas import check_instance, make_schema
 from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
 QUESTION = [{"role": "user", "content": "hi"}]
 WEATHER = {
     "type": "object",
@@ -119,6 +122,21 @@ def test_forced_calls(client: openai.OpenAI, choice: Any, stream: bool) -> None:
                 check_instance(WEATHER, json.loads(arguments))
             else:
                 assert (name, json.loads(arguments)) == ("now", {}) and choice == "required"
+
+
+def test_forced_calls_of_a_family_from_a_module(
+    start: Callable[..., Server], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(ROOT / "docs" / "examples" / "tagged_calls.py", tmp_path / "my_family.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    flags = ("--tool-call-parser", "my_family:FAMILY", "--reasoning-parser", "my_family:FAMILY")
+    server = start(str(folder), *flags).wait_ready()
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
+    message = ask(client, tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False).choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["weather"]
+    check_instance(WEATHER, json.loads(message.tool_calls[0].function.arguments))
+    shaped = ask(client, tools=TOOLS, tool_choice="auto", extra_body={"guided_regex": r"<call:now>\{\}</call>"})
+    assert [call.function.name for call in shaped.choices[0].message.tool_calls] == ["now"]
 
 
 def test_a_format_after_the_reasoning(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:

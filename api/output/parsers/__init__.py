@@ -1,1 +1,1 @@
-"""What models write between their words: tool calls and reasoning. One lexer for streams and plain answers."""
+"""Tool calls and reasoning in what models write: how they are read, and how they are forced."""

@@ -1,12 +1,12 @@
-"""What stands between words: the values and calls that a grammar reads out of a model's output, a character at a time.
+"""Parts of readers: the values and calls that a family's reader reads out of a model's output, character by character.
 
-A reader is a generator that is sent one character after another and ends with its block. Whatever it is made of is a
-generator too, takes the first character that it needs and returns the first that it did not use, "" if its own end was
-plain. `Broken` says that the character just sent does not fit. Nothing here recurses or looks back, so time is linear,
-and what may have to become text again is kept by the lexer, with a bound.
+A reader is a generator that is sent one character at a time and returns when its block ends. Its parts are generators
+too: each takes the first character that it needs and returns the first that it did not use, or "" if it used the last
+one. `Broken` says that the character just sent does not fit. Nothing here recurses or looks back, so time is linear.
+The lexer keeps a bounded number of characters that may have to become text again.
 """
 
-import re
+import string
 from collections.abc import Callable, Generator, Mapping
 from typing import Literal, NamedTuple, TypeVar
 
@@ -22,31 +22,31 @@ Give = Callable[[str], object]
 SPACE = " \t\r\n"
 MAX_DEPTH = 64
 MAX_NAME = 256  # characters
+_NAME_CHARS = frozenset(string.ascii_letters + string.digits + "_.:/-")
 _MAX_NUMBER = 512
-_MAX_CLOSING = 64  # what may stand between a call and the tag that closes it, tag included
+_MAX_CLOSING = 64  # characters between a call and the end of the tag that closes it
 _CLOSES = {"{": "}", "[": "]"}
 _HEX = frozenset("0123456789abcdefABCDEF")
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
 class Broken(Exception):
-    """What was read is not what this grammar writes."""
+    """The output does not follow the grammar."""
 
 
 class Block:
     """What a reader has found in one block."""
 
     def __init__(self, before: str, kind: Kind) -> None:
-        """`before`: what belongs to the words if nothing in the block can be read."""
-        self.raw = [before]  # read, and not given out in any form
-        self.kind: Kind = kind  # what the words after the block are
-        self.quiet = False  # if the output ends here, nobody misses `raw`
+        """`before`: the block's tag and the spaces before it, which become text again if the block cannot be read."""
+        self.raw = [before]  # read, and in no event yet
+        self.kind: Kind = kind  # of the text after the block
+        self.quiet = False  # if the output ends here, `raw` is dropped
         self._events: list[Event] = []
         self._pieces: list[str] = []
 
     def start(self, name: str) -> None:
-        """A call begins; from here on it is one. Raises Broken if no function can have that name."""
-        if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        """A call begins, and cannot be taken back. Raises Broken if no function can have that name."""
+        if not is_call_name(name):
             raise Broken
         self._close()
         self._events.append(CallStart(name))
@@ -58,12 +58,12 @@ class Block:
         self.raw.clear()
 
     def settle(self) -> None:
-        """What was read so far was understood."""
+        """All that was read so far needs not become text again."""
         self.raw.clear()
         self.quiet = True
 
     def take(self) -> list[Event]:
-        """The news since the last time."""
+        """The events since the last call."""
         self._close()
         events, self._events = self._events, []
         return events
@@ -87,7 +87,7 @@ class Syntax(NamedTuple):
 
 
 def skip_space(give: Give | None = None) -> Reads[str]:
-    """The next character that is no space; the spaces are given."""
+    """The next character that is no space. The spaces go to `give`."""
     while (char := (yield)) in SPACE:
         if give is not None:
             give(char)
@@ -95,7 +95,7 @@ def skip_space(give: Give | None = None) -> Reads[str]:
 
 
 def value(char: str, give: Give, syntax: Syntax) -> Reads[str]:
-    """One value that begins with `char`. Gives it as JSON, and nothing that could not be the beginning of JSON."""
+    """One value that begins with `char`, given as JSON. All that was given is valid JSON so far."""
     stack: list[str] = []
     while True:
         if char in syntax.quotes:
@@ -215,7 +215,7 @@ def _escaped(char: str) -> str:
 
 
 def _json_string(quote: str, give: Give) -> Reads[None]:
-    r"""As JSON has it; a bare line end and the like, and `\'`, which models write, are given as JSON."""
+    r"""A JSON string. Models also write bare control characters and `\'`, which are given as valid JSON."""
     while (char := (yield)) != '"':
         if char != "\\":
             give(char if char >= " " else _escaped(char))
@@ -263,8 +263,24 @@ PYTHON = Syntax(
 # ── parts of calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def is_call_name(name: str) -> bool:
+    """Whether a function can have this name."""
+    return 0 < len(name) <= MAX_NAME and _NAME_CHARS.issuperset(name)
+
+
+def call_name(char: str) -> Reads[tuple[str, str]]:
+    """A name, perhaps empty, that begins with `char`, and the first character after it."""
+    name = ""
+    while char in _NAME_CHARS:
+        name += char
+        if len(name) > MAX_NAME:
+            raise Broken
+        char = yield
+    return name, char
+
+
 def until(tag: str, limit: int) -> Reads[str]:
-    """What stands before `tag`, at most `limit` characters with it."""
+    """The text before `tag`. Raises Broken after `limit` characters, the tag's included."""
     text = ""
     while not text.endswith(tag):
         if len(text) == limit:
@@ -274,12 +290,12 @@ def until(tag: str, limit: int) -> Reads[str]:
 
 
 def closing(tag: str) -> Reads[None]:
-    """Up to the tag that closes a call. A few characters before it, a brace too many for instance, are nobody's."""
+    """Up to the tag that closes a call. A few characters before it, such as a superfluous brace, are dropped."""
     yield from until(tag, _MAX_CLOSING)
 
 
 def arguments(block: Block, char: str) -> Reads[None]:
-    """The object of the call that has begun."""
+    """The arguments, an object that begins with `char`, of the call that has begun."""
     if char != "{":
         raise Broken
     yield from value(char, block.argue, JSON)
@@ -287,9 +303,9 @@ def arguments(block: Block, char: str) -> Reads[None]:
 
 
 def call_object(block: Block, char: str, *, needs_arguments: bool = False) -> Reads[None]:
-    """One call as an object: `{"name": …, "arguments": {…}}`, with its keys in any order and others among them. The
-    arguments may also be called parameters, be null, or be a string that holds the object; where no tag
-    says that this is a call, they must be there."""
+    """One call as an object: `{"name": …, "arguments": {…}}`, with its keys in any order and others among them. The key
+    may also be `parameters`, and its value null or a string that holds the object. `needs_arguments`: without them it
+    is no call, because no tag says that it is one."""
     if char != "{":
         raise Broken
     block.quiet = False
@@ -362,7 +378,7 @@ def _object_text(pieces: list[str]) -> str:
 
 
 def _decode(pieces: list[str]) -> object:
-    """The value; False, which nobody wants either, if it cannot be read (half a surrogate pair, for instance)."""
+    """The value; False, which no caller accepts, if it cannot be decoded (half a surrogate pair, for instance)."""
     try:
         return msgspec.json.decode("".join(pieces))
     except (msgspec.DecodeError, RecursionError):

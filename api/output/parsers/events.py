@@ -1,16 +1,16 @@
-"""What an output turns out to be made of, in order."""
+"""The events that a model's output is read into, in order."""
 
 from typing import NamedTuple
 
 
 class Text(NamedTuple):
-    """Words for the reader."""
+    """Part of the answer's text."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """What the model told itself."""
+    """Part of the reasoning."""
 
     text: str
 
@@ -31,7 +31,7 @@ Event = Text | Reasoning | CallStart | CallArguments
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """The same with neighbours of one kind as one."""
+    """The same events with neighbours of one kind merged."""
     if len(events) < 2:
         return events
     merged: list[Event] = []

@@ -1,9 +1,9 @@
-"""The one lexer of what a model writes: text in any pieces, events out.
+"""The lexer of model outputs: text in pieces of any size goes in, events come out.
 
-The events' texts joined do not depend on where the pieces are cut, so a stream and a plain answer cannot disagree. A
-`Grammar` says which tags end the words and how what follows is read. What begins like a call and is none comes out as
-text; once a call has begun it cannot be taken back, and a slip in its arguments ends it: the rest is text. Time is
-linear, and at most `MAX_HELD` characters are held back.
+The joined texts of the events do not depend on where the pieces are cut, so a stream and a plain answer cannot
+disagree. A `Grammar` says which tags end the text and how to read what follows them. What begins like a call but is not
+one comes out as text. A call that has begun cannot be taken back: an error in its arguments ends it, and the rest is
+text. Time is linear, and at most `MAX_HELD` characters are held back.
 """
 
 from collections.abc import Callable
@@ -13,29 +13,29 @@ from .block import SPACE, Block, Broken, Kind, Reads
 from .events import CallStart, Event, Reasoning, Text, joined
 
 MAX_HELD = 1 << 16  # characters that may yet turn out to be a call
-_MAX_SPACES = 1 << 12  # a longer run of spaces is words
+_MAX_SPACES = 1 << 12  # a longer run of spaces is text, even before a block
 
 
 class Reader(Protocol):
-    """Reads a block. It begins with `tag`, whose last character was just read; the result is one character too many,
-    or "". `block` takes what is found."""
+    """Reads the block that begins with `tag`, which was just read, into `block`. Returns the last character it was sent
+    if that is not part of the block, else ""."""
 
     def __call__(self, tag: str, block: Block) -> Reads[str]: ...
 
 
 class Grammar(NamedTuple):
-    """What a model writes besides words. No tag may stand inside another."""
+    """What a model writes besides text. No tag may contain another."""
 
     read: Reader
     leads: tuple[str, ...] = ()  # begin a block at the start of an answer only
     tags: tuple[str, ...] = ()  # begin a block anywhere in an answer
     reasoning_tags: tuple[str, ...] = ()  # begin a block anywhere in reasoning
-    marks: tuple[str, ...] = ()  # what else the model marks parts with
-    reasons: Callable[[str], bool] = lambda prompt: False  # whether a prompt that ends so begins the reasoning
+    marks: tuple[str, ...] = ()  # further tags, inside blocks
+    reasons: Callable[[str], bool] = lambda prompt: False  # whether the output of a prompt with this end is reasoning
 
     @property
     def all_marks(self) -> tuple[str, ...]:
-        """Everything that may be a special token, and has to be shown then."""
+        """All tags. Those that are special tokens have to be kept when the output is detokenized."""
         return tuple(dict.fromkeys((*self.leads, *self.tags, *self.reasoning_tags, *self.marks)))
 
 
@@ -43,14 +43,14 @@ class Lexer:
     """Reads one output."""
 
     def __init__(self, grammar: Grammar, prompt: str = "") -> None:
-        """`prompt`: its end, in which the model may have been made to reason."""
+        """`prompt`: the end of its text; the chat template may have begun the reasoning there."""
         self._grammar = grammar
         self._kind: Kind = "reasoning" if grammar.reasons(prompt) else "text"
-        self._at_start = True  # nothing but spaces were read in this part of the output
-        self._trims = self._kind == "reasoning"  # those spaces are nobody's
-        self._held = ""  # what may be the beginning of a tag
-        self._spaces: list[str] = []  # before it, and nobody's if a block follows
-        self._num_spaces = 0  # of the whole run, those given out included
+        self._at_start = True  # only spaces were read of this part of the output
+        self._trims = self._kind == "reasoning"  # those spaces are dropped
+        self._held = ""  # a possible beginning of a tag
+        self._spaces: list[str] = []  # before `_held`; dropped if a block follows
+        self._num_spaces = 0  # of the whole run of spaces, including those already given out
         self._block: Block | None = None
         self._reads: Reads[str] | None = None
         self._num_calls = 0
@@ -61,7 +61,7 @@ class Lexer:
         return self._kind == "reasoning"
 
     def push(self, text: str) -> list[Event]:
-        """The events that became certain with `text`."""
+        """The events that are certain once `text` is read."""
         events: list[Event] = []
         while text:
             if self._block is not None:
@@ -73,7 +73,7 @@ class Lexer:
         return joined(events)
 
     def flush(self) -> list[Event]:
-        """The output has ended."""
+        """The output has ended: the remaining events."""
         events: list[Event] = []
         if self._block is not None:
             self._take(self._block, events)
@@ -109,7 +109,7 @@ class Lexer:
         text = self._held + text
         self._held = ""
         tags = self._grammar.tags if self._kind == "text" else self._grammar.reasoning_tags
-        if not any(tag[0] in text for tag in tags):  # as nearly always
+        if not any(tag[0] in text for tag in tags):  # nearly always
             self._give(text, events)
             return ""
         found = [(at, tag) for tag in tags if (at := text.find(tag)) >= 0]
@@ -124,7 +124,7 @@ class Lexer:
         return ""
 
     def _give(self, text: str, events: list[Event]) -> None:
-        """Gives `text` out but for the spaces that end it."""
+        """Gives `text` out, without the spaces at its end."""
         words = text.rstrip(SPACE)
         if words:
             self._say("".join(self._spaces) + words, events)
@@ -180,7 +180,7 @@ class Lexer:
         return ""
 
     def _break(self, block: Block, rest: str, events: list[Event]) -> str:
-        """There is nothing more to be read here: `rest` is words, or another block."""
+        """The block cannot be read further: `rest` is text, or another block."""
         self._take(block, events)
         self._say("".join(block.raw), events)
         self._block = self._reads = None

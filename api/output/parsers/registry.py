@@ -1,50 +1,53 @@
-"""Which grammar belongs to which names of parsers. The names are vLLM's."""
+"""Finds the families that flags name and that chat templates show. A family's file is imported when first needed."""
 
 from functools import cache
 
-from .calls import DEEPSEEK, HERMES, LLAMA3_JSON, MISTRAL, NO_CALLS, PYTHONIC, thinking
-from .harmony import HARMONY
+from ....config.families import REASONING_PARSERS, TOOL_CALL_PARSERS
+from ....config.plugins import find_class
+from ....errors import ConfigError
+from .family import Family
 from .lexer import Grammar
 
-_CALLS = {
-    "none": NO_CALLS,
-    "hermes": HERMES,
-    "llama3_json": LLAMA3_JSON,
-    "mistral": MISTRAL,
-    "pythonic": PYTHONIC,
-    "deepseek_v3": DEEPSEEK,
-    "deepseek_v31": DEEPSEEK,
-    "openai": HARMONY,
-}
-_REASONING = {
-    "deepseek_r1": ("<think>", "</think>"),
-    "qwen3": ("<think>", "</think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-}
+_TABLES = {"--tool-call-parser": TOOL_CALL_PARSERS, "--reasoning-parser": REASONING_PARSERS}
 
 
-_HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
-HARMONY_ANSWER = "<|channel|>final<|message|>"
+def _load(flag: str, name: str) -> Family:
+    target = _TABLES[flag].get(name, name)
+    if ":" not in target:
+        known = ", ".join(sorted(_TABLES[flag]))
+        raise ConfigError(f"{flag} {name!r} is not known; there are {known}, or write module:FAMILY.")
+    if target.startswith("."):
+        target = f"{__package__}.families{target}"
+    found = find_class(flag, target, ())
+    if not isinstance(found, Family):
+        raise ConfigError(f"{flag} {name}: this is not a Family of pagewire.api.output.parsers.family.")
+    return found
 
 
-def writes_harmony(tool_call_parser: str, reasoning_parser: str) -> bool:
-    """Whether the model's output is a row of messages."""
-    return tool_call_parser == "openai" or reasoning_parser in ("openai", "openai_gptoss")
-
-
-def reasoning_tags(tool_call_parser: str, reasoning_parser: str) -> tuple[str, str] | None:
-    """What opens the model's reasoning, and what ends it; None if nothing is known of any."""
-    if writes_harmony(tool_call_parser, reasoning_parser):
-        return _HARMONY_REASONING
-    return _REASONING.get(reasoning_parser)
+@cache
+def find_family(tool_call_parser: str, reasoning_parser: str) -> Family:
+    """How the model writes calls and reasoning. The names are those of `EngineConfig`. Raises ConfigError."""
+    calls, reasoning = _load("--tool-call-parser", tool_call_parser), _load("--reasoning-parser", reasoning_parser)
+    for family in (calls, reasoning):
+        if family.answer:
+            return family
+    return calls._replace(reasoning=reasoning.reasoning)
 
 
 @cache
 def find_grammar(tool_call_parser: str, reasoning_parser: str, has_tools: bool) -> Grammar | None:
-    """What to read an answer with; None if it is words only. The names are those of `EngineConfig`."""
-    if writes_harmony(tool_call_parser, reasoning_parser):
-        return HARMONY  # its messages have to be told apart in any case
-    calls = _CALLS[tool_call_parser] if has_tools else NO_CALLS
-    if reasoning_parser != "none":
-        return thinking(*_REASONING[reasoning_parser], calls)
-    return None if calls is NO_CALLS else calls
+    """What to read an output with; None if all of it is text."""
+    return find_family(tool_call_parser, reasoning_parser).grammar(has_tools)
+
+
+def check(tool_call_parser: str, reasoning_parser: str) -> None:
+    """Raises ConfigError if one of the flags, which may be auto, names no family."""
+    find_family(*("none" if name == "auto" else name for name in (tool_call_parser, reasoning_parser)))
+
+
+def shown_parsers(template: str) -> tuple[str, str]:
+    """The names of the first families that recognize a chat template, for calls and for reasoning. Where none does, the
+    model most likely writes calls as hermes."""
+    calls = (name for name in TOOL_CALL_PARSERS if _load("--tool-call-parser", name).shows_calls(template))
+    reasoning = (name for name in REASONING_PARSERS if _load("--reasoning-parser", name).shows_reasoning(template))
+    return next(calls, "hermes"), next(reasoning, "none")

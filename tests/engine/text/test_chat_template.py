@@ -174,7 +174,7 @@ def test_a_model_without_template_refuses_chat(tmp_path) -> None:
 
 
 def test_a_template_that_is_no_jinja_stops_the_start() -> None:
-    with pytest.raises(ConfigError, match="no valid jinja"):
+    with pytest.raises(ConfigError, match="not valid jinja"):
         ChatTemplate({"default": "{% for %}"}, {})
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.config.config import Config, ReasoningParser, ToolCallParser
+from pagewire.api.output.parsers.registry import shown_parsers
+from pagewire.config.config import Config
 from pagewire.config.flags import make_config
-from pagewire.engine.text.template_files import read_templates, reasoning_parser, tool_call_parser
+from pagewire.engine.text.template_files import read_templates
 from pagewire.errors import ConfigError
 from pagewire.procs.prepare import prepare
 
-SHOWN: dict[str, tuple[str, ToolCallParser, ReasoningParser]] = {
+SHOWN: dict[str, tuple[str, str, str]] = {
     "qwen2.5": ("return a json object within <tool_call></tool_call> XML tags:", "hermes", "none"),
     "qwen3": ("<tool_call>\\n' }}{%- if '</think>' in content %}<think>\\n\\n</think>", "hermes", "qwen3"),
     "qwen3-coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=", "none", "none"),
@@ -43,7 +44,7 @@ SHOWN: dict[str, tuple[str, ToolCallParser, ReasoningParser]] = {
 @pytest.mark.parametrize("name", SHOWN)
 def test_what_a_template_shows(name: str) -> None:
     template, calls, reasoning = SHOWN[name]
-    assert (tool_call_parser(template), reasoning_parser(template)) == (calls, reasoning)
+    assert shown_parsers(template) == (calls, reasoning)
 
 
 def test_prepare_asks_the_template_that_is_used(tmp_path: Path) -> None:

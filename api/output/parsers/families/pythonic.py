@@ -1,0 +1,119 @@
+"""Llama 4 and others: `[name(key=value, …), …]` at the start or after `<|python_start|>`, with values as in Python."""
+
+import json
+
+from ..block import PYTHON, SPACE, Block, Broken, Reads, call_name, closing, is_call_name, skip_space, value
+from ..family import Family
+from ..lexer import Grammar
+from ..spelling import ANY_OBJECT, CallRules, CannotSpell, Schema, Tools, literal, one_of, repeat, rule
+
+_START, _END = "<|python_start|>", "<|python_end|>"
+_MAX_KEYWORDS = 64  # of a call of a tool whose schema does not name them
+_OF_AN_OBJECT = {"type", "properties", "required", "additionalProperties"}  # what a row of keywords can express
+_NOTES = {"title", "description", "$schema", "$defs", "definitions", "examples", "default", "strict"}
+
+
+def _read(tag: str, block: Block) -> Reads[str]:
+    char = tag if tag == "[" else (yield from skip_space())
+    if char != "[":
+        raise Broken
+    while char != "]":
+        block.quiet = False
+        name, char = yield from _identifier((yield from skip_space()))
+        if char != "(":
+            raise Broken
+        before = "{"
+        char = yield from skip_space()
+        while char != ")":
+            key, char = yield from _identifier(char)
+            if char != "=":
+                raise Broken
+            if before == "{":
+                block.start(name)
+            block.argue(f'{before}"{key}": ')
+            before = ", "
+            char = yield from value((yield from skip_space()), block.argue, PYTHON)
+            if char in SPACE:  # or not read yet
+                char = yield from skip_space()
+            if char == ",":
+                char = yield from skip_space()
+            elif char != ")":
+                raise Broken
+        if before == "{":
+            block.start(name)
+            block.argue("{")
+        block.argue("}")
+        block.settle()
+        char = yield from skip_space()
+        if char not in ",]":
+            raise Broken
+    if tag != "[":
+        yield from closing(_END)
+    return ""
+
+
+def _identifier(char: str) -> Reads[tuple[str, str]]:
+    """A name and the first character after it that is no space."""
+    name, char = yield from call_name(char)
+    if not name:
+        raise Broken
+    return name, (char if char not in SPACE else (yield from skip_space()))
+
+
+def _spell(tools: Tools, several: bool) -> CallRules:
+    """Values are written as JSON, which the reader takes as well."""
+    rules = [
+        rule("calls", "list | mark0 list mark1"),
+        rule("list", literal("["), repeat("call", ", ", several), literal("]")),
+        *one_of("call", ["name", literal("("), "first", literal(")")], tools),
+    ]
+    for i, (name, schema) in enumerate(tools):
+        rules += _keywords(i, name, schema)
+    return CallRules(rules, (_START, _END))
+
+
+def _keywords(tool: int, name: str, schema: Schema) -> list[str]:
+    """`key=value, …` in the order of the properties: `first` until one was written, `next` from then on."""
+    if schema == ANY_OBJECT:
+        return _any_keywords(tool)
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if (
+        not schema.keys() <= _OF_AN_OBJECT | _NOTES
+        or not isinstance(properties, dict)
+        or not isinstance(required, list)
+        or not all(map(is_call_name, properties))
+        or not properties.keys() >= set(required)
+    ):
+        raise CannotSpell(
+            f"{name!r} cannot be forced on this model, which writes calls as Python does: its parameters must be "
+            "an object with named properties and nothing else",
+            "parameters",
+        )
+    definitions: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    rules = [rule(f"first{tool}", f"first{tool}_0")]
+    for i, (key, inner) in enumerate(properties.items()):
+        value, first, following = f"value{tool}_{i}", f"first{tool}_{i}", f"next{tool}_{i}"
+        first_after, next_after = f"first{tool}_{i + 1}", f"next{tool}_{i + 1}"
+        inner = {**inner, **definitions} if isinstance(inner, dict) else inner  # it may refer to them
+        rules.append(rule(value, literal(f"{key}="), f"schema{tool}_{i}"))
+        rules.append(rule(f"schema{tool}_{i}", "%json " + json.dumps(inner)))
+        rules.append(rule(first, value, next_after, *([] if key in required else ["|", first_after])))
+        rules.append(rule(following, literal(", "), value, next_after, *([] if key in required else ["|", next_after])))
+    return [*rules, *(rule(f"{state}{tool}_{len(properties)}", literal("")) for state in ("first", "next"))]
+
+
+def _any_keywords(tool: int) -> list[str]:
+    """For a tool whose schema allows any object."""
+    pair = f"pair{tool}"
+    return [
+        rule(f"first{tool}", f"({pair} ({literal(', ')} {pair}){{0,{_MAX_KEYWORDS - 1}}})?"),
+        rule(pair, r"/[A-Za-z_][A-Za-z0-9_]{0,63}/", literal("="), f"schema{tool}_0"),
+        rule(f"schema{tool}_0", "%json {}"),
+    ]
+
+
+PYTHONIC = Family(
+    calls=Grammar(_read, leads=("[",), tags=(_START,), marks=(_END,)),
+    spell=_spell,
+    shows_calls=lambda template: "[func_name1(" in template or _START in template,
+)

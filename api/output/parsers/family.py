@@ -1,0 +1,65 @@
+"""What a family of models is: how it writes tool calls and reasoning, and how its chat template shows that.
+
+A family is a file of `families` and its names in the table `config.families`, or a `Family` in a module of the
+operator's that a flag names.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .block import Block, Reads, is_call_name
+from .lexer import Grammar
+from .spelling import CallRules, CannotSpell, Tools
+
+Speller = Callable[[Tools, bool], CallRules]
+"""The tools, and whether several may be called → rules for calls of any of them. Raises CannotSpell."""
+
+
+def _read_nothing(tag: str, block: Block) -> Reads[str]:
+    yield from ()
+    return ""
+
+
+NO_CALLS = Grammar(_read_nothing)
+
+
+class Family(NamedTuple):
+    """One way to write tool calls, to mark reasoning, or both; a flag takes only the part that it is for."""
+
+    calls: Grammar = NO_CALLS
+    spell: Speller | None = None  # None: calls cannot be forced
+    shows_calls: Callable[[str], bool] = lambda template: False  # whether a chat template makes models write such calls
+    reasoning: tuple[str, str] | None = None  # the strings that begin and end reasoning
+    shows_reasoning: Callable[[str], bool] = lambda template: False
+    # Begins an answer, in a family whose whole output is messages: `calls` then reads all of it, with or without tools,
+    # and either flag selects the family for both.
+    answer: str = ""
+
+    def grammar(self, has_tools: bool) -> Grammar | None:
+        """What to read an output with; None if all of it is text."""
+        calls = self.calls if has_tools or self.answer else NO_CALLS
+        if self.reasoning is not None and not self.answer:
+            return _thinking(*self.reasoning, calls)
+        return None if calls is NO_CALLS else calls
+
+    def spell_calls(self, tools: Tools, *, several: bool) -> CallRules | None:
+        """Rules for calls of any of `tools`; None if calls cannot be forced. Raises CannotSpell."""
+        for name, _ in tools:
+            if not is_call_name(name):
+                raise CannotSpell(f"{name[:80]!r} is no name that a call can have", "name")
+        return None if self.spell is None else self.spell(tools, several)
+
+
+def _thinking(opening: str, ending: str, calls: Grammar) -> Grammar:
+    """Reasoning between two tags before the answer; the prompt may end with the first. In the answer, `calls`."""
+
+    def read(tag: str, block: Block) -> Reads[str]:
+        if tag not in (opening, ending):
+            return calls.read(tag, block)
+        block.kind = "reasoning" if tag == opening else "text"
+        return _read_nothing(tag, block)
+
+    def reasons(prompt: str) -> bool:
+        return prompt.rstrip().endswith(opening)  # further back it may be what a user wrote
+
+    return Grammar(read, (opening, *calls.leads), calls.tags, (ending,), calls.marks, reasons)

@@ -1,0 +1,97 @@
+"""A family of tool calls and reasoning that a module of the operator's adds: it is found, shown, read and spelled."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from drawing import draw, grammars_of, json_tokenizer
+
+from pagewire.api.output.parsers.registry import find_family
+from pagewire.config import families
+from pagewire.config.flags import make_config
+from pagewire.errors import ConfigError
+from pagewire.ipc.messages import Constraint
+from pagewire.procs.prepare import prepare
+
+from .harness import Answer, FakeEngine, request
+
+ROOT = Path(__file__).parents[2]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What names the family on the command line; its module is new and lies in a folder of its own."""
+    name = f"family_{tmp_path.name}"
+    shutil.copy(ROOT / "docs" / "examples" / "tagged_calls.py", tmp_path / f"{name}.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return f"{name}:FAMILY"
+
+
+def chat(pieces: list[str], target: str, **fields: object) -> Answer:
+    engine = FakeEngine(pieces)
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
+    return request(engine, "/v1/chat/completions", body, tool_call_parser=target, reasoning_parser=target)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_its_output_is_read(target: str, size: int) -> None:
+    text = '<plan>Look it up.</plan>Wait.\n<call:weather>{"city": "Köln"}</call><call:weather>{"city": "Bonn"}</call>'
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    message = chat(pieces, target).json["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("Look it up.", "Wait.")
+    calls = [call["function"] for call in message["tool_calls"]]
+    assert [(call["name"], json.loads(call["arguments"])["city"]) for call in calls] == [
+        ("weather", "Köln"),
+        ("weather", "Bonn"),
+    ]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_its_forced_calls_are_read_back(target: str, special: bool) -> None:
+    rules = find_family(target, target).spell_calls([("weather", WEATHER)], several=True)
+    assert rules is not None
+    tokenizer = json_tokenizer([*rules.marks, "<plan>", "</plan>"], special=special)
+    constraint = Constraint("lark", "\n".join(["start: calls", *rules.rules]), lark_marks=rules.marks)
+    for seed in range(4):
+        ids = draw(grammars_of(tokenizer).compile(constraint, ""), tokenizer, seed)
+        message = chat([tokenizer.decode(ids, False)], target).json["choices"][0]["message"]
+        assert message["content"] is None and 1 <= len(message["tool_calls"]) <= 16
+        for call in message["tool_calls"]:
+            assert json.loads(call["function"]["arguments"]).keys() == {"city"}
+
+
+def test_a_line_in_the_table_lets_templates_show_it(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for table in (families.TOOL_CALL_PARSERS, families.REASONING_PARSERS):
+        monkeypatch.setitem(table, "tagged", target)
+    template = tmp_path / "chat.jinja"
+    template.write_text("Call a tool as <call:name>{...}</call>.{{ messages[0].content }}<plan>")
+    config = prepare(make_config(chat_template=str(template)))
+    assert (config.tool_call_parser, config.reasoning_parser) == ("tagged", "tagged")
+    assert find_family("tagged", "none") == find_family(target, "none")
+    with pytest.raises(ConfigError, match=r"'tagd' is not known; there are .* tagged, or write module:FAMILY"):
+        prepare(make_config(tool_call_parser="tagd"))
+
+
+@pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hermes2", "'hermes2' is not known; there are "),
+        ("no_such_module:FAMILY", "no_such_module cannot be imported"),
+        ("json:JSONDecoder", "is not a Family"),
+        ("json:NOTHING", "is not a Family"),
+    ],
+)
+def test_names_that_lead_nowhere_are_refused_before_anything_starts(flag: str, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} .*{words}"):
+        prepare(make_config(**{flag: name}))
