@@ -22,7 +22,7 @@ from ...kernels.triton.sampling import Kind, SamplingColumns, sample, workspace_
 from .packet import Limits, Packet
 from .shapes import SampleShape
 
-KINDS: tuple[Kind, ...] = ("greedy", "drawn", "filtered")
+KINDS: tuple[Kind, ...] = ("greedy", "sampled", "filtered")
 
 
 class RowState:

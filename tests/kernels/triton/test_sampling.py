@@ -102,7 +102,7 @@ def test_noise_is_that_of_the_cpu(device):
     torch.testing.assert_close(out.cpu(), expected, atol=0, rtol=4e-7)  # two or three units of the last place
 
 
-@pytest.mark.parametrize("kind", ["greedy", "drawn", "filtered"])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("vocab", [1, 100, 2048, VOCAB])
 def test_greedy_rows(device, kind, vocab):
     logits = torch.randn(6, vocab)
@@ -115,7 +115,7 @@ def test_greedy_rows(device, kind, vocab):
     assert ours == expected and ours[1:4] == [0, vocab // 2, vocab - 1]
 
 
-@pytest.mark.parametrize("kind", ["drawn", "filtered"])
+@pytest.mark.parametrize("kind", ["sampled", "filtered"])
 def test_rows_with_a_temperature(device, kind):
     logits = torch.randn(12, VOCAB) * 3
     logits[3] = 0.0
@@ -203,7 +203,7 @@ def test_a_row_is_picked_for_several_positions_and_in_any_order(device):
     assert ours == expected and len(set(ours)) > 3
 
 
-@pytest.mark.parametrize("kind", ["greedy", "drawn", "filtered"])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "filtered"])
 def test_rows_that_are_not_finite(device, kind):
     logits = torch.randn(8, VOCAB)
     logits[0, 3] = torch.nan
@@ -228,7 +228,7 @@ def test_rows_with_a_place_are_drawn_from_their_edited_logits(device):
     edited[0, 123], edited[1, 4567] = 1.0, 2.0
     rows = _rows([Sampling(temperature=0), Sampling(seed=1), Sampling(top_k=3)], [[]] * 3)
     places = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
-    for kind in ("drawn", "filtered"):
+    for kind in ("sampled", "filtered"):
         out = torch.empty(3, dtype=torch.int32, device=device)
         picked, positions = torch.arange(3, dtype=torch.int32, device=device), torch.zeros_like(out)
         workspace = _workspace(3, VOCAB, device)
