@@ -1,4 +1,4 @@
-"""Steps of a model that sees whole texts at once: a row is computed in one step, and nothing of it is kept."""
+"""Steps of an encoder, which computes whole texts: a row takes one step, and nothing of it is kept."""
 
 import time
 from collections import deque
@@ -16,7 +16,7 @@ from .pooling import as_tensor, pool
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderModel:
-    """A model without KV. Its texts stand in blocks of no bytes, so that one scheduler serves all models."""
+    """A model without KV. Its blocks have no bytes, so that one scheduler serves all models."""
 
     encoder: Encoder
     kv_shape: KvShape
@@ -32,12 +32,10 @@ class EncoderModel:
 
 
 class EncoderSteps:
-    """See `Steps`."""
-
     def __init__(self, encoder: Encoder, *, synchronize: Callable[[], None]) -> None:
         self._encoder = encoder
         self._synchronize = synchronize
-        self._rows: dict[int, RowOpen] = {}  # those whose step is yet to come
+        self._rows: dict[int, RowOpen] = {}  # opened and not computed yet
         self._results: deque[StepResult] = deque()
 
     @property
@@ -61,12 +59,12 @@ class EncoderSteps:
         self._rows.update((row.row, row) for row in plan.open)
         rows = [self._rows.pop(row) for row in bytes_to_ids(plan.rows)]
         texts = [as_tensor(row.ids, "<i4") for row in rows]
-        assert [len(text) for text in texts] == np.frombuffer(plan.counts, "<i4").tolist(), f"step {plan.step}: pieces"
+        assert [len(text) for text in texts] == np.frombuffer(plan.counts, "<i4").tolist(), f"step {plan.step}: chunks"
         types = [as_tensor(row.type_ids or bytes(len(text)), "u1") for row, text in zip(rows, texts, strict=True)]
         vectors = {}
         for i, states in enumerate(self._encoder.states(texts, types)):
             pooling = rows[i].pooling
-            assert pooling is not None, f"step {plan.step} would draw tokens from an encoder"
+            assert pooling is not None, f"step {plan.step} would sample tokens from an encoder"
             vectors[i] = pool(states, pooling)
         self._synchronize()
         device_ms = (time.perf_counter() - started) * 1000

@@ -1,4 +1,5 @@
-"""Steps whose every token the host knows before it starts the next. On a CPU nothing is lost by that."""
+"""Steps that run one at a time: the host knows every token before it starts the next step. On a CPU that costs
+nothing."""
 
 import time
 from collections import deque
@@ -27,8 +28,6 @@ from .step_inputs import step_inputs
 
 
 class HostSteps:
-    """See `Steps`."""
-
     def __init__(
         self,
         *,
@@ -85,14 +84,14 @@ class HostSteps:
         self._results.append(sampled.result(plan.step, (time.perf_counter() - started) * 1000))
 
     def _clear_rests(self, plan: StepPlan) -> None:
-        """A row that goes on in the middle of a block may find anything behind it, numbers that are none included."""
+        """Clears the rest of a block in whose middle a row begins: it may hold stale numbers, NaN among them."""
         for row in plan.open:
-            place, first = divmod(row.num_computed, self._config.block_size)
+            index, first = divmod(row.num_computed, self._config.block_size)
             if first:
-                self._cache.clear_rest(int(self._rows.blocks[row.row, place]), first)
+                self._cache.clear_rest(int(self._rows.blocks[row.row, index]), first)
 
     def _run(self, plan: StepPlan) -> Sampled:
-        """What the pass gave, and the rows brought up to date."""
+        """Runs the forward pass, samples, and updates the rows."""
         if not plan.rows:
             return Sampled({})
         device, rows = self._device, self._rows
@@ -105,7 +104,7 @@ class HostSteps:
         def logits_of(first: int, last: int) -> Tensor:
             return self._model.logits(hidden[first:last])
 
-        told = prompt_logprobs(
+        prompt = prompt_logprobs(
             rows, step.rows, step.starts, step.counts, step.order, logits_of, self._config.vocab_size
         )
         vectors = self._pooler.take(
@@ -114,13 +113,13 @@ class HostSteps:
         rows.num_computed[step.rows] += step.counts
         samples = step.sampled
         if not len(samples.rows):
-            return Sampled(told, vectors=vectors)
+            return Sampled(prompt, vectors=vectors)
         rows.lift_minimum(samples.rows, samples.ends)
         if len(samples.tokens) < hidden.shape[0]:
             hidden = hidden.index_select(0, torch.from_numpy(samples.tokens).to(device))
         parts: list[NDArray[np.int64]] = []
         logprobs: dict[int, RowLogprobs] = {}
-        size = self._config.max_num_seqs  # there is memory for so many logits; only guesses need more
+        size = self._config.max_num_seqs  # the workspace has this many rows of logits; only draft tokens need more
         for part in (slice(at, at + size) for at in range(0, len(samples.rows), size)):
             picked = samples.rows[part]
             if not (rows.uses_logits | rows.is_masked)[picked].any():
@@ -130,13 +129,13 @@ class HostSteps:
             parts.append(self._sampler.sample(logits, rows, picked, samples.ends[part]))
             logprobs |= self._logprobs(logits, parts[-1], samples.order[part], rows.num_logprobs[picked])
         return replace(
-            take_in(plan, rows, samples, np.concatenate(parts), draft_tokens, told, logprobs), vectors=vectors
+            take_in(plan, rows, samples, np.concatenate(parts), draft_tokens, prompt, logprobs), vectors=vectors
         )
 
     def _logprobs(
         self, logits: Tensor, ids: NDArray[np.int64], plan_rows: NDArray[np.int64], wanted: NDArray[np.int64]
     ) -> dict[int, RowLogprobs]:
-        """Of the tokens drawn, for the rows that want them. All arguments are parallel."""
+        """The log-probabilities of the sampled tokens, for the rows that want them. All arguments are parallel."""
         asking = np.flatnonzero((wanted >= 0) & (ids >= 0))
         if not len(asking):
             return {}

@@ -13,7 +13,7 @@ from pagewire.procs.prepare import prepare
         (Config(kv_connector=("dsk,path=/x",)), "'dsk' is not known; there are disk, host, p2p, shared"),
         (Config(kv_connector=("host,size=much",)), "is not a number or a size"),
         (Config(kv_connector=("p2p,peer=tcp://10.0.0.1:5",)), "should be the path of a socket on this machine"),
-        (Config(tensor_parallel_size=64), "attention heads cannot be shared out evenly"),
+        (Config(tensor_parallel_size=64), "attention heads cannot be divided evenly"),
         (Config(extension="no_such_module:Extension"), "no_such_module cannot be imported"),
     ],
 )
