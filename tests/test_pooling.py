@@ -207,7 +207,7 @@ def test_numbers_that_are_none_fail_their_request(tmp_path: Path) -> None:
     [
         ({"modules.json": "[]"}, "lists the modules"),
         ({"modules.json": "{"}, "modules.json is damaged"),
-        ({"1_Pooling/config.json": '{"pooling_mode_max_tokens": true}'}, "pooling_mode_max_tokens; pagewire knows cls"),
+        ({"1_Pooling/config.json": '{"pooling_mode_max_tokens": true}'}, "max_tokens; pagewire supports cls"),
         ({"1_Pooling/config.json": '{"pooling_mode": "weightedmean"}'}, "by weightedmean"),
         ({"1_Pooling/config.json": '{"pooling_mode": "mean", "include_prompt": false}'}, "include_prompt"),
         ({"sentence_bert_config.json": '{"max_seq_length": "long"}'}, "max_seq_length = 'long'"),

@@ -1,7 +1,7 @@
-"""Rotary position embedding: the table of cosines and sines for every position, and its scaled variants.
+"""Rotary position embedding: the table of cosines and sines of every position, and its scaled variants.
 
-The frequencies follow transformers' `modeling_rope_utils`, number for number (a test compares them). "dynamic" equals
-"default" here: it changes frequencies only beyond the declared context, which is never served.
+The frequencies equal those of transformers' `modeling_rope_utils`; a test compares them. "dynamic" equals "default"
+here: it changes frequencies only beyond the declared context, which is never served.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RopeParameters:
-    """See `engine.checkpoint.spec.Rope`, which says the same of a checkpoint."""
+    """The fields of `engine.checkpoint.spec.Rope`."""
 
     kind: str
     theta: float
@@ -28,7 +28,7 @@ class RopeParameters:
 
 
 def inverse_frequencies(rope: RopeParameters, dim: int) -> Tensor:
-    """Radians a position for each pair of a head's dimensions: [dim / 2] float32 on the CPU."""
+    """Radians per position for each pair of a head's dimensions: [dim / 2] float32 on the CPU."""
     base = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
     match rope.kind:
         case "default" | "dynamic":
@@ -43,7 +43,7 @@ def inverse_frequencies(rope: RopeParameters, dim: int) -> Tensor:
 
 
 def _llama3(base: Tensor, rope: RopeParameters) -> Tensor:
-    """Long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
+    """Long wavelengths are stretched by the factor, short ones kept, and those in between interpolated."""
     wavelength = 2 * math.pi / base
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
@@ -55,7 +55,7 @@ def _llama3(base: Tensor, rope: RopeParameters) -> Tensor:
 
 
 def _yarn(base: Tensor, rope: RopeParameters, dim: int) -> Tensor:
-    """Dimensions that turn often within the original context are kept, slow ones stretched (arXiv 2309.00071)."""
+    """Dimensions that turn often within the original context are kept, slow ones are stretched (arXiv 2309.00071)."""
 
     def dimension_turning(turns: float) -> float:
         return dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -73,7 +73,7 @@ def _yarn(base: Tensor, rope: RopeParameters, dim: int) -> Tensor:
 class RotaryTable:
     """Cosines and sines of positions 0 … max_len - 1, in the model's dtype.
 
-    `at` gives those of a step's tokens in the form that `Ops.rotary` takes: the first half of the sines negated.
+    `at` gives those of a step's tokens in the form that `Ops.rotary` takes: the first half of the sines is negated.
     """
 
     def __init__(

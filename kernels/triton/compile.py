@@ -213,17 +213,17 @@ class _Job(NamedTuple):
     """A variant to compile in another process. A kernel cannot be pickled, so it is named by its index."""
 
     modules: tuple[str, ...]
-    index: int  # of the variant in `variants(modules)`
+    number: int  # of the variant in `variants(modules)`
     architecture: int
 
 
 def _files(job: _Job) -> dict[str, Files]:
-    return compile_variant(variants(job.modules)[job.index], job.architecture)
+    return compile_variant(variants(job.modules)[job.number], job.architecture)
 
 
 def _reports(job: _Job) -> dict[str, Report] | str:
     """The report of each kernel by its name, or the compiler's error."""
-    plans = variants(job.modules)[job.index].plans
+    plans = variants(job.modules)[job.number].plans
     try:
         return {name: report_of(files, _opcodes(plans[name], job.architecture)) for name, files in _files(job).items()}
     except Exception as error:  # the compiler may raise anything; the other variants are still reported
@@ -239,7 +239,7 @@ def _in_parallel(run: Callable[[_Job], Result], jobs: Sequence[_Job]) -> list[Re
 def _sample(jobs: Sequence[_Job], chosen: Sequence[Variant]) -> list[_Job]:
     """The first variant of each module, for the newest architecture."""
     newest = [job for job in jobs if job.architecture == ARCHITECTURES[-1]]
-    return list({chosen[job.index].launch.__module__: job for job in reversed(newest)}.values())
+    return list({chosen[job.number].launch.__module__: job for job in reversed(newest)}.values())
 
 
 def _check(chosen: Sequence[Variant], jobs: Sequence[_Job], golden: Golden | None, sample: bool) -> tuple[Golden, int]:
@@ -251,7 +251,7 @@ def _check(chosen: Sequence[Variant], jobs: Sequence[_Job], golden: Golden | Non
     taken: Golden = {"triton": triton.__version__, "sources": sources_key(), "reports": {}}
     num_worse = 0
     for job in jobs:
-        variant = chosen[job.index]
+        variant = chosen[job.number]
         title = f"{variant.name} sm_{job.architecture}"
         before = {k: Report(**numbers) for k, numbers in golden["reports"].get(title, {}).items()} if golden else {}
         reports = results.get(job, before)

@@ -36,7 +36,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_go_on_with_its_settings(dev
 def test_more_ranks_than_cuda_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="3 ranks on this machine need a CUDA device each, and torch sees 2"):
+    with pytest.raises(ConfigError, match="3 ranks on this machine need a CUDA device each, but torch sees 2"):
         choose_device(_config("auto"), rank_info=RankInfo(0, (0, 1, 2)))
 
 

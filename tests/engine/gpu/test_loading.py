@@ -25,7 +25,7 @@ def test_the_accounting_names_every_part(checkpoint):
         ("phi3", {}, "Phi3ForCausalLM has no native implementation"),
         ("llama", {"num_attention_heads": 32, "num_key_value_heads": 1}, "at most 16 query heads"),
         ("qwen3", {"head_dim": 24}, "a head dimension of 24"),
-        ("qwen3_moe", {}, "experts of a multiple of 32"),
+        ("qwen3_moe", {}, "experts whose sizes are multiples of 32"),
     ],
 )
 def test_what_the_kernels_cannot_take_goes_another_way(kind, changes, why, checkpoint):

@@ -183,7 +183,7 @@ def test_gpt2_spells_its_sizes_differently(tmp_path):
         ({"num_hidden_layers": "four"}, "num_hidden_layers = 'four'"),
         ({"num_hidden_layers": 2.5}, r"num_hidden_layers = 2\.5"),
         ({"vocab_size": "absent"}, "has no vocab_size"),
-        ({"num_key_value_heads": 3}, "4 attention heads, which 3 key/value heads do not divide"),
+        ({"num_key_value_heads": 3}, "4 attention heads, no multiple of its 3 key/value heads"),
         ({"hidden_size": 2}, "has no head_dim, and its other sizes give 0"),
         ({"head_dim": 5}, "head_dim of 5, which is odd"),
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),

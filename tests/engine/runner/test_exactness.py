@@ -53,7 +53,7 @@ def test_memory_that_nobody_wrote_is_never_read(kind, checkpoint, driver, make_r
     folder = checkpoint(kind)
     prompts = _prompts(3)[:8]
     served = driver(folder)
-    cache = served.runner._attention._cache
+    cache = served.runner._cache
     poisoned = 0
 
     def run():

@@ -11,7 +11,7 @@ import torch
 from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.models import registry
 from pagewire.engine.parallel.collectives import Alone
-from pagewire.engine.weights.copy_workers import Here, Jobs, ToDevice
+from pagewire.engine.weights.copy_workers import DirectCopy, Jobs, StagedCopy
 from pagewire.engine.weights.loader import load_weights
 from pagewire.engine.weights.mapping import checkpoint_targets
 from pagewire.engine.weights.reader import CheckpointReader
@@ -27,7 +27,7 @@ def late_worker(num_bytes=64):
 
         return wait
 
-    return ToDevice([torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)], send)
+    return StagedCopy([torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)], send)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -54,7 +54,7 @@ def test_it_is_cast_on_the_way_and_its_rows_need_not_lie_together():
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_jobs_give_is_taken_in_order(workers):
-    jobs = Jobs([late_worker() for _ in range(workers)] if workers > 1 else [Here()])
+    jobs = Jobs([late_worker() for _ in range(workers)] if workers > 1 else [DirectCopy()])
     rng = random.Random(0)
     sources = [torch.randn(rng.randrange(1, 90)) for _ in range(60)]
     targets = [torch.zeros_like(source) for source in sources]

@@ -79,7 +79,7 @@ def test_experts_are_stacked(kind, block, names, tmp_path):
         _load(folder)
     extra = {f"{path}.experts.3.{names[1]}.weight": up, f"{path}.experts.8.{names[1]}.weight": up.clone()}
     _edit(folder, lambda tensors: tensors.update(extra))
-    with pytest.raises(CheckpointError, match=rf"holds 1 tensor that the model has no place for: {path}\.experts\.8"):
+    with pytest.raises(CheckpointError, match=rf"holds 1 tensor that the model does not use: {path}\.experts\.8"):
         _load(folder)
 
 
@@ -123,7 +123,7 @@ def test_an_untied_model_needs_its_head(tmp_path):
 
 def test_left_over_tensors(folder):
     _edit(folder, lambda tensors: tensors.update({"model.layers.3.mlp.up_proj.weight": torch.ones(2)}))
-    with pytest.raises(CheckpointError, match=r"holds 1 tensor that the model has no place for: model\.layers\.3"):
+    with pytest.raises(CheckpointError, match=r"holds 1 tensor that the model does not use: model\.layers\.3"):
         _load(folder)
 
 
