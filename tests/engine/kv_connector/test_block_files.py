@@ -128,7 +128,7 @@ def test_the_scan_keeps_to_our_files(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--kv-connector disk,path=.*/file: it is no folder to write to"):
+    with pytest.raises(ConfigError, match=r"--kv-connector disk,path=.*/file: this folder cannot be written to"):
         files_in(tmp_path / "file")
     with pytest.raises(ConfigError):
         files_in(tmp_path / "file" / "below")

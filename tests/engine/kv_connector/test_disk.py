@@ -220,7 +220,7 @@ def test_a_full_disk_costs_time_only(kind: str, tmp_path: Path, caplog: pytest.L
         assert engine.serve(sequence(3, (1, 4 * SIZE + 1))) == 0
         engine.close()
     assert engine.failed == (first.keys[:4] if kind == "disk" else [])
-    assert caplog.text.count("KV cannot be kept at the moment") == 1
+    assert caplog.text.count("blocks cannot be written") == 1
 
 
 def test_the_shared_bound_holds_against_others(tmp_path: Path) -> None:

@@ -449,7 +449,7 @@ def test_what_a_dead_instance_left_is_no_obstacle(folder, instance):
         ({"peer": "/tmp/" + "x" * 120}, "at most 107 bytes"),
         ({"peer": "/x", "size": "1G"}, "give that as well"),
         ({"serve": "/x", "size": "much"}, "not a number or a size"),
-        ({"serve": "/x", "size": "100"}, "less than one block"),
+        ({"serve": "/x", "size": "100"}, "too small: one block"),
         ({"peer": "/x", "timeout_ms": "0"}, "a number of milliseconds"),
         ({"peer": "/x", "fetch_timeout_ms": "1.5"}, "a number of milliseconds"),
     ],

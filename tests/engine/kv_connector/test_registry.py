@@ -43,11 +43,11 @@ def test_the_check_opens_nothing(tmp_path: Path) -> None:
         ("host", r"host needs size=…, such as host,size=4G\."),
         ("host,size=", r"host needs size=…"),
         ("host,size=much", r"host,size=much: 'much' is not a number or a size"),
-        ("host,size=0", r"host,size=0: it must be more than nothing"),
+        ("host,size=0", r"host,size=0: it must be more than 0"),
         ("host,size=1G,size=2G", r"'size=2G' is not an option=value that stands there once"),
         ("host,4G", r"'4G' is not an option=value"),
         ("host,size=1G,path=/tmp", r"host has no option 'path'; it has size, eviction\."),
-        ("host,size=1G,eviction=fifo", r"eviction=fifo: it is one of lru, lfu, cost\."),
+        ("host,size=1G,eviction=fifo", r"eviction=fifo: it must be one of lru, lfu, cost\."),
         ("disk,size=1G", r"disk needs path=…, such as disk,path="),
         ("disk,path=/tmp", r"disk needs size=…"),
         ("shared,path=/dev/shm/x,size=1G,eviction=lru", r"shared has no option 'eviction'; it has path, size\."),
@@ -71,9 +71,9 @@ def test_one_twice() -> None:
 def test_no_room_for_a_block(tmp_path: Path) -> None:
     small = f"size={BLOCK_BYTES - 1}"
     for spec in (f"host,{small}", f"disk,path={tmp_path},{small}", f"shared,path={tmp_path},{small}"):
-        with pytest.raises(ConfigError, match="less than one block of this model takes"):
+        with pytest.raises(ConfigError, match="is too small: one block of this model takes"):
             registry.core_connector((spec,), FACTS)
-        with pytest.raises(ConfigError, match="less than one block of this model takes"):
+        with pytest.raises(ConfigError, match="is too small: one block of this model takes"):
             registry.worker_connector((spec,), FACTS)
 
 

@@ -192,7 +192,7 @@ def test_gpt2_spells_its_sizes_differently(tmp_path):
         ({"eos_token_id": "</s>"}, "eos_token_id = '</s>', which should be a token id"),
         ({"torch_dtype": "int8"}, "dtype = 'int8'; pagewire reads"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, which should be true or false"),
-        ({"quantization_config": {"quant_method": "quip"}}, "weights are quantized with quip"),
+        ({"quantization_config": {"quant_method": "quip"}}, "weights quantized with quip"),
         ({"quantization_config": 4}, "quantization_config = 4, which should be an object"),
         (
             {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
