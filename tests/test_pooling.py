@@ -225,7 +225,7 @@ def test_files_that_cannot_be_followed(tmp_path: Path, files: dict[str, str], me
 
 def test_models_that_are_not_served(tmp_path: Path) -> None:
     folder = made.make_cross_encoder(tmp_path / "labels", num_labels=3)
-    with pytest.raises(ConfigError, match="3 labels; .* pagewire serves only cross-encoders"):
+    with pytest.raises(ConfigError, match=r"3 labels; .* pagewire serves only cross-encoders"):
         load(folder)
     folder = made.make_encoder(tmp_path / "m", pooling="mean")
     with pytest.raises(ConfigError, match="--max-num-batched-tokens 64 is less than the 130"):

@@ -447,7 +447,7 @@ def test_what_a_dead_instance_left_is_no_obstacle(folder, instance):
         ({"peer": "tcp://10.0.0.1:5"}, "should be the path of a socket"),
         ({"peer": ""}, "should be the path of a socket"),
         ({"peer": "/tmp/" + "x" * 120}, "at most 107 bytes"),
-        ({"peer": "/x", "size": "1G"}, "give that as well"),
+        ({"peer": "/x", "size": "1G"}, "give serve as well"),
         ({"serve": "/x", "size": "much"}, "not a number or a size"),
         ({"serve": "/x", "size": "100"}, "too small: one block"),
         ({"peer": "/x", "timeout_ms": "0"}, "a number of milliseconds"),
@@ -461,7 +461,7 @@ def test_options_that_make_no_sense(options, sentence):
 
 def test_places_where_no_socket_can_be(folder):
     (folder / "file").write_text("precious")
-    for path, sentence in [(f"{folder}/file", "is no socket"), (f"{folder}/none/kv", "there is no folder")]:
+    for path, sentence in [(f"{folder}/file", "is not a socket"), (f"{folder}/none/kv", "there is no folder")]:
         with pytest.raises(ConfigError, match=sentence):
             P2pWorker(p2p.read_settings({"serve": path}, BLOCK_BYTES), FACTS)
     assert (folder / "file").read_text() == "precious"
