@@ -87,7 +87,7 @@ def test_one_below_the_other(parts):
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ([_fp8(20, 40, (16, 32)), _fp8(16, 40, (16, 32))], "no multiples of the 16"),
+        ([_fp8(20, 40, (16, 32)), _fp8(16, 40, (16, 32))], "no multiples of 16"),
         ([_fp8(16, 40, (16, 32)), _fp8(16, 40)], "blocks differ"),
         ([_fp8(16, 64), _int4(8, 64, 32)[0]], "some have 8 bits and some 4"),
         ([_int4(8, 64, 64)[0], _int4(8, 64, 32)[0]], "groups differ"),
