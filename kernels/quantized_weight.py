@@ -143,7 +143,7 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         return Fp8Weight(values, torch.cat([part.scale for part in fp8]), block)
     int4 = [part for part in parts if isinstance(part, Int4Weight)]
     if len(int4) < len(parts):
-        raise ValueError("some have 8 bits and some have 4")
+        raise ValueError("some have 8 bits and some 4")
     first = int4[0]
     if any(part.half != first.half or part.group_size != first.group_size for part in int4):
         raise ValueError("their groups differ")
