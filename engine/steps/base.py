@@ -1,6 +1,7 @@
 """What runs plans: on the host, which knows each token before the next step (`HostSteps`), or on a device that runs a
 step ahead of the host (`DeviceSteps`)."""
 
+from collections import deque
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +33,29 @@ class Steps(Protocol):
     def use_idle(self) -> bool:
         """Does one piece of work that makes later steps faster, if there is any. Returns whether there is more. Called
         when no plan waits."""
+
+
+class ImmediateSteps:
+    """`Steps` whose `launch` returns when the step is done, and puts its result into `_results`."""
+
+    def __init__(self) -> None:
+        self._results: deque[StepResult] = deque()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._results)
+
+    def is_done(self) -> bool:
+        return True
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def forget_addresses(self) -> None:
+        pass
+
+    def use_idle(self) -> bool:
+        return False
 
 
 def copy_blocks(plan: StepPlan, cache: KvCache) -> None:

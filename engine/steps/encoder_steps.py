@@ -1,7 +1,6 @@
 """Steps of an encoder, which computes whole texts: a row takes one step, and nothing of it is kept."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from ...config.config import EngineConfig
 from ...ipc.messages import RowOpen, StepPlan, StepResult, bytes_to_ids
 from ..attention.kv_cache import KvCache, KvShape
 from ..models.encoder import Encoder
+from .base import ImmediateSteps
 from .pooling import as_tensor, pool
 
 
@@ -31,28 +31,12 @@ class EncoderModel:
         return EncoderSteps(self.encoder, synchronize=self.synchronize)
 
 
-class EncoderSteps:
+class EncoderSteps(ImmediateSteps):
     def __init__(self, encoder: Encoder, *, synchronize: Callable[[], None]) -> None:
+        super().__init__()
         self._encoder = encoder
         self._synchronize = synchronize
         self._rows: dict[int, RowOpen] = {}  # opened and not computed yet
-        self._results: deque[StepResult] = deque()
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._results)
-
-    def is_done(self) -> bool:
-        return True
-
-    def collect(self) -> StepResult:
-        return self._results.popleft()
-
-    def forget_addresses(self) -> None:
-        pass
-
-    def use_idle(self) -> bool:
-        return False
 
     def launch(self, plan: StepPlan) -> None:
         started = time.perf_counter()

@@ -2,7 +2,6 @@
 nothing."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...config.config import EngineConfig
-from ...ipc.messages import RowLogprobs, StepPlan, StepResult
+from ...ipc.messages import RowLogprobs, StepPlan
 from ...kernels.ops import Ops
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvCache
 from ..models.decoder import Model
-from .base import copy_blocks
+from .base import ImmediateSteps, copy_blocks
 from .logprobs import best_logprobs, prompt_logprobs, row_logprobs
 from .ngram import draft
 from .pooling import RowPooler
@@ -27,7 +26,7 @@ from .sampler import Sampler
 from .step_inputs import step_inputs
 
 
-class HostSteps:
+class HostSteps(ImmediateSteps):
     def __init__(
         self,
         *,
@@ -38,6 +37,7 @@ class HostSteps:
         ops: Ops,
         synchronize: Callable[[], None],
     ) -> None:
+        super().__init__()
         self._config = config
         self._model = model
         self._cache = cache
@@ -52,23 +52,6 @@ class HostSteps:
         )
         self._pooler = RowPooler(num_rows=config.max_num_seqs)
         self._sampler = Sampler(vocab_size=config.vocab_size, device=self._device, ops=ops)
-        self._results: deque[StepResult] = deque()
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._results)
-
-    def is_done(self) -> bool:
-        return True
-
-    def collect(self) -> StepResult:
-        return self._results.popleft()
-
-    def forget_addresses(self) -> None:
-        pass
-
-    def use_idle(self) -> bool:
-        return False
 
     def launch(self, plan: StepPlan) -> None:
         for row in plan.open:
