@@ -9,7 +9,7 @@ writers disagree on patterns and defaults, and the tensors show it, because a qu
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -20,6 +20,7 @@ from ...errors import ConfigError
 class Fp8Scheme(Struct, frozen=True):
     """Weights are float8 e4m3 with scales: one per weight, per row or per block."""
 
+    narrower: ClassVar[int] = 2  # quantized weights that fit into 16 bits
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one per weight or row
     has_input_scales: bool = False  # the checkpoint has scales for quantizing activations, which are not used
 
@@ -34,15 +35,12 @@ class Fp8Scheme(Struct, frozen=True):
         """Whether the Triton kernels support this block shape."""
         return self.block is None or (self.block[1] >= 16 and all(size & (size - 1) == 0 for size in self.block))
 
-    @property
-    def narrower(self) -> int:
-        """How many quantized weights fit into 16 bits."""
-        return 2
-
 
 class Int4Scheme(Struct, frozen=True):
     """Weights are 4-bit integers; `group_size` weights of a row share a scale and a zero point."""
 
+    narrower: ClassVar[int] = 4  # quantized weights that fit into 16 bits
+    has_kernels: ClassVar[bool] = True
     layout: Literal["awq", "gptq"]
     group_size: int | None  # None: the whole row
     zero_offset: int = 0  # added to the stored zero points
@@ -50,15 +48,6 @@ class Int4Scheme(Struct, frozen=True):
     @property
     def note(self) -> str:
         return f"a checkpoint of 4 bits ({self.layout})"
-
-    @property
-    def has_kernels(self) -> bool:
-        return True
-
-    @property
-    def narrower(self) -> int:
-        """How many quantized weights fit into 16 bits."""
-        return 4
 
 
 Scheme = Fp8Scheme | Int4Scheme
