@@ -20,6 +20,8 @@ from struct import Struct as Layout
 from typing import NamedTuple
 
 from ...errors import ConfigError
+from .base import ConnectorFacts, Options
+from .options import num_blocks_of, size_of
 
 _MAGIC = b"pwkvblk1"
 _LENGTH = Layout("<Q")
@@ -156,6 +158,15 @@ class BlockFiles:
         digest = blake2b(head + key, digest_size=_DIGEST_BYTES)
         digest.update(data)
         return head + digest.digest()
+
+
+def open_folder(connector: str, options: Options, facts: ConnectorFacts) -> tuple[BlockFiles, int]:
+    """The files in the folder of the option `path`, and the option `size` in bytes. Raises ConfigError."""
+    files = BlockFiles(path=options["path"], model_key=facts.model_key, block_bytes=facts.block_bytes)
+    size = size_of(connector, options)
+    num_blocks_of(connector, size, files.file_bytes)
+    files.open(connector)
+    return files, size
 
 
 def is_part(name: str) -> bool:

@@ -11,10 +11,10 @@ from ...ipc.messages import TierSnapshot, Transferred
 from ..core.eviction import EvictionQueue
 from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .base import ConnectorFacts, Options, WorkerConnector
-from .block_files import BlockFiles, is_part
+from .block_files import BlockFiles, is_part, open_folder
 from .file_meta import FilePlan
 from .ledger import Ledger, num_matched
-from .options import check_names, eviction_of, num_blocks_of, size_of
+from .options import check_names, eviction_of, size_of
 
 
 class DiskConnector:
@@ -28,7 +28,8 @@ class DiskConnector:
 
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> CoreConnector:
-        files, size = _open(options, facts)
+        DiskConnector.check(options)
+        files, size = open_folder("disk", options, facts)
         return DiskCore(files=files, size=size, block_size=facts.block_size, queue=eviction_of("disk", options))
 
     @staticmethod
@@ -36,17 +37,9 @@ class DiskConnector:
         from .file_worker import FileWorker  # needs torch
         from .room import FolderLock
 
-        files, _ = _open(options, facts)
+        DiskConnector.check(options)
+        files, _ = open_folder("disk", options, facts)
         return FileWorker(name="disk", files=files, facts=facts, room=FolderLock(files))
-
-
-def _open(options: Options, facts: ConnectorFacts) -> tuple[BlockFiles, int]:
-    DiskConnector.check(options)
-    files = BlockFiles(path=options["path"], model_key=facts.model_key, block_bytes=facts.block_bytes)
-    size = size_of("disk", options)
-    num_blocks_of("disk", size, files.file_bytes)
-    files.open("disk")
-    return files, size
 
 
 class DiskCore:

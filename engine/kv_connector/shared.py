@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from ...ipc.messages import TierSnapshot, Transferred
 from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .base import ConnectorFacts, Options, WorkerConnector
-from .block_files import BlockFiles
+from .block_files import BlockFiles, open_folder
 from .file_meta import FilePlan
 from .ledger import Ledger, num_matched
-from .options import check_names, num_blocks_of, size_of
+from .options import check_names, size_of
 
 _MAX_LOOKUPS = 4096  # limit of blocks to look up for one request at a time
 _TRUSTED_PLANS = 8  # plans for which a block that was found is assumed to exist still
@@ -28,7 +28,8 @@ class SharedConnector:
 
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> CoreConnector:
-        files, size = _open(options, facts)
+        SharedConnector.check(options)
+        files, size = open_folder("shared", options, facts)
         return SharedCore(files=files, size=size, block_size=facts.block_size)
 
     @staticmethod
@@ -36,17 +37,9 @@ class SharedConnector:
         from .file_worker import FileWorker  # needs torch
         from .room import SharedRoom
 
-        files, size = _open(options, facts)
+        SharedConnector.check(options)
+        files, size = open_folder("shared", options, facts)
         return FileWorker(name="shared", files=files, facts=facts, room=SharedRoom(files, size), overwrite=False)
-
-
-def _open(options: Options, facts: ConnectorFacts) -> tuple[BlockFiles, int]:
-    SharedConnector.check(options)
-    files = BlockFiles(path=options["path"], model_key=facts.model_key, block_bytes=facts.block_bytes)
-    size = size_of("shared", options)
-    num_blocks_of("shared", size, files.file_bytes)
-    files.open("shared")
-    return files, size
 
 
 class SharedCore:
