@@ -28,7 +28,7 @@ def test_the_accounting_names_every_part(checkpoint):
         ("qwen3_moe", {}, "experts whose sizes are multiples of 32"),
     ],
 )
-def test_what_the_kernels_cannot_take_goes_another_way(kind, changes, why, checkpoint):
+def test_unsupported_models_run_on_torch(kind, changes, why, checkpoint):
     assert why in _load(checkpoint(kind, **changes), max_num_seqs=4).notes[0]
 
 

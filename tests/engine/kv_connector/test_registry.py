@@ -1,4 +1,4 @@
-"""From the command line to connectors, and what is said when that cannot be."""
+"""From the command line to connectors, and the errors."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from pagewire.engine.kv_connector.host_worker import HostWorker
 from pagewire.errors import ConfigError
 
 
-def test_none_one_and_several(tmp_path: Path) -> None:
+def test_no_connector_one_and_several(tmp_path: Path) -> None:
     assert registry.core_connector((), FACTS) is None
     assert registry.worker_connector((), FACTS) is None
     one = ("host,size=1M",)
@@ -56,19 +56,19 @@ def test_the_check_opens_nothing(tmp_path: Path) -> None:
         ("math:pi", r"math has no class pi with core and worker"),
     ],
 )
-def test_what_is_wrong_is_said(spec: str, sentence: str) -> None:
+def test_invalid_options(spec: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         registry.check((spec,))
     with pytest.raises(ConfigError, match=sentence):
         registry.core_connector((spec,), FACTS)
 
 
-def test_one_twice() -> None:
+def test_a_connector_named_twice() -> None:
     with pytest.raises(ConfigError, match="named twice"):
         registry.check(("host,size=1G", "host,size=2G"))
 
 
-def test_no_room_for_a_block(tmp_path: Path) -> None:
+def test_a_size_too_small_for_a_block(tmp_path: Path) -> None:
     small = f"size={BLOCK_BYTES - 1}"
     for spec in (f"host,{small}", f"disk,path={tmp_path},{small}", f"shared,path={tmp_path},{small}"):
         with pytest.raises(ConfigError, match="is too small: one block of this model takes"):
@@ -86,7 +86,7 @@ def test_what_was_opened_is_closed_when_the_next_cannot_be(tmp_path: Path) -> No
     worker.close()
 
 
-def test_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_third_party_connectors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     by_name = "pagewire.engine.kv_connector.disk:DiskConnector"
     core = registry.core_connector((f"{by_name},path={tmp_path},size=1M",), FACTS)
     assert isinstance(core, GuardedCore) and core.tiers()[0].name == "disk"

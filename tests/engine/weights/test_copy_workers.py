@@ -1,4 +1,4 @@
-"""Lanes to a device that takes its time: nothing is overwritten before it was taken, and nothing is lost."""
+"""Copies to a slow device: no buffer is overwritten before it was copied, and nothing is lost."""
 
 import random
 import time
@@ -19,7 +19,7 @@ from pagewire.kernels.ops import reference_ops
 
 
 def late_worker(num_bytes=64):
-    """Copies begin only when somebody waits for them: a buffer that is written too early spoils what it held."""
+    """Copies run only when they are waited for, so a buffer that is reused too early gives wrong results."""
 
     def send(target, staged):
         def wait():
@@ -53,7 +53,7 @@ def test_it_is_cast_on_the_way_and_its_rows_need_not_lie_together():
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_what_jobs_give_is_taken_in_order(workers):
+def test_results_of_jobs_are_taken_in_order(workers):
     jobs = Jobs([late_worker() for _ in range(workers)] if workers > 1 else [DirectCopy()])
     rng = random.Random(0)
     sources = [torch.randn(rng.randrange(1, 90)) for _ in range(60)]
@@ -75,7 +75,7 @@ def test_what_jobs_give_is_taken_in_order(workers):
 
 
 @pytest.mark.parametrize("kind", ["llama-biased", "qwen3_moe"])
-def test_a_checkpoint_arrives_in_lanes_as_it_does_at_once(kind, tmp_path, monkeypatch):
+def test_workers_load_the_same_as_a_direct_copy(kind, tmp_path, monkeypatch):
     folder = checkpoints.make_checkpoint(tmp_path, kind)
     cpu, spec = torch.device("cpu"), read_spec(folder)
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are wrong in every way there is, each named in one sentence."""
+"""Checkpoints with every kind of error, each reported in one sentence."""
 
 import json
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_dtypes_are_cast(tmp_path):
         assert torch.equal(_load(folder, dtype).lm_head.weight, half.to(dtype))
 
 
-def test_what_follows_from_the_config_may_be_there(folder):
+def test_derived_tensors_may_be_present(folder):
     def change(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
