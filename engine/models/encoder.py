@@ -92,7 +92,7 @@ def encoder_config(spec: ModelSpec, folder: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' config classes raise exceptions of many kinds
         refuse_own_code(folder, spec.architecture)
-        raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {_first_line(error)}") from error
+        raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {first_line(error)}") from error
     if config.is_encoder_decoder:
         raise UnsupportedModel(spec.architecture, ENCODER_DECODER)
     return config
@@ -118,7 +118,7 @@ def load_encoder(spec: ModelSpec, folder: Path, *, dtype: torch.dtype, device: t
             output_loading_info=True,
         )
     except Exception as error:  # a wrong config can raise anything in transformers' model classes
-        raise CheckpointError(f"{folder} cannot be loaded as {spec.architecture}: {_first_line(error)}") from error
+        raise CheckpointError(f"{folder} cannot be loaded as {spec.architecture}: {first_line(error)}") from error
     missing = sorted(key for key in info["missing_keys"] if is_scoring or not key.startswith("pooler."))
     unused = _UNUSED[-1:] if is_scoring else _UNUSED
     unknown = sorted(key for key in info["unexpected_keys"] if not any(part in key for part in unused))
@@ -132,5 +132,5 @@ def load_encoder(spec: ModelSpec, folder: Path, *, dtype: torch.dtype, device: t
     return Encoder(model, is_scoring=is_scoring, has_sigmoid=is_scoring and has_sigmoid(folder), device=device)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0].rstrip(".") + "."

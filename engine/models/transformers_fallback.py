@@ -30,6 +30,7 @@ from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvShape
 from ..checkpoint.purpose import NATIVE, refuse_own_code
 from ..checkpoint.spec import ModelSpec
+from .encoder import first_line
 from .masks import REACH, UNKNOWN, describe_mask
 from .rehearsal import NUM_TOKENS, Call, Step, compare, rehearse
 
@@ -66,7 +67,7 @@ def load_fallback(
     except PagewireError:
         raise
     except Exception as e:  # a wrong config can raise anything in transformers' model classes
-        raise CheckpointError(f"{folder} cannot be loaded as {spec.architecture}: {_first_line(e)}") from e
+        raise CheckpointError(f"{folder} cannot be loaded as {spec.architecture}: {first_line(e)}") from e
     for name, found, wanted in info["mismatched_keys"]:
         raise CheckpointError(
             f"{name} has the shape {list(found)} in the checkpoint, but config.json calls for {list(wanted)}."
@@ -103,7 +104,7 @@ def outline(spec: ModelSpec, folder: Path, *, num_numbers: int, max_len: int, dt
             # Of transformers' ways to compute experts, this one reads no values.
             model = auto.from_config(config, attn_implementation=_NAME, experts_implementation="batched_mm").eval()
     except Exception as e:  # a wrong config can raise anything in transformers' model classes
-        raise CheckpointError(f"{folder} cannot be loaded as {name}: {_first_line(e)}") from e
+        raise CheckpointError(f"{folder} cannot be loaded as {name}: {first_line(e)}") from e
     wanted = sum(parameter.numel() for parameter in model.parameters())
     if wanted > 2 * num_numbers:  # tied weights may be stored once
         raise CheckpointError(
@@ -138,7 +139,7 @@ def _own_logits(model: Any, prompts: Tensor, attention: str, name: str) -> Tenso
             output = model(input_ids=prompts.to(model.device), use_cache=False)
         return cast(Tensor, output.logits.float())
     except Exception as e:
-        raise ConfigError(f"{name} does not run in transformers {transformers.__version__}: {_first_line(e)}") from e
+        raise ConfigError(f"{name} does not run in transformers {transformers.__version__}: {first_line(e)}") from e
     finally:
         model.set_attn_implementation(_NAME)
 
@@ -219,7 +220,7 @@ class TransformersModel:
         except Exception as e:
             if self._device.type == "meta" and ("meta" in str(e) or isinstance(e, NotImplementedError)):
                 raise _NeedsNumbers from e
-            why = _first_line(e).rstrip(".")
+            why = first_line(e).rstrip(".")
             raise UnsupportedModel(
                 self._name, f"it does not run with another attention than transformers' own ({why})"
             ) from e
@@ -361,7 +362,7 @@ def _config(spec: ModelSpec, folder: Path, max_len: int) -> Any:
             f"transformers {transformers.__version__} knows."
         ) from e
     except Exception as e:  # transformers' config classes raise exceptions of many kinds
-        raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {_first_line(e)}") from e
+        raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {first_line(e)}") from e
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     known = classes.get(type(config), None)
     if config.is_encoder_decoder or known is None or known.__name__ != name:
@@ -389,7 +390,3 @@ def _config(spec: ModelSpec, folder: Path, max_len: int) -> Any:
             f"tokens, which would change other requests' tokens; set --max-model-len {spec.rope.original_max_position}."
         )
     return config
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".") + "."
