@@ -5,29 +5,14 @@ here: it changes frequencies only beyond the declared context, which is never se
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True)
-class RopeParameters:
-    """The fields of `engine.checkpoint.spec.Rope`."""
-
-    kind: str
-    theta: float
-    factor: float
-    original_max_position: int
-    low_freq_factor: float
-    high_freq_factor: float
-    beta_fast: float
-    beta_slow: float
-    attention_factor: float
-    truncate: bool
+from ..checkpoint.spec import Rope
 
 
-def inverse_frequencies(rope: RopeParameters, dim: int) -> Tensor:
+def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
     """Radians per position for each pair of a head's dimensions: [dim / 2] float32 on the CPU."""
     base = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
     match rope.kind:
@@ -42,7 +27,7 @@ def inverse_frequencies(rope: RopeParameters, dim: int) -> Tensor:
     raise AssertionError(f"rope kind {rope.kind}")
 
 
-def _llama3(base: Tensor, rope: RopeParameters) -> Tensor:
+def _llama3(base: Tensor, rope: Rope) -> Tensor:
     """Long wavelengths are stretched by the factor, short ones kept, and those in between interpolated."""
     wavelength = 2 * math.pi / base
     longest = rope.original_max_position / rope.low_freq_factor
@@ -54,7 +39,7 @@ def _llama3(base: Tensor, rope: RopeParameters) -> Tensor:
     return torch.where(wavelength > longest, base / rope.factor, torch.where(wavelength < shortest, base, between))
 
 
-def _yarn(base: Tensor, rope: RopeParameters, dim: int) -> Tensor:
+def _yarn(base: Tensor, rope: Rope, dim: int) -> Tensor:
     """Dimensions that turn often within the original context are kept, slow ones are stretched (arXiv 2309.00071)."""
 
     def dimension_turning(turns: float) -> float:
@@ -76,9 +61,7 @@ class RotaryTable:
     `at` gives those of a step's tokens in the form that `Ops.rotary` takes: the first half of the sines is negated.
     """
 
-    def __init__(
-        self, rope: RopeParameters, *, dim: int, max_len: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, rope: Rope, *, dim: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         angles = torch.arange(max_len, dtype=torch.float32, device="cpu")[:, None] * inverse_frequencies(rope, dim)
         cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
         self._cos = torch.cat((cos, cos), dim=-1).to(dtype).to(device).unsqueeze(1)

@@ -7,7 +7,6 @@ checkpoint share a parameter.
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from ..layers.linear import Weight
 from ..layers.mlp import GatedMlp
 from ..layers.moe import MoeMlp
 from ..layers.norm import RmsNorm
-from ..layers.rotary import RopeParameters, RotaryTable
+from ..layers.rotary import RotaryTable
 from ..parallel import shard
 from ..parallel.collectives import Group
 
@@ -188,7 +187,7 @@ class Decoder(nn.Module):
         # Tensors that may be present and are not read: a copy of the embedding as the head.
         self.redundant = ("lm_head.weight",) if tied else ()
         self.num_heads, self.intermediate_size = spec.num_heads, spec.intermediate_size  # of this rank
-        self.rope = RopeParameters(**msgspec.structs.asdict(spec.rope))
+        self.rope = spec.rope
         self._rotary = RotaryTable(self.rope, dim=spec.head_dim, max_len=max_len, dtype=dtype, device=device)
 
     @property
