@@ -1,13 +1,13 @@
-"""What a plan extension is: bytes that the core decides plan by plan, and an attention backend that knows them.
+"""Plan extensions: bytes that the core computes for each plan, and an attention backend that reads them.
 
-The core half (`engine.core.extension.PlanExtension`, no torch) is asked once for every plan that has rows, and its
+The core half (`engine.core.extension.PlanExtension`, no torch) is called once for every plan that has rows, and its
 bytes travel as `StepPlan.extension`. On the worker they reach the attention backend in `AttentionStep.extension`, and
-`AttentionStep.order` says which of the plan's rows each row of the step is. `wrap_attention` puts a backend of one's
-own around the engine's, or in its place.
+`AttentionStep.order` maps the rows of the step to the plan's rows. `wrap_attention` wraps the engine's attention
+backend, or replaces it.
 
 An extension is named on the command line as `module:Class,option=value,…`; the class has the two static methods of
-`Extension`. Its name and options are part of what the KV cache's keys stand for, because attention that computes
-something else gives other keys and values in the layers above.
+`Extension`. Its name and options are part of the KV cache's keys, because different attention gives different keys and
+values in the layers above.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Extension(Protocol):
-    """What a name stands for. Neither method is called in the other's process, so `core` must not need torch."""
+    """Each method is called in one process only, so `core` must not need torch."""
 
     @staticmethod
     def core(options: Options) -> PlanExtension:
@@ -32,8 +32,8 @@ class Extension(Protocol):
 
     @staticmethod
     def wrap_attention(options: Options, backend: AttentionBackend, cache: KvCache) -> AttentionBackend:
-        """The backend that the model's layers are to call instead of `backend`. Once, when the cache is open.
-        Raises ConfigError."""
+        """The backend that the model's layers call instead of `backend`. Called once, when the cache is open. Raises
+        ConfigError."""
 
 
 def load_extension(spec: str) -> tuple[type[Extension], Options]:

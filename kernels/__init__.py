@@ -1,1 +1,1 @@
-"""Kernels: tensors only, no config and no model."""
+"""Kernels: functions of tensors, without config or model."""

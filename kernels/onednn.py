@@ -1,4 +1,4 @@
-"""Products by oneDNN on weights in the layout that it likes, for CPUs whose own bfloat16 instructions beat our kernels,
+"""Products by oneDNN on weights in its own layout, for CPUs whose bfloat16 instructions are faster than our kernels,
 and for those without a compiler."""
 
 import torch
@@ -6,17 +6,17 @@ from torch import Tensor
 
 from . import reference
 
-_ROWS = 16  # how many at a time the layout is chosen for: many streams, or a small part of a prompt
+_ROWS = 16  # the number of rows that the layout is chosen for: many streams, or a small chunk of a prompt
 
 
 def is_available(dtype: torch.dtype) -> bool:
-    """oneDNN is there and computes in `dtype`."""
+    """Whether oneDNN is present and computes in `dtype`."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_onednn and (dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
 class OneDnnMatrix:
-    """A weight [n, k] in oneDNN's layout, which only it can read. See `kernels.ops.Matrix`."""
+    """A weight [n, k] in oneDNN's layout, which only oneDNN can read."""
 
     def __init__(self, weight: Tensor) -> None:
         self.nbytes = weight.nbytes  # the layout pads a little; torch does not say how much
@@ -30,4 +30,4 @@ class OneDnnMatrix:
         return reference.greedy(self.product(x, None).float())
 
     def lookup(self, ids: Tensor) -> Tensor:
-        raise NotImplementedError("a table is kept as it is; see `Ops.table`")
+        raise NotImplementedError("lookups need the matrix of `Ops.table`")

@@ -1,4 +1,4 @@
-"""The table of kernels: chosen once in the worker and passed down, so that layers never ask where they run."""
+"""The table of kernels: chosen once in the worker and passed down, so that layers do not know their device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,28 +10,27 @@ from . import reference
 
 
 class Matrix(Protocol):
-    """A weight [n, k] in the layout that its kernel reads; the tensor it was made from is not needed any more."""
+    """A weight [n, k] in its kernel's layout. The tensor it was made from is no longer needed."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes it takes."""
+    def nbytes(self) -> int: ...
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x · weightᵀ + bias. x: [tokens, k] → [tokens, n]."""
 
     def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`reference.greedy` of the product without a bias, whose numbers need not be kept."""
+        """`reference.greedy` of the product without a bias; the product itself need not be stored."""
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Rows of the weight. ids: [tokens] int64 → [tokens, k], of the type of activations."""
+        """Rows of the weight. ids: [tokens] int64 → [tokens, k], of the activations' type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ops:
-    """One implementation of every operation. `reference.py` says what each must compute."""
+    """One implementation of every operation. `reference.py` specifies what each computes."""
 
     matrix: Callable[[Tensor], Matrix]  # only for products
-    table: Callable[[Tensor], Matrix]  # for lookups, and for products if it is the head as well
+    table: Callable[[Tensor], Matrix]  # for lookups, and for products if it is also the head
     router: Callable[[Tensor], Matrix]  # for products that keep the weight's precision
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -42,7 +41,7 @@ class Ops:
 
 
 def reference_ops(*, int8: bool = False) -> Ops:
-    """Plain torch, on any device; with `int8` for float32 activations."""
+    """Plain torch, on any device. int8: weights of 8 bits, for float32 activations."""
     table = reference.TorchInt8Matrix if int8 else reference.TorchMatrix
     return Ops(
         matrix=table,

@@ -1,7 +1,7 @@
-"""Matrices of 8 and 4 bits as kernels read them, and in plain torch what they mean: `dequantize` is the specification
-that the products in `kernels/triton` are tested against.
+"""Quantized matrices of 8 and 4 bits in the kernels' layout, and their meaning in plain torch: `dequantize` is the
+specification that the products in `kernels/triton` are tested against.
 
-Only weights are narrow; activations are not. Tensors only: where the numbers come from is `engine.quantization`'s.
+Only weights are quantized, activations are not. `engine/weights/quantized.py` reads them from checkpoints.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """float8 e4m3 [n, k], with a scale for each row or each block."""
+    """float8 e4m3 [n, k], with a scale per row or per block."""
 
     values: Tensor  # float8_e4m3fn [n, k]
     scale: Tensor  # float32 [n], or [⌈n / rows⌉, ⌈k / columns⌉] of a block
-    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: each row has its own
-    is_interleaved: bool = False  # with blocks: even rows are of one half, odd ones of the other, and so are scales
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one scale per row
+    is_interleaved: bool = False  # with blocks: rows and scales alternate between the two halves
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -27,11 +27,10 @@ class Fp8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes."""
         return self.values.nbytes + self.scale.nbytes
 
     def to(self, device: torch.device) -> "Fp8Weight":
-        """On another device."""
+        """A copy on another device."""
         return Fp8Weight(self.values.to(device), self.scale.to(device), self.block, self.is_interleaved)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -45,7 +44,7 @@ class Fp8Weight:
         return (self.values.float() * scale).to(dtype)
 
     def interleave(self) -> "Fp8Weight":
-        """The rows of the first half (gates) and of the second (ups) in turn."""
+        """Interleaves the rows of the first half (gates) and the second (ups)."""
         n, _ = self.shape
         values = self.values.view(torch.uint8)[_in_turn(n)].view(self.values.dtype)
         if self.block is None:
@@ -56,17 +55,17 @@ class Fp8Weight:
 
 @dataclass(frozen=True)
 class Int4Weight:
-    """Whole numbers of 4 bits; the weight is (number - zero) · scale, with a zero and a scale for each group of a row.
+    """4-bit integers; the weight is (number - zero) · scale, with a zero and a scale for each group of a row.
 
     A byte holds number k in its low half and number k + `half` in its high half, in tiles of 2 · half, so that a kernel
-    multiplies each half of a tile by columns that lie side by side.
+    multiplies each half of a tile by adjacent columns.
     """
 
     packed: Tensor  # uint8 [n, k / 2]
-    scales: Tensor  # float16, bfloat16 or float32 [groups, n]: a tile reads those of its rows side by side
+    scales: Tensor  # float16, bfloat16 or float32 [groups, n], so that the scales of a tile's rows are adjacent
     zeros: Tensor  # uint8 [groups, n], 0 … 16
     half: int  # 64, 32 or 16; divides the size of a group, k / groups
-    order: Tensor | None = None  # int32 [k]: the column of the activations for each of ours; None: the same
+    order: Tensor | None = None  # int32 [k]: the activations' column for each column of the weight; None: the same
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -80,17 +79,16 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes."""
         tensors = (self.packed, self.scales, self.zeros, *(() if self.order is None else (self.order,)))
         return sum(tensor.nbytes for tensor in tensors)
 
     def to(self, device: torch.device) -> "Int4Weight":
-        """On another device."""
+        """A copy on another device."""
         order = None if self.order is None else self.order.to(device)
         return Int4Weight(self.packed.to(device), self.scales.to(device), self.zeros.to(device), self.half, order)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[n, k], columns as the activations have them; computed in float32 and rounded once."""
+        """[n, k], with the columns in the order of the activations; computed in float32 and rounded once."""
         n, k = self.shape
         tiles = self.packed.view(n, -1, self.half)
         numbers = torch.stack((tiles & 15, tiles >> 4), dim=2).view(n, self.scales.shape[0], self.group_size).float()
@@ -103,7 +101,7 @@ class Int4Weight:
         return out
 
     def interleave(self) -> "Int4Weight":
-        """The rows of the first half (gates) and of the second (ups) in turn."""
+        """Interleaves the rows of the first half (gates) and the second (ups)."""
         rows = _in_turn(self.shape[0])
         return Int4Weight(
             self.packed[rows],
@@ -118,8 +116,8 @@ QuantizedWeight = Fp8Weight | Int4Weight
 
 
 def int4_weight(numbers: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None = None) -> Int4Weight:
-    """Packs numbers [n, k] uint8 < 16, whose groups follow one another; the rest as in `Int4Weight`. Raises ValueError
-    if k or its groups are no multiple of 16."""
+    """Packs numbers [n, k] uint8 < 16, whose groups are consecutive; the rest as in `Int4Weight`. Raises ValueError if
+    k or the group size is no multiple of 16."""
     n, k = numbers.shape
     group = k // scales.shape[0]
     half = next((h for h in (64, 32, 16) if group % h == 0 and k % (2 * h) == 0), None)
@@ -131,7 +129,7 @@ def int4_weight(numbers: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | 
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One below the other, as fused projections have them. Raises ValueError if they do not go together."""
+    """Stacks the rows, as in fused projections. Raises ValueError if the parts do not fit together."""
     if len(parts) == 1:
         return parts[0]
     fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
@@ -140,7 +138,7 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         if any(part.block != block or part.is_interleaved for part in fp8):
             raise ValueError("their blocks differ")
         if block is not None and any(part.shape[0] % block[0] for part in fp8[:-1]):
-            raise ValueError(f"their rows are no multiples of the {block[0]} that share a scale")
+            raise ValueError(f"their rows are no multiples of {block[0]}, which share a scale")
         values = torch.cat([part.values.view(torch.uint8) for part in fp8]).view(fp8[0].values.dtype)
         return Fp8Weight(values, torch.cat([part.scale for part in fp8]), block)
     int4 = [part for part in parts if isinstance(part, Int4Weight)]

@@ -1,6 +1,6 @@
-"""The operations a decoder needs, in plain torch: the specification that every faster kernel is tested against.
+"""The operations of a decoder in plain torch: the specification that every faster kernel is tested against.
 
-Tensors only; nothing here knows a model, a config or a request. Called through the table in `ops.py`.
+Called through the table in `ops.py`. Takes tensors only, never a model, a config or a request.
 """
 
 import torch
@@ -14,7 +14,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual). All [tokens, dim]; neither input is changed."""
+    """(rms_norm(x + residual), x + residual). All [tokens, dim]; the inputs are not changed."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
@@ -28,10 +28,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def norm_rotary(
     states: Tensor, heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Norms the heads (where q_norm and k_norm [dim] are given) and rotates each pair (x[i], x[i + dim/2]) of them.
+    """Norms the heads (if q_norm and k_norm [dim] are given) and rotates each of their pairs (x[i], x[i + dim/2]).
 
-    states: [tokens, heads + kv_heads, dim], queries first, and may be changed; cos, sin: [tokens, 1, dim]. `sin` comes
-    with its first half negated, so that the rotation is two products and no negation. Result as states.
+    states: [tokens, heads + kv_heads, dim], queries first, and may be changed; cos, sin: [tokens, 1, dim]. The first
+    half of `sin` is negated, so that the rotation is two products without a negation. Result as states.
     """
     if q_norm is not None and k_norm is not None:
         normed = rms_norm(states[:, :heads], q_norm, eps), rms_norm(states[:, heads:], k_norm, eps)
@@ -40,14 +40,14 @@ def norm_rotary(
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(greatest number, its first place) of each row. logits: [rows, vocab] float32 → [rows] float32, [rows] int64.
-    Where a row holds a NaN the greatest is NaN and the place any."""
+    """(greatest logit, its first index) of each row. logits: [rows, vocab] float32 → [rows] float32, [rows] int64. If a
+    row holds a NaN, its greatest is NaN and its index undefined."""
     most, best = logits.max(dim=-1)
     return most, best
 
 
 class TorchMatrix:
-    """See `kernels.ops.Matrix`: the weight as it is."""
+    """The weight as it is, multiplied by torch."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -67,8 +67,8 @@ class TorchMatrix:
 
 
 class TorchInt8Matrix:
-    """A weight of 8 bits with a scale a column, max |w| / 127; activations are rounded to 8 bits with a scale a row, so
-    that no row depends on another. Their products are whole numbers and exact. See `kernels.ops.Matrix`."""
+    """An 8-bit weight with a scale per column, max |w| / 127. Activations are rounded to 8 bits with a scale per row,
+    so that no row depends on another. The integer products are exact."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight, self._scales = quantize(weight)
@@ -92,7 +92,7 @@ class TorchInt8Matrix:
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [rows, k] → (int8 [rows, k], float32 scales [rows, 1]): x · 127 / max |x|, ties to even, and max |x| / 127. The
-    scale is NaN where a number of the row is not finite."""
+    scale of a row with a number that is not finite is NaN."""
     x = x.float()
     most = x.abs().amax(dim=-1, keepdim=True)
     rounded = (x * 127).div_(most).round_().nan_to_num_(nan=0, posinf=0, neginf=0).to(torch.int8)
@@ -100,10 +100,10 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Stores the keys and values of a step's tokens in the cache.
+    """Writes the keys and values of a step's tokens to the cache.
 
     key, value: [tokens, kv_heads, dim]; k_pages, v_pages: [blocks, block_size, kv_heads, dim], changed in place;
-    slots: [tokens] int64, block · block_size + offset. Numbers are rounded to the pages' type.
+    slots: [tokens] int64, block · block_size + offset. Values are rounded to the pages' type.
     """
     width = key.shape[1] * key.shape[2]
     k_pages.view(-1, width).index_copy_(0, slots, key.reshape(-1, width).to(k_pages.dtype))
@@ -113,8 +113,8 @@ def write_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
     """softmax(query · keyᵀ · scale + mask) · value. All [batch, heads, positions, dim] (key and value may be expanded).
 
-    mask: broadcasts to [batch, heads, queries, keys], 0 or -inf, in query's dtype. Keys and values under -inf must be
-    finite all the same: 0 · NaN is NaN. With `softcap` c the scores become c · tanh(scores / c) before the mask.
+    mask: broadcasts to [batch, heads, queries, keys], 0 or -inf, in query's dtype. Masked keys and values must be
+    finite too: 0 · NaN is NaN. With `softcap` c the scores become c · tanh(scores / c) before the mask.
     """
     if softcap is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
@@ -134,11 +134,11 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention of several rows over paged KV, one query at a time: the meaning of every attention backend.
+    """Causal attention of several rows over paged KV, one query at a time: the specification of attention backends.
 
-    query: [tokens, heads, dim], the rows one after another; k_pages, v_pages: [blocks, block_size, kv_heads, dim];
-    block_table: [rows, most blocks]; context_lens: [rows], keys of each row, its queries being the last query_lens of
-    them. With `window` w a query sees itself and the w - 1 positions before it. Result as query, computed in float32.
+    query: [tokens, heads, dim], row after row; k_pages, v_pages: [blocks, block_size, kv_heads, dim]; block_table:
+    [rows, most blocks]; context_lens: [rows], keys of each row, whose last query_lens keys are those of its queries.
+    With `window` w a query sees itself and the w - 1 positions before it. Result as query, computed in float32.
     """
     kv_heads, dim = k_pages.shape[2:]
     group = query.shape[1] // kv_heads
@@ -158,7 +158,7 @@ def paged_attention(
 
 
 def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """(weights, experts) of each token: the softmax over all experts at the best `top_k` of them, the best first; with
+    """(weights, experts) of each token: the softmax over all experts at the best `top_k`, best first; with
     `renormalize` divided by their sum. router_logits: [tokens, experts] → [tokens, top_k] float32 and int64."""
     weights, experts = torch.softmax(router_logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:

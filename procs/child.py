@@ -90,9 +90,9 @@ def run_worker(
     from .worker import Worker, run
 
     with contextlib.ExitStack() as stack:
-        place = RankInfo(index(name), launch.ranks_here, launch.rendezvous)
-        progress = _progress_bar(stack) if launch.progress and place.rank == 0 else None
-        worker = Worker(launch.config, place=place, progress=progress)
+        rank_info = RankInfo(index(name), launch.ranks_here, launch.rendezvous)
+        progress = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
+        worker = Worker(launch.config, rank_info=rank_info, progress=progress)
 
         def pong() -> None:
             post("supervisor", Pong(name, epochs.chain, worker.num_answered, worker.num_pending > 0))

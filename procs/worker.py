@@ -44,12 +44,12 @@ class Worker:
         self,
         config: EngineConfig,
         *,
-        place: RankInfo = _ALONE,
+        rank_info: RankInfo = _ALONE,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """`progress` is told the bytes of weights that were read, and of all."""
         self._config = config
-        self._place = place
+        self._rank_info = rank_info
         self._progress = progress
         self._runner: Runner | None = None
         self._num_answered = 0
@@ -63,12 +63,12 @@ class Worker:
         from ..engine.runner.runner import Runner
 
         self._post = post
-        self._runner = Runner.load(self._config, place=self._place, progress=self._progress)
+        self._runner = Runner.load(self._config, rank_info=self._rank_info, progress=self._progress)
         self._offer()
 
     def _offer(self) -> None:
         runner = self._started()
-        self._post("core", CacheOffer(self._place.rank, runner.offer(), runner.block_bytes))
+        self._post("core", CacheOffer(self._rank_info.rank, runner.offer(), runner.block_bytes))
 
     def reset(self) -> None:
         """The core has died: its rows and KV are nobody's. The next one is made the offer that the cache is, and knows
@@ -82,7 +82,7 @@ class Worker:
         """Allocates the KV cache. Raises ConfigError."""
         runner = self._started()
         runner.open_cache(message.num_blocks)
-        notes = runner.notes if self._place.rank == 0 else ()  # the others would say the same
+        notes = runner.notes if self._rank_info.rank == 0 else ()  # the others would say the same
         return Facts(self._timings | runner.timings, notes)
 
     @property
@@ -107,19 +107,19 @@ class Worker:
             result = runner.collect()
             self._num_answered += 1
             wait = False
-            if self._place.rank == 0:
+            if self._rank_info.rank == 0:
                 self._post("core", result)
         self.poll()
 
     def sleep(self) -> None:
         """Gives back what memory can be brought back. Nothing is pending."""
-        self._post("core", Slept(True, self._started().sleep(), rank=self._place.rank))
+        self._post("core", Slept(True, self._started().sleep(), rank=self._rank_info.rank))
 
     def wake(self) -> None:
         """Brings it back, or stays asleep."""
         is_awake = self._started().wake()
         problem = "" if is_awake else "There is not memory enough to wake up; free some and try again."
-        self._post("core", Slept(not is_awake, problem=problem, rank=self._place.rank))
+        self._post("core", Slept(not is_awake, problem=problem, rank=self._rank_info.rank))
 
     def use_idle(self) -> bool:
         """Does something that makes later steps faster, if anything is left to do. Returns whether more is."""
@@ -132,7 +132,7 @@ class Worker:
 
     def poll(self) -> None:
         """Tells the core which KV transfers are over."""
-        if self._place.rank == 0 and (transferred := self._started().take_transferred()) is not None:
+        if self._rank_info.rank == 0 and (transferred := self._started().take_transferred()) is not None:
             self._post("core", transferred)
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "lfm2": ({"layer_types": ["full_attention"] * 3}, SERVED),
     "diffllama": ({}, "calls attention more than once in layer 0, and pagewire caches one set of keys and values"),
     "hrm_text": ({}, "calls attention more than once in layer 0"),
-    "doge": ({}, r"scores with terms that pagewire does not know \(attention_mask\)"),
+    "doge": ({}, r"scores with terms that pagewire does not support \(attention_mask\)"),
     "nemotron": ({}, "does not pass keywords on to its attention"),
     "bert": ({}, _BOTH_WAYS),
     "roberta": (
@@ -102,7 +102,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2},
         "uses sparse attention",
     ),
-    "mimo_v2_flash": ({}, "keys have 16 numbers a head and its values 12"),
+    "mimo_v2_flash": ({}, "keys have 16 numbers per head and its values 12"),
     **{kind: ({}, _MLA + ".*sparse attention") for kind in ("deepseek_v32", "glm_moe_dsa")},
     **{kind: ({}, _MAMBA) for kind in ("bamba", "falcon_h1", "jamba", "mamba")},
     "mamba2": ({"num_heads": 8, "head_dim": 16}, _MAMBA),

@@ -161,12 +161,14 @@ def test_what_only_the_native_families_have(kind: str, tmp_path: Path, capsys: p
         (["--load-format", "dummy"], {"load_format": "dummy"}),
     ):
         sentence = serve(folder, **options)
-        assert sentence is not None and re.match(rf"{flags[0]}.* there for Llama.* this is Olmo2ForCausalLM", sentence)
+        assert sentence is not None and re.match(
+            rf"{flags[0]}.* needs one of Llama.* this is Olmo2ForCausalLM", sentence
+        )
         assert explain(folder, capsys, *flags) == sentence
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     sentence = serve(folder)
-    assert sentence is not None and sentence.startswith("Quantized checkpoints are there for LlamaForCausalLM")
+    assert sentence is not None and sentence.startswith("A quantized checkpoint needs one of LlamaForCausalLM")
     assert diagnose(folder) == explain(folder, capsys) == sentence
 
 

@@ -36,7 +36,7 @@ ROOMS: dict[str, str] = {
     "engine.parallel": "errors engine.checkpoint",
     "engine.weights": "errors config engine.checkpoint engine.parallel kernels",
     "engine.device": "errors config engine.parallel kernels.triton",
-    "engine.layers": "engine.attention engine.parallel kernels",
+    "engine.layers": "engine.checkpoint engine.attention engine.parallel kernels",
     "engine.models": "errors engine.checkpoint engine.attention engine.parallel engine.layers kernels kernels.cpu",
     "engine.steps": "config ipc engine.attention engine.models kernels",
     "engine.gpu": (

@@ -1,9 +1,9 @@
-"""The smallest useful KV connector: blocks of requests that have ended stay in a dictionary of the worker process.
+"""The smallest useful KV connector: blocks of ended requests are kept in a dictionary of the worker process.
 
     PYTHONPATH=docs/examples pagewire serve MODEL --kv-connector dict_connector:DictConnector,blocks=1000
 
-The core half knows which keys there are and which goes next; the worker half does what the plans say. Plans run in
-order, so the core half may count on a block as soon as it has asked for it to be kept.
+The core half tracks which keys are stored and which is evicted next; the worker half carries out the plans. Plans run
+in order, so the core half may rely on a block as soon as a plan saves it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class Todo(msgspec.Struct):
-    """What travels with a plan: blocks are read into `keep`, then `drop` is forgotten, then `load` is written."""
+    """The metadata of a plan: first the blocks in `keep` are read, then those in `load` written, then `drop`
+    removed."""
 
     keep: dict[bytes, int] = {}  # key → block
     drop: list[bytes] = []
@@ -38,14 +39,12 @@ class DictConnector:
 
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> DictCore:
-        """The core half."""
         if options.keys() - {"blocks"} or not options.get("blocks", "1000").isdigit():
             raise ConfigError("dict_connector takes one option, blocks=N.")
         return DictCore(int(options.get("blocks", "1000")), facts.block_size)
 
     @staticmethod
     def worker(options: Options, facts: ConnectorFacts) -> DictWorker:
-        """The worker half."""
         return DictWorker()
 
 
@@ -55,26 +54,25 @@ class DictCore:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._keys: OrderedDict[bytes, None] = OrderedDict()  # the next to go first
+        self._keys: OrderedDict[bytes, None] = OrderedDict()  # the first is evicted next
         self._todo = Todo()
         self._num_hit_tokens = 0
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The longest run of known keys after the device's, but for the request's last position."""
+        """The longest run of known keys after the device's, without the request's last position."""
         first = num_computed_tokens // self._block_size
         keys = request.block_keys((len(request.ids) - 1) // self._block_size, self._block_size)
         num = next((i for i, key in enumerate(keys[first:]) if key not in self._keys), len(keys[first:]))
         return num * self._block_size, False
 
     def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """These of its blocks are to be filled."""
         num = num_external_tokens // self._block_size
         keys = request.block_keys(len(block_ids), self._block_size)
         self._todo.load[request.rid] = dict(zip(block_ids[-num:], keys[-num:], strict=True))
         self._num_hit_tokens += num_external_tokens
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """Its full blocks are kept, the tail as the next to go."""
+        """Keeps the request's full blocks. The tail is evicted first."""
         num = min(request.num_computed, len(request.ids)) // self._block_size
         for key, block in zip(
             reversed(request.block_keys(num, self._block_size)), reversed(block_ids[:num]), strict=True
@@ -89,38 +87,36 @@ class DictCore:
             dropped, _ = self._keys.popitem(last=False)
             if self._todo.keep.pop(dropped, None) is None:
                 self._todo.drop.append(dropped)
-        return False  # the next plan still finds the blocks as they are
+        return False  # the next plan runs before the blocks are reused
 
     def build_connector_meta(self) -> bytes:
-        """What has piled up since the last plan."""
         todo, self._todo = self._todo, Todo()
         return msgspec.msgpack.encode(todo) if todo != Todo() else b""
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """They were kept when their request ended."""
+        """Does nothing: the blocks were kept when their request ended."""
 
     def update_connector_output(self, output: Transferred) -> None:
-        """Loads do not fail here."""
+        """Does nothing: loads do not fail here."""
 
     def take_events(self) -> list[KvEvent]:
-        """For routers, who hear nothing of this tier."""
+        """None: routers are told nothing of this tier."""
         return []
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        """For /metrics."""
         return (TierSnapshot("dict", len(self._keys), self._num_blocks, self._num_hit_tokens, 0, 0, 0),)
 
     def reset(self) -> None:
-        """A new worker has an empty dictionary."""
+        """Forgets all keys: a new worker has an empty dictionary."""
         self._keys.clear()
         self._todo = Todo()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""
 
 
 class DictWorker:
-    """See `pagewire.engine.kv_connector.base.WorkerConnector`. All it does is done when `start_load_kv` returns."""
+    """Does all its work in `start_load_kv`."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, Tensor] = {}  # key → uint8 [block_bytes]
@@ -129,21 +125,18 @@ class DictWorker:
 
     @property
     def num_pending(self) -> int:
-        """Loads that `get_finished` has not named yet."""
         return len(self._loaded)
 
     def register_kv_caches(self, cache: KvCache) -> None:
-        """The blocks' home."""
         from pagewire.engine.kv_connector.block_copy import BlockCopier
 
         self._copier = BlockCopier(cache)
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
-        """From the core half."""
         self._todo = msgspec.msgpack.decode(metadata, type=Todo)
 
     def start_load_kv(self) -> None:
-        """Reads before it writes: what is kept may lie where something is loaded to."""
+        """Reads before it writes: a block to be kept may be one that a load overwrites."""
         import torch
 
         todo = self._todo
@@ -156,21 +149,20 @@ class DictWorker:
         self._loaded |= todo.load.keys()
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Nothing is under way."""
+        """Does nothing: the load is over."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """Whole blocks are kept when they are done."""
+        """Does nothing: whole blocks are kept when their request has ended."""
 
     def wait_for_save(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: the copies are made."""
 
     def get_finished(self) -> tuple[set[int], set[int]]:
-        """Nothing is ever held back; loads are over at once."""
+        """Loads end at once, and no blocks are held."""
         loaded, self._loaded = self._loaded, set()
         return set(), loaded
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """There are none."""
         return set()
 
     def take_load_cost(self) -> tuple[int, float]:
@@ -178,4 +170,4 @@ class DictWorker:
         return 0, 0.0
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""

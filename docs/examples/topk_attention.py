@@ -1,13 +1,13 @@
 """The worker half of `topk_blocks`: a backend that shortens the block tables of decode rows, layer by layer.
 
 The summary of a block is the smallest and the largest value of each dimension of its keys. A query's product with any
-key of the block is at most Σ max(q · smallest, q · largest), which is the block's score; heads that share a key head,
-and key heads, are put together by their maximum, so that a block stays if any head may want it. A row's last block is
-always kept. The engine's own backend then computes the rest on tables that name only the blocks that stayed, and so do
-steps, layers and rows in which nothing is left out.
+key of the block is at most Σ max(q · smallest, q · largest), which is the block's score. The scores of all heads are
+combined by their maximum, so that a block is kept if any head may need it. A row's last block is always kept. The
+engine's own backend then computes attention over the shortened tables. Steps, layers and rows whose tables are not
+shortened it computes as usual.
 
-Summaries are worked out anew at every step from the pages themselves, which keeps the example short and always right;
-one that is meant to be fast would keep them beside the pages and update those of the blocks that a step writes to.
+Summaries are computed again at every step from the pages, which keeps the example short and always right; a fast
+implementation would store them beside the pages and update those of the blocks that a step writes to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TopkAttention:
         self._budget = np.zeros(0, np.int32)  # blocks that each row of the step may read
 
     def begin(self, step: AttentionStep) -> None:
-        """Reads what the core half said of the plan's rows; `step.order` says which of them stands where."""
+        """Reads the core half's bytes, which are in the plan's order; `step.order` maps the step's rows to it."""
         self._step = step
         self._budget = np.frombuffer(step.extension, "<i4")[step.order]
         self._inner.begin(step)
@@ -48,8 +48,8 @@ class TopkAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Every row once as the engine would have it, which also stores the keys; then the rows that leave blocks out
-        once more, over what they keep."""
+        """Computes every row over its whole table, which also writes the keys; then again, over fewer blocks, the rows
+        that are to leave some out."""
         assert self._step is not None, "forward before begin"
         out = self._inner.forward(layer, query, key, value, scale=scale, window=window, softcap=softcap)
         step, size = self._step, self._cache.block_size
@@ -63,7 +63,7 @@ class TopkAttention:
             out[order] = self._inner.forward(
                 layer, query[order], key[order], value[order], scale=scale, softcap=softcap
             )
-            self._inner.begin(replace(step, fresh_blocks=None))  # for the next layer; nothing is to be cleared again
+            self._inner.begin(replace(step, fresh_blocks=None))  # for the next layer; without clearing blocks again
         return out
 
     def _best_blocks(self, layer: int, query: Tensor, row: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -73,22 +73,22 @@ class TopkAttention:
         table = self._step.block_table[row, : -(-context // size)]
         full = torch.from_numpy(table[:-1].astype(np.int64)).to(query.device)
         keys = self._cache.pages[layer][0][full]  # [blocks, block_size, kv_heads, dim]
-        grouped = query.view(keys.shape[2], -1, keys.shape[3])  # [kv_heads, heads a key head, dim]
+        grouped = query.view(keys.shape[2], -1, keys.shape[3])  # [kv_heads, heads per key head, dim]
         smallest, largest = keys.amin(1)[:, :, None], keys.amax(1)[:, :, None]
-        bound = torch.maximum(grouped * smallest, grouped * largest).sum(-1)  # [blocks, kv_heads, heads a key head]
+        bound = torch.maximum(grouped * smallest, grouped * largest).sum(-1)  # [blocks, kv_heads, heads per key head]
         kept = bound.flatten(1).amax(1).topk(int(self._budget[row]) - 1).indices.sort().values
         return np.append(table[kept.cpu().numpy()], table[-1])
 
     def _shortened(
         self, step: AttentionStep, rows: np.ndarray[tuple[int], np.dtype[np.intp]], tables: list[np.ndarray]
     ) -> AttentionStep:
-        """The step of these decode rows alone, over these blocks. Positions no longer matter: keys come rotated, and a
-        decode row sees all of what its table names."""
+        """A step of these decode rows alone, over these blocks. Positions do not matter any more: keys are rotated
+        already, and a decode row sees all blocks of its table."""
         size = self._cache.block_size
         lens = np.array(
             [len(t) * size - -int(step.context_lens[row]) % size for row, t in zip(rows, tables, strict=True)]
         )
-        order = np.argsort(lens, kind="stable")  # decode rows stand in ascending order of context
+        order = np.argsort(lens, kind="stable")  # decode rows come in ascending order of context
         block_table = np.zeros((len(rows), max(map(len, tables))), np.int32)
         for place, i in enumerate(order):
             block_table[place, : len(tables[i])] = tables[i]

@@ -2,9 +2,9 @@
 
     PYTHONPATH=docs/examples pagewire serve MODEL --extension topk_blocks:TopkBlocks,share=0.25,least=8
 
-For every decode row the core half says how many blocks it may read: `share` of its context, but `least` of them at
-least. The worker half scores each block by an upper bound of the products of the row's query with the block's keys, and
-attends over the best. It is exact wherever k covers all blocks, and an approximation elsewhere.
+For every decode row the core half decides how many blocks it may read: `share` of its context, but at least `least`.
+The worker half scores each block by an upper bound of the products of the row's query with the block's keys, and
+attends to the best. It is exact where k covers all blocks, and an approximation elsewhere.
 
 This file is the core half and imports no torch; `topk_attention.py` is the worker half.
 """
@@ -30,7 +30,6 @@ class TopkBlocks:
 
     @staticmethod
     def core(options: Options) -> BlockBudget:
-        """The core half."""
         if unknown := sorted(options.keys() - {"share", "least"}):
             raise ConfigError(f"topk_blocks has no option {unknown[0]!r}; it has share and least.")
         try:
@@ -43,7 +42,6 @@ class TopkBlocks:
 
     @staticmethod
     def wrap_attention(options: Options, backend: AttentionBackend, cache: KvCache) -> AttentionBackend:
-        """The worker half."""
         from topk_attention import TopkAttention
 
         return TopkAttention(backend, cache)
@@ -57,7 +55,7 @@ class BlockBudget:
         self._least = least
 
     def extend(self, step: int, rids: Sequence[int], counts: Sequence[int], starts: Sequence[int]) -> bytes:
-        """How many blocks each row may read, int32."""
+        """How many blocks each row may read, as int32."""
         return array(
             "i", [max(self._least, int(self._share * (start // BLOCK_SIZE + 1))) for start in starts]
         ).tobytes()

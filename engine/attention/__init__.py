@@ -1,1 +1,1 @@
-"""Attention over paged KV."""
+"""Attention over the paged KV cache."""

@@ -1,7 +1,7 @@
-"""What attention needs to know of a step, and what every attention backend offers.
+"""The interface of attention backends, and the description of a step that they get.
 
 The runner describes each step once with an `AttentionStep` and calls `begin`; the model's layers then call `forward`
-with their own queries, keys and values. Nothing here knows a request.
+with their queries, keys and values. Nothing here knows requests.
 """
 
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionStep:
-    """The rows of one step. Their tokens lie one row after another; the first `num_decode` rows have one token each.
+    """The rows of one step, whose tokens follow each other row by row; the first `num_decode` rows have one token each.
 
-    Decode rows come in ascending order of context, so that rows of like length can share one padded computation.
+    Decode rows come in ascending order of context, so that rows of similar length can share one padded computation.
     """
 
     num_decode: int
     context_lens: NDArray[np.int64]  # [rows] keys each row sees, this step's tokens included
     query_lens: NDArray[np.int64]  # [rows] tokens of each row in this step
-    block_table: NDArray[np.int32]  # [rows, most blocks]; beyond a row's own blocks anything
-    slots: Tensor  # [tokens] int64: where each token's key and value go
-    fresh_blocks: Tensor | None  # int64: blocks this step starts to fill and leaves partly empty
-    order: NDArray[np.int64]  # [rows] which of the plan's rows each one is
-    extension: bytes = b""  # `StepPlan.extension`, for backends that a plan extension wrapped
+    block_table: NDArray[np.int32]  # [rows, most blocks]; any values beyond a row's own blocks
+    slots: Tensor  # [tokens] int64: where each token's key and value are written
+    fresh_blocks: Tensor | None  # int64: blocks that this step begins and leaves partly empty
+    order: NDArray[np.int64]  # [rows] index of each row into the plan's rows
+    extension: bytes = b""  # `StepPlan.extension`, for backends of plan extensions
 
 
 class AttentionBackend(Protocol):
-    """Attention over the paged cache; stores a step's keys and values before it reads."""
+    """Attention over the paged cache. Writes the step's keys and values before it reads."""
 
     def begin(self, step: AttentionStep) -> None:
         """Prepares for the layers of one step."""
@@ -46,5 +46,5 @@ class AttentionBackend(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Causal attention of one layer. query: [tokens, heads, dim]; key, value: [tokens, kv_heads, dim]; result as
-        query, in new memory. With `window` w a token sees itself and the w - 1 before it."""
+        """Causal attention of one layer. query: [tokens, heads, dim]; key, value: [tokens, kv_heads, dim]. Returns a
+        new tensor like query. With `window` w a token sees itself and the w - 1 tokens before it."""

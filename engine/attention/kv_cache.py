@@ -1,11 +1,11 @@
 """The paged KV cache: its layout, its size, and the views that attention reads and writes.
 
-Who owns which block is the core's business. This file knows one rule of its own: memory that no request has written is
-never read as a number. Attention masks what lies beyond a row's context, but a masked NaN still spoils the sum, so
+The core assigns blocks to requests. This file keeps one rule: memory that no request has written is never read as a
+number. Attention masks the keys beyond a row's context, but a masked NaN still spoils the sum. Therefore
 
-- a block is cleared when a row starts to fill it (`clear`),
-- the rest of one is, when a row goes on in the middle of it, behind what was copied there or what a step without memory
-  has left (`clear_rest`), and
+- a block is cleared when a row begins to fill it (`clear`),
+- the rest of a block is cleared when a row begins in its middle, behind copied positions or what a dropped step left
+  (`clear_rest`), and
 - one more block, `zero_block`, is never written and pads block tables.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class KvShape:
-    """What one position of one request takes up."""
+    """The size of one position of one request."""
 
     num_layers: int
     num_kv_heads: int
@@ -36,7 +36,7 @@ class KvCache:
     """`num_blocks` blocks of `block_size` positions.
 
     `pages[layer]` is (keys, values), each [num_blocks + 1, block_size, kv_heads, head_dim], or if `head_major`
-    [num_blocks + 1, kv_heads, block_size, head_dim], so that a head's keys in a block lie in one piece. A position's
+    [num_blocks + 1, kv_heads, block_size, head_dim], so that a head's keys in a block are contiguous. A position's
     slot is block · block_size + offset.
     """
 
@@ -49,7 +49,7 @@ class KvCache:
         self._is_head_major = head_major
         inner = (shape.num_kv_heads, block_size) if head_major else (block_size, shape.num_kv_heads)
         size = (shape.num_layers, 2, num_blocks + 1, *inner, shape.head_dim)
-        # Not zeroed: the pages of memory behind it are then taken from the system only as blocks come into use.
+        # Not zeroed, so that the system provides memory only as blocks come into use.
         storage = torch.empty(size, dtype=shape.dtype, device=device)
         storage[:, :, self.zero_block].zero_()
         self.storage = storage  # of all pages
@@ -57,10 +57,10 @@ class KvCache:
         self.pages: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in storage]
 
     def drop(self) -> None:
-        """Gives its memory back. Nobody reads or writes it until `restore`; whoever holds a page keeps it.
+        """Frees the memory. The cache may not be used until `restore`; tensors of its pages stay valid objects.
 
-        On a CPU the system takes the memory from behind the addresses, which C has been told. A GPU's pages lie
-        elsewhere when they are back."""
+        On a CPU the addresses stay, because the C kernels hold them, and the system takes the memory behind them. On a
+        GPU the addresses change."""
         storage = self.storage.untyped_storage()
         if storage.device.type == "cpu":
             _give_back(storage.data_ptr(), storage.nbytes())
@@ -68,7 +68,7 @@ class KvCache:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """There is memory again, with anything in it. Raises torch.OutOfMemoryError."""
+        """Allocates the memory again, with undefined contents. Raises torch.OutOfMemoryError."""
         storage = self.storage.untyped_storage()
         if storage.device.type != "cpu":
             storage.resize_(self._num_bytes)
@@ -86,13 +86,13 @@ class KvCache:
         (pages[..., first:, :] if self._is_head_major else pages[:, :, first:]).zero_()
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies whole blocks in every layer; all are read before any is written. sources, targets: [n] int64."""
+        """Copies whole blocks in every layer; all reads precede all writes. sources, targets: [n] int64."""
         self.storage.index_copy_(2, targets, self.storage.index_select(2, sources))
 
 
 def _give_back(address: int, num_bytes: int) -> None:
-    """The system takes the memory behind these addresses, as far as they are whole pages; read again, they are zero.
-    Elsewhere than on Linux nothing happens."""
+    """Returns the whole memory pages in this range to the system; they read as zero afterwards. Does nothing except on
+    Linux."""
     if sys.platform != "linux":
         return
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE

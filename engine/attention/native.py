@@ -1,4 +1,4 @@
-"""Attention over the paged cache by the C kernels: read where it lies, block by block, and nothing is gathered."""
+"""Attention over the paged cache by the C kernels, which read it in place, block by block, without gathering."""
 
 import ctypes
 
@@ -12,16 +12,16 @@ from ...kernels.ops import Ops
 from .base import AttentionStep
 from .kv_cache import KvCache
 
-_FEW = 6  # tokens of a row, such as guesses: packing its keys for them would cost more than reading these once for each
-_WORK_BYTES = 256 << 20  # most that all threads together pack keys and values of prompts into; one may take more
+_FEW = 6  # tokens of a row, such as draft tokens: reading the keys once for each is cheaper than packing them
+_WORK_BYTES = 256 << 20  # limit of all threads' packed keys and values of prompts; one thread may take more
 
 
 class NativePagedAttention:
-    """See `AttentionBackend`. Queries are float32, keys and values of the cache's type."""
+    """Queries are float32; keys and values have the cache's type."""
 
     def __init__(self, *, cache: KvCache, ops: Ops, kernels: Kernels, is_deterministic: bool = False) -> None:
-        """is_deterministic: all rows take the way of prompts, whose sums do not depend on how many tokens come at once;
-        decode rows get slower by it."""
+        """is_deterministic: all rows use the kernel for prompts, whose sums do not depend on how many tokens come at
+        once; decode rows get slower."""
         self._cache = cache
         self._is_deterministic = is_deterministic
         self._write_kv = ops.write_kv
@@ -32,17 +32,17 @@ class NativePagedAttention:
         self._table: NDArray[np.int32] = np.zeros((0, 0), np.int32)
         self._contexts: NDArray[np.int64] = np.zeros(0, np.int64)
         self._counts = self._contexts
-        self._num_decode = self._score_stride = self._decode_room = self._work_stride = self._num_works = 0
+        self._num_decode = self._score_stride = self._decode_floats = self._work_stride = self._num_works = 0
 
     def begin(self, step: AttentionStep) -> None:
         counts, num_decode = step.query_lens, 0 if self._is_deterministic else step.num_decode
         table, contexts = step.block_table, step.context_lens
         most_few = 0 if self._is_deterministic else _FEW
         few = num_decode + int(np.argmax(np.append(counts[num_decode:], most_few + 1) > most_few))
-        if few > num_decode:  # the next rows have few tokens: each of them is read like a decode row
+        if few > num_decode:  # the next rows have few tokens: each token is computed like a decode row
             rows = np.concatenate((np.repeat(np.arange(few), counts[:few]), np.arange(few, len(counts))))
             num_decode = int(counts[:few].sum())
-            after = np.cumsum(counts[:few])[rows[:num_decode]] - 1 - np.arange(num_decode)  # of the row's tokens
+            after = np.cumsum(counts[:few])[rows[:num_decode]] - 1 - np.arange(num_decode)  # of the row
             table, contexts, counts = table[rows], contexts[rows], counts[rows]
             contexts[:num_decode] -= after
             counts[:num_decode] = 1
@@ -53,7 +53,7 @@ class NativePagedAttention:
         self._num_decode = num_decode
         self._score_stride = -(-int(contexts[:num_decode].max(initial=0)) // LANES) * LANES
         threads = self._kernels.threads()
-        self._decode_room = threads * self._score_stride
+        self._decode_floats = threads * self._score_stride
         n = -(-int(contexts[num_decode:].max(initial=0)) // LANES) * LANES
         dim = self._cache.pages[0][0].shape[3]
         self._work_stride = (2 * dim + 2 * MAX_ROWS) * n + 2 * MAX_ROWS * dim
@@ -81,13 +81,13 @@ class NativePagedAttention:
             self._pages[what] = pages, ctypes.addressof(pages)
         _, pages_at = self._pages[what]
         out = torch.empty((tokens, heads, dim))
-        at, query_at, stride, work = out.data_ptr(), query.data_ptr(), query.stride(0), self._room(heads)
+        at, query_at, stride, work = out.data_ptr(), query.data_ptr(), query.stride(0), self._scratch(heads)
         if self._num_decode:
             self._kernels.decode(
                 *(pages_at, query_at, stride, self._table.ctypes.data, self._table.shape[1]),
                 *(self._contexts.ctypes.data, at, work, self._score_stride, self._num_decode),
             )
-        first = self._num_decode  # as many tokens as rows so far
+        first = self._num_decode  # tokens and rows so far, which are equal
         if len(self._counts) > first:
             self._kernels.extend(
                 *(pages_at, query_at + 4 * first * stride, stride),
@@ -98,7 +98,7 @@ class NativePagedAttention:
         return out
 
     def pages(self, layer: int, heads: int, scale: float, window: int | None, softcap: float | None) -> Pages:
-        """A layer as the kernels see it."""
+        """A layer's pages, as the C kernels get them."""
         keys, values = self._cache.pages[layer]
         return Pages(
             *(keys.data_ptr(), values.data_ptr(), heads, *keys.shape[2:], self._cache.block_size),
@@ -106,8 +106,8 @@ class NativePagedAttention:
         )
 
     def step_fields(self, heads: int) -> StepFields:
-        """What the C decoder needs to know of the step; the tokens are the caller's."""
-        assert self._slots is not None, "used before begin"
+        """The step, as the C decoder gets it; the caller fills in the tokens."""
+        assert self._slots is not None, "step_fields before begin"
         return StepFields(
             slots=self._slots.data_ptr(),
             table=self._table.ctypes.data,
@@ -120,12 +120,12 @@ class NativePagedAttention:
             score_stride=self._score_stride,
             work_stride=self._work_stride,
             num_works=self._num_works,
-            attention=self._room(heads),
+            attention=self._scratch(heads),
         )
 
-    def _room(self, heads: int) -> int:
+    def _scratch(self, heads: int) -> int:
         """Address of the kernels' scratch memory."""
-        room = max(heads * self._decode_room, self._num_works * self._work_stride)
-        if room > self._work.numel():
-            self._work = torch.empty(room)
+        size = max(heads * self._decode_floats, self._num_works * self._work_stride)
+        if size > self._work.numel():
+            self._work = torch.empty(size)
         return self._work.data_ptr()

@@ -1,9 +1,9 @@
-"""Attention over the paged cache in plain torch: the definition, and the backend of the CPU.
+"""Attention over the paged cache in plain torch: the reference, and the backend for devices without our kernels.
 
-Keys and values are gathered block by block into kept buffers (a fresh large tensor costs more in page faults than the
-copy itself) and handed to scaled_dot_product_attention. Decode rows of like length share one padded call; each chunk of
-a prompt is taken in slices of `_SLICE` queries, which bounds the scores and skips the keys that no query of a slice may
-see. What a step needs is worked out once for each distinct window and serves all its layers.
+Keys and values are gathered block by block into buffers that are kept (the page faults of a fresh large tensor cost
+more than the copy) and passed to scaled_dot_product_attention. Decode rows of similar length share one padded call. A
+chunk of a prompt is computed in slices of `_SLICE` queries, which bounds the scores and skips keys that no query of the
+slice sees. The plan of a step is made once per distinct window and serves all its layers.
 """
 
 from dataclasses import dataclass
@@ -17,23 +17,23 @@ from ...kernels.reference import attend
 from .base import AttentionStep
 from .kv_cache import KvCache
 
-_SLICE = 256  # queries of a prompt chunk taken at once
-_GATHER_BYTES = 2 << 20  # most bytes of keys gathered for several rows at once: a cache's worth. One row may take more
+_SLICE = 256  # queries of a prompt chunk computed at once
+_GATHER_BYTES = 2 << 20  # limit of keys gathered for several rows at once, about a CPU cache; one row may take more
 
 
 @dataclass(frozen=True)
 class _DecodeGroup:
-    """Decode rows [first, last) and where their keys are."""
+    """The decode rows [first, last) and their keys."""
 
     first: int
     last: int
-    blocks: Tensor | slice  # [rows · width] int64, or the run of blocks that a single row occupies
+    blocks: Tensor | slice  # [rows · width] int64, or the consecutive blocks of a single row
     mask: Tensor  # [rows, 1, 1, width · block_size]
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The tokens [first, last) of one row, whose keys lie in `blocks`; `past` of those keys come before the tokens."""
+    """The tokens [first, last) of one row, whose keys are in `blocks`; `past` of those keys precede the tokens."""
 
     first: int
     last: int
@@ -42,10 +42,10 @@ class _Chunk:
 
 
 class TorchPagedAttention:
-    """An `AttentionBackend` in torch. It converts gathered keys and values where their type is not the queries'."""
+    """Converts gathered keys and values if the cache's type is not that of the queries."""
 
     def __init__(self, *, cache: KvCache, ops: Ops, dtype: torch.dtype) -> None:
-        """dtype: of queries, keys and values as they come in."""
+        """dtype: of the queries, keys and values that `forward` gets."""
         self._cache = cache
         self._ops = ops
         keys = cache.pages[0][0]
@@ -83,7 +83,7 @@ class TorchPagedAttention:
             plan = self._plans[window] = self._plan(self._step, window)
         groups, chunks = plan
         kv_heads, dim = key.shape[1:]
-        grouped = query.view(query.shape[0], kv_heads, -1, dim)  # queries that share a key head, side by side
+        grouped = query.view(query.shape[0], kv_heads, -1, dim)  # queries grouped by key head
         out = torch.empty(grouped.shape, dtype=query.dtype, device=query.device)
         for group in groups:
             rows = group.last - group.first
@@ -98,7 +98,7 @@ class TorchPagedAttention:
             )
         for chunk in chunks:
             keys, values = self._gather(k_pages, v_pages, chunk.blocks)
-            # [kv_heads, queries a key head, positions, dim]: key heads are the batch, so that nothing is repeated.
+            # [kv_heads, queries per key head, positions, dim]: key heads are the batch, so keys need not be repeated.
             queries = grouped[chunk.first : chunk.last].permute(1, 2, 0, 3)
             keys = keys.view(-1, kv_heads, dim).transpose(0, 1).unsqueeze(1)
             values = values.view(-1, kv_heads, dim).transpose(0, 1).unsqueeze(1)
@@ -119,7 +119,7 @@ class TorchPagedAttention:
         return out.view(query.shape)
 
     def _gather(self, k_pages: Tensor, v_pages: Tensor, blocks: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Keys and values of these blocks: a view where they lie in one run, else copies in the kept buffers."""
+        """The keys and values of these blocks: views if the blocks are consecutive, else copies in the kept buffers."""
         if isinstance(blocks, slice):
             return k_pages[blocks].to(self._dtype), v_pages[blocks].to(self._dtype)
         n = blocks.numel()
@@ -133,10 +133,10 @@ class TorchPagedAttention:
         return keys.to(self._dtype), values.to(self._dtype)
 
     def _triangle(self, queries: int, keys: int, window: int | None) -> Tensor:
-        """Causal mask [queries, keys] for queries that are the last of the keys.
+        """The causal mask [queries, keys] of queries that are the last of the keys.
 
-        Whether a query sees a key depends on their distance alone, so every mask is the lower right corner of one kept
-        for each window.
+        Whether a query sees a key depends on their distance alone, so every mask is the lower right corner of the one
+        that is kept for each window.
         """
         triangle = self._triangles.get(window)
         if triangle is None or triangle.shape[1] < keys:
@@ -196,8 +196,8 @@ class TorchPagedAttention:
 def _like_lengths(lengths: list[int], limit: int) -> list[tuple[int, int]]:
     """Cuts rows into groups [first, last) to be padded to their longest.
 
-    lengths: blocks a row, roughly ascending. A group holds at most `limit` padded blocks (a single row any number), and
-    padding may be no more than half of it: beyond that another call costs less than the padding.
+    lengths: blocks per row, roughly ascending. A group holds at most `limit` padded blocks (a single row any number),
+    and at most half of it is padding: beyond that, another call costs less.
     """
     groups = []
     last = len(lengths)

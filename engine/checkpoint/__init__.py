@@ -1,1 +1,1 @@
-"""What a checkpoint says of itself, read without torch: config.json, tensor headers, quantization."""
+"""A checkpoint's description of itself, read without torch: config.json, tensor headers, quantization."""

@@ -1,8 +1,8 @@
 """Checks a safetensors file's header before the library maps the file.
 
 The format (safetensors' README, "Format"): eight bytes with the header's length, the header, which is JSON, and the
-tensors' bytes, each tensor a span of them, side by side without overlap or gap. Whoever wrote the file may have lied
-about any of it; a CheckpointError names the file and the tensor. Imports without torch.
+tensors' bytes, each tensor one span of them, without overlaps or gaps. Nothing in the file is trusted; a
+CheckpointError names the file and the tensor. Imports without torch.
 """
 
 import json
@@ -40,7 +40,7 @@ _METADATA = msgspec.json.Decoder(dict[str, str])
 
 
 def check_header(path: Path) -> None:
-    """Raises FileNotFoundError, CheckpointError."""
+    """Raises FileNotFoundError, and CheckpointError for a header that is damaged or does not fit the file."""
     try:
         with open(open_file(path), "rb") as file:
             file_size = os.fstat(file.fileno()).st_size
@@ -79,7 +79,7 @@ def _entries(path: Path, header: bytes) -> list[tuple[str, msgspec.Raw]]:
         entries = _HEADER.decode(header)
         if (metadata := entries.pop("__metadata__", None)) is not None:
             _METADATA.decode(metadata)
-        # It decodes, so it is flat, and may be read by what is slower and sees every name.
+        # msgspec keeps the last of equal names. The header is known to be flat now, so json can list all names.
         names = json.loads(header, object_pairs_hook=lambda pairs: [name for name, _ in pairs])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its header is no valid JSON: {error}.") from None
@@ -92,7 +92,7 @@ def _entries(path: Path, header: bytes) -> list[tuple[str, msgspec.Raw]]:
 
 
 def _read(path: Path, name: str, raw: msgspec.Raw) -> tuple[int, int]:
-    """The span of a tensor."""
+    """The span of a tensor's bytes."""
     try:
         tensor = _TENSOR.decode(raw)
     except msgspec.MsgspecError as error:

@@ -1,6 +1,6 @@
-"""What a checkpoint is for: text, embeddings or scores, and how its authors make one vector of a prompt.
+"""What a checkpoint is for: text, embeddings or scores, and how a prompt is pooled into one vector.
 
-Reads the files that sentence-transformers puts beside a model: modules.json, which names the parts in their order,
+Reads the files that sentence-transformers stores with a model: modules.json, which lists the parts in order,
 1_Pooling/config.json, and config_sentence_transformers.json with the prompts. Imports without torch.
 """
 
@@ -14,7 +14,7 @@ from ...config.config import Purpose, Task
 from ...config.model_files import read_json, read_object
 from ...errors import ConfigError
 
-# Architectures with a page of their own → the module of that page.
+# Native architectures → the module in `engine/models`.
 NATIVE = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
@@ -25,8 +25,8 @@ NATIVE = {
 }
 
 _CLASSIFIER = "ForSequenceClassification"
-_BARE = ("Model", "ForMaskedLM")  # how the name of an architecture ends that has no head, or none for generating
-_LM_HEADS = ("LMHead", "DoubleHeads")  # in the name of an architecture that generates, although it may end in "Model"
+_BARE = ("Model", "ForMaskedLM")  # endings of architectures without a head, or without one for generating
+_LM_HEADS = ("LMHead", "DoubleHeads")  # parts of names of architectures that generate although they end in "Model"
 _POOLINGS: dict[str, Literal["last", "mean", "cls"]] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _Fields = Mapping[str, object]
@@ -38,25 +38,25 @@ class _Module(msgspec.Struct):
 
 
 def causal_name(architecture: str) -> str:
-    """The native family that an architecture without a head is the body of, or the architecture itself."""
+    """The native architecture whose body this one is, or the architecture itself."""
     name = architecture.removesuffix("Model") + "ForCausalLM"
     return name if architecture.endswith("Model") and name in NATIVE else architecture
 
 
 def is_generative(architecture: str) -> bool:
-    """Whether the class that the checkpoint was saved from predicts the next token. By its name, as in transformers'
-    table of causal models, which would take seconds to import."""
+    """Whether the checkpoint's class predicts the next token. Decided by its name: transformers' table of causal models
+    would take seconds to import."""
     return any(head in architecture for head in _LM_HEADS) or not architecture.endswith((*_BARE, _CLASSIFIER))
 
 
 def generates(folder: Path, architecture: str) -> bool:
-    """Whether the checkpoint is for text: its class is generative, and its authors made no embedding model of it."""
+    """Whether the checkpoint is for text: its class is generative, and it is not saved as an embedding model."""
     return is_generative(architecture) and not (folder / "modules.json").exists()
 
 
 def read_purpose(folder: Path, config: _Fields, *, hidden_size: int) -> Purpose:
     """config: config.json, whose first architecture decides. Raises ConfigError."""
-    architecture = str(config["architectures"][0])  # type: ignore[index]  # `read_spec` has seen that it is there
+    architecture = str(config["architectures"][0])  # type: ignore[index]  # `read_spec` has checked it
     if architecture.endswith(_CLASSIFIER):
         return _cross_encoder(folder, config)
     parts = _modules(folder)
@@ -64,7 +64,7 @@ def read_purpose(folder: Path, config: _Fields, *, hidden_size: int) -> Purpose:
         return Purpose(size=hidden_size)
     tasks: tuple[Task, ...] = ("embed",)
     is_encoder = causal_name(architecture) not in NATIVE
-    if parts is None:  # without a word of its authors: as sentence-transformers does, or by the token that saw it all
+    if parts is None:  # nothing is declared: mean as in sentence-transformers, or the last token, which sees all others
         how: Literal["last", "mean"] = "mean" if is_encoder else "last"
         return Purpose(tasks=tasks, is_encoder=is_encoder, pooling=how, size=hidden_size)
     prompts, default = _prompts(folder)
@@ -80,7 +80,7 @@ def read_purpose(folder: Path, config: _Fields, *, hidden_size: int) -> Purpose:
 
 
 def max_length(folder: Path, declared: int, config: _Fields) -> int:
-    """Tokens of the longest prompt. declared: positions that the model has."""
+    """The longest prompt in tokens. declared: positions that the model has."""
     if config.get("model_type") in _OFFSET_POSITIONS:
         pad = config.get("pad_token_id", 1)
         declared -= (pad if isinstance(pad, int) else 1) + 1
@@ -93,12 +93,12 @@ def max_length(folder: Path, declared: int, config: _Fields) -> int:
     return min(declared, longest)
 
 
-# Their first position comes after the number of the padding token.
+# Model types whose first position is the padding token's id + 1.
 _OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text"})
 
 
 def refuse_own_code(folder: Path, architecture: str) -> None:
-    """Raises ConfigError if what transformers does not know has its classes in its own folder, where they stay."""
+    """Raises ConfigError if the model needs Python code from its folder, which pagewire never runs."""
     if "auto_map" in _object(folder / "config.json"):
         raise ConfigError(
             f"{architecture} needs code from {folder} (auto_map in config.json), and pagewire never runs code that "
@@ -107,31 +107,31 @@ def refuse_own_code(folder: Path, architecture: str) -> None:
 
 
 def has_sigmoid(folder: Path) -> bool:
-    """Whether a cross-encoder's score is put between 0 and 1; its config may say that it is told as it is."""
+    """Whether a cross-encoder's score is mapped to 0 … 1 by a sigmoid; config.json may ask for the raw score."""
     config = _object(folder / "config.json")
     newer = config.get("sentence_transformers")
     said = newer.get("activation_fn") if isinstance(newer, dict) else None
     said = said or config.get("sbert_ce_default_activation_function")
     name = str(said or "Sigmoid").rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
-        raise ConfigError(f"{folder / 'config.json'} has the activation {said!r}; pagewire knows Sigmoid and Identity.")
+        raise ConfigError(f"{folder / 'config.json'} has the activation {said!r}; pagewire has Sigmoid and Identity.")
     return name == "Sigmoid"
 
 
 def _cross_encoder(folder: Path, config: _Fields) -> Purpose:
     labels = config.get("id2label")
-    num = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)  # what transformers assumes
+    num = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)  # transformers' default
     if num != 1:
         raise ConfigError(
-            f"{folder / 'config.json'} has {num} labels; pagewire serves cross-encoders, which have one, and no others "
-            f"of the {_CLASSIFIER} models."
+            f"{folder / 'config.json'} has {num} labels; of {_CLASSIFIER} models pagewire serves only cross-encoders, "
+            "which have one label."
         )
     has_sigmoid(folder)
     return Purpose(tasks=("score",), is_encoder=True, is_normalized=False, size=1)
 
 
 def _modules(folder: Path) -> dict[str, str] | None:
-    """Kind of part → its folder, if sentence-transformers made the checkpoint."""
+    """Kind of module → its folder; None if sentence-transformers did not write the checkpoint."""
     file = folder / "modules.json"
     try:
         modules = read_json(file, list[_Module])
@@ -141,8 +141,8 @@ def _modules(folder: Path) -> dict[str, str] | None:
     known = ["Transformer", "Pooling", "Normalize"]
     if [*parts] not in (known[:2], known):
         raise ConfigError(
-            f"{file} lists the modules {', '.join(parts)}; pagewire knows Transformer and Pooling, and Normalize after "
-            "them."
+            f"{file} lists the modules {', '.join(parts)}; pagewire supports Transformer, Pooling and then, "
+            "optionally, Normalize."
         )
     return parts
 
@@ -154,10 +154,10 @@ def _pooling(folder: Path, parts: Mapping[str, str]) -> Literal["last", "mean", 
     if isinstance(named := config.get("pooling_mode"), str):
         modes = [named]
     if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise ConfigError(f"{file} asks for pooling by {' and '.join(modes) or 'nothing'}; pagewire knows cls, mean "
+        raise ConfigError(f"{file} asks for pooling by {' and '.join(modes) or 'nothing'}; pagewire supports cls, mean "
                           "and lasttoken, one at a time.")  # fmt: skip
     if config.get("include_prompt") is False and modes[0] != "lasttoken":
-        raise ConfigError(f"{file} leaves the prompt out of the vector (include_prompt), which pagewire does not do.")
+        raise ConfigError(f"{file} excludes the prompt (include_prompt: false), which pagewire does not support.")
     return _POOLINGS[modes[0]]
 
 
@@ -168,7 +168,7 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ConfigError(f"{file} has prompts = {prompts!r}, which should map names to texts.")
     if default is not None and (not isinstance(default, str) or default not in prompts):
-        raise ConfigError(f"{file} has default_prompt_name = {default!r}, which is none of its prompts.")
+        raise ConfigError(f"{file} has default_prompt_name = {default!r}, which is not among its prompts.")
     return prompts, default
 
 

@@ -1,16 +1,15 @@
 """How a checkpoint's matrices are quantized: `quantization_config` of its config.json.
 
-Imports without torch, because the command line reads config.json. What each scheme's tensors are called and how they
-are packed is in `tensors.py`.
+Imports without torch, because the command line reads config.json. `engine/weights/quantized.py` knows the tensors of
+each scheme and how they are packed.
 
-Which modules were left alone is not read from here (`modules_to_not_convert`, `ignored_layers`, `ignore`): the lists of
-different writers disagree on patterns and defaults, and the tensors themselves say it, a quantized weight by having a
-scale beside it.
+The lists of modules that were not quantized (`modules_to_not_convert`, `ignored_layers`, `ignore`) are not read: their
+writers disagree on patterns and defaults, and the tensors show it, because a quantized weight has a scale.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -19,50 +18,36 @@ from ...errors import ConfigError
 
 
 class Fp8Scheme(Struct, frozen=True):
-    """Weights are float8 e4m3 and have scales: one each, one a row, or one a block."""
+    """Weights are float8 e4m3 with scales: one per weight, per row or per block."""
 
-    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: each weight or row has one
-    has_input_scales: bool = False  # activations were meant to be rounded too, with scales that are in the checkpoint
+    narrower: ClassVar[int] = 2  # quantized weights that fit into 16 bits
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one per weight or row
+    has_input_scales: bool = False  # the checkpoint has scales for quantizing activations, which are not used
 
     @property
     def note(self) -> str:
-        """For the operator."""
         scales = "" if self.block is None else f" with a scale for {self.block[0]} x {self.block[1]}"
         unused = ", its input scales are not used" if self.has_input_scales else ""
         return f"a checkpoint of 8 bits{scales}{unused}"
 
     @property
     def has_kernels(self) -> bool:
-        """Whether `kernels/triton` knows blocks of this shape."""
+        """Whether the Triton kernels support this block shape."""
         return self.block is None or (self.block[1] >= 16 and all(size & (size - 1) == 0 for size in self.block))
-
-    @property
-    def narrower(self) -> int:
-        """How many times a weight fits into one of 16 bits."""
-        return 2
 
 
 class Int4Scheme(Struct, frozen=True):
-    """Weights are whole numbers of 4 bits; `group_size` of a row have a scale and a zero point."""
+    """Weights are 4-bit integers; `group_size` weights of a row share a scale and a zero point."""
 
+    narrower: ClassVar[int] = 4  # quantized weights that fit into 16 bits
+    has_kernels: ClassVar[bool] = True
     layout: Literal["awq", "gptq"]
     group_size: int | None  # None: the whole row
-    zero_offset: int = 0  # to be added to a zero point of the checkpoint
+    zero_offset: int = 0  # added to the stored zero points
 
     @property
     def note(self) -> str:
-        """For the operator."""
         return f"a checkpoint of 4 bits ({self.layout})"
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether `kernels/triton` knows it."""
-        return True
-
-    @property
-    def narrower(self) -> int:
-        """How many times a weight fits into one of 16 bits."""
-        return 4
 
 
 Scheme = Fp8Scheme | Int4Scheme
@@ -82,7 +67,7 @@ class _Arguments(Struct):
     type: Literal["float"]
     num_bits: Literal[8]
     strategy: Literal["tensor", "channel", "block"] = "tensor"
-    block_structure: tuple[int, int] | str | None = None  # a text in old files, where it says nothing of these types
+    block_structure: tuple[int, int] | str | None = None  # a string in old files, which means nothing for these types
 
 
 class _Inputs(Struct):
@@ -141,7 +126,7 @@ def read_scheme(config: Mapping[str, object], file: Path) -> Scheme:
             return Int4Scheme("gptq", _group_size(gptq.group_size, file), offset)
         case _:
             raise ConfigError(
-                f"{file} says that the weights are quantized with {method}, which pagewire does not read; it reads "
+                f"{file} has weights quantized with {method}, which pagewire does not read; it reads "
                 "fp8, compressed-tensors of 8-bit floats, and awq and gptq of 4 bits."
             )
 

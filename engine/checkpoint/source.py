@@ -1,4 +1,4 @@
-"""Where a model's files are: the demo model in this package, a local folder, or the Hub's cache."""
+"""Finds a model's files: the demo model in this package, a local folder, or the Hub's cache."""
 
 import os
 import re
@@ -15,10 +15,10 @@ _FILES = ("*.json", _WEIGHTS, "*.jinja", "*.model", "*.txt", "tiktoken*")
 
 
 def locate(model: str, revision: str | None, *, weights: bool = True) -> tuple[Path, str]:
-    """The folder of `model` and what to call it. Empty: the demo model. Raises ConfigError with what to do.
+    """The folder and the name of `model`; an empty `model` is the demo model. Raises ConfigError with what to do.
 
-    A name that is no folder is looked up on the Hub, with a progress bar; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are
-    honoured by huggingface_hub itself. Only configs, tokenizers and, with `weights`, safetensors are fetched.
+    A name that is no folder is looked up on the Hub, with a progress bar; huggingface_hub itself reads HF_HOME,
+    HF_TOKEN and HF_HUB_OFFLINE. Only configs, tokenizers and, with `weights`, safetensors are fetched.
     """
     if not model:
         return DEMO_MODEL, DEMO_NAME

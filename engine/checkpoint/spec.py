@@ -1,8 +1,8 @@
-"""What a checkpoint's config files say of the model. The only reader of config.json and generation_config.json, but for
-what `purpose` makes of them.
+"""The model that a checkpoint's config files describe. All reading of config.json and generation_config.json is here
+and in `purpose`.
 
-Imports without torch, because the command line reads it before any process is started, and runs nothing that comes with
-the checkpoint. Every complaint is one sentence in a ConfigError.
+Imports without torch, because the command line reads it before any process is started, and runs no code from the
+checkpoint. Every error is one sentence in a ConfigError.
 """
 
 import math
@@ -22,10 +22,10 @@ from .support import check_architecture
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 
 
-# More than any model has. What asks for more would take hours or all memory before it were seen to be wrong.
+# Limits beyond any real model. Larger values would take hours or all memory before they failed.
 _MAX_SIZE = 2**24
 _MAX_LAYERS = 2**10
-_MAX_EXPERTS = 2**17  # of all layers
+_MAX_EXPERTS = 2**17  # in all layers together
 _MAX_POSITIONS = 2**27
 _MAX_NUMBER = 1e12
 
@@ -33,7 +33,7 @@ _MAX_NUMBER = 1e12
 class Rope(Struct, frozen=True, kw_only=True):
     """Rotary position embedding. Fields that a kind does not use keep their defaults."""
 
-    kind: str = "default"  # default, linear, dynamic, llama3, yarn; others only the fallback knows
+    kind: str = "default"  # default, linear, dynamic, llama3, yarn; others are for transformers only
     theta: float = 10_000.0
     factor: float = 1.0
     original_max_position: int = 0  # llama3, yarn: context length before scaling
@@ -42,22 +42,22 @@ class Rope(Struct, frozen=True, kw_only=True):
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
-    truncate: bool = True  # yarn: whole dimensions bound the ramp
+    truncate: bool = True  # yarn: round the ramp's bounds to whole dimensions
 
 
 class Moe(Struct, frozen=True, kw_only=True):
-    """A mixture of experts, which takes the place of the feed-forward part in some layers."""
+    """A mixture of experts, which replaces the feed-forward part in some layers."""
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int  # of each expert
-    norm_topk_prob: bool  # the weights of a token's experts add up to 1
-    rounds_weights: bool  # these weights are rounded to the activations' type; if not, they stay float32
-    layers: tuple[bool, ...]  # by layer: it has experts
+    norm_topk_prob: bool  # a token's expert weights are scaled to a sum of 1
+    rounds_weights: bool  # expert weights are rounded to the activations' type; False: they stay float32
+    layers: tuple[bool, ...]  # by layer: whether it has experts
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
-    """A model's shape. For architectures only transformers knows, the fields it does not need may be 0."""
+    """A model's shape. For architectures that only transformers supports, unused fields may be 0."""
 
     architecture: str
     model_type: str
@@ -76,7 +76,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     mlp_bias: bool
     hidden_act: str
     windows: tuple[int | None, ...]  # by layer: how many positions a token sees, itself included; None: all
-    moe: Moe | None  # None: no layer has experts; read for the native families
+    moe: Moe | None  # None: no layer has experts; only read for native architectures
     dtype: str  # of the checkpoint: float32, bfloat16, float16
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -90,7 +90,7 @@ _NATIVE_ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # those of `
 
 
 def is_native(spec: ModelSpec) -> bool:
-    """Whether our own layers can run it. If not, its architecture or a variant of it is only known to transformers."""
+    """Whether our own layers can run it. If not, transformers computes the architecture or this variant of it."""
     return (
         spec.architecture in NATIVE
         and spec.hidden_act in _NATIVE_ACTIVATIONS
@@ -100,21 +100,21 @@ def is_native(spec: ModelSpec) -> bool:
 
 
 def check_options(spec: ModelSpec, *, tensor_parallel_size: int, is_dummy: bool, quantization: str | None) -> None:
-    """Refuses what only our own layers have, for a model that transformers computes. Raises ConfigError."""
+    """Raises ConfigError for options that need our own layers, if transformers computes the model."""
     if is_native(spec) or spec.purpose.is_encoder:
         return
     for what, is_asked in (
-        ("--tensor-parallel-size is", tensor_parallel_size > 1),
-        ("--load-format dummy is", is_dummy),
-        ("--quantization is", quantization is not None),
-        ("Quantized checkpoints are", spec.scheme is not None),
+        ("--tensor-parallel-size", tensor_parallel_size > 1),
+        ("--load-format dummy", is_dummy),
+        ("--quantization", quantization is not None),
+        ("A quantized checkpoint", spec.scheme is not None),
     ):
         if is_asked:
-            raise ConfigError(f"{what} there for {', '.join(NATIVE)}; this is {spec.architecture}.")
+            raise ConfigError(f"{what} needs one of {', '.join(NATIVE)}; this is {spec.architecture}.")
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Reads config.json, and generation_config.json where there is one. Raises ConfigError."""
+    """Reads config.json, and generation_config.json if there is one. Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"There is no model folder {folder}.")
     read = read_object(folder / "config.json")
@@ -139,9 +139,9 @@ def read_spec(folder: Path) -> ModelSpec:
     num_kv_heads = config.size("num_key_value_heads", "num_kv_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(
-            f"{config.file} has {num_heads} attention heads, which {num_kv_heads} key/value heads do not divide."
+            f"{config.file} has {num_heads} attention heads, no multiple of its {num_kv_heads} key/value heads."
         )
-    # Qwen3's files may leave head_dim out; its heads are 128 wide whatever the hidden size.
+    # Qwen3's files may omit head_dim; its heads are 128 wide for any hidden size.
     head_dim = config.size("head_dim", default=128 if model_type == "qwen3" else hidden_size // num_heads)
     if head_dim % 2:
         raise ConfigError(f"{config.file} has a head_dim of {head_dim}, which is odd.")
@@ -163,7 +163,7 @@ def read_spec(folder: Path) -> ModelSpec:
         max_position=max_length(folder, max_position, config.raw),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=_rope(config, max_position),
-        # A model that does not generate may come without a head, and needs none.
+        # A model that does not generate needs no head, and its checkpoint may have none.
         tie_word_embeddings=config.flag("tie_word_embeddings", False) or "generate" not in purpose.tasks,
         attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
@@ -180,8 +180,8 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
-    """The part of a spec that the configuration depends on, and which checkpoint it is. Raises ConfigError."""
-    tells_apart = fingerprint(folder)  # which sees that every file can be read
+    """The part of a spec that the configuration depends on, with the checkpoint's fingerprint. Raises ConfigError."""
+    key = fingerprint(folder)  # first: raises ConfigError for files that cannot be read
     return ModelFacts(
         path=str(folder),
         name=name,
@@ -191,19 +191,19 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         checkpoint_dtype=spec.dtype,
         weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         * (1 if spec.scheme is None else spec.scheme.narrower),
-        fingerprint=tells_apart,
+        fingerprint=key,
         is_native=is_native(spec),
         sampling=spec.sampling,
         purpose=spec.purpose,
     )
 
 
-MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its format has it
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 
 
 def fingerprint(folder: Path) -> str:
-    """Hex SHA-256 that tells checkpoints apart without reading their weights: config.json, and of each safetensors file
-    its name, size, time of change and header. Raises ConfigError."""
+    """A hex SHA-256 that identifies a checkpoint without reading its weights: over config.json, and each safetensors
+    file's name, size, modification time and header. Raises ConfigError."""
     digest = sha256()
 
     def add(part: bytes) -> None:
@@ -224,7 +224,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _sampling_defaults(generation: "_Fields") -> SamplingDefaults:
-    """What generation_config.json recommends. As in transformers, do_sample = false means greedy."""
+    """The recommendations of generation_config.json. As in transformers, do_sample = false means greedy."""
     if not generation.flag("do_sample", True) or generation.raw.get("temperature") == 0:
         return SamplingDefaults(temperature=0.0, repetition_penalty=generation.number("repetition_penalty", 1.0))
     return SamplingDefaults(
@@ -237,14 +237,15 @@ def _sampling_defaults(generation: "_Fields") -> SamplingDefaults:
 
 
 class _Fields:
-    """Typed access to one JSON object; every misfit names the file and the field. A null counts as absent."""
+    """Typed access to a JSON object; errors name the file and the field. null counts as absent."""
 
     def __init__(self, raw: dict[str, object], file: Path) -> None:
         self.raw = raw
         self.file = file
 
     def size(self, *names: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
-        """A positive whole number under the first of `names` that is there; by default a width or a count."""
+        """The positive integer under the first of `names` that is present. The default limit is for widths and
+        counts."""
         for name in names:
             value = self.raw.get(name)
             if value is None:
@@ -252,9 +253,7 @@ class _Fields:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a positive whole number.")
             if value > most:
-                raise ConfigError(
-                    f"{self.file} has {name} = {value}; no model that pagewire can serve has over {most}."
-                )
+                raise ConfigError(f"{self.file} has {name} = {value}; the limit is {most}.")
             return value
         if default is None:
             raise ConfigError(f"{self.file} has no {names[0]}.")
@@ -293,7 +292,7 @@ class _Fields:
         ids = [i for i in entries if isinstance(i, int) and not isinstance(i, bool)]
         if len(ids) < len(entries):
             raise ConfigError(f"{self.file} has {name} = {value!r}, which should be a token id or a list of them.")
-        return [i for i in ids if i >= 0]  # -1 stands for "none" in some files
+        return [i for i in ids if i >= 0]  # -1 means "none" in some files
 
     def part(self, name: str) -> "_Fields | None":
         value = self.raw.get(name)
@@ -305,7 +304,7 @@ class _Fields:
 
 
 def _rope(config: _Fields, max_position: int) -> Rope:
-    """transformers 5 writes everything into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
+    """transformers 5 writes all fields into `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
     scaling = config.part("rope_parameters") or config.part("rope_scaling") or _Fields({}, config.file)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     name = "original_max_position_embeddings"
@@ -313,7 +312,7 @@ def _rope(config: _Fields, max_position: int) -> Rope:
     original = config.size(name, default=default, most=_MAX_POSITIONS)
     factor = scaling.number("factor", max_position / original if kind == "yarn" else 1.0)
     if any(isinstance(value, dict) for value in scaling.raw.values()):
-        kind = "by layer"  # one set for each kind of layer: only the fallback knows such models
+        kind = "by layer"  # one set of parameters per kind of layer: for transformers only
     theta = scaling.number("rope_theta", config.number("rope_theta", 10_000.0))
     low, high = scaling.number("low_freq_factor", 1.0), scaling.number("high_freq_factor", 4.0)
     for name, value, least in (("rope_theta", theta, 1.0), ("high_freq_factor", high, low)):
@@ -350,15 +349,16 @@ _WINDOWED = ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def _windows(config: _Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
-    """Which layers look back only so far. Read for the native families; the fallback's models say it themselves."""
-    everything: tuple[int | None, ...] = (None,) * num_layers
+    """The sliding window of each layer. Only read for native architectures; transformers' models handle it
+    themselves."""
+    unlimited: tuple[int | None, ...] = (None,) * num_layers
     if config.raw.get("sliding_window") is None or model_type not in _WINDOWED:
-        return everything
+        return unlimited
     window = config.size("sliding_window", most=2**31 - 1)
     if model_type in ("mistral", "mixtral"):
         return (window,) * num_layers
     if not config.flag("use_sliding_window", False):
-        return everything
+        return unlimited
     if model_type == "qwen3_moe":
         return (window,) * num_layers
     types = config.raw.get("layer_types")
@@ -366,12 +366,12 @@ def _windows(config: _Fields, model_type: str, num_layers: int) -> tuple[int | N
         if len(types) != num_layers:
             raise ConfigError(f"{config.file} has {num_layers} layers but {len(types)} layer_types.")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
-    first = config.size("max_window_layers", default=28)  # 28 is what the config class assumes
+    first = config.size("max_window_layers", default=28)  # the config class's default
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
 def _moe(config: _Fields, architecture: str, num_layers: int) -> Moe | None:
-    """Defaults are those of the config classes."""
+    """Defaults are those of transformers' config classes."""
     match architecture:
         case "MixtralForCausalLM":
             num_experts = config.size("num_local_experts", "num_experts", default=8)
@@ -391,7 +391,7 @@ def _moe(config: _Fields, architecture: str, num_layers: int) -> Moe | None:
             return None
     if num_experts * num_layers > _MAX_EXPERTS:
         raise ConfigError(
-            f"{config.file} has {num_experts} experts in each of {num_layers} layers, which are too many."
+            f"{config.file} has {num_experts} experts in each of {num_layers} layers; the limit is {_MAX_EXPERTS}."
         )
     if top_k > num_experts:
         raise ConfigError(f"{config.file} has num_experts_per_tok = {top_k}, but there are {num_experts} experts.")

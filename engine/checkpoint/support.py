@@ -1,6 +1,7 @@
-"""What pagewire cannot serve, as far as config.json shows it: said before any process starts and any weight is read.
+"""Models that pagewire cannot serve, as far as config.json shows it: rejected before any process starts or weight is
+read.
 
-What config.json does not show is seen by running the model (`rehearsal.py`). Imports without torch.
+What config.json does not show is found by running the model (`rehearsal.py`). Imports without torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,12 +22,12 @@ _SINKS = "it uses attention sinks, which pagewire's attention does not compute"
 _ALIBI = "it adds position biases (ALiBi) to its attention scores, which pagewire's attention does not compute"
 _MLA = "it uses multi-head latent attention (MLA), whose keys and values have different sizes, and pagewire's KV cache \
 has one size for both"
-_SIZES = "its keys have {} numbers a head and its values {}, and pagewire's KV cache has one size for both"
+_SIZES = "its keys have {} numbers per head and its values {}, and pagewire's KV cache has one size for both"
 _SPARSE = "it uses sparse attention (an indexer chooses which keys a token reads), which pagewire does not compute"
 _SHARED = "its last {} layers share the keys and values of earlier ones, and pagewire caches those of each layer"
 _TWO_SIZES = "its layers have heads of different sizes ({} and {}), and pagewire's KV cache has one size for all layers"
 
-# model_type → what its config does not say, or says in fields of its own.
+# model_type → the reason, where the config does not show it or has fields of its own for it.
 _BY_TYPE = {
     "bloom": _ALIBI,
     "mpt": _ALIBI,
@@ -58,7 +59,7 @@ _BY_TYPE = {
     ),
 }
 
-# In layer_types → the mechanism, beside full_attention and sliding_attention.
+# Values in layer_types, besides full_attention and sliding_attention → the reason.
 _BY_LAYER = {
     "chunked_attention": _CHUNKED,
     "minimax_m3_sparse": _SPARSE,
@@ -71,7 +72,7 @@ _BY_LAYER = {
 
 
 def check_architecture(config: Config, architecture: str, *, generates: bool) -> None:
-    """config: config.json. generates: it is to be served for text, by paged attention. Raises UnsupportedModel."""
+    """config: config.json. generates: the model is to generate text with paged attention. Raises UnsupportedModel."""
     if architecture in NATIVE:
         return
     if (modalities := _modalities(config)) is not None:
@@ -83,7 +84,7 @@ def check_architecture(config: Config, architecture: str, *, generates: bool) ->
 
 
 def _modalities(config: Config) -> str | None:
-    """What a wrapper around a text model reads besides text; None: it is no wrapper."""
+    """The inputs that a multimodal wrapper takes; None: it is no wrapper."""
     parts = {name.removesuffix("_config") for name, value in config.items() if isinstance(value, dict)}
     words = {word for part in parts for word in part.split("_")}
     if not words & _MODALITIES.keys() and not parts & {"text", "thinker", "llm"}:

@@ -1,1 +1,1 @@
-"""What a device is: memory, threads, and when a launched step is done."""
+"""A device: its memory, its threads, and its queue of launched work."""

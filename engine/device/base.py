@@ -1,4 +1,4 @@
-"""What the runner asks of a device, and the one place where it is chosen."""
+"""The runner's interface to a device, and the choice of the device."""
 
 from typing import Protocol
 
@@ -16,37 +16,37 @@ class Device(Protocol):
     torch_device: torch.device
 
     def queue(self) -> Queue | None:
-        """Where steps that run ahead of the host are put, if the device is one for them."""
+        """The queue for steps that run ahead of the host; None if the device has none."""
 
     def cache_memory(self, *, taken: int) -> int:
-        """Bytes for the KV cache if nobody says otherwise. taken: bytes that the model and its steps take in all, some
-        of which they hold already."""
+        """Bytes for the KV cache by default. taken: bytes that the model and its steps take in all, some of which are
+        already allocated."""
 
     def synchronize(self) -> None:
-        """Returns when everything launched so far is done."""
+        """Returns when all launched work is done."""
 
     def trim(self) -> None:
-        """Lets others have the memory that nothing is kept in."""
+        """Returns cached free memory to the system."""
 
 
-def choose_device(config: EngineConfig, *, place: RankInfo) -> Device:
-    """auto: CUDA if there is a device. Each rank of this machine has a CUDA device of its own; on a CPU they share the
-    memory. Raises ConfigError for a device that torch cannot use, and where ranks outnumber devices."""
-    num_here = len(place.ranks_here)
+def choose_device(config: EngineConfig, *, rank_info: RankInfo) -> Device:
+    """auto: CUDA if there is a device. Each rank of this machine takes a CUDA device of its own; on a CPU they share
+    the memory. Raises ConfigError for a device that torch cannot use, and if there are more ranks than devices."""
+    num_here = len(rank_info.ranks_here)
     if config.device != "cpu" and torch.cuda.is_available():
         from .cuda import CudaDevice
 
         if num_here > torch.cuda.device_count():
             raise ConfigError(
-                f"--tensor-parallel-size: {num_here} ranks on this machine need a CUDA device each, and torch sees "
+                f"--tensor-parallel-size: {num_here} ranks on this machine need a CUDA device each, but torch sees "
                 f"{torch.cuda.device_count()}."
             )
-        return CudaDevice(place.local_rank, utilization=config.gpu_memory_utilization)
+        return CudaDevice(rank_info.local_rank, utilization=config.gpu_memory_utilization)
     if config.device == "cuda":
-        raise ConfigError("--device cuda was asked for, but torch sees no CUDA device here.")
-    if config.kernels is None:  # everything else was decided for a GPU
+        raise ConfigError("--device cuda: torch sees no CUDA device. `pagewire doctor` says why.")
+    if config.kernels is None:  # `resolve` has decided everything for a GPU
         raise ConfigError(
-            "There is an NVIDIA device, but torch cannot use it; `pagewire doctor` says why, and --device cpu does "
+            "There is an NVIDIA device that torch cannot use. `pagewire doctor` says why; --device cpu serves "
             "without it."
         )
     from .cpu import CpuDevice
@@ -55,7 +55,7 @@ def choose_device(config: EngineConfig, *, place: RankInfo) -> Device:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether this is what torch, NumPy or Python say when there is no memory. On a CPU torch has no class for it."""
+    """Whether this is an out-of-memory error of torch, NumPy or Python. Torch has no class for it on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         type(error) is RuntimeError and "you tried to allocate" in str(error)
     )

@@ -1,18 +1,18 @@
-"""The CPU as a device: its threads and its memory. Everything launched on it is done when the call returns."""
+"""The CPU as a device: its threads and its memory. Work is done when the call that launches it returns."""
 
 from pathlib import Path
 
 import torch
 
-_CACHE_SHARE = 0.4  # of the memory that is free: the machine has other work, and the cache is never given back
+_CACHE_SHARE = 0.4  # of free memory: the machine runs other processes, and the cache never shrinks
 _CACHE_MAX = 4 << 30
 
 
 class CpuDevice:
-    """See `Device`. Sets the number of torch's threads for the whole process."""
+    """Sets the number of torch's threads for the whole process."""
 
     def __init__(self, *, num_threads: int, num_sharers: int) -> None:
-        """`num_sharers`: processes of this engine whose caches share the memory, this one included."""
+        """num_sharers: processes of this engine whose caches share the memory, this one included."""
         self._num_sharers = num_sharers
         self.torch_device = torch.device("cpu")
         torch.set_num_threads(num_threads)
@@ -31,7 +31,7 @@ class CpuDevice:
 
 
 def available_memory() -> int:
-    """Bytes: the least of what the machine has free and what the process's control group still allows."""
+    """Bytes: the lesser of the machine's free memory and what the process's cgroup still allows."""
     limits = [_machine_free(Path("/proc/meminfo"))]
     group = Path("/sys/fs/cgroup")
     limit, used = _number(group / "memory.max"), _number(group / "memory.current")
@@ -47,11 +47,11 @@ def _machine_free(meminfo: Path) -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return 4 << 30  # no Linux: nothing says what is free, so assume little
+    return 4 << 30  # no Linux: free memory is unknown, so assume little
 
 
 def _number(file: Path) -> int | None:
     try:
         return int(file.read_text())
-    except (OSError, ValueError):  # no such limit; "max" is none either
+    except (OSError, ValueError):  # no such file, or "max": no limit
         return None

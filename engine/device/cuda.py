@@ -7,7 +7,7 @@ from .queue import CudaQueue
 
 
 class CudaDevice:
-    """See `Device`. Makes it the process's current one."""
+    """Makes the device the process's current one."""
 
     def __init__(self, index: int, *, utilization: float) -> None:
         """utilization: the share of the device's memory that this process may take."""
@@ -25,8 +25,7 @@ class CudaDevice:
         return self._queue
 
     def cache_memory(self, *, taken: int) -> int:
-        """By accounting: the share, less what the model and its steps take. What others hold bounds it, and nothing is
-        assumed of them."""
+        """The share that `utilization` allows, but no more than was free at start, less what the model takes."""
         return max(0, min(int(self._utilization * self._total), self._free_at_start) - taken)
 
     def synchronize(self) -> None:

@@ -1,7 +1,7 @@
-"""Where the work of a device is put, in order: launches, recordings of them, copies to and from the host.
+"""The queue of a device's work, in order: launches, recordings of them, copies to and from the host.
 
-`CudaQueue` is a stream with CUDA graphs. `EagerQueue` does everything at once, which is what a CPU needs: the kernels
-run in Triton's interpreter there, so that all that stands above them can be tested without a GPU.
+`CudaQueue` is a stream with CUDA graphs. `EagerQueue` does everything at once, for CPUs: Triton's interpreter runs the
+kernels there, so that the layers above can be tested without a GPU.
 """
 
 import time
@@ -17,48 +17,47 @@ Work = Callable[[], None]
 
 
 class Mark(Protocol):
-    """A place in the queue."""
+    """A point in the queue."""
 
     def is_reached(self) -> bool:
-        """Whether all that was put before it is done."""
+        """Whether all work before it is done."""
 
     def wait(self) -> None:
-        """Returns when it is."""
+        """Returns when all work before it is done."""
 
     def ms_since(self, earlier: "Mark") -> float:
-        """Milliseconds between the two on the device. Both must have been reached."""
+        """Milliseconds on the device between the two marks. Both must have been reached."""
 
 
 class Queue(Protocol):
-    """One device's. A single thread uses it, and whatever that thread launches goes there."""
+    """The queue of one device. One thread uses it, and everything which that thread launches goes there."""
 
     device: torch.device
 
     def num_programs(self, head_dim: int) -> int:
-        """Programs of decode attention that the device holds at once."""
+        """Programs of decode attention that the device runs at once."""
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory on the host that the device reads and writes while the host goes on."""
+        """Host memory that the device can read and write while the host continues."""
 
     def record(self, work: Work) -> Work:
-        """Work that does the same on the same memory with one launch. `work` has been done before, so that its kernels
-        are loaded; it is not done here."""
+        """Records `work` without running it; the returned work repeats it on the same memory in one launch. `work` must
+        have run before, so that its kernels are loaded."""
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        """Copies from host memory, in order."""
+        """Copies from host memory, in queue order."""
 
     def fetch(self, pairs: tuple[tuple[Tensor, Tensor], ...]) -> Mark:
-        """Copies device tensors into host memory after all that was put before, while later work goes on."""
+        """Copies device tensors to host memory after all earlier work. Later work does not wait for the copies."""
 
-    def mark(self) -> Mark:
-        """Here."""
+    def mark(self) -> Mark: ...
 
     def follow(self, mark: Mark) -> None:
-        """What is put from here on begins after the mark, which a copy on the side may have."""
+        """Later work starts after the mark, which may be that of a `fetch`."""
 
 
 class EagerMark:
-    """Everything is done when it was put."""
+    """Always reached: the work was done when it was queued."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
@@ -75,8 +74,6 @@ class EagerMark:
 
 
 class EagerQueue:
-    """See `Queue`."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -105,7 +102,7 @@ class EagerQueue:
 
 
 class CudaMark:
-    """An event. The host waits in a loop: a step is shorter than the system takes to wake a thread."""
+    """A CUDA event. The host waits in a busy loop: a step is shorter than the time to wake a thread."""
 
     def __init__(self) -> None:
         self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -122,8 +119,8 @@ class CudaMark:
 
 
 class CudaQueue:
-    """See `Queue`. All graphs share one pool of memory: they never run at the same time, and what they leave for others
-    lies in tensors made before them."""
+    """All graphs share one memory pool: they never run at the same time, and results that outlive a graph are in
+    tensors allocated outside the pool."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -133,7 +130,7 @@ class CudaQueue:
         self._pool = torch.cuda.graph_pool_handle()
 
     def num_programs(self, head_dim: int) -> int:
-        # Two buffers of keys and values of a page of 64 positions, of what a multiprocessor has for its programs.
+        # Shared memory: each program has two buffers of the keys and values of a page of 64 positions.
         properties = torch.cuda.get_device_properties(self.device)
         held = properties.shared_memory_per_multiprocessor // (2 * 2 * 64 * head_dim * 2 + 8192)
         held = tuned("decode_attention", head_dim, programs=max(1, min(held, 4)))["programs"]

@@ -1,4 +1,4 @@
-"""A device's memory that is given back while an engine sleeps, and taken again."""
+"""Moves a device's memory to the host while an engine sleeps, and back."""
 
 from collections.abc import Iterator
 
@@ -7,23 +7,23 @@ from torch import Tensor
 
 
 class Parked:
-    """Numbers of a device that wait in the host's memory. The tensors stay who they are, and so do their views: it is
-    the storage behind them that shrinks to nothing and is filled again. Recorded graphs know addresses, and are void.
+    """Storages of a device whose bytes are in host memory. The tensors and their views stay valid objects: their
+    storage is resized to nothing and filled again. Recorded graphs hold old addresses and must be dropped.
 
-    The host's memory is not pinned: torch would round it up, and keep it afterwards."""
+    The host memory is not pinned: torch would round it up, and keep it afterwards."""
 
     def __init__(self) -> None:
         self._held: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def park(self, storages: list[torch.UntypedStorage]) -> int:
-        """Brings them here. Returns how many bytes of the device that frees."""
+        """Moves the storages to the host. Returns the freed bytes of the device."""
         for storage in storages:
             self._held.append((storage, _bytes_of(storage).to("cpu", copy=True)))
             storage.resize_(0)
         return sum(host.nbytes for _, host in self._held)
 
     def restore(self) -> None:
-        """Brings them back. Raises torch.OutOfMemoryError; those that are left can be brought back later."""
+        """Moves them back. Raises torch.OutOfMemoryError; a later call restores the rest."""
         while self._held:
             storage, host = self._held[-1]
             storage.resize_(host.nbytes)
@@ -32,7 +32,8 @@ class Parked:
 
 
 def storages_of(root: object, device: torch.device, without: Tensor) -> list[torch.UntypedStorage]:
-    """Of all tensors on the device that our objects and modules below `root` hold, each once, but for one tensor's."""
+    """The storages of all tensors on the device below `root`, each once, except that of the tensor `without`. Follows
+    our own objects and torch modules."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in _tensors(root, set()):
         if tensor.device == device and (storage := tensor.untyped_storage()).resizable() and storage.nbytes():

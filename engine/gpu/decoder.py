@@ -1,9 +1,9 @@
-"""A native decoder through the Triton kernels, in buffers that stay where they are, so that its steps can be recorded.
+"""A native decoder on the Triton kernels, with buffers at fixed addresses, so that its steps can be recorded.
 
-Everything a step needs lies on the device when it begins: the packet, and the state of the rows. The order of the work
-is that of `engine/models/decoder.py`, whose weights these are. A layer of up to 16 tokens takes six launches: norm and
-projections, rotation and KV, attention, output and residual, norm and gates, down and residual. More tokens take cuBLAS
-and a norm that adds the residual.
+All inputs of a step are on the device when it begins: the packet, and the state of the rows. The order of operations is
+that of `engine/models/decoder.py`, whose weights it uses. A layer of up to 16 tokens takes six launches: norm and
+QKV projection, rotary embedding and KV write, attention, output projection and residual, norm and gates, down
+projection and residual. More tokens take cuBLAS and a norm that adds the residual.
 """
 
 from collections.abc import Callable
@@ -44,9 +44,9 @@ from .products import (
 from .shapes import StepShape
 from .state import RowState
 
-GUESS_ROWS = 16  # of a tile of attention, where rows have a few tokens,
-PROMPT_ROWS = 128  # where there are prompts,
-INVARIANT_ROWS = 64  # and where all rows take the same way: the fewest for which Hopper has the instruction of prompts
+DRAFT_ROWS = 16  # attention tile rows for steps in which rows have a few tokens,
+PROMPT_ROWS = 128  # for steps with prompts,
+INVARIANT_ROWS = 64  # and for all steps of `--deterministic`: the fewest rows that wgmma takes
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,19 @@ class _Layer:
     window: int | None
 
     def fused(self, tokens: int) -> tuple[FusedProduct, FusedProduct, AddFeedForward] | None:
-        """qkv, out and feed_forward, if all of them are to be fused."""
+        """The fused forms of qkv, out and feed_forward, if all three have one for this number of tokens."""
         qkv, out, add = self.qkv.fused(tokens), self.out.fused(tokens), self.feed_forward.fused(tokens)
         return None if qkv is None or out is None or add is None else (qkv, out, add)
 
 
 class TritonDecoder:
-    """One step after another; see the head of the file. `open` comes before the first."""
+    """`open` comes before the first `run`. One step runs at a time."""
 
     def __init__(
         self, decoder: Decoder, *, limits: Limits, dtype: torch.dtype, num_programs: int, is_deterministic: bool
     ) -> None:
-        """decoder: loaded and not packed; its weights are this one's from now on. limits: of a step. num_programs: of
-        decode attention, as many as the device holds at once. is_deterministic: a token's bits are to depend on its
-        own request only."""
+        """decoder: loaded and not packed; it gives its weights away. num_programs: of decode attention, as many as the
+        device holds at once. is_deterministic: a token's bits depend on its own request only."""
         self.kv_shape = decoder.kv_shape
         self._decoder = decoder
         self._ranks = decoder.group
@@ -87,7 +86,7 @@ class TritonDecoder:
         attention = layers[0].self_attn
         self._heads, self._dim = attention.heads, self.kv_shape.head_dim
         self._kv_heads = self.kv_shape.num_kv_heads
-        self.group = self._heads // self._kv_heads  # query heads of a kv head
+        self.group = self._heads // self._kv_heads  # query heads per kv head
         self._scale = attention.scale
         self._eps = attention.eps
         self._norm = _norm(body.norm)
@@ -160,12 +159,11 @@ class TritonDecoder:
 
     @property
     def num_ranks(self) -> int:
-        """That share the model out."""
         return self._ranks.size
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers that stay."""
+        """Bytes of the buffers that are kept between steps."""
         kept = [self._rotary, self._ids, self._positions, self._slots, self._context_lens, self._tables, self._stream]
         if self._moe is not None:
             kept += [getattr(self._moe, field.name) for field in fields(self._moe)]
@@ -178,7 +176,7 @@ class TritonDecoder:
         self._cache = cache
 
     def run(self, packet: Packet, state: RowState, shape: StepShape) -> None:
-        """The pass over the packet's tokens; `hidden` and `logits` then tell what it gave."""
+        """Runs the packet's tokens through the layers; `hidden` and `logits` then give the results."""
         cache = self._cache
         assert cache is not None, "run before open"
         tokens, rows = shape.tokens, min(shape.tokens, self._limits.rows)
@@ -216,7 +214,7 @@ class TritonDecoder:
                 scale=self._scale,
                 num_programs=self._num_programs,
             )
-            if tiles is not None:  # after it, since decode attention leaves zeros for rows that are not its own
+            if tiles is not None:  # last, because decode attention writes zeros for the other rows
                 extend_attention(
                     attended,
                     query,
@@ -253,7 +251,7 @@ class TritonDecoder:
         stream.add_(delta)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """The normed states of some tokens of the step, which `logits` takes. tokens: [n] int32 → [n, hidden]."""
+        """The normed states of tokens of the step, the input of `logits`. tokens: [n] int32 → [n, hidden]."""
         picked = self._stream.index_select(0, tokens)
         rms_norm(picked, self._norm.weight, self._norm.eps, picked)
         return picked

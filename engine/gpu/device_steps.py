@@ -1,8 +1,9 @@
-"""Steps on a device that is ahead of the host: a plan is launched while the one before it still runs.
+"""Steps on a device that runs ahead of the host: a plan is launched while the previous one still runs.
 
-The host knows how long each row will be, and nothing of what its last step drew; the device does. So a launch writes a
-packet, sends it, starts what was recorded for a step of this size, and comes back. What was drawn is copied to the host
-beside the steps that follow. Only guesses need the rows' ids on the host: a step with guesses waits for all before it.
+The host knows how long each row will be; only the device knows the ids that the last step sampled. So a launch writes a
+packet, sends it, starts the work recorded for a step of this size, and returns. The sampled ids are copied to the host
+while later steps run. Only draft tokens need the rows' ids on the host: a step with draft tokens waits for all earlier
+steps.
 """
 
 from collections import deque
@@ -28,18 +29,18 @@ from ..steps.pooling import RowPooler
 from ..steps.rows import Rows
 from ..steps.sampled import Sampled, take_in
 from ..steps.step_inputs import Samples, samples_of
-from .decoder import GUESS_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
+from .decoder import DRAFT_ROWS, INVARIANT_ROWS, PROMPT_ROWS, TritonDecoder
 from .packet import HostPacket, Limits, Packet, size_of
 from .recordings import Recordings
 from .shapes import SampleShape, StepShape, at_least, decode_sizes, mixed_sizes
 from .state import KINDS, RowState, has_penalties, write_opens
 
-_MAX_PART = 256  # draws that are sampled at once: logits are 4 bytes for each token of the vocabulary
+_MAX_PART = 256  # tokens sampled at once: each takes 4 bytes of logits per vocabulary entry
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceModel:
-    """A model through the Triton kernels, with all its memory but the KV cache."""
+    """A model that runs on the Triton kernels, with all its memory but the KV cache."""
 
     decoder: TritonDecoder
     state: RowState
@@ -47,7 +48,7 @@ class DeviceModel:
     queue: Queue
     kv_shape: KvShape
     weights: int  # bytes
-    workspace: int  # bytes that are taken, and those that steps will take, estimated
+    workspace: int  # bytes: buffers already allocated, and the estimate for a step
     graphs: int  # bytes that recorded steps may take
     note: str  # for the operator
     head_major = True
@@ -58,38 +59,38 @@ class DeviceModel:
 
 @dataclass
 class _Slot:
-    """A place of the ring: what one step sends and fetches."""
+    """An entry of the ring: the pinned memory that one step sends and fetches."""
 
     packet: HostPacket
-    ids: Tensor  # [draws] int32
-    best_ids: Tensor  # [draws, 1 + MAX_BEST] int32
-    best_values: Tensor  # the same, float32
-    masks: Tensor | None = None  # [rows, ⌈vocab / 32⌉] int32, once a step has some
+    ids: Tensor  # [samples] int32
+    best_ids: Tensor  # [samples, 1 + MAX_BEST] int32
+    best_values: Tensor  # the same shape, float32
+    masks: Tensor | None = None  # [rows, ⌈vocab / 32⌉] int32, allocated for the first step with masks
 
 
 @dataclass(kw_only=True)
 class _Pending:
-    """A step whose result was not collected."""
+    """A launched step whose result was not collected."""
 
     plan: StepPlan
     slot: _Slot
     begun: Mark
     done: Mark
     samples: Samples
-    num_opens: NDArray[np.int64]  # [draws] how often the row of each had been opened
-    num_logprobs: NDArray[np.int64]  # [draws] wanted; -1: none
+    num_opens: NDArray[np.int64]  # [samples] how often each one's row had been opened
+    num_logprobs: NDArray[np.int64]  # [samples] best tokens asked for; -1: no log-probabilities
     draft_tokens: NDArray[np.int64]
     prompt_logprobs: dict[int, RowLogprobs]
     vectors: dict[int, bytes]
-    sampled: Sampled | None = None  # once the host knows
+    sampled: Sampled | None = None  # set once the host has read the ids
 
 
 def limits_of(config: EngineConfig, *, group: int, draft_tokens: int) -> Limits:
-    """Of the steps that the core may plan. group: query heads of a kv head; guesses: most of a row."""
+    """The largest step that the core may plan. group: query heads per kv head; draft_tokens: the most per row."""
     rows = config.max_num_seqs
     tokens = max(config.max_num_batched_tokens, rows)
     part = min(rows, _MAX_PART)
-    tiles = max(most_tiles(tokens, rows, tile_tokens(group, tile_rows)) for tile_rows in (GUESS_ROWS, PROMPT_ROWS))
+    tiles = max(most_tiles(tokens, rows, tile_tokens(group, tile_rows)) for tile_rows in (DRAFT_ROWS, PROMPT_ROWS))
     return Limits(
         rows=rows,
         tokens=tokens,
@@ -101,18 +102,18 @@ def limits_of(config: EngineConfig, *, group: int, draft_tokens: int) -> Limits:
 
 
 def num_draft_tokens(config: EngineConfig) -> int:
-    """Most guesses of a row in a step."""
-    return 0 if config.speculative is None else config.block_size - 1  # what the planner allows at most
+    """The most draft tokens of a row in a step."""
+    return 0 if config.speculative is None else config.block_size - 1  # the planner's limit
 
 
 def num_graphs(limits: Limits) -> int:
-    """Recordings that are made sooner or later, about."""
+    """About how many graphs will be recorded in the end."""
     return len(_planned(limits, is_deterministic=False))
 
 
 def _planned(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
-    """Largest first, since smaller graphs find room in what these leave of the pool. Steps of decoding come before
-    steps with prompts, of which there are fewer in a day."""
+    """Shapes to record, largest first, because smaller graphs then reuse the pool's memory. Decode steps come before
+    steps with prompts, which are rarer."""
     decode, prompt = (INVARIANT_ROWS, INVARIANT_ROWS) if is_deterministic else (0, PROMPT_ROWS)
     shapes: list[Hashable] = [StepShape(size, decode) for size in reversed(decode_sizes(limits.rows))]
     for size in reversed(decode_sizes(limits.part)):
@@ -121,7 +122,7 @@ def _planned(limits: Limits, *, is_deterministic: bool) -> list[Hashable]:
 
 
 class DeviceSteps:
-    """See `Steps`. One thread."""
+    """`Steps` on a device. One thread."""
 
     def __init__(self, *, config: EngineConfig, model: DeviceModel, cache: KvCache) -> None:
         self._config = config
@@ -137,7 +138,7 @@ class DeviceSteps:
             vocab_size=config.model.vocab_size,
         )
         self._pooler = RowPooler(num_rows=limits.rows)
-        self._num_sent: NDArray[np.int64] = np.zeros(limits.rows, np.int64)  # blocks that the device knows of
+        self._num_sent: NDArray[np.int64] = np.zeros(limits.rows, np.int64)  # blocks in the device's table
         self._num_opens: NDArray[np.int64] = np.zeros(limits.rows, np.int64)
         self._has_penalties: NDArray[np.bool_] = np.zeros(limits.rows, np.bool_)
         self._part = limits.part
@@ -146,7 +147,7 @@ class DeviceSteps:
         self._sample_sizes = decode_sizes(self._part)
         size = size_of(limits)
         self._packet = Packet.over(torch.zeros(size, dtype=torch.int32, device=queue.device), limits)
-        # One more than can be in flight: an empty packet, for recording.
+        # One for each step that can be in flight, one for the next, and one with an empty packet for recording.
         slots = [self._slot(size) for _ in range(config.pipeline_depth + 2)]
         self._empty, self._free = slots[0].packet, deque(slots[1:])
         self._pending: deque[_Pending] = deque()
@@ -159,7 +160,6 @@ class DeviceSteps:
 
     @property
     def num_recorded(self) -> int:
-        """Graphs there are."""
         return self._recordings.num_recorded
 
     def is_done(self) -> bool:
@@ -177,7 +177,7 @@ class DeviceSteps:
         try:
             self._pending.append(self._launch(plan, slot))
         except Exception:
-            self._queue.mark().wait()  # what was sent from the slot has arrived
+            self._queue.mark().wait()  # the copies from the slot have ended
             self._free.append(slot)
             raise
 
@@ -204,7 +204,7 @@ class DeviceSteps:
         nums = np.frombuffer(plan.sample, np.uint8).astype(np.int64)
         counts[: len(draft_tokens)] += draft_tokens
         nums[: len(draft_tokens)] += draft_tokens
-        order = np.argsort(counts != 1, kind="stable")  # rows that decode come first
+        order = np.argsort(counts != 1, kind="stable")  # decode rows come first
         picked, counts, nums = planned[order], counts[order], nums[order]
         starts = rows.num_computed[picked]
         ends = starts + counts
@@ -220,19 +220,21 @@ class DeviceSteps:
         for row in lifted:
             self._state.change_bias(row, rows.bias(row))
         copy_blocks(plan, self._cache)
-        told: dict[int, RowLogprobs] = {}
+        prompt: dict[int, RowLogprobs] = {}
         vectors: dict[int, bytes] = {}
         if len(picked):
             self._recordings.run(shape)
-            told = prompt_logprobs(rows, picked, starts, counts, order, self._logits_of, self._config.model.vocab_size)
+            prompt = prompt_logprobs(
+                rows, picked, starts, counts, order, self._logits_of, self._config.model.vocab_size
+            )
             vectors = self._pooler.take(picked, starts, counts, order, rows.num_prompt, self._hidden_of)
         if self._fetched is not None:
-            self._queue.follow(self._fetched)  # what the step before drew is copied from where this one's will stand
+            self._queue.follow(self._fetched)  # the previous step's ids are copied from the memory that this one writes
         for part in parts:
             self._recordings.run(part)
         done = self._fetched = self._queue.fetch(self._results(slot, len(samples.rows), parts))
         rows.num_computed[picked] = ends
-        if not draft_tokens.any():  # else `take_in` says how long the rows are
+        if not draft_tokens.any():  # else `take_in` sets the rows' lengths
             rows.num_ids[samples.rows] = samples.ends + 1
             rows.ids[samples.rows, samples.ends] = -1  # only the device knows
         return _Pending(
@@ -244,7 +246,7 @@ class DeviceSteps:
             num_opens=self._num_opens[samples.rows],
             num_logprobs=rows.num_logprobs[samples.rows],
             draft_tokens=draft_tokens,
-            prompt_logprobs=told,
+            prompt_logprobs=prompt,
             vectors=vectors,
         )
 
@@ -252,12 +254,12 @@ class DeviceSteps:
         self._recordings.forget()
 
     def use_idle(self) -> bool:
-        # Ranks talk to each other in a step, so all would have to be idle at once; they record what runs often.
+        # The ranks of a group would have to be idle at the same time, so they record only shapes that run often.
         shape = self._recordings.next_shape() if self._decoder.num_ranks == 1 else None
         if shape is None:
             return False
-        none = np.zeros(0, np.int64)
-        self._send(self._empty, none, none, none, Samples(none, none, none, none))
+        empty = np.zeros(0, np.int64)
+        self._send(self._empty, empty, empty, empty, Samples(empty, empty, empty, empty))
         self._recordings.record(shape)
         return self._recordings.next_shape() is not None
 
@@ -276,16 +278,16 @@ class DeviceSteps:
         assert isinstance(shape, tuple)
         first, samples = shape
 
-        def draw() -> None:
+        def sample() -> None:
             part = slice(first, first + samples.samples)
-            logits = self._decoder.logits(self._decoder.hidden(self._packet.draw_tokens[part]))
+            logits = self._decoder.logits(self._decoder.hidden(self._packet.sample_tokens[part]))
             self._state.sample(logits, self._packet, first, samples)
 
-        return draw
+        return sample
 
     def _draft(self, plan: StepPlan, speculative: NDArray[np.int64]) -> NDArray[np.int64]:
         draft_tokens = draft(self._rows, speculative, plan.speculate, plan.break_even)
-        # What such rows draw changes what they draw next, and the device counts it a step at a time.
+        # A sampled token changes the row's penalties, and the device counts one token per row and step.
         draft_tokens[self._has_penalties[speculative]] = 0
         return draft_tokens
 
@@ -297,7 +299,7 @@ class DeviceSteps:
         starts: NDArray[np.int64],
         samples: Samples,
     ) -> tuple[StepShape, list[tuple[int, SampleShape]]]:
-        """Tells the device of a step, and says what it is to be run for."""
+        """Sends a step's packet. Returns the shapes to run: of the pass, and of each part of its samples."""
         shape, num_step = self._fill(packet, picked, counts, starts)
         parts = self._fill_samples(packet, samples)
         sent = packet.filled(num_step)
@@ -307,10 +309,10 @@ class DeviceSteps:
     def _fill(
         self, packet: HostPacket, picked: NDArray[np.int64], counts: NDArray[np.int64], starts: NDArray[np.int64]
     ) -> tuple[StepShape, int]:
-        """Writes who computes what, and says how many numbers of the last section that took. All are [rows], those
-        with one token first."""
+        """Writes the rows and tokens of the packet. Returns the shape of the pass and the length of the packet's last
+        section. All arguments are [rows], with the rows of one token first."""
         rows = self._rows
-        # Decode attention adds up in another order than that of prompts.
+        # Decode attention sums in another order than prompt attention, so `deterministic` does without it.
         num_decode = 0 if self._config.deterministic else int(np.count_nonzero(counts == 1))
         total, most = int(counts.sum()), int(counts.max(initial=0))
         row_of_token = np.repeat(picked, counts)
@@ -333,9 +335,9 @@ class DeviceSteps:
         self._num_sent[picked] = rows.num_blocks[picked]
         packet.decode_lens[:num_decode] = starts[:num_decode] + 1
         packet.decode_lens[num_decode:] = 0
-        if num_decode == len(picked):  # or there are none
+        if num_decode == len(picked):  # also if there are no rows
             return StepShape(at_least(self._decode_sizes, max(total, 1)), 0), num_step
-        tile_rows = GUESS_ROWS if most <= GUESS_ROWS else PROMPT_ROWS
+        tile_rows = DRAFT_ROWS if most <= DRAFT_ROWS else PROMPT_ROWS
         if self._config.deterministic:
             tile_rows = INVARIANT_ROWS
         lens = counts.copy()
@@ -348,11 +350,11 @@ class DeviceSteps:
         return StepShape(at_least(sizes, total), tile_rows), num_step
 
     def _fill_samples(self, packet: HostPacket, samples: Samples) -> list[tuple[int, SampleShape]]:
-        """Writes who draws, and says in which parts."""
+        """Writes the samples of the packet. Returns the parts: index of the first sample, and shape."""
         rows, num = self._rows, len(samples.rows)
-        packet.draw_tokens[:num], packet.draw_tokens[num:] = samples.tokens, 0
+        packet.sample_tokens[:num], packet.sample_tokens[num:] = samples.tokens, 0
         packet.sample_rows[:num], packet.sample_rows[num:] = samples.rows, self._limits.rows
-        packet.draw_positions[:num], packet.draw_positions[num:] = samples.ends - rows.num_prompt[samples.rows], 0
+        packet.sample_positions[:num], packet.sample_positions[num:] = samples.ends - rows.num_prompt[samples.rows], 0
         packet.places[:] = packet.masks[:] = -1
         packet.asking[:] = -1
         if rows.masks:
@@ -375,7 +377,7 @@ class DeviceSteps:
         return parts
 
     def _send_masks(self, slot: _Slot) -> None:
-        """In the order of `Rows.masks`. What ran before has read those of its own: the queue is in order."""
+        """Sends the masks in the order of `Rows.masks`. The queue keeps order, so earlier steps have read theirs."""
         device_masks, masks = self._state.masks, self._rows.masks
         if slot.masks is None:
             slot.masks = self._queue.host_memory(device_masks.numel(), torch.int32).view_as(device_masks)
@@ -385,7 +387,7 @@ class DeviceSteps:
     def _results(
         self, slot: _Slot, num: int, parts: list[tuple[int, SampleShape]]
     ) -> tuple[tuple[Tensor, Tensor], ...]:
-        """What to fetch: (from, to)."""
+        """The copies to the host: (device tensor, host tensor)."""
         state = self._state
         pairs = [(state.sampled[:num], slot.ids[:num])] if num else []
         if any(shape.logprobs for _, shape in parts):
@@ -399,7 +401,7 @@ class DeviceSteps:
         return self._decoder.logits(self._hidden_of(first, last))
 
     def _settle(self, step: _Pending) -> None:
-        """Waits for what was drawn. The host's rows learn of it, unless they are held by others by now."""
+        """Waits for the sampled ids and stores them in the rows that were not opened again since."""
         if step.sampled is not None:
             return
         step.done.wait()
@@ -407,13 +409,13 @@ class DeviceSteps:
         ids = slot.ids[: len(samples.rows)].numpy().astype(np.int64)
         logprobs = {}
         asking = np.flatnonzero(step.num_logprobs >= 0)
-        in_part = np.bincount(asking // self._part, minlength=1)  # those of a part lie side by side at its beginning
+        in_part = np.bincount(asking // self._part, minlength=1)  # a part's log-probabilities stand at its beginning
         moved = np.repeat(np.arange(len(in_part)) * self._part - (np.cumsum(in_part) - in_part), in_part)
         for i, at in zip(asking.tolist(), (np.arange(len(asking)) + moved).tolist(), strict=True):
             width = 1 + min(int(step.num_logprobs[i]), self._config.model.vocab_size)
             if ids[i] >= 0:
-                told = slot.best_ids[at : at + 1, :width].numpy(), slot.best_values[at : at + 1, :width].numpy()
-                logprobs[int(samples.order[i])] = row_logprobs(*told)
+                row = slot.best_ids[at : at + 1, :width].numpy(), slot.best_values[at : at + 1, :width].numpy()
+                logprobs[int(samples.order[i])] = row_logprobs(*row)
         if step.draft_tokens.any():
             step.sampled = take_in(step.plan, rows, samples, ids, step.draft_tokens, step.prompt_logprobs, logprobs)
             return

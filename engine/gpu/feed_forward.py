@@ -15,17 +15,17 @@ AddFeedForward = Callable[[Tensor, Norm, Tensor], None]
 
 
 class FeedForward(Protocol):
-    """Of `tokens` tokens of a step, of which the first `num_tokens` ([1] int32, on the device) are no padding."""
+    """Applies to the tokens of a step, of which the first `num_tokens` ([1] int32, on the device) are no padding."""
 
     def fused(self, tokens: int) -> "AddFeedForward | None":
-        """The same with norm and residual, where that is the better way for so many tokens."""
+        """The form fused with norm and residual, if it is faster for this number of tokens."""
 
     def __call__(self, x: Tensor, out: Tensor, num_tokens: Tensor) -> None:
         """out = feed_forward(x). Both [tokens, hidden]."""
 
 
 class GatedFeedForward:
-    """See `FeedForward`: down(silu(gate(x)) · up(x))."""
+    """down(silu(gate(x)) · up(x))."""
 
     def __init__(self, gate_up: Product, down: Product, intermediate_size: int) -> None:
         self._gate_up, self._down = gate_up, down
@@ -53,7 +53,7 @@ class GatedFeedForward:
 
 
 class MoeFeedForward:
-    """See `FeedForward`: the sum over a token's experts, chosen on the device."""
+    """The sum over a token's experts, chosen on the device."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class MoeFeedForward:
         top_k: int,
         renormalize: bool,
     ) -> None:
-        """gate_up, down, top_k, renormalize: see `kernels.triton.moe`, also for the types and sizes it takes."""
+        """gate_up, down, top_k, renormalize: as in `kernels.triton.moe`, with its limits on types and sizes."""
         self._router = router
         self._gate_up, self._down = gate_up, down
         self._workspace = workspace

@@ -1,7 +1,7 @@
-"""What the host tells the device of a step: one int32 array, filled in a ring of pinned memory and sent in one copy.
+"""What the host sends the device for a step: one int32 array, filled in a ring of pinned memory and sent in one copy.
 
-The sections lie at fixed places, since recorded kernels read them there; what varies most in length comes last, and
-only what is filled is sent. The last section is that of `kernels/triton/prepare_step.py`, which says what is in it.
+The sections have fixed offsets, because recorded kernels read them there. The section whose length varies most comes
+last, and only its used part is sent; `kernels/triton/prepare_step.py` describes it.
 """
 
 from dataclasses import dataclass
@@ -17,28 +17,28 @@ from ...kernels.triton.prepare_step import packet_size
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest step."""
+    """The sizes of the largest step."""
 
     rows: int
     tokens: int
     samples: int  # a multiple of `part`
-    part: int  # draws that are sampled at once
-    tiles: int  # of the attention of rows with several tokens
-    blocks: int  # of a row
+    part: int  # tokens sampled at once
+    tiles: int  # attention tiles of rows with several tokens
+    blocks: int  # per row
 
 
 @dataclass(frozen=True)
 class Packet:
-    """The sections of one array, on the host or on the device. `draw_…` and the next three are [draws]."""
+    """The sections of one array, on the host or on the device. Those from `sample_tokens` to `asking` are [samples]."""
 
     whole: Tensor
-    draw_tokens: Tensor  # the step's token whose logits are drawn from
-    sample_rows: Tensor  # rows of the state; what is left over draws for the row beyond the last
-    draw_positions: Tensor  # of the output, from 0
-    places: Tensor  # among the edited logits of its part of the draws; -1: as they are
-    masks: Tensor  # which of the state's masks says what may be drawn; -1: anything
-    asking: Tensor  # draws of the part whose log-probabilities are wanted; -1: none
-    decode_lens: Tensor  # [rows] keys of the rows with one token, which are the first; 0 for all others
+    sample_tokens: Tensor  # the step's token whose logits are sampled from
+    sample_rows: Tensor  # rows of the state; padding samples for the row after the last
+    sample_positions: Tensor  # of the output, from 0
+    places: Tensor  # index into the edited logits of the part; -1: no edit
+    masks: Tensor  # index into the state's masks; -1: all tokens are allowed
+    asking: Tensor  # samples of the part whose log-probabilities are wanted; -1: none
+    decode_lens: Tensor  # [rows] keys of the rows with one token, which come first; 0 for all others
     tiles: Tensor  # [tiles, 4], see `extend_attention.extend_work`
     opens: Tensor  # [rows, OPEN_FIELDS]
     step: Tensor
@@ -54,24 +54,24 @@ class Packet:
 def _sizes(limits: Limits) -> list[int]:
     step = packet_size(rows=limits.rows, tokens=limits.tokens, new_blocks=limits.rows * limits.blocks)
     sizes = [limits.samples] * 6 + [limits.rows, 4 * limits.tiles, OPEN_FIELDS * limits.rows]
-    # A kernel's pointers are multiples of 16 bytes.
+    # Every section starts at a multiple of 16 bytes, as kernels' pointers must.
     return [-(-size // 4) * 4 for size in sizes] + [step]
 
 
 def size_of(limits: Limits) -> int:
-    """Numbers of a packet."""
+    """The length of a packet in int32."""
     return sum(_sizes(limits))
 
 
 class HostPacket:
-    """A packet of the ring, as NumPy arrays."""
+    """A packet of the ring as NumPy arrays."""
 
     def __init__(self, whole: Tensor, limits: Limits) -> None:
         packet = Packet.over(whole, limits)
         self.whole = whole
-        self.draw_tokens = _array(packet.draw_tokens)
+        self.sample_tokens = _array(packet.sample_tokens)
         self.sample_rows = _array(packet.sample_rows)
-        self.draw_positions = _array(packet.draw_positions)
+        self.sample_positions = _array(packet.sample_positions)
         self.places = _array(packet.places)
         self.masks = _array(packet.masks)
         self.asking = _array(packet.asking)
@@ -82,7 +82,7 @@ class HostPacket:
         self._step_at = whole.numel() - packet.step.numel()
 
     def filled(self, num_step: int) -> Tensor:
-        """What has to be sent if the last section holds so many numbers."""
+        """The part to send if the last section holds `num_step` int32."""
         return self.whole[: self._step_at + num_step]
 
 

@@ -1,4 +1,4 @@
-"""Products of activations with a layer's weights, and what can be done in the same launch."""
+"""Products of activations with a layer's weights, and what their kernels fuse."""
 
 from typing import NamedTuple, Protocol
 
@@ -15,8 +15,6 @@ from ...kernels.triton.small_product import MAX_ROWS, Workspace, small_product
 
 
 class Norm(NamedTuple):
-    """Of an RMSNorm."""
-
     weight: Tensor
     eps: float
 
@@ -31,11 +29,11 @@ class Product(Protocol):
         """
 
     def fused(self, tokens: int) -> "FusedProduct | None":
-        """The same with more in its launch, where there is a kernel for so many tokens."""
+        """The fused form, if there is a kernel for this number of tokens."""
 
 
 class FusedProduct(Protocol):
-    """See `Product`."""
+    """A `Product` with norm and residual in its launch."""
 
     def __call__(
         self,
@@ -46,17 +44,17 @@ class FusedProduct(Protocol):
         residual: Tensor | None = None,
         is_gated: bool = False,
     ) -> None:
-        """Of norm(x), and with the residual added: [tokens, n], may be out."""
+        """Takes norm(x), and adds the residual [tokens, n], which may be out."""
 
 
 class DenseProduct:
-    """See `Product`: few rows by a kernel of ours, many by cuBLAS."""
+    """Few rows use our kernel, many use cuBLAS."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> None:
         self._weight, self._bias = weight, bias
         self._transposed = weight.t()
         self._workspace = workspace
-        self._is_even = weight.shape[0] % 16 == 0  # its rows are whole tiles
+        self._is_even = weight.shape[0] % 16 == 0  # the kernel has tiles of at least 16
 
     def fused(self, tokens: int) -> FusedProduct | None:
         return self._small if tokens <= MAX_ROWS and self._is_even else None
@@ -88,7 +86,7 @@ class DenseProduct:
 
 
 class QuantizedProduct:
-    """See `Product`: a weight of 8 or 4 bits, whatever the number of rows."""
+    """A weight of 8 or 4 bits, for any number of rows."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -107,7 +105,7 @@ class QuantizedProduct:
 
 
 class InvariantProduct:
-    """See `Product`: a row's bits depend on nothing but that row, how many ever it comes with."""
+    """A row's bits depend on that row alone, whatever the number of rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -120,7 +118,7 @@ class InvariantProduct:
 
 
 class InvariantMatrix(TorchMatrix):
-    """A vocabulary whose logits are made by `InvariantProduct`."""
+    """A vocabulary matrix whose logits come from `InvariantProduct`."""
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=x.dtype, device=x.device)
@@ -129,5 +127,5 @@ class InvariantMatrix(TorchMatrix):
 
 
 def interleave(x: Tensor) -> Tensor:
-    """The rows of both halves of x in turn: gate 0, up 0, gate 1, …"""
+    """Interleaves the rows of both halves of x: gate 0, up 0, gate 1, …"""
     return torch.stack(x.chunk(2), dim=1).reshape(x.shape)

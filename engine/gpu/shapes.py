@@ -1,32 +1,32 @@
-"""The sizes that a step's kernels are launched for. A graph is recorded for a shape, so there must be few of them.
+"""The sizes for which a step's kernels are launched. A graph is recorded per shape, so there must be few shapes.
 
-A step is padded up to the next shape. Padding costs little: a row without keys and a token without a slot leave nothing
-behind, and in the matrix products they share the tiles of others.
+A step is padded to the next shape. Padding is cheap: a row without keys and a token without a slot write nothing, and
+in the matrix products they share tiles with others.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
-_FEW = (1, 2, 4, 8, 16)  # rows that decode; from here on in steps of 16, beyond 256 of 32
+_FEW = (1, 2, 4, 8, 16)  # decode rows; then in steps of 16, and beyond 256 of 32
 _LEAST_MIXED = 64  # tokens
-_GROWTH = 1.25  # between the sizes of steps with prompts
-_TILE = 16  # that sizes are multiples of
+_GROWTH = 1.25  # ratio between the sizes of steps with prompts
+_TILE = 16  # sizes are multiples of it
 
 
 @dataclass(frozen=True, order=True)
 class StepShape:
-    """What the model is run for."""
+    """The shape of a pass through the model."""
 
     tokens: int
-    tile_rows: int  # of the attention of rows with several tokens; 0: no row has several
+    tile_rows: int  # of the attention tiles of rows with several tokens; 0: no row has several
 
 
 @dataclass(frozen=True, order=True)
 class SampleShape:
-    """What tokens are drawn for."""
+    """The shape of one part of a step's samples."""
 
     samples: int
-    kind: int  # of `sampling.Kind`: 0 greedy, 1 drawn, 2 filtered
+    kind: int  # index into `state.KINDS`: 0 greedy, 1 sampled, 2 filtered
     edits: bool  # some rows have a bias, penalties or a mask
     logprobs: bool
 
@@ -48,5 +48,5 @@ def mixed_sizes(most: int) -> tuple[int, ...]:
 
 
 def at_least(sizes: tuple[int, ...], wanted: int) -> int:
-    """The smallest size that holds as many."""
+    """The smallest size that is at least `wanted`."""
     return sizes[bisect_left(sizes, wanted)]

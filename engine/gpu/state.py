@@ -1,7 +1,7 @@
-"""What a GPU knows of its rows: block tables, the id each drew last, how each draws. And where logits are made tokens.
+"""The device's state of its rows: block tables, last sampled ids and sampling parameters; and how logits become tokens.
 
-The host writes a row when a request takes it and never reads one. A bias and the history that penalties need are
-written for those requests alone that have them.
+The host writes a row when a request takes it and never reads one. A bias and the history for penalties are written only
+for requests that have them.
 """
 
 import math
@@ -22,11 +22,11 @@ from ...kernels.triton.sampling import Kind, SamplingColumns, sample, workspace_
 from .packet import Limits, Packet
 from .shapes import SampleShape
 
-KINDS: tuple[Kind, ...] = ("greedy", "drawn", "filtered")
+KINDS: tuple[Kind, ...] = ("greedy", "sampled", "filtered")
 
 
 class RowState:
-    """Tensors of `limits.rows` rows, and one more that padding draws for: it is greedy and nobody looks at it."""
+    """Tensors of `limits.rows` rows, and one more for padding samples: it is greedy and its ids are ignored."""
 
     def __init__(self, *, limits: Limits, vocab_size: int, device: torch.device) -> None:
         rows, part = limits.rows + 1, limits.part
@@ -66,11 +66,10 @@ class RowState:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
         return sum(tensor.nbytes for tensor in _tensors(vars(self).values()))
 
     def open(self, opens: tuple[RowOpen, ...], packet: Packet) -> None:
-        """Takes in the rows that a plan opens, whose records `write_opens` has written and the queue has sent."""
+        """Takes in the rows that a plan opens. `write_opens` has filled their records, and the queue has sent them."""
         open_rows(packet.opens, len(opens), self._sampling, self._edits)
         for row in opens:
             if has_penalties(row.sampling):
@@ -79,18 +78,18 @@ class RowState:
                 self._write_bias(row.row, bias)
 
     def change_bias(self, row: int, bias: dict[int, float]) -> None:
-        """For what the row draws from now on."""
+        """Replaces the row's bias for the next tokens."""
         self._write_bias(row, bias)
         self._edits.bias_len[row] = len(bias)
 
     def sample(self, logits: Tensor, packet: Packet, first: int, shape: SampleShape) -> None:
-        """Draws for a part of the step's draws, which begins at `first`, and remembers what was drawn. logits: [draws,
-        vocab] float32."""
+        """Samples one part of the step's samples, which begins at `first`, and keeps the ids. logits: [samples, vocab]
+        float32."""
         part = slice(first, first + shape.samples)
         picked, places, sampled = packet.sample_rows[part], packet.places[part], self.sampled[part]
         if shape.edits:
             edit_logits(self._edited, logits, places, picked, self._edits, packet.masks[part], self.masks)
-        positions = packet.draw_positions[part]
+        positions = packet.sample_positions[part]
         kind = KINDS[shape.kind]
         sample(sampled, logits, self._edited, places, picked, positions, self._sampling, self._workspace, kind=kind)
         remember_sampled(self.last_ids, sampled, picked)
@@ -111,19 +110,19 @@ class RowState:
         self._edits.output_counts[row.row].copy_(torch.from_numpy(counts))
 
     def _write_bias(self, row: int, bias: dict[int, float]) -> None:
-        place = slice(row * MAX_BIASES, row * MAX_BIASES + len(bias))
+        entries = slice(row * MAX_BIASES, row * MAX_BIASES + len(bias))
         ids = torch.tensor(list(bias), dtype=torch.int64).clamp_(max=2**31 - 1)
-        self._edits.bias_ids[place].copy_(ids.to(torch.int32))
-        self._edits.bias_values[place].copy_(torch.tensor(list(bias.values()), dtype=torch.float64).float())
+        self._edits.bias_ids[entries].copy_(ids.to(torch.int32))
+        self._edits.bias_values[entries].copy_(torch.tensor(list(bias.values()), dtype=torch.float64).float())
 
 
 def has_penalties(sampling: Sampling) -> bool:
-    """Whether what a row draws depends on what it drew."""
+    """Whether the row's logits depend on its earlier output."""
     return bool(sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
 def write_opens(opens: tuple[RowOpen, ...], target: NDArray[np.int32]) -> None:
-    """The records of `kernels/triton/open_rows.py`. target: [rows, FIELDS]."""
+    """Writes the records of `kernels/triton/open_rows.py`. target: [rows, FIELDS]."""
     floats = target.view(np.float32)
     for i, row in enumerate(opens):
         sampling = row.sampling
@@ -141,7 +140,7 @@ def write_opens(opens: tuple[RowOpen, ...], target: NDArray[np.int32]) -> None:
 
 
 def _bias(row: RowOpen) -> dict[int, float]:
-    """What a row begins with: its own, and against what would end it too early."""
+    """The row's first bias: its own, and -inf for the end tokens until `min_len`."""
     ends = np.frombuffer(row.ends, "<i4") if row.min_len else ()
     return {**(row.sampling.logit_bias or {}), **dict.fromkeys(map(int, ends), -math.inf)}
 

@@ -1,1 +1,1 @@
-"""KV connectors: what keeps KV behind the device, in two halves."""
+"""KV connectors: tiers that keep KV beyond the device, each in a core half and a worker half."""

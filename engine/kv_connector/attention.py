@@ -1,4 +1,4 @@
-"""Tells the worker half of the KV connector about every layer of a pass, without the model's knowing."""
+"""Calls the worker half of the KV connector at every layer of a pass, without the model knowing."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from .base import WorkerConnector
 
 
 class ConnectorAttention:
-    """An attention backend around another. `is_active` is set by the runner for the steps that carry metadata."""
+    """Wraps an attention backend. The runner sets `is_active` for the steps that carry metadata."""
 
     def __init__(self, inner: AttentionBackend, connector: WorkerConnector) -> None:
         self.is_active = False
@@ -15,7 +15,6 @@ class ConnectorAttention:
         self._connector = connector
 
     def begin(self, step: AttentionStep) -> None:
-        """See `AttentionBackend`."""
         self._inner.begin(step)
 
     def forward(
@@ -29,7 +28,6 @@ class ConnectorAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """See `AttentionBackend`."""
         if not self.is_active:
             return self._inner.forward(layer, query, key, value, scale=scale, window=window, softcap=softcap)
         self._connector.wait_for_layer_load(layer)

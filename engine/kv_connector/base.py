@@ -1,25 +1,25 @@
-"""What a KV connector is: two halves that talk through the plan.
+"""The interface of KV connectors: two halves that communicate through the plan.
 
-The core half (`engine.core.kv_connector.CoreConnector`, no torch) lives with the scheduler and decides; the worker half
-lives beside the model and moves tensors. The core half's `build_connector_meta` travels with a plan as bytes, and the
-worker half's `get_finished` travels back as a `Transferred` message. For each plan that carries metadata the runner
-calls, in this order:
+The core half (`engine.core.kv_connector.CoreConnector`, no torch) runs beside the scheduler and decides; the worker
+half runs beside the model and moves tensors. The core half's `build_connector_meta` travels with a plan as bytes, and
+the worker half's `get_finished` travels back as a `Transferred` message. For each plan with metadata the runner calls,
+in this order:
 
     bind_connector_metadata(metadata)
-    start_load_kv()                      reads every block it is to keep, begins to load
+    start_load_kv()                      reads every block to be saved, begins to load
     for each layer: wait_for_layer_load(layer), attention, save_kv_layer(layer)      if the plan has rows
     wait_for_save()
 
 and after every step, and every millisecond while `num_pending` is not 0, `get_finished` and
 `get_block_ids_with_load_errors`.
 
-A block that the connector is to keep may be written by the pass that follows, so it is read before `start_load_kv`
-returns (a copy in the connector's own memory is enough). A block that is loaded belongs to a request that computes
-nothing until `get_finished` names it, so it may be written at any time until then, from any thread; but not before
-`wait_for_save` was called, because until then it may hold what another connector of the chain is still to read.
+The forward pass that follows may write to a block that is to be saved, so the block is read before `start_load_kv`
+returns (a copy in the connector's own memory is enough). A block to be loaded belongs to a request that computes
+nothing until `get_finished` names it, so any thread may write it until then; but not before `wait_for_save` was called,
+because another connector of the chain may still have to read its old contents.
 
 A connector is named on the command line by an entry point of the group `pagewire.kv_connectors` or as `module:Class`;
-either is a class with the two static methods of `KVConnector`, and perhaps that of `HasCheck`.
+either is a class with the two static methods of `KVConnector`, and optionally that of `HasCheck`.
 """
 
 from __future__ import annotations
@@ -36,53 +36,53 @@ if TYPE_CHECKING:
 
 
 class ConnectorFacts(Struct, frozen=True, kw_only=True):
-    """What both halves are told of the engine."""
+    """What both halves get to know of the engine."""
 
     block_size: int  # positions
     block_bytes: int  # of one block, all layers
-    model_key: bytes  # 32 bytes: who the model is; KV of equal block keys is interchangeable only under equal ones
+    model_key: bytes  # 32 bytes that identify the model: KV of equal block keys is equal only under an equal one
 
 
 class WorkerConnector(Protocol):
-    """The worker half. One thread calls it, the runner's; see the head of the file for the order."""
+    """The worker half. Only the runner's thread calls it; the head of the file gives the order."""
 
     @property
     def num_pending(self) -> int:
         """Loads and sends under way that `get_finished` has not named yet."""
 
     def register_kv_caches(self, cache: KvCache) -> None:
-        """Once, when the cache is open."""
+        """Called once, when the cache is open."""
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
-        """What the core half wants done with this plan. Bytes of our own core half, still to be checked for sense."""
+        """Gives the core half's instructions for this plan. The bytes are not validated yet."""
 
     def start_load_kv(self) -> None:
-        """See the head of the file."""
+        """Reads the blocks to be saved and begins the loads."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Before the attention of a layer. Loads never belong to the rows of the plan, so most have nothing to do."""
+        """Called before the attention of a layer. Loads never belong to the rows of the plan; most do nothing here."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """After the attention of a layer: what this pass wrote to that layer's pages is there."""
+        """Called after the attention of a layer, when this pass has written that layer's pages."""
 
     def wait_for_save(self) -> None:
-        """After the pass: when this returns, blocks may be given to others."""
+        """Called after the forward pass. When it returns, the core may reuse blocks."""
 
     def get_finished(self) -> tuple[set[int], set[int]]:
         """(ended rids whose blocks are no longer needed, rids whose load is over), each named once."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Of the loads that `get_finished` named last, the blocks that could not be filled. Each is named once."""
+        """The blocks that could not be filled, of the loads that `get_finished` named last. Each is named once."""
 
     def take_load_cost(self) -> tuple[int, float]:
-        """(blocks loaded, milliseconds that took) since the last call."""
+        """(blocks loaded, milliseconds of loading) since the last call."""
 
     def close(self) -> None:
-        """Ends threads, closes files and sockets."""
+        """Ends threads; closes files and sockets."""
 
 
 class KVConnector(Protocol):
-    """What a name stands for. Neither method is called in the other's process, so `core` must not need torch."""
+    """A named connector. Each method is called in one process only, so `core` must not need torch."""
 
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> CoreConnector:
@@ -95,7 +95,7 @@ class KVConnector(Protocol):
 
 @runtime_checkable
 class HasCheck(Protocol):
-    """A connector that can say before any process starts what is wrong with its options."""
+    """A connector that can check its options before any process starts."""
 
     @staticmethod
     def check(options: Options) -> None:

@@ -1,7 +1,7 @@
-"""Whole blocks out of the KV cache and into it.
+"""Copies whole blocks out of the KV cache and into it.
 
-Outside, a block is a row of bytes: [layer][keys, values][position][head][dim], the same on every device. Both ways work
-in chunks, so that they take no more than `_CHUNK_BYTES` of the device's memory beside the cache.
+Outside the cache a block is a row of bytes, [layer][keys, values][position][head][dim], the same on every device. Both
+directions work in chunks, so that they take at most `_CHUNK_BYTES` of device memory beside the cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ _CHUNK_BYTES = 32 << 20
 
 
 class BlockCopier:
-    """Of one cache. Holds no state, so any thread may write blocks that nobody else reads or writes."""
+    """Copies blocks of one cache. It has no state, so any thread may write blocks that nothing else reads or writes."""
 
     def __init__(self, cache: KvCache) -> None:
         keys, _ = cache.pages[0]
@@ -25,10 +25,10 @@ class BlockCopier:
         self._num_blocks = cache.num_blocks
         self.device = keys.device
         self.block_bytes = len(self._pages) * self._page.numel() * keys.element_size()
-        self.chunk = max(1, _CHUNK_BYTES // self.block_bytes)  # blocks that are copied at a time
+        self.chunk = max(1, _CHUNK_BYTES // self.block_bytes)  # blocks per chunk
 
     def read(self, blocks: Sequence[int]) -> Iterator[Tensor]:
-        """These blocks' bytes in order, some at a time: uint8 [n, block_bytes] on the CPU, each a tensor of its own."""
+        """The bytes of these blocks in order, chunk by chunk: uint8 [n, block_bytes] on the CPU, each a new tensor."""
         self._check(blocks)
         for start in range(0, len(blocks), self.chunk):
             ids = torch.tensor(blocks[start : start + self.chunk], dtype=torch.int64, device=self.device)
@@ -50,6 +50,6 @@ class BlockCopier:
                 page.index_copy_(0, ids, chunk[:, i])
 
     def _check(self, blocks: Sequence[int]) -> None:
-        """On some devices an index out of range ends the process; here it raises ValueError."""
+        """Raises ValueError for an index out of range, which on some devices would end the process."""
         if blocks and not (min(blocks) >= 0 and max(blocks) < self._num_blocks):
             raise ValueError(f"blocks {min(blocks)} … {max(blocks)} of a cache of {self._num_blocks}")

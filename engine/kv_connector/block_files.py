@@ -1,11 +1,11 @@
-"""A folder of KV blocks, one file each: what `disk` and `shared` store in.
+"""A folder of KV blocks, one file each: the storage of `disk` and `shared`.
 
     FOLDER/<model, 16 hex digits>/<key, 2 digits>/<key, 64 digits>.<place>
 
-A file is a header and the block's bytes. The header's checksum covers the rest of the header, the block's key and its
-bytes, so a file that is torn, damaged, of another model or under another block's name is told from a good one. Files
-come into being under their names whole (written beside, then renamed), and equal names mean equal content, so any
-number of processes may write and remove them at any time.
+where place is the block's index in its sequence. A file is a header and the block's bytes. The header's checksum covers
+the rest of the header, the block's key and its bytes, so a file that is torn, damaged, of another model or under
+another block's name is detected. Files appear under their names complete (written under another name, then renamed),
+and equal names mean equal content, so any number of processes may write and remove them at any time.
 """
 
 import errno
@@ -20,6 +20,8 @@ from struct import Struct as Layout
 from typing import NamedTuple
 
 from ...errors import ConfigError
+from .base import ConnectorFacts, Options
+from .options import num_blocks_of, size_of
 
 _MAGIC = b"pwkvblk1"
 _LENGTH = Layout("<Q")
@@ -31,21 +33,21 @@ _numbers = count()
 
 
 class BadBlock(Exception):
-    """A file does not hold the block that its name says."""
+    """A file does not hold the block that its name stands for."""
 
 
 class Found(NamedTuple):
-    """A file of the folder, of whatever model."""
+    """A file of the folder, of any model."""
 
     name: str  # relative to the folder
     size: int
-    used_ns: int  # when it was written or read last
+    used_ns: int  # time of the last write or read
     key: bytes | None  # None: not a block of this model
     place: int
 
 
 class BlockFiles:
-    """The files of one model. Its methods may be called from any thread, and raise OSError where the system does."""
+    """The files of one model. Any thread may call the methods. They raise OSError as the system does."""
 
     def __init__(self, *, path: str, model_key: bytes, block_bytes: int) -> None:
         """Opens nothing."""
@@ -57,7 +59,7 @@ class BlockFiles:
         self._model = model_key.hex()[:16]
 
     def open(self, connector: str) -> None:
-        """Makes the folder if it is not there. Raises ConfigError if it cannot be used."""
+        """Creates the folder if necessary. Raises ConfigError if it cannot be written to."""
         try:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
             probe = os.path.join(self.path, f".probe.{os.getpid()}.{next(_numbers)}")
@@ -65,24 +67,24 @@ class BlockFiles:
             os.unlink(probe)
         except OSError as error:
             raise ConfigError(
-                f"--kv-connector {connector},path={self.path}: it is no folder to write to ({error.strerror})."
+                f"--kv-connector {connector},path={self.path}: this folder cannot be written to ({error.strerror})."
             ) from None
 
     def name(self, key: bytes, place: int) -> str:
-        """Of a block's file, relative to the folder."""
+        """The name of a block's file, relative to the folder."""
         digits = key.hex()
         return f"{self._model}/{digits[:2]}/{digits}.{place}"
 
     def has(self, key: bytes, place: int) -> bool:
-        """Whether there is a file that could hold the block."""
+        """Whether a file of the right name and size exists."""
         try:
             return os.stat(f"{self.path}/{self.name(key, place)}").st_size == self.file_bytes
         except OSError:
             return False
 
     def read(self, key: bytes, place: int, into: memoryview) -> None:
-        """Fills `into`, a block's bytes. Raises BadBlock, and what `into` holds then is not to be used."""
-        # Not through a link and not waiting for the other end of a pipe, whatever lies there.
+        """Fills `into` with the block's bytes. Raises BadBlock; `into` then holds garbage."""
+        # Follows no link and waits for no pipe, whatever is in the folder.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             file = os.open(f"{self.path}/{self.name(key, place)}", flags)
@@ -103,7 +105,7 @@ class BlockFiles:
             raise  # such as too many open files: the block may be good
 
     def write(self, key: bytes, place: int, data: memoryview) -> None:
-        """Stores a block. Leaves nothing behind if it fails."""
+        """Stores a block. Leaves no file behind if it fails."""
         assert len(data) == self._block_bytes, (len(data), self._block_bytes)
         name = f"{self.path}/{self.name(key, place)}"
         folder, _, base = name.rpartition("/")
@@ -127,17 +129,17 @@ class BlockFiles:
             raise
 
     def touch(self, key: bytes, place: int, used_ns: int) -> None:
-        """Somebody used it at that time, if it is still there."""
+        """Sets the time of the last use, if the file still exists."""
         with suppress(FileNotFoundError):
             os.utime(f"{self.path}/{self.name(key, place)}", ns=(used_ns, used_ns))
 
     def remove(self, name: str) -> None:
-        """A name relative to the folder, if it is still there."""
+        """Removes a file, if it still exists. name: relative to the folder."""
         with suppress(FileNotFoundError):
             os.unlink(f"{self.path}/{name}")
 
     def scan(self) -> Iterator[Found]:
-        """Everything in the folder that this file could have made, for whatever model. Files may go meanwhile."""
+        """Everything in the folder that this class could have written, of any model. Files may disappear meanwhile."""
         for model in _folders(self.path, 16):
             for digits in _folders(model.path, 2):
                 for entry in _entries(digits.path):
@@ -158,8 +160,17 @@ class BlockFiles:
         return head + digest.digest()
 
 
+def open_folder(connector: str, options: Options, facts: ConnectorFacts) -> tuple[BlockFiles, int]:
+    """The files in the folder of the option `path`, and the option `size` in bytes. Raises ConfigError."""
+    files = BlockFiles(path=options["path"], model_key=facts.model_key, block_bytes=facts.block_bytes)
+    size = size_of(connector, options)
+    num_blocks_of(connector, size, files.file_bytes)
+    files.open(connector)
+    return files, size
+
+
 def is_part(name: str) -> bool:
-    """Whether a found name is that of a file being written, or whose writer was killed."""
+    """Whether a scanned name is that of a file being written, or left partial by a killed writer."""
     return Path(name).name.startswith(".")
 
 
@@ -167,12 +178,12 @@ def _fill(file: int, into: memoryview) -> None:
     while into:
         num = os.readv(file, [into])
         if num == 0:
-            raise BadBlock("it ends too soon")
+            raise BadBlock("the file is too short")
         into = into[num:]
 
 
 def _folders(path: str, num_digits: int) -> Iterator["os.DirEntry[str]"]:
-    """Those of our shape: nothing that a person keeps in the same folder is touched."""
+    """Only folders named like ours: other files that are kept in the same folder are not touched."""
     for entry in _entries(path):
         if len(entry.name) == num_digits and set(entry.name) <= _DIGITS and entry.is_dir(follow_symlinks=False):
             yield entry
@@ -187,7 +198,7 @@ def _entries(path: str) -> list["os.DirEntry[str]"]:
 
 
 def _parse(name: str) -> tuple[bytes | None, int]:
-    """(key, place) of a file name that is a block's."""
+    """(key, place) of a file's name; (None, 0) if it is no block's."""
     digits, _, place = name.partition(".")
     if len(digits) != 64 or not set(digits) <= _DIGITS or not place.isdecimal() or not place.isascii():
         return None, 0

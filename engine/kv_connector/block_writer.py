@@ -1,7 +1,7 @@
-"""The thread that writes blocks to files, so that neither a step nor a load waits for a slow disk.
+"""A thread that writes blocks to files, so that neither steps nor loads wait for a slow disk.
 
-It does its jobs in the order in which they came: a block that is removed and saved again is there. What could not be
-written is simply not there when it is read; nobody is told but the operator.
+Jobs run in the order in which they came: a block that is removed and saved again exists afterwards. A block that could
+not be written is missing when it is read; only the operator is told.
 """
 
 import logging
@@ -13,16 +13,16 @@ from functools import partial
 from .block_files import BlockFiles
 from .room import Room
 
-_MAX_JOBS = 100_000  # beyond it, nobody remembers what was used
+_MAX_JOBS = 100_000  # with more waiting, times of use are not recorded
 
 log = logging.getLogger("pagewire.kv")
 
 
 class BlockWriter:
-    """Its methods are called by the runner's thread, `pending` by any."""
+    """The runner's thread calls the methods; any thread may call `pending`."""
 
     def __init__(self, *, name: str, files: BlockFiles, room: Room, overwrite: bool, max_bytes: int) -> None:
-        """`overwrite`: write a block whose file is there already. `max_bytes`: of blocks that wait to be written."""
+        """overwrite: also write a block whose file exists. max_bytes: limit of the blocks that wait to be written."""
         self._name = name
         self._files = files
         self._room = room
@@ -32,13 +32,13 @@ class BlockWriter:
         self._pending: dict[bytes, memoryview] = {}  # key → the block, until its file is there
         self._num_bytes = 0  # of all blocks in `_jobs` and the one being written
         self._is_closing = False
-        self._is_failing = False  # the last write failed; told once
+        self._is_failing = False  # the last write failed; logged once
         self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"kv-{name}-writer", daemon=True)
         self._thread.start()
 
     def room_for(self, num_bytes_each: int) -> int:
-        """How many blocks of that size may be given to `save` now."""
+        """How many blocks of that size `save` accepts now."""
         return max(0, self._max_bytes - self._num_bytes) // num_bytes_each
 
     def pending(self, key: bytes) -> memoryview | None:
@@ -47,23 +47,22 @@ class BlockWriter:
             return self._pending.get(key)
 
     def save(self, key: bytes, place: int, data: memoryview) -> None:
-        """Writes a block; the caller has looked at `room_for` and no longer changes `data`."""
+        """Writes a block. The caller has checked `room_for` and no longer changes `data`."""
         with self._condition:
             self._pending[key] = data
             self._num_bytes += len(data)
         self._add(partial(self._write, key, place, data))
 
     def remove(self, name: str) -> None:
-        """Removes a file."""
         self._add(partial(self._files.remove, name))
 
     def touch(self, key: bytes, place: int, used_ns: int) -> None:
-        """Notes when a block was used. Not important."""
+        """Records when a block was used. Dropped if too many jobs wait."""
         if len(self._jobs) < _MAX_JOBS:
             self._add(partial(self._files.touch, key, place, used_ns))
 
     def close(self, grace_s: float) -> None:
-        """Writes what waits, but for so long only."""
+        """Writes what waits, for at most `grace_s`."""
         with self._condition:
             self._is_closing = True
             self._condition.notify()
@@ -94,7 +93,7 @@ class BlockWriter:
             job()
         except OSError as error:
             if not self._is_failing:
-                log.warning("%s: KV cannot be kept at the moment: %s", self._name, error)
+                log.warning("%s: blocks cannot be written: %s", self._name, error)
             self._is_failing = True
 
     def _write(self, key: bytes, place: int, data: memoryview) -> None:

@@ -1,7 +1,7 @@
-"""Several connectors as one, nearest first: each is asked to go on where the one before it ends.
+"""Several connectors as one, nearest first: each is asked to continue where the one before it ends.
 
-Neither half knows what its parts are. A request's load is over when all parts that have a share in it are done, and so
-is a request whose blocks several parts keep.
+The parts may be any connectors. A request's load is over when all parts involved are done, and so is the sending of an
+ended request whose blocks several parts hold.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .base import WorkerConnector
 if TYPE_CHECKING:
     from ..attention.kv_cache import KvCache
 
-_MAX_MATCHES = 1024  # waiting requests whose match is remembered
+_MAX_MATCHES = 1024  # limit of waiting requests whose match is remembered
 
 
 class ChainLoad(Struct, frozen=True, array_like=True):
-    """Of one request: how many parts load for it, and the blocks that they fill."""
+    """One request's load: how many parts take part in it, and the blocks that they fill."""
 
     rid: int
     num_parts: int
@@ -31,25 +31,22 @@ class ChainLoad(Struct, frozen=True, array_like=True):
 
 
 class ChainMeta(Struct, frozen=True, array_like=True):
-    """What the worker half is told."""
+    """The metadata for the worker half."""
 
-    parts: tuple[bytes, ...]  # the metadata of each; empty: none
+    parts: tuple[bytes, ...]  # the metadata of each part; empty: none
     loads: tuple[ChainLoad, ...]
-    kept: tuple[tuple[int, int], ...]  # ended rids, and how many parts want their blocks to stay
+    kept: tuple[tuple[int, int], ...]  # ended rids, and how many parts still need their blocks
 
 
 class ChainCore:
-    """See `CoreConnector`."""
-
     def __init__(self, parts: Sequence[CoreConnector], *, block_size: int) -> None:
         self._parts = tuple(parts)
         self._block_size = block_size
-        self._matched: dict[int, list[int]] = {}  # rid → tokens that each part has, as it was asked last
+        self._matched: dict[int, list[int]] = {}  # rid → tokens that each part had when it was last asked
         self._loads: list[ChainLoad] = []  # of the plan being made
         self._kept: list[tuple[int, int]] = []  # of the plan being made
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `CoreConnector`."""
         self._matched.pop(request.rid, None)
         shares = []
         spans_steps = False
@@ -68,7 +65,7 @@ class ChainCore:
         return reached - num_computed_tokens, spans_steps
 
     def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """See `CoreConnector`. If less is loaded than was matched, the last parts have less to do."""
+        """If less is loaded than was matched, the last parts load less."""
         first = len(block_ids) * self._block_size - num_external_tokens
         if request.rid not in self._matched:
             self.get_num_new_matched_tokens(request, first)
@@ -76,7 +73,7 @@ class ChainCore:
         left = num_external_tokens
         num_parts = 0
         for i, (part, share) in enumerate(zip(self._parts, shares, strict=True)):
-            # What no part has any more is left to the last, which will say that it could not be loaded.
+            # What no part has any more goes to the last part, which will report it as failed.
             num = left if i == len(shares) - 1 else min(share, left)
             if num > 0:
                 left -= num
@@ -86,10 +83,9 @@ class ChainCore:
         self._loads.append(ChainLoad(request.rid, num_parts, ids_to_bytes(list(blocks))))
 
     def build_connector_meta(self) -> bytes:
-        """See `CoreConnector`."""
         parts = tuple(part.build_connector_meta() for part in self._parts)
         if not any(parts):
-            assert not self._loads and not self._kept, "a part has a share in a load and says nothing of it"
+            assert not self._loads and not self._kept, "a part of a load has no metadata"
             return b""
         meta = ChainMeta(parts, tuple(self._loads), tuple(self._kept))
         self._loads.clear()
@@ -97,7 +93,6 @@ class ChainCore:
         return msgpack.encode(meta)
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """See `CoreConnector`."""
         self._matched.pop(request.rid, None)
         num = sum([part.request_finished(request, block_ids) for part in self._parts])
         if num:
@@ -105,25 +100,21 @@ class ChainCore:
         return num > 0
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """See `CoreConnector`."""
         for part in self._parts:
             part.blocks_evicted(evicted)
 
     def update_connector_output(self, output: Transferred) -> None:
-        """See `CoreConnector`. Each part knows its own requests and blocks."""
+        """Each part recognises its own requests and blocks."""
         for part in self._parts:
             part.update_connector_output(output)
 
     def take_events(self) -> list[KvEvent]:
-        """See `CoreConnector`."""
         return [event for part in self._parts for event in part.take_events()]
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        """See `CoreConnector`."""
         return tuple(tier for part in self._parts for tier in part.tiers())
 
     def reset(self) -> None:
-        """See `CoreConnector`."""
         self._matched.clear()
         self._loads.clear()
         self._kept.clear()
@@ -131,37 +122,31 @@ class ChainCore:
             part.reset()
 
     def close(self) -> None:
-        """See `CoreConnector`."""
         for part in self._parts:
             part.close()
 
 
 class ChainWorker:
-    """See `WorkerConnector`."""
-
     def __init__(self, parts: Sequence[WorkerConnector]) -> None:
         self._parts = tuple(parts)
         self._decoder = msgpack.Decoder(ChainMeta)
-        self._active: list[WorkerConnector] = []  # parts that have something to do with the plan
+        self._active: list[WorkerConnector] = []  # parts with metadata in the plan
         self._left: dict[int, int] = {}  # rid → parts that still load for it
-        self._rid_of: dict[int, int] = {}  # block that is being filled → whose
+        self._rid_of: dict[int, int] = {}  # block that is being filled → its request
         self._blocks_of: dict[int, array[int]] = {}  # rid → its blocks in `_rid_of`
-        self._bad: dict[int, set[int]] = {}  # rid → blocks of it that failed
+        self._bad: dict[int, set[int]] = {}  # rid → its blocks that failed
         self._kept: dict[int, int] = {}  # ended rid → parts that still need its blocks
         self._failed_of_named: set[int] = set()
 
     @property
     def num_pending(self) -> int:
-        """See `WorkerConnector`."""
         return sum(part.num_pending for part in self._parts)
 
     def register_kv_caches(self, cache: KvCache) -> None:
-        """See `WorkerConnector`."""
         for part in self._parts:
             part.register_kv_caches(cache)
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
-        """See `WorkerConnector`."""
         meta = self._decoder.decode(metadata)
         self._active = []
         for part, data in zip(self._parts, meta.parts, strict=True):
@@ -175,27 +160,23 @@ class ChainWorker:
         self._kept.update(meta.kept)
 
     def start_load_kv(self) -> None:
-        """See `WorkerConnector`. No part writes before all have read what they keep."""
+        """No part writes before all parts have read the blocks that they save."""
         for part in self._active:
             part.start_load_kv()
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """See `WorkerConnector`."""
         for part in self._active:
             part.wait_for_layer_load(layer)
 
     def save_kv_layer(self, layer: int) -> None:
-        """See `WorkerConnector`."""
         for part in self._active:
             part.save_kv_layer(layer)
 
     def wait_for_save(self) -> None:
-        """See `WorkerConnector`."""
         for part in self._active:
             part.wait_for_save()
 
     def get_finished(self) -> tuple[set[int], set[int]]:
-        """See `WorkerConnector`."""
         sent, loaded = set(), set()
         self._failed_of_named = set()
         for part in self._parts:
@@ -220,16 +201,13 @@ class ChainWorker:
         return sent, loaded
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `WorkerConnector`."""
         failed, self._failed_of_named = self._failed_of_named, set()
         return failed
 
     def take_load_cost(self) -> tuple[int, float]:
-        """See `WorkerConnector`."""
         costs = [part.take_load_cost() for part in self._parts]
         return sum(num for num, _ in costs), sum(ms for _, ms in costs)
 
     def close(self) -> None:
-        """See `WorkerConnector`."""
         for part in self._parts:
             part.close()

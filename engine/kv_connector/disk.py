@@ -1,7 +1,7 @@
-"""The disk tier: the full blocks of ended requests are kept in files, over restarts too. This is the core half.
+"""The disk tier: the full blocks of ended requests are kept in files, also across restarts. This is the core half.
 
-It lists the folder once, when it starts, and from then on knows by itself what is there, because nobody else uses the
-folder. It may be wrong about a file, where writing failed or somebody removed it: the load of such a block fails, the
+It lists the folder once at start and from then on tracks the contents itself, because no other engine uses the folder.
+It may be wrong about a file that failed to be written or was removed by hand: the load of such a block fails, the
 request computes it, and the key is forgotten here.
 """
 
@@ -11,70 +11,55 @@ from ...ipc.messages import TierSnapshot, Transferred
 from ..core.eviction import EvictionQueue
 from ..core.kv_connector import CoreConnector, Evicted, KvEvent, KvRequest
 from .base import ConnectorFacts, Options, WorkerConnector
-from .block_files import BlockFiles, is_part
+from .block_files import BlockFiles, is_part, open_folder
 from .file_meta import FilePlan
 from .ledger import Ledger, num_matched
-from .options import check_names, eviction_of, num_blocks_of, size_of
+from .options import check_names, eviction_of, size_of
 
 
 class DiskConnector:
-    """`disk,path=DIR,size=20G[,eviction=lru|lfu|cost]`. See `base.KVConnector`."""
+    """`disk,path=DIR,size=20G[,eviction=lru|lfu|cost]`."""
 
     @staticmethod
     def check(options: Options) -> None:
-        """See `base.HasCheck`."""
         check_names("disk", options, required=["path", "size"], optional=["eviction"])
         size_of("disk", options)
         eviction_of("disk", options)
 
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> CoreConnector:
-        """See `base.KVConnector`."""
-        files, size = _open(options, facts)
+        DiskConnector.check(options)
+        files, size = open_folder("disk", options, facts)
         return DiskCore(files=files, size=size, block_size=facts.block_size, queue=eviction_of("disk", options))
 
     @staticmethod
     def worker(options: Options, facts: ConnectorFacts) -> WorkerConnector:
-        """See `base.KVConnector`."""
         from .file_worker import FileWorker  # needs torch
         from .room import FolderLock
 
-        files, _ = _open(options, facts)
+        DiskConnector.check(options)
+        files, _ = open_folder("disk", options, facts)
         return FileWorker(name="disk", files=files, facts=facts, room=FolderLock(files))
 
 
-def _open(options: Options, facts: ConnectorFacts) -> tuple[BlockFiles, int]:
-    DiskConnector.check(options)
-    files = BlockFiles(path=options["path"], model_key=facts.model_key, block_bytes=facts.block_bytes)
-    size = size_of("disk", options)
-    num_blocks_of("disk", size, files.file_bytes)
-    files.open("disk")
-    return files, size
-
-
 class DiskCore:
-    """See `CoreConnector`."""
-
     def __init__(self, *, files: BlockFiles, size: int, block_size: int, queue: EvictionQueue) -> None:
         self._files = files
         self._size = size
         self._block_size = block_size
-        self._queue = queue  # of all blocks that are there, or will be when the worker has caught up
-        self._others: list[
-            tuple[str, int]
-        ] = []  # name, size of files that are no blocks of this model; last goes first
+        self._queue = queue  # of all blocks that are stored or planned to be
+        self._others: list[tuple[str, int]] = []  # (name, size) of files of other models; the last is removed first
         self._bytes = 0  # of all files
         self._plan = FilePlan()
         self._ledger = Ledger("disk", block_size)
         self._list()
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `CoreConnector`."""
         num = num_matched(request, num_computed_tokens, self._block_size, lambda key, _: key in self._queue)
         return num * self._block_size, num > 0
 
     def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """See `CoreConnector`. A block that was given up since it was matched is simply not found."""
+        """A block that was evicted since it was matched will fail to load."""
         num = num_external_tokens // self._block_size
         keys = request.block_keys(len(block_ids), self._block_size)
         self._queue.used(keys)
@@ -85,15 +70,14 @@ class DiskCore:
         self._plan.load(request.rid, block_ids[-num:], keys[-num:], len(keys) - num)
 
     def build_connector_meta(self) -> bytes:
-        """See `CoreConnector`."""
         return self._plan.take()
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """See `CoreConnector`. Saves what is not there."""
+        """Saves the blocks that are not there."""
         keys = request.block_keys(request.num_computed // self._block_size, self._block_size)
         keys = keys[: self._size // self._files.file_bytes]
         stored = []
-        for i in range(len(keys) - 1, -1, -1):  # the tail first, so that it is the oldest
+        for i in range(len(keys) - 1, -1, -1):  # the tail first, so that it is the oldest and is evicted first
             parent = keys[i - 1] if i else None
             if keys[i] in self._queue:
                 self._queue.touched(keys[i], parent)
@@ -108,25 +92,22 @@ class DiskCore:
         return False
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """See `CoreConnector`. What ended requests leave behind is here already."""
+        """Does nothing: the blocks of ended requests are stored already."""
 
     def update_connector_output(self, output: Transferred) -> None:
-        """See `CoreConnector`."""
         over, failed = self._ledger.end_loads(output)
         for key in over:
             self._queue.unpin(key)
         self._forget(failed)
 
     def take_events(self) -> list[KvEvent]:
-        """See `CoreConnector`."""
         return self._ledger.take_events()
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        """See `CoreConnector`."""
         return (self._ledger.snapshot(len(self._queue), self._size // self._files.file_bytes),)
 
     def reset(self) -> None:
-        """See `CoreConnector`. What was ordered and not written is found out when it is read."""
+        """Whether blocks that were planned but not written exist turns out when they are read."""
         for key in self._ledger.forget_loads():
             self._queue.unpin(key)
         self._forget(list(self._plan.save))
@@ -135,10 +116,10 @@ class DiskCore:
         self._plan.remove = remove
 
     def close(self) -> None:
-        """See `CoreConnector`."""
+        pass
 
     def _list(self) -> None:
-        """What earlier engines left. The worker removes files that were never finished."""
+        """Lists what earlier engines stored. The worker removes partial files."""
         keys = []
         for found in sorted(self._files.scan(), key=lambda found: (found.used_ns, -found.place)):
             if is_part(found.name):
@@ -154,7 +135,7 @@ class DiskCore:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Gives up blocks until what is left fits: first what this model cannot use."""
+        """Evicts until the rest fits: first the files that this model cannot use."""
         while self._bytes > self._size and self._others:
             name, size = self._others.pop()
             self._plan.remove.append(name)
@@ -166,9 +147,9 @@ class DiskCore:
             self._ledger.evicted(victim.key)
 
     def _forget(self, keys: Sequence[bytes]) -> None:
-        """These are not there, or not good. Two loads of one may say so."""
-        gone = [key for key in dict.fromkeys(keys) if key in self._queue]
-        for key in gone:
+        """Forgets blocks that are missing or damaged. Two loads may report the same block."""
+        known = [key for key in dict.fromkeys(keys) if key in self._queue]
+        for key in known:
             self._queue.removed(key)
             self._bytes -= self._files.file_bytes
-        self._ledger.removed(gone)
+        self._ledger.removed(known)

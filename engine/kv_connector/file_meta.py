@@ -1,4 +1,4 @@
-"""What the core halves of `disk` and `shared` tell their worker half, and how they collect it."""
+"""The metadata that the core halves of `disk` and `shared` send their worker half, and how they collect it."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,41 +11,40 @@ KEY_BYTES = 32
 
 
 class BlockColumns(Struct, frozen=True, array_like=True):
-    """Blocks of the cache and the files that they are, or shall be."""
+    """Blocks of the cache and their files, as columns."""
 
     blocks: bytes  # int32
     keys: bytes  # 32 bytes each
     places: bytes  # int32
 
     def files(self) -> list[tuple[bytes, int]]:
-        """(key, place) of each."""
+        """(key, place) of each file."""
         keys = [self.keys[i : i + KEY_BYTES] for i in range(0, len(self.keys), KEY_BYTES)]
         return list(zip(keys, array("i", self.places), strict=True))
 
 
 class FileLoad(Struct, frozen=True, array_like=True):
-    """Of one request."""
+    """One request's load."""
 
     rid: int
     columns: BlockColumns
 
 
 class FileMeta(Struct, frozen=True, array_like=True):
-    """What the worker half does with a plan: the removals and savings in this order, the loads at any time."""
+    """The worker half's work for a plan: removals, then saves, in this order; loads at any time."""
 
     remove: tuple[str, ...]  # names relative to the folder
     save: BlockColumns
     loads: tuple[FileLoad, ...]
-    used: BlockColumns  # files that a request used, whether they are there or not; `blocks` is empty
+    used: BlockColumns  # files that requests used, which may be missing; `blocks` is empty
 
 
 def columns(blocks: Sequence[int], keys: Sequence[bytes], places: Sequence[int]) -> BlockColumns:
-    """Packs them."""
     return BlockColumns(ids_to_bytes(list(blocks)), b"".join(keys), ids_to_bytes(list(places)))
 
 
 class FilePlan:
-    """The orders for the plan being made."""
+    """Collects the work for the next plan."""
 
     def __init__(self) -> None:
         self.remove: list[str] = []
@@ -54,12 +53,12 @@ class FilePlan:
         self.used: dict[bytes, int] = {}  # key → place
 
     def load(self, rid: int, blocks: Sequence[int], keys: Sequence[bytes], first_place: int) -> None:
-        """These blocks of a request are to be filled; they follow one another."""
+        """Adds a load of consecutive blocks of a request."""
         places = range(first_place, first_place + len(blocks))
         self.loads.append(FileLoad(rid, columns(blocks, keys, places)))
 
     def take(self) -> bytes:
-        """Encoded; empty if there are none. Starts anew."""
+        """The encoded work, empty if there is none; clears it."""
         if not self.remove and not self.save and not self.loads and not self.used:
             return b""
         save = columns([b for b, _ in self.save.values()], list(self.save), [p for _, p in self.save.values()])
@@ -69,7 +68,6 @@ class FilePlan:
         return msgpack.encode(meta)
 
     def clear(self) -> None:
-        """Starts anew."""
         self.remove.clear()
         self.save.clear()
         self.loads.clear()

@@ -1,8 +1,8 @@
-"""The worker half of `disk` and `shared`: blocks of the cache to files and back.
+"""The worker half of `disk` and `shared`: copies blocks of the cache to files and back.
 
-A block to be kept is copied out before the step goes on, and a thread writes it. Blocks to be loaded are read and
-checked by a few threads, a window of them at a time, and put into the cache by the runner's thread when it asks how far
-they are; so nothing but the runner's thread ever touches the cache.
+A block to be saved is copied before the step continues, and a thread writes it. Blocks to be loaded are read and
+checked by a few threads, a window of them at a time; the runner's thread puts them into the cache when it polls the
+loads. So only the runner's thread touches the cache.
 """
 
 import logging
@@ -26,8 +26,8 @@ from .file_meta import FileMeta
 from .room import Room
 
 _NUM_READERS = 4
-_WINDOW_BYTES = 64 << 20  # blocks that are being read, or were and are not in the cache yet
-_BACKLOG_BYTES = 256 << 20  # blocks that wait to be written; more are not kept
+_WINDOW_BYTES = 64 << 20  # limit of blocks that are being read, or were read and are not in the cache yet
+_BACKLOG_BYTES = 256 << 20  # limit of blocks that wait to be written; further ones are dropped
 _CLOSE_S = 5.0
 
 log = logging.getLogger("pagewire.kv")
@@ -42,13 +42,11 @@ class _Wanted(NamedTuple):
 
 class _Read(NamedTuple):
     wanted: _Wanted
-    row: Tensor | None  # uint8 [block_bytes]; None: it could not be read
+    row: Tensor | None  # uint8 [block_bytes]; None: the read failed
     problem: str
 
 
 class FileWorker:
-    """See `WorkerConnector`."""
-
     def __init__(
         self,
         *,
@@ -68,32 +66,28 @@ class FileWorker:
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix=f"kv-{name}-reader")
         self._window = max(_NUM_READERS, _WINDOW_BYTES // self._block_bytes)
         self._wanted: deque[_Wanted] = deque()  # not given to a reader yet
-        self._num_reading = 0  # given to a reader, and not in the cache yet
+        self._num_reading = 0  # given to a reader and not in the cache yet
         self._done: SimpleQueue[_Read] = SimpleQueue()
         self._left: dict[int, int] = {}  # rid → blocks that are not in the cache yet
-        self._bad: dict[int, list[_Read]] = {}  # rid → those that failed
+        self._bad: dict[int, list[_Read]] = {}  # rid → its failed reads
         self._failed_of_named: set[int] = set()
         self._num_loaded = 0
         self._load_ms = 0.0
         self._busy_since = 0.0  # seconds; while `_left` is not empty
-        self._is_dropping = False  # the backlog was full last time; told once
+        self._is_dropping = False  # the backlog was full last time; logged once
 
     @property
     def num_pending(self) -> int:
-        """See `WorkerConnector`."""
         return len(self._left)
 
     def register_kv_caches(self, cache: KvCache) -> None:
-        """See `WorkerConnector`."""
         self._copier = BlockCopier(cache)
         assert self._copier.block_bytes == self._block_bytes, (self._copier.block_bytes, self._block_bytes)
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
-        """See `WorkerConnector`."""
         self._meta = self._decoder.decode(metadata)
 
     def start_load_kv(self) -> None:
-        """See `WorkerConnector`."""
         meta, self._meta = self._meta, None
         if meta is None:
             return
@@ -113,16 +107,16 @@ class FileWorker:
         self._feed_readers()
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """See `WorkerConnector`."""
+        pass
 
     def save_kv_layer(self, layer: int) -> None:
-        """See `WorkerConnector`."""
+        pass
 
     def wait_for_save(self) -> None:
-        """See `WorkerConnector`."""
+        pass
 
     def get_finished(self) -> tuple[set[int], set[int]]:
-        """See `WorkerConnector`. Puts what was read into the cache, a chunk at most, so that a step waits little."""
+        """Puts the blocks that were read into the cache, one chunk at most, so that a step is not held up for long."""
         blocks: list[int] = []
         rows: list[Tensor] = []
         while len(rows) < self._copier.chunk:
@@ -148,7 +142,7 @@ class FileWorker:
             if bad := self._bad.pop(rid, None):
                 self._failed_of_named.update(read.wanted.block for read in bad)
                 log.warning(
-                    "%s: %d blocks could not be read and are computed again; the first: %s",
+                    "%s: %d blocks could not be read and are computed again; the first error: %s",
                     self._name,
                     len(bad),
                     bad[0].problem,
@@ -158,12 +152,11 @@ class FileWorker:
         return set(), loaded
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `WorkerConnector`."""
         failed, self._failed_of_named = self._failed_of_named, set()
         return failed
 
     def take_load_cost(self) -> tuple[int, float]:
-        """See `WorkerConnector`. The time is that in which any load was under way."""
+        """The time is that during which any load was under way."""
         if self._left:
             now = time.perf_counter()
             self._load_ms += (now - self._busy_since) * 1e3
@@ -173,18 +166,18 @@ class FileWorker:
         return cost
 
     def close(self) -> None:
-        """See `WorkerConnector`. Blocks that wait to be written get a few seconds."""
+        """Gives blocks that wait to be written a few seconds."""
         self._wanted.clear()
         self._readers.shutdown(cancel_futures=True)
         self._writer.close(_CLOSE_S)
 
     def _save(self, meta: FileMeta) -> None:
-        """Copies the blocks out and gives them to the writer."""
+        """Copies the blocks out and passes them to the writer."""
         blocks, files = bytes_to_ids(meta.save.blocks), meta.save.files()
         fit = self._writer.room_for(self._block_bytes)
-        if len(blocks) > fit:  # heads of sequences come last and are kept
+        if len(blocks) > fit:  # the first blocks of sequences come last and are kept
             if not self._is_dropping:
-                log.warning("%s: writing is slower than what there is to keep; some of it is not", self._name)
+                log.warning("%s: blocks come faster than they can be written; some are not kept", self._name)
             blocks, files = blocks[len(blocks) - fit :], files[len(files) - fit :]
             self._is_dropping = True
         elif blocks:
@@ -201,7 +194,7 @@ class FileWorker:
             self._readers.submit(self._read, self._wanted.popleft())
 
     def _read(self, wanted: _Wanted) -> None:
-        """A reader's work."""
+        """A reader's job."""
         row: Tensor | None = None
         problem = ""
         try:
@@ -209,7 +202,7 @@ class FileWorker:
         except BadBlock as error:
             problem = str(error)
             self._discard(wanted)
-        except Exception as error:  # whatever it is, the request can compute the block
+        except Exception as error:  # after any error the request can compute the block
             row, problem = None, f"{type(error).__name__}: {error}"
         self._done.put(_Read(wanted, row, problem))
 
@@ -224,8 +217,8 @@ class FileWorker:
         return row
 
     def _discard(self, wanted: _Wanted) -> None:
-        """A file that does not hold what it should is in the way of one that does."""
+        """Removes a damaged file, so that a good one can take its name."""
         try:
             self._files.remove(self._files.name(wanted.key, wanted.place))
         except OSError as error:
-            log.warning("%s: a damaged file stays: %s", self._name, error)
+            log.warning("%s: a damaged file cannot be removed: %s", self._name, error)

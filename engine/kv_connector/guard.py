@@ -1,9 +1,9 @@
-"""Keeps a connector that somebody else wrote from ending the engine.
+"""Keeps a third-party connector from ending the engine.
 
-Whatever a connector keeps can be computed again, so every mistake of its can be answered that way. After the first
-exception of a half that half is no longer called: the core half then finds nothing, and the worker half reports each
-load as over with all of its blocks failed. To be able to, the core's side tells the worker's what is under way beside
-the connector's own metadata. What cannot be answered is a call that never returns.
+Everything that a connector stores can be computed again, so every error of a connector can be answered that way. After
+the first exception of a half, that half is no longer called: the core half then matches nothing, and the worker half
+reports each load as over with all of its blocks failed. For this the core's side sends the worker's side what is under
+way, beside the connector's own metadata. A call that never returns cannot be handled.
 """
 
 import logging
@@ -24,44 +24,41 @@ if TYPE_CHECKING:
 log = logging.getLogger("pagewire.kv_connector")
 
 LOAD_TIMEOUT_S = 60.0
-"""How long a connector may have loads under way and end none."""
+"""A connector with loads under way that ends none for this long is no longer used."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class UnderWay(Struct, frozen=True, array_like=True):
-    """What travels to the worker's side."""
+    """The metadata for the worker's side."""
 
-    loads: tuple[tuple[int, bytes], ...]  # rid, and the blocks (int32) that are to be filled for it
+    loads: tuple[tuple[int, bytes], ...]  # rid, and its blocks (int32) to be filled
     held: tuple[int, ...]  # ended rids whose blocks wait for `Transferred.sent`
     metadata: bytes  # the connector's own
 
 
 class Guarded:
-    """A connector's two factories, guarded. See `KVConnector`."""
+    """The factories of a connector, whose halves are guarded."""
 
     def __init__(self, connector: type[KVConnector], name: str) -> None:
-        """`name`: for the operator."""
+        """name: for the operator."""
         self._connector = connector
         self._name = name
 
     def check(self, options: Options) -> None:
-        """See `HasCheck`."""
         if (check := getattr(self._connector, "check", None)) is not None:
             check(options)
 
     def core(self, options: Options, facts: ConnectorFacts) -> CoreConnector:
-        """See `KVConnector`."""
         return GuardedCore(self._connector.core(options, facts), self._name, facts.block_size)
 
     def worker(self, options: Options, facts: ConnectorFacts) -> WorkerConnector:
-        """See `KVConnector`."""
         return GuardedWorker(self._connector.worker(options, facts), self._name)
 
 
 class _Half:
-    """Calls until the first exception."""
+    """Calls methods until the first exception."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -72,15 +69,13 @@ class _Half:
             return otherwise
         try:
             return method(*args, **kwargs)
-        except Exception:  # not ours: it is told once, and what it would have given is computed
+        except Exception:  # third-party code: logged once, and its blocks are computed instead
             self.is_broken = True
-            log.exception("the KV connector %s is not used any more", self._name)
+            log.exception("the KV connector %s has failed and is no longer used", self._name)
             return otherwise
 
 
 class GuardedCore(_Half):
-    """See `CoreConnector`."""
-
     def __init__(self, inner: CoreConnector, name: str, block_size: int) -> None:
         super().__init__(name)
         self._inner = inner
@@ -89,27 +84,22 @@ class GuardedCore(_Half):
         self._held: list[int] = []
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `CoreConnector`."""
-
         def match() -> tuple[int | None, bool]:
             num, is_async = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
             if num is not None and not (
                 0 <= num < len(request.ids) - num_computed_tokens and num % self._block_size == 0
             ):
-                raise ValueError(f"{num} of {len(request.ids) - num_computed_tokens} tokens were matched")
+                raise ValueError(f"a match of {num} out of {len(request.ids) - num_computed_tokens} tokens is invalid")
             return num, is_async
 
         return self._call((0, False), match)
 
     def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """See `CoreConnector`."""
         num = num_external_tokens // self._block_size
         self._loads.append((request.rid, ids_to_bytes(list(block_ids[-num:]))))
         self._call(None, self._inner.update_state_after_alloc, request, block_ids, num_external_tokens)
 
     def build_connector_meta(self) -> bytes:
-        """See `CoreConnector`."""
-
         def build() -> bytes:
             metadata: object = self._inner.build_connector_meta()
             if not isinstance(metadata, bytes):
@@ -125,11 +115,9 @@ class GuardedCore(_Half):
         return msgspec.msgpack.encode(under_way)
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """See `CoreConnector`."""
-
         def finished() -> bool:
             answer: object = self._inner.request_finished(request, block_ids)
-            return bool(answer[0] if isinstance(answer, tuple) else answer)  # vLLM's have a second value, for clients
+            return bool(answer[0] if isinstance(answer, tuple) else answer)  # vLLM's return a second value
 
         holds = self._call(False, finished)
         if holds:
@@ -137,57 +125,47 @@ class GuardedCore(_Half):
         return holds
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """See `CoreConnector`."""
         self._call(None, self._inner.blocks_evicted, evicted)
 
     def update_connector_output(self, output: Transferred) -> None:
-        """See `CoreConnector`."""
         self._call(None, self._inner.update_connector_output, output)
 
     def take_events(self) -> list[KvEvent]:
-        """See `CoreConnector`."""
         return self._call([], self._inner.take_events)
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        """See `CoreConnector`."""
         return self._call((), self._inner.tiers)
 
     def reset(self) -> None:
-        """See `CoreConnector`."""
         self._loads.clear()
         self._held.clear()
         self._call(None, self._inner.reset)
 
     def close(self) -> None:
-        """See `CoreConnector`. Also of one that failed."""
+        """Closes a broken half as well."""
         self.is_broken = False
         self._call(None, self._inner.close)
 
 
 class GuardedWorker(_Half):
-    """See `WorkerConnector`."""
-
     def __init__(self, inner: WorkerConnector, name: str) -> None:
         super().__init__(name)
         self._inner = inner
         self._loads: dict[int, bytes] = {}  # under way
         self._held: set[int] = set()
-        self._failed: set[int] = set()  # blocks of the loads that were given up last
+        self._failed: set[int] = set()  # failed blocks of the loads that `get_finished` named last
         self._metadata = b""
         self._is_closed = False
-        self._heard_at = 0.0  # when a load ended last, or the first of them began
+        self._heard_at = 0.0  # when a load last ended, or the first one began
 
     @property
     def num_pending(self) -> int:
-        """See `WorkerConnector`."""
         return len(self._loads) + len(self._held)
 
     def register_kv_caches(self, cache: "KvCache") -> None:
-        """See `WorkerConnector`."""
         self._call(None, self._inner.register_kv_caches, cache)
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
-        """See `WorkerConnector`."""
         under_way = msgspec.msgpack.decode(metadata, type=UnderWay)
         if not self._loads:
             self._heard_at = time.monotonic()
@@ -198,42 +176,38 @@ class GuardedWorker(_Half):
             self._call(None, self._inner.bind_connector_metadata, self._metadata)
 
     def start_load_kv(self) -> None:
-        """See `WorkerConnector`."""
         if self._metadata:
             self._call(None, self._inner.start_load_kv)
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """See `WorkerConnector`."""
         if self._metadata:
             self._call(None, self._inner.wait_for_layer_load, layer)
 
     def save_kv_layer(self, layer: int) -> None:
-        """See `WorkerConnector`."""
         if self._metadata:
             self._call(None, self._inner.save_kv_layer, layer)
 
     def wait_for_save(self) -> None:
-        """See `WorkerConnector`."""
         if self._metadata:
             self._call(None, self._inner.wait_for_save)
 
     def get_finished(self) -> tuple[set[int], set[int]]:
-        """See `WorkerConnector`. What it names and was not under way is left out."""
+        """Requests that were not under way are left out."""
 
         def finished() -> tuple[set[int], set[int]]:
             sent, loaded = self._inner.get_finished()
-            return set(sent or ()), set(loaded or ())  # vLLM's may say None
+            return set(sent or ()), set(loaded or ())  # vLLM's connectors may return None
 
         sent, loaded = self._call((set(), set()), finished)
         now = time.monotonic()
         if loaded or not self._loads:
             self._heard_at = now
         elif now - self._heard_at > LOAD_TIMEOUT_S and not self.is_broken:
-            log.error("the KV connector %s ends no load for %g s and is not used any more", self._name, LOAD_TIMEOUT_S)
+            log.error("the KV connector %s has ended no load in %g s and is not used now", self._name, LOAD_TIMEOUT_S)
             self.is_broken = True
         failed = self._call(set(), self._inner.get_block_ids_with_load_errors) if loaded else set()
-        if self.is_broken:  # also if that was only just now: what it has not named by then is given up
-            self.close()  # its threads write into no block that is computed instead
+        if self.is_broken:  # also if it broke just now: all loads that it has not ended fail
+            self.close()  # its threads must not write to blocks that are computed instead
             sent, loaded = set(self._held), set(self._loads)
             failed = {block for blocks in self._loads.values() for block in bytes_to_ids(blocks)}
         sent, loaded = sent & self._held, loaded & self._loads.keys()
@@ -244,16 +218,14 @@ class GuardedWorker(_Half):
         return sent, loaded
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `WorkerConnector`."""
         failed, self._failed = self._failed, set()
         return failed
 
     def take_load_cost(self) -> tuple[int, float]:
-        """See `WorkerConnector`."""
         return self._call((0, 0.0), self._inner.take_load_cost)
 
     def close(self) -> None:
-        """See `WorkerConnector`. Also of one that failed; once."""
+        """Closes a broken half as well; once."""
         if not self._is_closed:
             self._is_closed = True
             was_broken, self.is_broken = self.is_broken, False

@@ -1,8 +1,8 @@
-"""The host tier: blocks that the device's prefix cache gives up stay in the host's memory.
+"""The host tier: blocks that are evicted from the device's prefix cache are kept in host memory.
 
-That is also what swapping is: the blocks of a preempted request stay findable on the device, those that are reused move
-here, and its next admission finds them again. This is the core half: which key lies in which slot. It needs no word
-from the worker, because plans run in order: what this plan stores, the next one can load.
+This also serves as swapping: the blocks of a preempted request stay in the prefix cache, those that are reused move to
+the host, and the request finds them at its next admission. This is the core half: which key is in which slot. It needs
+no reports from the worker, because plans run in order: the next plan can load what this plan stores.
 """
 
 from array import array
@@ -20,25 +20,22 @@ from .options import check_names, eviction_of, num_blocks_of, size_of
 
 
 class HostConnector:
-    """`host,size=4G[,eviction=lru|lfu|cost]`. See `base.KVConnector`."""
+    """`host,size=4G[,eviction=lru|lfu|cost]`."""
 
     @staticmethod
     def check(options: Options) -> None:
-        """See `base.HasCheck`."""
         check_names("host", options, required=["size"], optional=["eviction"])
         size_of("host", options)
         eviction_of("host", options)
 
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> CoreConnector:
-        """See `base.KVConnector`."""
         HostConnector.check(options)
         num_slots = num_blocks_of("host", size_of("host", options), facts.block_bytes)
         return HostCore(num_slots=num_slots, block_size=facts.block_size, queue=eviction_of("host", options))
 
     @staticmethod
     def worker(options: Options, facts: ConnectorFacts) -> WorkerConnector:
-        """See `base.KVConnector`."""
         from .host_worker import HostWorker  # needs torch
 
         HostConnector.check(options)
@@ -46,8 +43,6 @@ class HostConnector:
 
 
 class HostCore:
-    """See `CoreConnector`."""
-
     def __init__(self, *, num_slots: int, block_size: int, queue: EvictionQueue) -> None:
         self._num_slots = num_slots
         self._block_size = block_size
@@ -59,12 +54,10 @@ class HostCore:
         self._ledger = Ledger("host", block_size)
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `CoreConnector`."""
         num = num_matched(request, num_computed_tokens, self._block_size, lambda key, _: key in self._slots)
         return num * self._block_size, False
 
     def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """See `CoreConnector`."""
         num = num_external_tokens // self._block_size
         keys = request.block_keys(len(block_ids), self._block_size)
         wanted, blocks = keys[-num:], block_ids[-num:]
@@ -76,7 +69,6 @@ class HostCore:
         self._loads.append(HostLoad(request.rid, ids_to_bytes(slots), array("i", blocks).tobytes()))
 
     def build_connector_meta(self) -> bytes:
-        """See `CoreConnector`."""
         if not self._saves and not self._loads:
             return b""
         slots, blocks = list(self._saves), list(self._saves.values())
@@ -86,25 +78,23 @@ class HostCore:
         return msgpack.encode(meta)
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """See `CoreConnector`. Its blocks stay on the device for now and come here when they are evicted."""
+        """Keeps nothing: the blocks stay in the prefix cache and come here when they are evicted."""
         return False
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """See `CoreConnector`."""
         for block, key, place, parent in evicted:
             if key in self._slots:
                 self._queue.touched(key)
                 continue
             slot = self._take_slot()
             if slot is None:
-                break  # everything is being loaded
+                break  # all slots are being loaded
             self._slots[key] = slot
             self._saves[slot] = block
             self._queue.added(key, place, parent)
             self._ledger.stored([key])
 
     def update_connector_output(self, output: Transferred) -> None:
-        """See `CoreConnector`."""
         over, failed = self._ledger.end_loads(output)
         for key in over:
             self._queue.unpin(key)
@@ -112,15 +102,12 @@ class HostCore:
             self._drop(key)
 
     def take_events(self) -> list[KvEvent]:
-        """See `CoreConnector`."""
         return self._ledger.take_events()
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        """See `CoreConnector`."""
         return (self._ledger.snapshot(len(self._slots), self._num_slots),)
 
     def reset(self) -> None:
-        """See `CoreConnector`."""
         for key in self._ledger.forget_loads():
             self._queue.unpin(key)
         self._ledger.removed(self._slots)
@@ -132,10 +119,10 @@ class HostCore:
         self._loads.clear()
 
     def close(self) -> None:
-        """See `CoreConnector`."""
+        pass
 
     def _take_slot(self) -> int | None:
-        """A slot for a new block. None: all are pinned."""
+        """A slot for a new block; None if all are pinned."""
         if self._free:
             return self._free.pop()
         victim = self._queue.evict()
@@ -145,7 +132,7 @@ class HostCore:
         return self._slots.pop(victim.key)
 
     def _drop(self, key: bytes) -> None:
-        """It is not what it should be. Two loads of it may say so."""
+        """Forgets a block whose contents are wrong. Two loads may report the same block."""
         slot = self._slots.pop(key, None)
         if slot is not None:
             self._queue.removed(key)

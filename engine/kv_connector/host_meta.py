@@ -1,13 +1,13 @@
-"""What the host tier's core half tells its worker half with a plan."""
+"""The metadata that the host tier's core half sends its worker half with a plan."""
 
 from msgspec import Struct
 
 NO_SLOT = -1
-"""A block was matched, but given up before its load was planned: the load fails."""
+"""The slot of a block that was matched but evicted before its load was planned: the load fails."""
 
 
 class HostLoad(Struct, frozen=True, array_like=True):
-    """Columns, int32: from which slots which blocks are filled."""
+    """One request's load, as columns of int32."""
 
     rid: int
     slots: bytes  # NO_SLOT: cannot be filled
@@ -15,7 +15,7 @@ class HostLoad(Struct, frozen=True, array_like=True):
 
 
 class HostMeta(Struct, frozen=True, array_like=True):
-    """What the worker half does with a plan, in this order."""
+    """The worker half's work for a plan, in this order."""
 
     save_blocks: bytes  # int32
     save_slots: bytes  # int32, each at most once

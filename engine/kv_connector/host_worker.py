@@ -1,4 +1,4 @@
-"""The host tier's worker half: one tensor of slots in the host's memory, and copies between it and the cache."""
+"""The host tier's worker half: one tensor of slots in host memory, and copies between it and the KV cache."""
 
 import time
 from collections import deque
@@ -23,15 +23,15 @@ class _Chunk(NamedTuple):
 
 
 class HostWorker:
-    """See `WorkerConnector`. A slot that is to be loaded stays as it is until the core half knows that it was."""
+    """The core half reuses a slot that is being loaded only after it knows that the load is over."""
 
     def __init__(self, *, num_slots: int, facts: ConnectorFacts) -> None:
         self._num_slots = num_slots
         self._facts = facts
         self._decoder = msgpack.Decoder(HostMeta)
         self._meta: HostMeta | None = None
-        self._chunks: deque[_Chunk] = deque()  # still to be copied
-        self._left: dict[int, int] = {}  # rid → blocks that are still to be copied
+        self._chunks: deque[_Chunk] = deque()  # not copied yet
+        self._left: dict[int, int] = {}  # rid → blocks that are not copied yet
         self._failed: dict[int, set[int]] = {}  # rid → blocks that cannot be filled
         self._failed_of_named: set[int] = set()
         self._num_loaded = 0
@@ -39,24 +39,21 @@ class HostWorker:
 
     @property
     def num_pending(self) -> int:
-        """See `WorkerConnector`."""
         return len(self._left)
 
     def register_kv_caches(self, cache: KvCache) -> None:
-        """See `WorkerConnector`. Memory is taken from the system as slots come into use, unless it must be pinned."""
+        """The system provides memory only as slots come into use, unless it must be pinned."""
         self._copier = BlockCopier(cache)
         assert self._copier.block_bytes == self._facts.block_bytes, (self._copier.block_bytes, self._facts)
         size = (self._num_slots, self._facts.block_bytes)
         self._slots = torch.empty(size, dtype=torch.uint8, pin_memory=self._copier.device.type == "cuda")
-        # Rows of wide numbers are copied several times as fast as rows of bytes.
+        # Copying rows of int64 is several times as fast as copying rows of bytes.
         self._wide = torch.int64 if self._facts.block_bytes % 8 == 0 else torch.uint8
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
-        """See `WorkerConnector`."""
         self._meta = self._decoder.decode(metadata)
 
     def start_load_kv(self) -> None:
-        """See `WorkerConnector`."""
         meta, self._meta = self._meta, None
         if meta is None:
             return
@@ -76,16 +73,16 @@ class HostWorker:
                 self._chunks.append(_Chunk(load.rid, [slots_of[i] for i in part], [blocks[i] for i in part]))
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """See `WorkerConnector`."""
+        pass
 
     def save_kv_layer(self, layer: int) -> None:
-        """See `WorkerConnector`."""
+        pass
 
     def wait_for_save(self) -> None:
-        """See `WorkerConnector`."""
+        pass
 
     def get_finished(self) -> tuple[set[int], set[int]]:
-        """See `WorkerConnector`. Copies some of what is to be loaded, so that a step waits little."""
+        """Copies a few chunks of the loads, so that a step is not held up for long."""
         started = time.perf_counter()
         for chunk in [self._chunks.popleft() for _ in range(min(_CHUNKS_AT_ONCE, len(self._chunks)))]:
             rows = self._slots.view(self._wide).index_select(0, torch.tensor(chunk.slots))
@@ -102,15 +99,13 @@ class HostWorker:
         return set(), loaded
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `WorkerConnector`."""
         failed, self._failed_of_named = self._failed_of_named, set()
         return failed
 
     def take_load_cost(self) -> tuple[int, float]:
-        """See `WorkerConnector`."""
         cost = (self._num_loaded, self._load_ms)
         self._num_loaded, self._load_ms = 0, 0.0
         return cost
 
     def close(self) -> None:
-        """See `WorkerConnector`."""
+        pass

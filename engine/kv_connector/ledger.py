@@ -1,4 +1,4 @@
-"""What the core half of a tier has to remember whatever it stores in: loads under way, counts and events."""
+"""The bookkeeping of a tier's core half, whatever the tier stores in: loads under way, counts and events."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,7 +9,7 @@ _KEYS_PER_EVENT = 256
 
 
 def num_matched(request: KvRequest, num_computed: int, block_size: int, has: Callable[[bytes, int], bool]) -> int:
-    """How many blocks after the first `num_computed` positions a tier has; `has` is asked with key and place.
+    """How many blocks after the first `num_computed` positions a tier has. has: of (key, index in the sequence).
 
     The request's last position is left to be computed.
     """
@@ -22,14 +22,14 @@ def num_matched(request: KvRequest, num_computed: int, block_size: int, has: Cal
 
 
 class Ledger:
-    """Of one tier."""
+    """The bookkeeping of one tier."""
 
     def __init__(self, name: str, block_size: int) -> None:
         self.name = name
         self._block_size = block_size
         self._loading: dict[int, dict[int, bytes]] = {}  # rid → block to be filled → key
         self._events: list[KvEvent] = []
-        self._open: list[bytes] = []  # keys of the event that is being put together
+        self._open: list[bytes] = []  # keys of the event being built
         self._open_stored = True
         self._num_hit_tokens = 0
         self._num_stored = 0
@@ -37,12 +37,12 @@ class Ledger:
         self._num_failed = 0
 
     def begin_load(self, rid: int, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """These blocks of a request are to be filled. It has no other load of this tier under way."""
+        """Records that these blocks of a request are to be filled. It has no other load of this tier under way."""
         assert rid not in self._loading, rid
         self._loading[rid] = dict(zip(blocks, keys, strict=True))
 
     def end_loads(self, output: Transferred) -> tuple[list[bytes], list[bytes]]:
-        """(keys of the blocks that were under way until now, those of them that could not be filled)."""
+        """(keys of the blocks whose loads ended, those of them that could not be filled)."""
         failed = set(bytes_to_ids(output.failed_blocks))
         over: list[bytes] = []
         bad: list[bytes] = []
@@ -55,37 +55,36 @@ class Ledger:
         return over, bad
 
     def forget_loads(self) -> list[bytes]:
-        """Nobody will say how the loads under way end. Their keys."""
+        """Drops the loads under way, whose ends will not be reported. Returns their keys."""
         keys = [key for blocks in self._loading.values() for key in blocks.values()]
         self._loading.clear()
         return keys
 
     def stored(self, keys: Sequence[bytes]) -> None:
-        """The tier has these from now on."""
+        """Records that the tier has added these."""
         self._num_stored += len(keys)
         self.found(keys)
 
     def found(self, keys: Sequence[bytes]) -> None:
-        """The tier had these already when the engine started."""
+        """Records that the tier had these when the engine started."""
         self._note(True, keys)
 
     def evicted(self, key: bytes) -> None:
-        """The tier gave this up for others."""
+        """Records that the tier removed this to make room."""
         self._num_evicted += 1
         self.removed([key])
 
     def removed(self, keys: Iterable[bytes]) -> None:
-        """The tier no longer has these."""
+        """Records that the tier no longer has these."""
         self._note(False, keys)
 
     def take_events(self) -> list[KvEvent]:
-        """Since the last call."""
+        """The events since the last call."""
         self._flush()
         events, self._events = self._events, []
         return events
 
     def snapshot(self, num_blocks: int, capacity: int) -> TierSnapshot:
-        """For metrics."""
         return TierSnapshot(
             self.name,
             num_blocks,
@@ -97,7 +96,7 @@ class Ledger:
         )
 
     def _note(self, stored: bool, keys: Iterable[bytes]) -> None:
-        """What happened stays in order: the next moment the tier may give up what it has just stored."""
+        """Adds to the open event. Events keep their order: the tier may remove at once what it has just stored."""
         if stored != self._open_stored:
             self._flush()
             self._open_stored = stored

@@ -1,4 +1,4 @@
-"""What may stand behind a connector's name on the command line."""
+"""The options after a connector's name on the command line."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from .base import Options
 
 
 def check_names(connector: str, options: Options, *, required: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Raises ConfigError for an option that is missing, empty, or that the connector does not have."""
+    """Raises ConfigError for an option that is missing, empty or unknown."""
     required, optional = list(required), list(optional)
     for name in options:
         if name not in required and name not in optional:
@@ -27,7 +27,7 @@ def size_of(connector: str, options: Options) -> int:
     except ConfigError as error:
         raise ConfigError(f"--kv-connector {connector},size={options['size']}: {error}") from None
     if size == 0:
-        raise ConfigError(f"--kv-connector {connector},size={options['size']}: it must be more than nothing.")
+        raise ConfigError(f"--kv-connector {connector},size={options['size']}: it must be more than 0.")
     return size
 
 
@@ -35,15 +35,15 @@ def eviction_of(connector: str, options: Options) -> EvictionQueue:
     """The option `eviction` as an empty queue. Raises ConfigError."""
     name = options.get("eviction", "lru")
     if name not in RANKINGS:
-        raise ConfigError(f"--kv-connector {connector},eviction={name}: it is one of {', '.join(RANKINGS)}.")
+        raise ConfigError(f"--kv-connector {connector},eviction={name}: it must be one of {', '.join(RANKINGS)}.")
     return EvictionQueue(RANKINGS[name]())
 
 
 def num_blocks_of(connector: str, size: int, bytes_each: int) -> int:
-    """How many blocks fit `size` bytes. Raises ConfigError if there is not room for one."""
+    """How many blocks fit into `size` bytes. Raises ConfigError if not even one does."""
     if size < bytes_each:
         raise ConfigError(
-            f"--kv-connector {connector},size={size} is less than one block of this model takes, {bytes_each} bytes."
+            f"--kv-connector {connector},size={size} is too small: one block of this model takes {bytes_each} bytes."
         )
     return size // bytes_each
 

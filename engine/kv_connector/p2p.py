@@ -1,15 +1,15 @@
 """KV from another instance on this machine: prefill there, decode here.
 
-`p2p,serve=PATH,size=1G` keeps the full blocks of requests that have ended in host memory and answers on the socket
-PATH; `p2p,peer=PATH` asks there. Blocks are named by their keys, so the two need not know of each other's requests:
-whoever stands before them sends a prompt to the prefill instance with max_tokens = 1, and when that has answered, the
-same prompt to the decode instance, which finds the blocks. The prefill instance says of each request that it admits
-which blocks are coming, because its answer may reach the decode instance before the plan that keeps them has run: who
-asks for them meanwhile waits, for up to `wait_ms`. A peer that is dead, slow or wrong costs time, within the bounds of
-`timeout_ms` and `fetch_timeout_ms`, and never a token.
+`p2p,serve=PATH,size=1G` keeps the full blocks of ended requests in host memory and answers on the socket PATH;
+`p2p,peer=PATH` asks there. Blocks are identified by their keys, so the instances need not know each other's requests: a
+proxy in front of them sends a prompt to the prefill instance with max_tokens = 1, and after its answer sends the same
+prompt to the decode instance, which finds the blocks. The prefill instance announces the blocks of each request that it
+admits, because its answer may reach the decode instance before the plan that keeps the blocks has run: a lookup of
+announced blocks waits for up to `wait_ms`. A peer that is dead, slow or wrong costs time, bounded by `timeout_ms` and
+`fetch_timeout_ms`, and never changes a token.
 
-This file is the core half. It decides what the instance keeps (the worker half's memory holds exactly what `_kept`
-says, once the plans sent so far have run) and asks the peer what it has, without ever waiting for the answer.
+This is the core half. It decides what the instance keeps (the worker half's memory holds exactly the blocks in `_kept`
+once the plans sent so far have run) and asks the peer what it has, without waiting for the answer.
 """
 
 from __future__ import annotations
@@ -33,64 +33,57 @@ if TYPE_CHECKING:
     from .p2p_worker import P2pWorker
 
 _MAX_QUESTIONS = 1024  # remembered at once; requests that were cancelled while they waited are never named again
-_MAX_EXPECTED = (
-    4096  # requests; one that is failed for its numbers, or cancelled before it starts, is never named again
-)
-_ANSWER_AGE_S = 5.0  # after which an answer is asked for again: the peer may have dropped what it had, or have more
-_FIRST_PAUSE_S = 1.0  # in which a peer that failed is not asked; doubled by each further failure
+_MAX_EXPECTED = 4096  # announced requests; one that fails, or is cancelled before it starts, is never named again
+_ANSWER_AGE_S = 5.0  # after this an answer is asked for again: the peer's blocks may have changed
+_FIRST_PAUSE_S = 1.0  # during which a failed peer is not asked; doubled by each further failure
 _LONGEST_PAUSE_S = 8.0
 
 
 class P2pConnector:
-    """`p2p,serve=PATH[,size=1G]`, `p2p,peer=PATH`, or both. See `base.KVConnector`."""
+    """`p2p,serve=PATH[,size=1G]`, `p2p,peer=PATH`, or both."""
 
     @staticmethod
     def check(options: Options) -> None:
-        """See `base.HasCheck`."""
         read_settings(options)
 
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> P2pCore:
-        """The core half. Raises ConfigError."""
         return P2pCore(read_settings(options, facts.block_bytes), facts)
 
     @staticmethod
     def worker(options: Options, facts: ConnectorFacts) -> P2pWorker:
-        """The worker half. Raises ConfigError."""
         from .p2p_worker import P2pWorker
 
         return P2pWorker(read_settings(options, facts.block_bytes), facts)
 
 
 class _Question(Struct):
-    """What the peer was asked for one request."""
+    """A lookup at the peer for one request."""
 
-    first: int  # block from which on
+    first: int  # first block that is asked for
     num_asked: int
     deadline: float  # monotonic s
     id: int
     is_sent: bool = False
-    is_coming: bool = False  # the peer is computing what it has not
+    is_coming: bool = False  # the peer is computing the missing blocks
     num_found: int | None = None  # None: no answer yet
     answered_at: float = 0.0
 
 
 class P2pCore:
-    """See `CoreConnector`, and the head of the file."""
-
     def __init__(self, settings: Settings, facts: ConnectorFacts) -> None:
         self._settings = settings
         self._facts = facts
-        self._kept: OrderedDict[bytes, None] = OrderedDict()  # what this instance serves, the next to go first
-        self._keep: dict[bytes, int] = {}  # of that, what the next plan brings: key → block
+        self._kept: OrderedDict[bytes, None] = OrderedDict()  # blocks that it serves; the first is evicted next
+        self._keep: dict[bytes, int] = {}  # of these, the ones that the next plan saves: key → block
         self._drop: list[bytes] = []
-        self._expected: OrderedDict[int, None] = OrderedDict()  # rids of which the worker half knows what is coming
+        self._expected: OrderedDict[int, None] = OrderedDict()  # rids whose blocks are announced to the worker half
         self._coming: list[tuple[int, bytes]] = []
         self._over: list[int] = []
         self._loads: list[P2pLoad] = []  # for the next plan
-        self._loading: dict[int, list[int]] = {}  # rid → blocks that are being fetched for it
+        self._loading: dict[int, list[int]] = {}  # rid → its blocks that are being fetched
         self._questions: OrderedDict[int, _Question] = OrderedDict()  # by rid
-        self._rids: dict[int, int] = {}  # id of a question without an answer → its rid
+        self._rids: dict[int, int] = {}  # id of an unanswered question → its rid
         self._num_questions = 0
         self._paused_until = 0.0  # monotonic s
         self._pause_s = _FIRST_PAUSE_S
@@ -100,11 +93,10 @@ class P2pCore:
             self._context = zmq.Context()
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.linger = 0
-            self._socket.immediate = True  # nothing queues up for a peer that is not there
+            self._socket.immediate = True  # messages are not queued for a peer that is not connected
             self._socket.connect(settings.peer)
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `CoreConnector`."""
         size = self._facts.block_size
         self._expect(request)
         first = num_computed_tokens // size
@@ -135,7 +127,6 @@ class P2pCore:
         return None, True
 
     def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """See `CoreConnector`."""
         num = num_external_tokens // self._facts.block_size
         blocks = list(block_ids[-num:])
         keys = request.block_keys(len(block_ids), self._facts.block_size)[-num:]
@@ -144,7 +135,6 @@ class P2pCore:
         self._loads.append(P2pLoad(request.rid, b"".join(keys), ids_to_bytes(blocks)))
 
     def build_connector_meta(self) -> bytes:
-        """See `CoreConnector`."""
         if not (self._coming or self._drop or self._keep or self._over or self._loads):
             return b""
         plan = P2pPlan(
@@ -160,7 +150,7 @@ class P2pCore:
         return msgspec.msgpack.encode(plan)
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """See `CoreConnector`. Its full blocks are kept; the worker half copies them with the next plan."""
+        """Keeps its full blocks; the worker half copies them with the next plan."""
         self._forget(request.rid)
         if request.rid in self._expected:
             del self._expected[request.rid]
@@ -168,8 +158,8 @@ class P2pCore:
         size = self._facts.block_size
         num_full = min(request.num_computed, len(request.ids)) // size
         if self._settings.capacity and num_full:
-            keys = request.block_keys(num_full, size)
-            for key, block in zip(reversed(keys), reversed(block_ids[:num_full]), strict=True):  # the tail goes first
+            keys = request.block_keys(num_full, size)  # the tail is kept first, so that it is evicted first
+            for key, block in zip(reversed(keys), reversed(block_ids[:num_full]), strict=True):
                 if key in self._kept:
                     self._kept.move_to_end(key)
                 else:
@@ -184,10 +174,10 @@ class P2pCore:
         return False
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """See `CoreConnector`. What is served was taken when its request ended."""
+        """Does nothing: blocks to serve are copied when their request ends."""
 
     def update_connector_output(self, output: Transferred) -> None:
-        """See `CoreConnector`. Loads of other tiers are none of ours."""
+        """Ignores the loads of other tiers."""
         failed = set(bytes_to_ids(output.failed_blocks))
         for rid in output.loaded:
             blocks = self._loading.pop(rid, None)
@@ -202,11 +192,10 @@ class P2pCore:
                 self._pause_s = _FIRST_PAUSE_S
 
     def take_events(self) -> list[KvEvent]:
-        """See `CoreConnector`. What is kept here is for others, so a router gains nothing by knowing it."""
+        """None: the blocks are for other instances, so a router has no use for the events."""
         return []
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        """See `CoreConnector`."""
         return (
             TierSnapshot(
                 name="p2p",
@@ -220,20 +209,18 @@ class P2pCore:
         )
 
     def reset(self) -> None:
-        """See `CoreConnector`."""
         for columns in (self._coming, self._drop, self._over, self._loads):
             columns.clear()
         for mapping in (self._kept, self._keep, self._expected, self._loading, self._questions, self._rids):
             mapping.clear()
 
     def close(self) -> None:
-        """See `CoreConnector`."""
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
 
     def _expect(self, request: KvRequest) -> None:
-        """Tells the worker half which blocks a request brings that is about to be admitted."""
+        """Announces to the worker half the blocks of a request that is about to be admitted."""
         num = len(request.ids) // self._facts.block_size
         if not self._settings.capacity or not num or request.rid in self._expected:
             return
@@ -243,7 +230,7 @@ class P2pCore:
         self._coming.append((request.rid, b"".join(request.block_keys(num, self._facts.block_size))))
 
     def _ask(self, rid: int, first: int, last: int, deadline: float | None) -> _Question:
-        """A new question about blocks [first, last), to be sent. `deadline`: of one that it replaces."""
+        """Creates a question about blocks [first, last). deadline: of the question that it replaces."""
         self._forget(rid)
         while len(self._questions) >= _MAX_QUESTIONS:
             self._forget(next(iter(self._questions)))
@@ -254,7 +241,7 @@ class P2pCore:
         return question
 
     def _send(self, number: int, keys: list[bytes]) -> bool:
-        """False: the peer is not there, or takes nothing at the moment."""
+        """False: the peer is not connected, or its queue is full."""
         wait_ms = int(self._settings.wait_s * 1000)
         message = Lookup(number, self._facts.model_key, self._facts.block_bytes, b"".join(keys), wait_ms)
         try:
@@ -264,8 +251,8 @@ class P2pCore:
         return True
 
     def _hear(self) -> None:
-        """Takes the answers that have come. One that nobody waits for any more is dropped, and so is nonsense: the
-        question then runs into its deadline."""
+        """Receives the answers that have arrived. Drops malformed answers, whose questions then time out, and answers
+        to questions that were dropped."""
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
@@ -273,13 +260,13 @@ class P2pCore:
                 return
             try:
                 reply = decode_reply(frames[0])
-            except (msgspec.MsgspecError, ValueError, RecursionError):  # the latter two: bad UTF-8, deep nesting
+            except (msgspec.MsgspecError, ValueError, RecursionError):  # the last two: bad UTF-8, deep nesting
                 continue
             if not isinstance(reply, Found) or (rid := self._rids.get(reply.id)) is None:
                 continue
             question = self._questions[rid]
             if reply.is_coming:
-                if not question.is_coming:  # it is given more time once
+                if not question.is_coming:  # the deadline is extended once
                     question.is_coming = True
                     question.deadline += self._settings.wait_s
                 continue
@@ -293,6 +280,6 @@ class P2pCore:
             self._rids.pop(question.id, None)
 
     def _pause(self) -> None:
-        """The peer has failed: it is left alone for a while."""
+        """Stops asking the peer for a while after a failure."""
         self._paused_until = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

@@ -1,9 +1,8 @@
-"""What two pagewire instances say to each other about KV blocks, over a ZeroMQ ipc:// socket.
+"""The protocol in which two pagewire instances exchange KV blocks, over a ZeroMQ ipc:// socket.
 
-One asks (DEALER), the other answers from the blocks it keeps (ROUTER). Blocks are named by their keys alone, so an
-answer is right for whoever asks with equal keys, and there is nothing to set up or to forget between the two. Messages
-are msgpack arrays; keys travel one after another, 32 bytes each. Whoever answers gives the longest beginning of what
-was asked for, never parts from its middle.
+One asks (DEALER), the other answers from the blocks that it keeps (ROUTER). Blocks are identified by their keys alone,
+so an answer is right for every asker with equal keys, and there is no session. Messages are msgpack arrays; keys are
+concatenated, 32 bytes each. An answer covers a prefix of the blocks asked for, without gaps.
 """
 
 import os
@@ -22,25 +21,25 @@ from .options import check_names, num_blocks_of, size_of
 
 KEY_BYTES = 32
 CHECKSUM_BYTES = 16
-MAX_KEYS = 1 << 16  # in one question: a prompt of a million tokens
+MAX_KEYS = 1 << 16  # in one message: a prompt of a million tokens
 MAX_REQUEST_BYTES = MAX_KEYS * KEY_BYTES + 4096
 MAX_WAIT_MS = 600_000
-MAX_REPLY_BYTES = 8 << 20  # of blocks; a single block may be larger
+MAX_REPLY_BYTES = 8 << 20  # limit of the blocks in one message; a single block may be larger
 _MAX_PATH_BYTES = 107  # of a socket's path, unix(7)
 
 
 class Lookup(Struct, frozen=True, array_like=True, tag=True):
-    """How many of these blocks do you have?"""
+    """Asks how many of these blocks the peer has."""
 
     id: int
     model_key: bytes
     block_bytes: int
     keys: bytes
-    wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)]  # for blocks that are about to be there
+    wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)]  # how long to wait for blocks that are being computed
 
 
 class Fetch(Struct, frozen=True, array_like=True, tag=True):
-    """Give me these blocks."""
+    """Asks for these blocks."""
 
     id: int
     model_key: bytes
@@ -49,8 +48,8 @@ class Fetch(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Found(Struct, frozen=True, array_like=True, tag=True):
-    """The answer to `Lookup`: the first `num`. With `is_coming` the next one is about to be there, and another answer
-    follows within `wait_ms`."""
+    """Answers `Lookup`: the peer has the first `num` blocks. With `is_coming` the next one is being computed, and
+    another answer follows within `wait_ms`."""
 
     id: int
     num: int
@@ -58,11 +57,11 @@ class Found(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Blocks(Struct, frozen=True, array_like=True, tag=True):
-    """The answer to `Fetch`: the first of them, as many as a reply may hold."""
+    """Answers `Fetch` with the first of the blocks, as many as fit into one message."""
 
     id: int
     checksums: bytes  # of each block, see `checksum`
-    content: bytes  # whole blocks one after another
+    content: bytes  # whole blocks, concatenated
 
 
 Request = Lookup | Fetch
@@ -73,27 +72,27 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 def checksum(key: bytes, content: bytes | memoryview) -> bytes:
-    """BLAKE2b over a block's key and bytes, so that neither a damaged nor a mistaken block is taken for it."""
+    """BLAKE2b over a block's key and bytes, which detects damaged and mistaken blocks."""
     digest = blake2b(key, digest_size=CHECKSUM_BYTES)
     digest.update(content)
     return digest.digest()
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """The keys of a message. Raises ValueError if they are not whole."""
+    """The keys of a message. Raises ValueError if the length is no multiple of a key's."""
     if len(keys) % KEY_BYTES:
         raise ValueError(f"{len(keys)} bytes are no whole number of keys")
     return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """What the options say."""
+    """The values of the options."""
 
-    serve: str | None  # address that this instance answers on
-    capacity: int  # blocks that it keeps for that
-    peer: str | None  # address that this instance asks
+    serve: str | None  # address on which this instance answers
+    capacity: int  # blocks that it keeps to serve
+    peer: str | None  # address at which this instance asks
     timeout_s: float  # how long a request waits for the answer to `Lookup`
-    wait_s: float  # and how much longer if the peer is computing the blocks
+    wait_s: float  # how much longer if the peer is computing the blocks
     fetch_timeout_s: float  # how long a request waits for its blocks
 
 
@@ -106,7 +105,7 @@ def read_settings(options: Options, block_bytes: int = 1) -> Settings:
     if "serve" not in options and "peer" not in options:
         raise ConfigError("--kv-connector p2p needs serve=PATH, peer=PATH, or both.")
     if "size" in options and "serve" not in options:
-        raise ConfigError("--kv-connector p2p: size says how much serve=PATH keeps; give that as well.")
+        raise ConfigError("--kv-connector p2p: size is the memory for serve=PATH; give serve as well.")
     size = size_of("p2p", {"size": "1G", **options})
     return Settings(
         serve=_address("serve", options["serve"]) if "serve" in options else None,
@@ -119,21 +118,21 @@ def read_settings(options: Options, block_bytes: int = 1) -> Settings:
 
 
 def check_free(address: str) -> None:
-    """Raises ConfigError if a socket cannot be bound there, because of the folder, of another file or of another
-    instance that answers there already. What a dead instance left is no obstacle."""
+    """Raises ConfigError if a socket cannot be bound there: the folder is missing or not writable, the path is another
+    file, or another instance answers there. The socket of a dead instance is no obstacle."""
     path = Path(address.removeprefix("ipc://"))
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--kv-connector p2p: there is no folder {path.parent} that sockets can be made in.")
+        raise ConfigError(f"--kv-connector p2p: {path.parent} is not a folder in which a socket can be created.")
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise ConfigError(f"--kv-connector p2p: {path} is there already and is no socket.")
+        raise ConfigError(f"--kv-connector p2p: {path} exists and is not a socket; choose another path.")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
         except OSError:
             return
-    raise ConfigError(f"--kv-connector p2p: another instance serves on {path} already.")
+    raise ConfigError(f"--kv-connector p2p: another instance serves on {path}; choose another path.")
 
 
 def _address(option: str, text: str) -> str:

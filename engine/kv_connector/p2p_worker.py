@@ -1,8 +1,8 @@
 """The worker half of the p2p connector: the blocks that this instance serves, and the thread that fetches from a peer.
 
-Three threads meet here. The runner's keeps blocks and hands loads over; the server's answers peers from what is kept;
-the fetcher's asks a peer and writes what it verified into the pages of requests that compute nothing until
-`get_finished` has named them. Whatever goes wrong in the last two ends in blocks that are reported as failed.
+There are three threads. The runner's thread stores blocks and queues loads. The server's answers peers from the stored
+blocks. The fetcher's asks a peer and writes verified blocks into the pages of requests that compute nothing until
+`get_finished` has named them. Every error in the last two ends in blocks that are reported as failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .p2p_wire import (
     split_keys,
 )
 
-_MAX_WAITING = 4096  # questions about blocks that are coming; those beyond run into their deadlines
+_MAX_WAITING = 4096  # limit of lookups that wait for blocks; further ones time out at the asker
 
 log = logging.getLogger("pagewire.kv_connector.p2p")
 
@@ -57,39 +57,33 @@ _decode_plan = msgspec.msgpack.Decoder(P2pPlan).decode
 
 
 class P2pWorker:
-    """See `WorkerConnector`."""
-
     def __init__(self, settings: Settings, facts: ConnectorFacts) -> None:
-        """Raises ConfigError if the socket cannot be had."""
+        """Raises ConfigError if the socket cannot be bound."""
         self._store = BlockStore(facts)
         self._server = None if settings.serve is None else Server(settings.serve, self._store)
         self._fetcher = None if settings.peer is None else Fetcher(settings.peer, settings.fetch_timeout_s, facts)
         self._copier: BlockCopier | None = None
         self._plan: P2pPlan | None = None
         self._num_under_way = 0
-        self._failed: set[int] = set()  # blocks of the loads that were named last
+        self._failed: set[int] = set()  # failed blocks of the loads that `get_finished` named last
         self._num_loaded = 0
         self._load_ms = 0.0
 
     @property
     def num_pending(self) -> int:
-        """See `WorkerConnector`."""
         return self._num_under_way
 
     def register_kv_caches(self, cache: KvCache) -> None:
-        """See `WorkerConnector`."""
         self._copier = BlockCopier(cache)
         if self._fetcher is not None:
             self._fetcher.start(BlockCopier(cache))
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
-        """See `WorkerConnector`."""
         self._plan = _decode_plan(metadata)
 
     def start_load_kv(self) -> None:
-        """See `WorkerConnector`."""
         plan, self._plan = self._plan, None
-        assert plan is not None and self._copier is not None, "no metadata is bound, or no cache"
+        assert plan is not None and self._copier is not None, "start_load_kv before metadata or cache"
         self._store.expect([(rid, split_keys(keys)) for rid, keys in plan.coming])
         self._store.drop(split_keys(plan.drop))
         if plan.keep_keys:
@@ -103,18 +97,16 @@ class P2pWorker:
             self._fetcher.fetch(load)
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """See `WorkerConnector`."""
+        pass
 
     def save_kv_layer(self, layer: int) -> None:
-        """See `WorkerConnector`."""
+        pass
 
     def wait_for_save(self) -> None:
-        """See `WorkerConnector`."""
         if self._fetcher is not None:
             self._fetcher.may_write.set()
 
     def get_finished(self) -> tuple[set[int], set[int]]:
-        """See `WorkerConnector`."""
         done = set()
         for load, num_good, ms in [] if self._fetcher is None else self._fetcher.take_done():
             done.add(load.rid)
@@ -125,18 +117,15 @@ class P2pWorker:
         return set(), done
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `WorkerConnector`."""
         failed, self._failed = self._failed, set()
         return failed
 
     def take_load_cost(self) -> tuple[int, float]:
-        """See `WorkerConnector`."""
         cost = self._num_loaded, self._load_ms
         self._num_loaded, self._load_ms = 0, 0.0
         return cost
 
     def close(self) -> None:
-        """See `WorkerConnector`."""
         if self._server is not None:
             self._server.close()
         if self._fetcher is not None:
@@ -144,37 +133,36 @@ class P2pWorker:
 
 
 class BlockStore:
-    """Blocks in host memory by key. The core half decides what is in it; any thread may call."""
+    """Blocks in host memory by key. The core half decides what it holds; any thread may call."""
 
     def __init__(self, facts: ConnectorFacts) -> None:
         self._facts = facts
         self._blocks: dict[bytes, bytes] = {}
-        self._coming: dict[int, list[bytes]] = {}  # rid → the keys that it will bring
-        self._num_coming: Counter[bytes] = Counter()  # by key: how many of these have it
+        self._coming: dict[int, list[bytes]] = {}  # rid → the keys of the blocks that it computes
+        self._num_coming: Counter[bytes] = Counter()  # key → how many of these requests compute it
         self._lock = threading.Lock()
-        self.num_changes = 0  # of what an answer depends on
+        self.num_changes = 0  # of the contents that answers depend on
 
     def keep(self, keys: Sequence[bytes], blocks: Sequence[bytes]) -> None:
-        """Adds blocks."""
         with self._lock:
             self.num_changes += 1
             self._blocks.update(zip(keys, blocks, strict=True))
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Forgets blocks; all of them are there."""
+        """Removes blocks; all of them must be present."""
         with self._lock:
             for key in keys:
                 del self._blocks[key]
 
     def expect(self, coming: Sequence[tuple[int, list[bytes]]]) -> None:
-        """These requests are being computed."""
+        """Announces the blocks of requests that are being computed."""
         with self._lock:
             for rid, keys in coming:
                 self._coming[rid] = keys
                 self._num_coming.update(keys)
 
     def give_up(self, rids: Sequence[int]) -> None:
-        """Nothing more is coming of these; all of them were expected."""
+        """Withdraws the announcements of these requests; all of them must be announced."""
         with self._lock:
             self.num_changes += 1
             for rid in rids:
@@ -184,7 +172,7 @@ class BlockStore:
                         del self._num_coming[key]
 
     def answer(self, request: Request) -> Reply:
-        """What a peer's question is answered with."""
+        """The answer to a peer's message."""
         keys = split_keys(request.keys)
         found = []
         is_coming = False
@@ -206,7 +194,7 @@ class Server:
     """Answers peers in a thread of its own."""
 
     def __init__(self, address: str, store: BlockStore) -> None:
-        """Raises ConfigError if the address cannot be had."""
+        """Raises ConfigError if the address cannot be bound."""
         check_free(address)
         self._path = Path(address.removeprefix("ipc://"))
         self._store = store
@@ -214,7 +202,7 @@ class Server:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.maxmsgsize = MAX_REQUEST_BYTES
-        self._socket.sndhwm = 4  # answers that a peer has not read: they may be large, and it asks one at a time
+        self._socket.sndhwm = 4  # unread answers per peer: they may be large, and a peer asks one at a time
         umask = os.umask(0o177)
         try:
             self._socket.bind(address)
@@ -227,9 +215,9 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and removes the socket. Once more does nothing."""
+        """Ends the thread and removes the socket. A second call does nothing."""
         if not self._context.closed:
-            self._context.term()  # wakes it
+            self._context.term()  # wakes the thread
             self._thread.join()
             self._path.unlink(missing_ok=True)
 
@@ -250,7 +238,7 @@ class Server:
                 waiting = [one for one in waiting if not self._settle(socket, one)]
 
     def _settle(self, socket: zmq.Socket[bytes], one: _Waiting) -> bool:
-        """Gives the last answer if it is time."""
+        """Sends the final answer if the blocks are there or the time is up. Returns whether it did."""
         num_changes = self._store.num_changes
         is_late = time.monotonic() >= one.until
         if num_changes == one.num_changes and not is_late:
@@ -266,30 +254,30 @@ class Server:
 
 @dataclass
 class _Waiting:
-    """Who was told that the blocks are coming."""
+    """A lookup that was answered with `is_coming`."""
 
     sender: bytes
     question: Lookup
     until: float  # monotonic s
-    num_changes: int  # of the store when it was looked at last
+    num_changes: int  # of the store at the last check
 
 
 def _read(frames: list[bytes]) -> Request | None:
-    """None: it is no question."""
+    """The message of a peer; None if it is malformed."""
     try:
         question = decode_request(frames[0])
-    except (msgspec.MsgspecError, ValueError, RecursionError):  # the latter two: bad UTF-8, deep nesting
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # the last two: bad UTF-8, deep nesting
         return None
     return question if len(frames) == 1 and len(question.keys) % KEY_BYTES == 0 else None
 
 
 def _send(socket: zmq.Socket[bytes], receiver: bytes, reply: Reply) -> None:
-    """The message is dropped if the receiver is gone."""
+    """Sends an answer; it is dropped if the receiver is not connected."""
     socket.send_multipart([receiver, encode(reply)], zmq.DONTWAIT)
 
 
 class _PeerFailed(Exception):
-    """Why a fetch ends early."""
+    """The reason why a fetch ended early."""
 
 
 class Fetcher:
@@ -301,25 +289,24 @@ class Fetcher:
         self._facts = facts
         self._context = zmq.Context()
         self._thread: threading.Thread | None = None
-        self._loads: queue.SimpleQueue[tuple[P2pLoad, float] | None] = queue.SimpleQueue()  # and when it was queued
+        self._loads: queue.SimpleQueue[tuple[P2pLoad, float] | None] = queue.SimpleQueue()  # None: stop
         self._done: queue.SimpleQueue[tuple[P2pLoad, int, float]] = queue.SimpleQueue()
-        self._failed_at = 0.0  # monotonic s: loads that were queued before it are given up with the one that failed
+        self._failed_at = 0.0  # monotonic s: loads queued before a failure fail with it
         self._has_warned = False
         self._num_requests = 0
-        self.may_write = threading.Event()  # other connectors have read what they keep of the blocks that are filled
+        self.may_write = threading.Event()  # set once other connectors have read the old contents of the blocks
         self.may_write.set()
 
     def start(self, copier: BlockCopier) -> None:
-        """Begins to work. Once."""
+        """Starts the thread. Called once."""
         self._thread = threading.Thread(target=self._run, args=(copier,), name="p2p fetcher", daemon=True)
         self._thread.start()
 
     def fetch(self, load: P2pLoad) -> None:
-        """Queues a load."""
         self._loads.put((load, time.monotonic()))
 
     def take_done(self) -> list[tuple[P2pLoad, int, float]]:
-        """Loads that are over: how many of their blocks were filled, from the first on, and the milliseconds."""
+        """The loads that ended: load, number of blocks filled from the first on, milliseconds."""
         done = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -327,7 +314,7 @@ class Fetcher:
         return done
 
     def close(self) -> None:
-        """Ends the thread, also in the middle of a load."""
+        """Ends the thread, even in the middle of a load."""
         self._loads.put(None)
         self.may_write.set()
         self._context.term()
@@ -340,21 +327,21 @@ class Fetcher:
             while (item := self._loads.get()) is not None:
                 load, queued_at = item
                 started = time.monotonic()
-                filled: list[int] = []  # how many blocks each reply brought
+                filled: list[int] = []  # blocks filled by each reply
                 try:
                     if queued_at >= self._failed_at:
                         socket = socket or self._connect()
                         self._fill(socket, copier, load, queued_at, filled)
                 except zmq.ContextTerminated:
                     return
-                except Exception as error:  # whatever it was: what is not filled is computed instead
+                except Exception as error:  # after any error, blocks that are not filled are computed instead
                     self._failed_at = time.monotonic()
                     if not self._has_warned:
                         log.warning(
                             "KV was not fetched from %s (%r); further failures are only counted", self._address, error
                         )
                         self._has_warned = True
-                    if socket is not None:  # with it goes what may still come
+                    if socket is not None:  # drops late replies
                         socket.close()
                         socket = None
                 self._done.put((load, sum(filled), (time.monotonic() - started) * 1000))
@@ -373,7 +360,7 @@ class Fetcher:
     def _fill(
         self, socket: zmq.Socket[bytes], copier: BlockCopier, load: P2pLoad, queued_at: float, filled: list[int]
     ) -> None:
-        """Fetches, verifies and writes, a reply's worth at a time. Raises _PeerFailed."""
+        """Fetches, verifies and writes the blocks, one reply at a time. Raises _PeerFailed."""
         deadline = queued_at + self._timeout_s
         keys = split_keys(load.keys)
         blocks = bytes_to_ids(load.blocks)
@@ -399,27 +386,27 @@ class Fetcher:
             first += num
 
     def _verified(self, message: bytes, number: int, keys: list[bytes]) -> bytearray:
-        """The blocks of a reply, the first of those that were asked for. Raises _PeerFailed."""
+        """The blocks of a reply, which are the first of those asked for. Raises _PeerFailed."""
         try:
             reply = decode_reply(message)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise _PeerFailed("it answers in another language") from error
+            raise _PeerFailed("the peer's answer is malformed") from error
         if not isinstance(reply, Blocks) or reply.id != number:
-            raise _PeerFailed("it answers something else")
+            raise _PeerFailed("the peer's answer belongs to another request")
         size = self._facts.block_bytes
         num = len(reply.content) // size
         if num == 0:
-            raise _PeerFailed("it has the blocks no longer")
+            raise _PeerFailed("the peer no longer has the blocks")
         if num > len(keys) or len(reply.content) != num * size or len(reply.checksums) != num * CHECKSUM_BYTES:
-            raise _PeerFailed("it sends blocks of another size")
+            raise _PeerFailed("the peer sent blocks of another size")
         view = memoryview(reply.content)
         sums = b"".join(checksum(key, view[i * size : (i + 1) * size]) for i, key in enumerate(keys[:num]))
         if sums != reply.checksums:
-            raise _PeerFailed("it sends damaged blocks")
+            raise _PeerFailed("the peer sent damaged blocks")
         return bytearray(reply.content)
 
 
 def _wait(socket: zmq.Socket[bytes], event: int, deadline: float) -> None:
-    """Until the socket is ready. Raises _PeerFailed."""
+    """Waits until the socket is ready. Raises _PeerFailed at the deadline."""
     if not socket.poll(max(0, int((deadline - time.monotonic()) * 1000)), event):
-        raise _PeerFailed("it does not answer in time")
+        raise _PeerFailed("the peer did not answer in time")

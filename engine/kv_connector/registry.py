@@ -1,4 +1,4 @@
-"""From `--kv-connector` to connectors: `host,size=4G disk,path=DIR,size=20G` names two, nearest first."""
+"""Opens the connectors of `--kv-connector`: `host,size=4G disk,path=DIR,size=20G` names two, nearest first."""
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -11,7 +11,7 @@ from .base import ConnectorFacts, HasCheck, KVConnector, WorkerConnector
 from .guard import Guarded
 
 ENTRY_POINTS = "pagewire.kv_connectors"
-"""The group in which other packages name their connectors."""
+"""The entry point group in which other packages name their connectors."""
 
 Half = TypeVar("Half", CoreConnector, WorkerConnector)
 
@@ -25,12 +25,12 @@ _BUILT_IN = {
 
 
 def check(specs: Sequence[str]) -> None:
-    """Says what is wrong with them before any process starts; opens nothing. Raises ConfigError."""
+    """Checks the options before any process starts; opens nothing. Raises ConfigError."""
     seen = set()
     for spec in specs:
         connector, options = _parse(spec)
         if spec.partition(",")[0] in seen:
-            raise ConfigError(f"--kv-connector {spec}: this connector is named twice.")
+            raise ConfigError(f"--kv-connector {spec}: this connector is named twice; name it once.")
         seen.add(spec.partition(",")[0])
         found: object = connector
         if isinstance(found, HasCheck):
@@ -38,7 +38,7 @@ def check(specs: Sequence[str]) -> None:
 
 
 def core_connector(specs: Sequence[str], facts: ConnectorFacts) -> CoreConnector | None:
-    """The core half of all of them. None if there are none. Raises ConfigError."""
+    """The core halves as one; None if there are none. Raises ConfigError."""
     opened = _open(specs, lambda connector, options: connector.core(options, facts))
     if len(opened) < 2:
         return opened[0] if opened else None
@@ -48,7 +48,7 @@ def core_connector(specs: Sequence[str], facts: ConnectorFacts) -> CoreConnector
 
 
 def worker_connector(specs: Sequence[str], facts: ConnectorFacts) -> WorkerConnector | None:
-    """The worker half of all of them. None if there are none. Raises ConfigError."""
+    """The worker halves as one; None if there are none. Raises ConfigError."""
     opened = _open(specs, lambda connector, options: connector.worker(options, facts))
     if len(opened) < 2:
         return opened[0] if opened else None
@@ -58,7 +58,7 @@ def worker_connector(specs: Sequence[str], facts: ConnectorFacts) -> WorkerConne
 
 
 def _open(specs: Sequence[str], half: Callable[[type[KVConnector] | Guarded, Options], Half]) -> list[Half]:
-    """One half of each. Where one does not open, those before it are closed again."""
+    """One half of each connector. If one fails to open, those before it are closed."""
     check(specs)
     opened: list[Half] = []
     try:
@@ -72,7 +72,7 @@ def _open(specs: Sequence[str], half: Callable[[type[KVConnector] | Guarded, Opt
 
 
 def _parse(spec: str) -> tuple[type[KVConnector] | Guarded, Options]:
-    """The class, guarded if it is none of ours, and its options."""
+    """The class, guarded unless it is built in, and its options."""
     name, options = split_spec(_FLAG, spec)
     target = _BUILT_IN.get(name, name)
     if ":" not in target:

@@ -1,6 +1,6 @@
-"""Who keeps a folder of blocks in order: its one user, or all of them together.
+"""Keeps a folder of blocks within its bounds: for its only user, or for all engines that share it.
 
-Both are called by the thread that writes, except for the constructors.
+Except for the constructors, only the thread that writes blocks calls these.
 """
 
 import fcntl
@@ -11,28 +11,28 @@ from typing import Protocol
 from ...errors import ConfigError
 from .block_files import BlockFiles, is_part
 
-_RESCAN_S = 10.0  # others write too, so what is known of the folder ages
-_PART_AGE_S = 600.0  # a file that has been in the making for so long has lost its writer
+_RESCAN_S = 10.0  # other engines write too, so the count of bytes gets stale
+_PART_AGE_S = 600.0  # a partial file this old has lost its writer
 
 
 class Room(Protocol):
-    """What the writer asks of it."""
+    """What the writer calls."""
 
     def tidy(self) -> None:
-        """Once, before anything is written."""
+        """Called once, before anything is written."""
 
     def before_write(self, num_bytes: int) -> None:
-        """So many bytes are going to be added."""
+        """Called before so many bytes are added."""
 
     def close(self) -> None:
-        """Nothing more is going to be written."""
+        """Called when nothing more will be written."""
 
 
 class FolderLock:
-    """The folder belongs to one engine, whose core half says what goes."""
+    """For a folder that belongs to one engine, whose core half decides what is removed."""
 
     def __init__(self, files: BlockFiles) -> None:
-        """Raises ConfigError if another engine has it. The lock ends with the process at the latest."""
+        """Raises ConfigError if another engine holds the folder. The lock ends with the process at the latest."""
         self._files = files
         self._lock = open(os.path.join(files.path, ".lock"), "ab")  # noqa: SIM115 (`close` closes it)
         try:
@@ -45,36 +45,36 @@ class FolderLock:
             ) from None
 
     def tidy(self) -> None:
-        """Removes what killed writers left."""
+        """Removes partial files of killed writers."""
         for found in self._files.scan():
             if is_part(found.name):
                 self._files.remove(found.name)
 
     def before_write(self, num_bytes: int) -> None:
-        """The core half has made room."""
+        """Does nothing: the core half has made room."""
 
     def close(self) -> None:
-        """Lets others have the folder."""
         self._lock.close()
 
 
 class SharedRoom:
-    """Every engine adds files and counts what it added; it looks again before it passes the bound, after each 32nd part
-    of it, and when some seconds have gone by, and then removes what was used longest ago, down to 15/16."""
+    """For a folder that several engines write to. Each counts what it adds. It scans the folder before it exceeds the
+    limit, after every 1/32 of the limit and after some seconds, and then removes the least recently used files down to
+    15/16 of the limit."""
 
     def __init__(self, files: BlockFiles, size: int) -> None:
         self._files = files
         self._size = size
-        self._bytes = size  # in the folder when it was scanned, and written by this engine since; at first unknown
-        self._written = 0  # since it was scanned
+        self._bytes = size  # in the folder at the last scan, and written by this engine since; at first unknown
+        self._written = 0  # bytes since the last scan
         self._scanned_s = 0.0
 
     def tidy(self) -> None:
-        """Brings the folder below the bound."""
+        """Brings the folder below the limit."""
         self._trim(0)
 
     def before_write(self, num_bytes: int) -> None:
-        """Makes room."""
+        """Makes room if necessary."""
         is_late = time.monotonic() - self._scanned_s > _RESCAN_S
         if is_late or self._bytes + num_bytes > self._size or self._written >= self._size // 32:
             self._trim(num_bytes)
@@ -82,7 +82,7 @@ class SharedRoom:
         self._written += num_bytes
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Does nothing: nothing was opened."""
 
     def _trim(self, num_bytes: int) -> None:
         now_ns = time.time_ns()

@@ -1,1 +1,1 @@
-"""What models are made of."""
+"""The layers of native models."""

@@ -1,4 +1,5 @@
-"""The attention part of a decoder layer: projections, optional norms of the heads, rotation, paged attention."""
+"""The attention part of a decoder layer: projections, optional norms of the heads, rotary embedding, paged
+attention."""
 
 from torch import Tensor, nn
 
@@ -10,8 +11,8 @@ from .norm import RmsNorm
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; the heads are those of this rank. `qk_norm_eps` turns on the norms of queries and keys
-    that Qwen3 has."""
+    """Grouped-query attention over this rank's heads. qk_norm_eps: of the norms of queries and keys (Qwen3); None: no
+    norms."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Attention(nn.Module):
         self.k_norm = RmsNorm(head_dim, eps=qk_norm_eps, ops=ops) if qk_norm_eps is not None else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
-        """x: [tokens, hidden_size]; cos, sin as `RotaryTable.at` gives them."""
+        """x: [tokens, hidden_size]; cos, sin: from `RotaryTable.at`."""
         heads, kv_heads = self.heads, self._kv_heads
         states = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self._dim)
         q_norm = None if self.q_norm is None else self.q_norm.weight

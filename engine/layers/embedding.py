@@ -1,4 +1,4 @@
-"""Token embeddings, and the head that may share their matrix. Each rank holds some of the vocabulary's rows."""
+"""Token embeddings, and the head, which may share their matrix. Each rank holds a part of the vocabulary's rows."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from .linear import Weight
 
 
 class Vocabulary(Weight):
-    """A row for each of `vocab_size` tokens: the embedding, the head, or both."""
+    """A matrix with a row for each of `vocab_size` tokens: the embedding, the head, or both."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, has_lookups: bool, group: Group) -> None:
         self._first, last = part(vocab_size, group.rank, group.size)
@@ -42,15 +42,15 @@ class Vocabulary(Weight):
             return out
         padded = torch.nn.functional.pad(out, (0, self._most - self._num))
         whole = self._group.all_gather(padded).transpose(0, 1).reshape(hidden.shape[0], -1)
-        return whole[:, : self._vocab_size].contiguous()  # kernels read row after row
+        return whole[:, : self._vocab_size].contiguous()  # kernels need contiguous rows
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(greatest logit, its id): float32 [positions], int64 [positions]. The greatest is NaN where a logit is."""
+        """(greatest logit, its id): float32 [positions], int64 [positions]. The greatest is NaN if any logit is NaN."""
         most, ids = self.matrix.greedy(hidden)
         if self._group.size == 1:
             return most, ids
         found = self._group.all_gather(torch.stack((most.double(), (ids + self._first).double())))
         most, ids = found[:, 0], found[:, 1]
-        best = most.amax(dim=0)  # NaN where one is
-        ids = ids.masked_fill(most != best, self._vocab_size).amin(dim=0)  # of equals the first
+        best = most.amax(dim=0)  # NaN if any rank's is NaN
+        ids = ids.masked_fill(most != best, self._vocab_size).amin(dim=0)  # the first of equal logits
         return best.float(), ids.long()

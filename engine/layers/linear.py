@@ -1,4 +1,4 @@
-"""Matrix products. Several projections of one input are fused into one product, their rows one below the other."""
+"""Matrix products. Several projections of one input are fused into one product with their rows stacked."""
 
 from collections.abc import Callable
 
@@ -11,18 +11,18 @@ from ..parallel.collectives import Group
 
 
 def parameter(*size: int) -> nn.Parameter:
-    """Without values. Models are laid out on the meta device and get their memory from `registry.allocate`."""
+    """A parameter without values. Models are built on the meta device; `registry.allocate` gives them memory."""
     return nn.Parameter(torch.empty(size), requires_grad=False)
 
 
 class Weight(nn.Module):
-    """A matrix [n, k]: a parameter until it is loaded, then whatever the kernels make of it."""
+    """A matrix [n, k]: a parameter while it is loaded, then the kernels' own representation."""
 
     def __init__(self, n: int, k: int) -> None:
         super().__init__()
         self.shape = (n, k)
         self.weight: nn.Parameter | None = parameter(n, k)
-        self.quantized: QuantizedWeight | None = None  # instead of the parameter, where kernels read it as it is
+        self.quantized: QuantizedWeight | None = None  # in place of the parameter
         self._matrix: Matrix | None = None
 
     @property
@@ -31,21 +31,21 @@ class Weight(nn.Module):
         return self._matrix
 
     def pack(self, ops: Ops) -> None:
-        """Hands the loaded values to the kernels; the parameter goes, so that there is no second copy."""
+        """Passes the loaded values to the kernels and drops the parameter, so that there is no second copy."""
         self._matrix = self.layout(ops)(self.take())
 
     def take(self) -> Tensor:
-        """The loaded values, which are the caller's from now on."""
+        """The loaded values; the module gives them up."""
         assert self.weight is not None, "taken twice"
         values, self.weight = self.weight.data, None
         return values
 
     def replace(self, quantized: QuantizedWeight) -> None:
-        """Takes what a checkpoint has instead of the parameter, which goes."""
+        """Stores a quantized weight and drops the parameter."""
         self.quantized, self.weight = quantized, None
 
     def layout(self, ops: Ops) -> Callable[[Tensor], Matrix]:
-        """What becomes of the weight."""
+        """The kernels' constructor for the weight."""
         return ops.matrix
 
 
@@ -53,7 +53,7 @@ class Linear(Weight):
     """x · weightᵀ + bias. x: [tokens, in_size] → [tokens, out_size]."""
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, sum_over: Group | None = None) -> None:
-        """`sum_over`: ranks that each hold some of the columns, so that the product is the sum of theirs."""
+        """sum_over: ranks that each hold some of the columns, so that their products have to be summed."""
         super().__init__(out_size, in_size)
         self.bias = parameter(out_size) if bias else None
         self._group = sum_over

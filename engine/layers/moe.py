@@ -1,4 +1,4 @@
-"""The feed-forward part of a mixture of experts: each token goes through the few experts that its router prefers."""
+"""The feed-forward part of a mixture of experts: each token goes through the few experts that its router chooses."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from .linear import Linear, parameter
 
 
 class Router(Linear):
-    """Scores of the experts. Small, and a choice hangs on them: it keeps the precision that it was loaded with."""
+    """Scores of the experts. It is small and decides the choice, so it keeps the precision it was loaded with."""
 
     def layout(self, ops: Ops) -> Callable[[Tensor], Matrix]:
         return ops.router
@@ -21,8 +21,8 @@ class Router(Linear):
 class MoeMlp(nn.Module):
     """The sum over a token's experts of weight · down(silu(gate(x)) · up(x)). x: [tokens, hidden_size].
 
-    Every rank has the router and a part of each expert, cut as `GatedMlp` is. The matrices of all experts are stacked
-    until `pack`: `gate_up` [experts, 2 · intermediate_size, hidden_size], the gates first, and `down` [experts,
+    Every rank has the router and a part of each expert, cut like `GatedMlp`. Until `pack` the matrices of all experts
+    are stacked: `gate_up` [experts, 2 · intermediate_size, hidden_size], the gates first, and `down` [experts,
     hidden_size, intermediate_size].
     """
 
@@ -38,8 +38,8 @@ class MoeMlp(nn.Module):
         group: Group,
         ops: Ops,
     ) -> None:
-        """intermediate_size: of each expert. top_k, renormalize: see `reference.route`, whose weights are then rounded
-        to the type of x if `rounds_weights` says so."""
+        """intermediate_size: of each expert. top_k, renormalize: as in `reference.route`. rounds_weights: its weights
+        are rounded to the type of x."""
         super().__init__()
         self.gate = Router(hidden_size, num_experts, bias=False)
         self.gate_up: nn.Parameter | None = parameter(num_experts, 2 * intermediate_size, hidden_size)
@@ -54,15 +54,15 @@ class MoeMlp(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the experts take, once they are packed."""
+        """Bytes of the packed experts."""
         return sum(matrix.nbytes for expert in self._experts for matrix in expert)
 
     def pack(self, ops: Ops) -> None:
-        """As `Weight.pack`, for the experts; the router is a `Weight`. There may be two copies meanwhile."""
+        """As `Weight.pack`, for the experts; the router is a `Weight`. There may be two copies for a moment."""
         self._experts = [(ops.matrix(gate_up), ops.matrix(down)) for gate_up, down in zip(*self.take(), strict=True)]
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """The stacks, which are the caller's from now on."""
+        """The stacks; the module gives them up."""
         assert self.gate_up is not None and self.down is not None, "taken twice"
         stacks = self.gate_up.data, self.down.data
         self.gate_up = self.down = None
@@ -73,7 +73,7 @@ class MoeMlp(nn.Module):
         weights, experts = reference.route(self.gate(x), self.top_k, self.renormalize)
         if self._rounds_weights:
             weights = weights.to(x.dtype)
-        # A token and one of its experts are an assignment; those of an expert follow one another in `order`.
+        # A token and one of its experts are an assignment; `order` sorts the assignments by expert.
         order = experts.view(-1).argsort()
         counts = experts.view(-1).bincount(minlength=self.num_experts).tolist()
         states = x.index_select(0, order // self.top_k)
@@ -84,8 +84,8 @@ class MoeMlp(nn.Module):
                 rows.copy_(down.product(self._ops.silu_mul(gate_up.product(rows, None)), None))
                 first += count
         parts = torch.empty_like(states).index_copy_(0, order, states).view(-1, self.top_k, x.shape[1])
-        # One expert after another, the best first, added in float32 as transformers does; a token's bits do not depend
-        # on its company.
+        # Added one choice after another, the best first, in float32 as transformers does, so that a token's bits do not
+        # depend on the batch.
         total = (parts[:, 0] * weights[:, :1]).float()
         for choice in range(1, self.top_k):
             total += parts[:, choice] * weights[:, choice, None]

@@ -7,7 +7,7 @@ from .linear import parameter
 
 
 class RmsNorm(nn.Module):
-    """Over the last dimension: of hidden states, or of each head."""
+    """RMSNorm over the last dimension: of hidden states, or of each head."""
 
     def __init__(self, size: int, *, eps: float, ops: Ops) -> None:
         super().__init__()

@@ -1,34 +1,19 @@
-"""Rotary position embedding: the table of cosines and sines for every position, and its scaled variants.
+"""Rotary position embedding: the table of cosines and sines of every position, and its scaled variants.
 
-The frequencies follow transformers' `modeling_rope_utils`, number for number (a test compares them). "dynamic" equals
-"default" here: it changes frequencies only beyond the declared context, which is never served.
+The frequencies equal those of transformers' `modeling_rope_utils`; a test compares them. "dynamic" equals "default"
+here: it changes frequencies only beyond the declared context, which is never served.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True)
-class RopeParameters:
-    """See `engine.checkpoint.spec.Rope`, which says the same of a checkpoint."""
-
-    kind: str
-    theta: float
-    factor: float
-    original_max_position: int
-    low_freq_factor: float
-    high_freq_factor: float
-    beta_fast: float
-    beta_slow: float
-    attention_factor: float
-    truncate: bool
+from ..checkpoint.spec import Rope
 
 
-def inverse_frequencies(rope: RopeParameters, dim: int) -> Tensor:
-    """Radians a position for each pair of a head's dimensions: [dim / 2] float32 on the CPU."""
+def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
+    """Radians per position for each pair of a head's dimensions: [dim / 2] float32 on the CPU."""
     base = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
     match rope.kind:
         case "default" | "dynamic":
@@ -42,8 +27,8 @@ def inverse_frequencies(rope: RopeParameters, dim: int) -> Tensor:
     raise AssertionError(f"rope kind {rope.kind}")
 
 
-def _llama3(base: Tensor, rope: RopeParameters) -> Tensor:
-    """Long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
+def _llama3(base: Tensor, rope: Rope) -> Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, and those in between interpolated."""
     wavelength = 2 * math.pi / base
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
@@ -54,8 +39,8 @@ def _llama3(base: Tensor, rope: RopeParameters) -> Tensor:
     return torch.where(wavelength > longest, base / rope.factor, torch.where(wavelength < shortest, base, between))
 
 
-def _yarn(base: Tensor, rope: RopeParameters, dim: int) -> Tensor:
-    """Dimensions that turn often within the original context are kept, slow ones stretched (arXiv 2309.00071)."""
+def _yarn(base: Tensor, rope: Rope, dim: int) -> Tensor:
+    """Dimensions that turn often within the original context are kept, slow ones are stretched (arXiv 2309.00071)."""
 
     def dimension_turning(turns: float) -> float:
         return dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -73,12 +58,10 @@ def _yarn(base: Tensor, rope: RopeParameters, dim: int) -> Tensor:
 class RotaryTable:
     """Cosines and sines of positions 0 … max_len - 1, in the model's dtype.
 
-    `at` gives those of a step's tokens in the form that `Ops.rotary` takes: the first half of the sines negated.
+    `at` gives those of a step's tokens in the form that `Ops.rotary` takes: the first half of the sines is negated.
     """
 
-    def __init__(
-        self, rope: RopeParameters, *, dim: int, max_len: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, rope: Rope, *, dim: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         angles = torch.arange(max_len, dtype=torch.float32, device="cpu")[:, None] * inverse_frequencies(rope, dim)
         cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
         self._cos = torch.cat((cos, cos), dim=-1).to(dtype).to(device).unsqueeze(1)

@@ -1,1 +1,1 @@
-"""Model families: a page each."""
+"""Model families, one module each."""

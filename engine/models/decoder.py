@@ -1,13 +1,12 @@
-"""The decoder that the native families are variants of, with the names that their checkpoints use.
+"""The decoder that all native families share. Its parameters have the checkpoints' names.
 
-A family's own page says what differs. The weights are filled in by `engine.weights`; `fused` tells it which of the
-checkpoint's projections share a parameter here.
+A family's module states what differs. `engine.weights` fills in the weights; `fused` tells it which projections of the
+checkpoint share a parameter.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -21,28 +20,28 @@ from ..layers.linear import Weight
 from ..layers.mlp import GatedMlp
 from ..layers.moe import MoeMlp
 from ..layers.norm import RmsNorm
-from ..layers.rotary import RopeParameters, RotaryTable
+from ..layers.rotary import RotaryTable
 from ..parallel import shard
 from ..parallel.collectives import Group
 
 
 class Model(Protocol):
-    """What the runner asks of a model, native or not."""
+    """The runner's interface to a model, native or not."""
 
     kv_shape: KvShape
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        """The pass over a step's tokens. ids, positions: [tokens] int64 → [tokens, hidden_size]."""
+        """The forward pass over a step's tokens. ids, positions: [tokens] int64 → [tokens, hidden_size]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [positions, hidden_size], any selection of what `hidden` gave → float32 [positions, vocab_size]."""
+        """hidden: [positions, hidden_size], any selection of the hidden states → float32 [positions, vocab_size]."""
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(greatest logit, its id): float32 [positions], int64 [positions]. The greatest is NaN where a logit is."""
+        """(greatest logit, its id): float32 [positions], int64 [positions]. The greatest is NaN if any logit is NaN."""
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each after a norm and added to the residual."""
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attention: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
-        """(this layer's output, the residual still to be added to it)."""
+        """(this layer's output, the residual that is yet to be added to it)."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
@@ -103,7 +102,7 @@ def _feed_forward(spec: ModelSpec, layer: int, group: Group, ops: Ops) -> GatedM
 
 
 class Body(nn.Module):
-    """Everything below the head."""
+    """The model without its head."""
 
     def __init__(
         self, spec: ModelSpec, *, qkv_bias: bool, out_bias: bool, qk_norm: bool, group: Group, ops: Ops
@@ -128,17 +127,17 @@ class Body(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a checkpoint calls the modules of a mixture of experts."""
+    """The checkpoint's names of the modules of a mixture of experts."""
 
     block: str  # our `mlp`
-    gate: str  # of an expert, as the others
+    gate: str  # the next three are modules of an expert
     up: str
     down: str
 
 
 class Decoder(nn.Module):
-    """A decoder-only model; see `Model`. It has no memory for its parameters until `registry.allocate`, no values until
-    the loader has filled them, and runs once they are packed."""
+    """A decoder-only model. Its parameters have no memory until `registry.allocate` and no values until the loader has
+    filled them; it runs once they are packed."""
 
     def __init__(
         self,
@@ -154,7 +153,8 @@ class Decoder(nn.Module):
         ops: Ops,
         experts: ExpertNames | None = None,
     ) -> None:
-        """spec: of the whole model. group: the ranks that share it out. experts: needed if the spec has some."""
+        """spec: of the whole model. group: the ranks that share the model. experts: required if the spec has
+        experts."""
         super().__init__()
         self.group, self.max_len = group, max_len
         self.cuts = shard.cuts(spec, group.rank, group.size) if group.size > 1 else {}
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
         self.kv_shape = KvShape(
             num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
         )
-        # What `engine.weights.mapping` needs to know: fused module → the checkpoint's modules and their rows.
+        # For `engine.weights.mapping`: fused module → the checkpoint's modules and their rows.
         self.fused: dict[str, tuple[tuple[str, int], ...]] = {
             "qkv_proj": (
                 ("q_proj", spec.num_heads * spec.head_dim),
@@ -175,19 +175,19 @@ class Decoder(nn.Module):
             "gate_up_proj": (("gate_proj", spec.intermediate_size), ("up_proj", spec.intermediate_size)),
         }
         self.has_experts = spec.moe is not None
-        self.renamed: dict[str, str] = {}  # our module → the checkpoint's name of it, where they differ
+        self.renamed: dict[str, str] = {}  # our module → the checkpoint's name, where they differ
         if spec.moe is not None:
-            assert experts is not None, f"{spec.architecture} names no experts"
+            assert experts is not None, f"{spec.architecture} has no ExpertNames"
             numbers, rows = range(spec.moe.num_experts), spec.moe.intermediate_size
             self.renamed["mlp"] = experts.block
             self.fused["gate_up"] = tuple(
                 (f"experts.{i}.{name}", rows) for i in numbers for name in (experts.gate, experts.up)
             )
             self.fused["down"] = tuple((f"experts.{i}.{experts.down}", spec.hidden_size) for i in numbers)
-        # What the checkpoint may hold besides: the head once more, where it is the embedding.
+        # Tensors that may be present and are not read: a copy of the embedding as the head.
         self.redundant = ("lm_head.weight",) if tied else ()
         self.num_heads, self.intermediate_size = spec.num_heads, spec.intermediate_size  # of this rank
-        self.rope = RopeParameters(**msgspec.structs.asdict(spec.rope))
+        self.rope = spec.rope
         self._rotary = RotaryTable(self.rope, dim=spec.head_dim, max_len=max_len, dtype=dtype, device=device)
 
     @property
@@ -196,8 +196,8 @@ class Decoder(nn.Module):
         return self._rotary.tables
 
     def pack(self, ops: Ops) -> int:
-        """Hands the loaded weights to the kernels; once, before the first pass. Returns the bytes that all parameters
-        take then."""
+        """Passes the loaded weights to the kernels; once, before the first forward pass. Returns the bytes of all
+        parameters after that."""
         for module in self.modules():
             if isinstance(module, Weight | MoeMlp):
                 module.pack(ops)
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
 
     @property
     def vocabularies(self) -> tuple[Vocabulary, ...]:
-        """The embedding, and the head where it is another matrix."""
+        """The embedding, and the head if it is a matrix of its own."""
         return (self.model.embed_tokens,) if self.lm_head is None else (self.model.embed_tokens, self.lm_head)
 
     @property

@@ -1,7 +1,7 @@
-"""Models that see a whole text at once: BERT's kin, cross-encoders, and every other that has no page here. They are
-transformers' own, built from its own classes, never from code in the checkpoint's folder.
+"""Models that see a whole text at once: BERT and similar encoders, cross-encoders, and other models without a native
+implementation. They are built from transformers' own classes, never from code in the checkpoint's folder.
 
-Texts of a pass are padded to one length, so they are dealt into batches of nearly the same one.
+The texts of a forward pass are padded to one length, so they are sorted into batches of nearly equal length.
 
 Imported only when such a model is loaded: transformers takes seconds to import.
 """
@@ -21,14 +21,14 @@ from ..checkpoint.purpose import has_sigmoid, refuse_own_code
 from ..checkpoint.spec import ModelSpec
 from ..checkpoint.support import ENCODER_DECODER
 
-_MAX_PADDING = 0.1  # of a batch's tokens
-_PASS_TOKENS = 64  # that cost about as much as a pass of its own
-# Parts of a checkpoint that make no embeddings: heads for other uses, and tables that newer versions compute.
+_MAX_PADDING = 0.1  # limit of the share of padding in a batch
+_PASS_TOKENS = 64  # padding tokens that cost about as much as another forward pass
+# Parts of a checkpoint without use here: other heads, and tables that newer versions compute.
 _UNUSED = ("pooler.", "cls.", "lm_head.", "classifier.", "vocab_", "predictions.", "position_ids")
 
 
 class Encoder:
-    """One model with its weights."""
+    """A loaded encoder or cross-encoder."""
 
     def __init__(self, model: Any, *, is_scoring: bool, has_sigmoid: bool, device: torch.device) -> None:
         self._model = model
@@ -38,15 +38,15 @@ class Encoder:
         config = model.config.get_text_config()
         pad = getattr(config, "pad_token_id", None)
         self._pad = 0 if pad is None else int(pad)
-        # Classifiers made of decoders find the end of a text by its padding.
+        # Classifiers built from decoders find the end of a text by its padding token.
         self._pads = pad is not None or not is_scoring
         takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
         self._num_types = getattr(config, "type_vocab_size", 0) if takes_types else 0
         self.weights = sum(parameter.nbytes for parameter in model.parameters())
 
     def states(self, texts: Sequence[Tensor], types: Sequence[Tensor]) -> list[Tensor]:
-        """texts: token ids, int64; types: parallel to them, which text of a pair each token is of. Returns of each text
-        the last hidden states [tokens, hidden_size], or the score [1] that a cross-encoder gives."""
+        """texts: token ids, int64; types: parallel to them, the index of each token's text in a pair. Returns for each
+        text the last hidden states [tokens, hidden_size], or a cross-encoder's score [1]."""
         found: list[Tensor | None] = [None] * len(texts)
         for batch in batches([len(text) for text in texts], pads=self._pads):
             lengths = [len(texts[i]) for i in batch]
@@ -72,27 +72,27 @@ class Encoder:
 
 
 def batches(lengths: Sequence[int], *, pads: bool) -> list[list[int]]:
-    """Deals texts into batches of nearly the same length, the longest first. pads: if not, of exactly the same."""
-    dealt: list[list[int]] = []
+    """Sorts texts into batches of nearly equal length, the longest first. pads: False: of exactly equal length."""
+    result: list[list[int]] = []
     padding = total = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        longest = lengths[dealt[-1][0]] if dealt else 0
+        longest = lengths[result[-1][0]] if result else 0
         padding, total = padding + longest - lengths[i], total + longest
-        if dealt and padding <= (max(_MAX_PADDING * total, _PASS_TOKENS) if pads else 0):
-            dealt[-1].append(i)
+        if result and padding <= (max(_MAX_PADDING * total, _PASS_TOKENS) if pads else 0):
+            result[-1].append(i)
         else:
-            dealt.append([i])
+            result.append([i])
             padding, total = 0, lengths[i]
-    return dealt
+    return result
 
 
 def encoder_config(spec: ModelSpec, folder: Path) -> Any:
-    """transformers' config of a model that can be served as an encoder. Raises ConfigError."""
+    """transformers' config of a model that can run as an encoder. Raises ConfigError."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # their config classes check values with exceptions of many kinds
+    except Exception as error:  # transformers' config classes raise exceptions of many kinds
         refuse_own_code(folder, spec.architecture)
-        raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {_first_line(error)}") from error
+        raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {first_line(error)}") from error
     if config.is_encoder_decoder:
         raise UnsupportedModel(spec.architecture, ENCODER_DECODER)
     return config
@@ -101,11 +101,11 @@ def encoder_config(spec: ModelSpec, folder: Path) -> Any:
 def load_encoder(spec: ModelSpec, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Encoder:
     """Raises ConfigError, CheckpointError."""
     is_scoring = "score" in spec.purpose.tasks
-    # Their functions are only partly typed.
+    # transformers is only partly typed.
     auto: Any = transformers.AutoModelForSequenceClassification if is_scoring else transformers.AutoModel
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # what it would warn of is an error here, and raised below
+    logging.set_verbosity_error()  # its warnings are errors here, raised below
     config = encoder_config(spec, folder)
     try:
         model, info = auto.from_pretrained(
@@ -117,20 +117,20 @@ def load_encoder(spec: ModelSpec, folder: Path, *, dtype: torch.dtype, device: t
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # whatever a model of theirs makes of a config that lies, the answer is the same
-        raise CheckpointError(f"{folder} cannot be loaded as {spec.architecture}: {_first_line(error)}") from error
+    except Exception as error:  # a wrong config can raise anything in transformers' model classes
+        raise CheckpointError(f"{folder} cannot be loaded as {spec.architecture}: {first_line(error)}") from error
     missing = sorted(key for key in info["missing_keys"] if is_scoring or not key.startswith("pooler."))
     unused = _UNUSED[-1:] if is_scoring else _UNUSED
     unknown = sorted(key for key in info["unexpected_keys"] if not any(part in key for part in unused))
     for verb, keys in (("lacks", missing), ("holds", unknown)):
         if keys:
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            what = "tensors that the model needs" if verb == "lacks" else "tensors that the model does not know"
+            what = "tensors that the model needs" if verb == "lacks" else "tensors that the model does not use"
             raise CheckpointError(f"{folder} {verb} {what}: {', '.join(keys[:3])}{more}.")
     model = model.to(device).eval().requires_grad_(False)
-    model.config.use_cache = False  # of those that could go on
+    model.config.use_cache = False  # decoders among them would keep keys and values
     return Encoder(model, is_scoring=is_scoring, has_sigmoid=is_scoring and has_sigmoid(folder), device=device)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0].rstrip(".") + "."

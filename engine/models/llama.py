@@ -1,4 +1,4 @@
-"""Llama and Mistral. Biases are as config.json says; Mistral's sliding window is in the spec's `windows`."""
+"""Llama and Mistral. config.json decides about biases; Mistral's sliding window is in the spec's `windows`."""
 
 import torch
 
@@ -11,7 +11,6 @@ from .decoder import Decoder
 def build(
     spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Group, ops: Ops
 ) -> Decoder:
-    """LlamaForCausalLM, MistralForCausalLM."""
     return Decoder(
         spec,
         qkv_bias=spec.attention_bias,

@@ -1,7 +1,7 @@
-"""What an attention mask of transformers means for contexts of any length.
+"""Determines what an attention mask of transformers means for contexts of any length.
 
-transformers builds a mask from a function of two positions. `describe_mask` takes the place of that building: it asks
-the function about distances that no short trial reaches, and gives back a mask that only carries the answer.
+transformers builds a mask from a function of two positions. `describe_mask` replaces that step: it evaluates the
+function at distances that no short trial reaches, and returns a mask that only carries the result.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REACH = "pagewire_reach"  # attribute of a mask: its window in tokens, None if it is causal alone, or `UNKNOWN`
+REACH = "pagewire_reach"  # attribute of a mask: its window in tokens, None if it is only causal, or `UNKNOWN`
 UNKNOWN = -1
 _FAR = 2**22  # a position beyond any context
 
@@ -20,14 +20,15 @@ Sees = Callable[[Any, Any, Any, Any], Any]  # (batch, head, position of the quer
 def describe_mask(
     batch_size: int, q_length: int, kv_length: int, *, mask_function: Sees, device: torch.device, **kwargs: Any
 ) -> Tensor:
-    """Registered as transformers' mask function of an attention that computes nothing."""
+    """Registered as transformers' mask function for an attention that computes nothing."""
     mask = torch.zeros((batch_size, 1, q_length, kv_length), device=device)
     setattr(mask, REACH, reach_of(mask_function, kwargs.get("local_size")))
     return mask
 
 
 def reach_of(sees: Sees, local_size: int | None) -> int | None:
-    """local_size: the window or chunk that the function is said to have."""
+    """The window of a mask function; None: only causal. local_size: the window or chunk size that the model
+    declares."""
 
     def distances(query: int, *keys: int) -> list[bool]:
         zero = torch.tensor(0)
@@ -38,9 +39,9 @@ def reach_of(sees: Sees, local_size: int | None) -> int | None:
             return UNKNOWN
         if distances(_FAR, 1, _FAR // 2, _FAR) == [True] * 3:
             return None
-        for query in (_FAR, _FAR + 1, _FAR + (local_size or 0) // 2):  # a chunk's border is somewhere
+        for query in (_FAR, _FAR + 1, _FAR + (local_size or 0) // 2):  # chunks have borders
             if local_size is None or distances(query, local_size - 1, local_size) != [True, False]:
                 return UNKNOWN
-    except (RuntimeError, IndexError):  # it looks at numbers that this step does not have
+    except (RuntimeError, IndexError):  # the function reads tensors that this step does not have
         return UNKNOWN
     return local_size

@@ -13,7 +13,6 @@ _EXPERTS = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 def build(
     spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Group, ops: Ops
 ) -> Decoder:
-    """MixtralForCausalLM."""
     return Decoder(
         spec,
         qkv_bias=False,

@@ -1,4 +1,4 @@
-"""A native decoder whose layers run in one call of C, where nothing needs to be told of each layer."""
+"""A native decoder whose layers all run in one call of C."""
 
 import ctypes
 from typing import cast
@@ -15,8 +15,8 @@ from .decoder import Decoder, DecoderLayer
 
 
 class NativeDecoder:
-    """See `Model`. The same bits as the decoder it wraps, which takes over where attention is wrapped in something that
-    wants to see every layer. For decoders without experts."""
+    """Gives the same bits as the decoder it wraps. The wrapped decoder runs itself if attention is wrapped, because
+    then every layer must call it. For decoders without experts."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels) -> None:
         self.kv_shape = decoder.kv_shape
@@ -50,7 +50,7 @@ class NativeDecoder:
         return out
 
     def _describe(self, attention: NativePagedAttention) -> DecoderFields:
-        """Where everything is. Once, when the cache is there."""
+        """The addresses of all weights and pages. Called once, when the cache is open."""
         body = self._decoder.model
         layers = [cast(DecoderLayer, layer) for layer in body.layers]
         self._layers = (LayerFields * len(layers))()

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: queries, keys and values always have biases, the output projection never."""
+"""Qwen2 and Qwen2.5: QKV projections always have biases, the output projection never."""
 
 import torch
 
@@ -11,7 +11,6 @@ from .decoder import Decoder
 def build(
     spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Group, ops: Ops
 ) -> Decoder:
-    """Qwen2ForCausalLM."""
     return Decoder(
         spec,
         qkv_bias=True,

@@ -1,4 +1,4 @@
-"""Qwen3: every query and key head is normed before it is rotated."""
+"""Qwen3: every query and key head is normed before the rotary embedding."""
 
 import torch
 
@@ -11,7 +11,6 @@ from .decoder import Decoder
 def build(
     spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Group, ops: Ops
 ) -> Decoder:
-    """Qwen3ForCausalLM."""
     return Decoder(
         spec,
         qkv_bias=spec.attention_bias,

@@ -13,7 +13,6 @@ _EXPERTS = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_p
 def build(
     spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Group, ops: Ops
 ) -> Decoder:
-    """Qwen3MoeForCausalLM."""
     return Decoder(
         spec,
         qkv_bias=spec.attention_bias,

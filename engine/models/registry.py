@@ -1,4 +1,4 @@
-"""Which architectures have a page of their own. Everything else goes to `transformers_fallback`."""
+"""Builds the models of native architectures. All others go to `transformers_fallback`."""
 
 import importlib
 from collections.abc import Collection
@@ -17,7 +17,7 @@ from .decoder import Decoder
 
 
 class _Page(Protocol):
-    """A family's page."""
+    """A family's module."""
 
     def build(
         self, spec: ModelSpec, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Group, ops: Ops
@@ -34,8 +34,8 @@ def build_native(
     group: Group,
     ops: Ops,
 ) -> Decoder | None:
-    """This rank's part of a model: matrices of `weight_dtype`, everything else of `dtype`, and no memory for any of
-    them before `allocate`. None: it is not native."""
+    """This rank's part of a model: matrices of `weight_dtype`, everything else of `dtype`, without memory until
+    `allocate`. None if the model is not native."""
     if not is_native(spec):
         return None
     page = cast(_Page, importlib.import_module(f".{NATIVE[spec.architecture]}", __package__))
@@ -52,7 +52,7 @@ def build_native(
 
 
 def allocate(model: Decoder, device: torch.device, *, without: Collection[str] = ()) -> None:
-    """Gives memory to the parameters, but for those with these names."""
+    """Gives memory to the parameters except those named in `without`."""
     for path, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if f"{path}.{leaf}" not in without:

@@ -1,12 +1,12 @@
-"""A trial of a model that transformers computes, with an attention that keeps keys and values as a paged cache does.
+"""A trial run of a model from transformers, with an attention that keeps keys and values as a paged cache does.
 
-Two short requests run side by side in two steps, the second of which reads the keys and values of the first.
-`Rehearsal` notes how every layer calls attention, and refuses what a cache of one set of keys and values a layer cannot
-answer. It needs no weights: on torch's meta device it shows the shapes before anything is read.
+Two short requests run side by side in two steps; the second step reads the keys and values of the first. `Rehearsal`
+records how every layer calls attention, and rejects what a cache of one set of keys and values per layer cannot serve.
+It needs no weights: on torch's meta device it shows the shapes before any weight is read.
 
-With the weights, `compare` holds the logits against those that transformers computes for each request alone with its
-own attention. That shows what no call can show: tokens that influence each other outside of attention, positions that
-the model counts by itself, and masks that are not causal.
+With the weights, `compare` compares the logits with those that transformers computes for each request alone with its
+own attention. That reveals what the calls do not: tokens that influence each other outside of attention, positions that
+the model counts itself, and masks that are not causal.
 """
 
 import math
@@ -20,18 +20,18 @@ from ...errors import UnsupportedModel
 from ...kernels.reference import attend
 from ..attention.base import AttentionStep
 
-# (request, tokens) in the order of a step. The requests change places, and each goes on where it was cut.
+# (request, tokens) in the order of a step. The second step swaps the requests, and each continues where it was cut.
 STEPS = (((0, 4), (1, 3)), ((1, 4), (0, 3)))
 NUM_TOKENS = 7  # of each request
-_MAX_ERROR = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}  # of logits, beside their spread
-_MAX_NOISE = 8  # times what transformers' own attentions differ among themselves
+_MAX_ERROR = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}  # of logits, relative to their spread
+_MAX_NOISE = 8  # times the difference between transformers' own attention implementations
 
 Step = tuple[Tensor, Tensor]  # logits [tokens, vocab], and the request of each token
 
 
 @dataclass(frozen=True)
 class Call:
-    """How a layer calls attention, which no step may change."""
+    """How a layer calls attention. It must be the same in every step."""
 
     num_heads: int
     num_kv_heads: int
@@ -42,7 +42,7 @@ class Call:
 
 
 class Rehearsal:
-    """An `AttentionBackend` that records each layer's calls. `step` begins a step and gives the positions."""
+    """An `AttentionBackend` that records each layer's calls."""
 
     def __init__(self, name: str) -> None:
         self.calls: dict[int, Call] = {}  # by layer
@@ -55,10 +55,10 @@ class Rehearsal:
         self._kept_requests = self._kept_positions = torch.empty(0, dtype=torch.int64)
 
     def begin(self, step: AttentionStep) -> None:
-        raise AssertionError("a rehearsal has steps of its own")
+        raise AssertionError("use `step`")
 
     def step(self, rows: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
-        """rows: of `STEPS`. Returns (request, position) of each token."""
+        """Begins a step. rows: of `STEPS`. Returns (request, position) of each token."""
         requests = torch.tensor([request for request, num in rows for _ in range(num)])
         positions = requests.new_empty(len(requests))
         for request, num in rows:
@@ -70,13 +70,13 @@ class Rehearsal:
         return requests, positions
 
     def finish(self, num_layers: int) -> None:
-        """Every layer must have called in this step."""
+        """Ends a step. Raises UnsupportedModel unless every layer has called attention."""
         layers = set(range(num_layers))
         if self._seen != layers:
             raise UnsupportedModel(
                 self._name,
                 f"it has {num_layers} layers, and {len(self._seen & layers)} of them use "
-                "attention; pagewire serves models whose every layer does",
+                "attention; pagewire serves only models in which all layers do",
             )
 
     def forward(
@@ -94,7 +94,7 @@ class Rehearsal:
             raise UnsupportedModel(
                 self._name,
                 f"it calls attention more than once in layer {layer}, and pagewire "
-                "caches one set of keys and values a layer",
+                "caches one set of keys and values per layer",
             )
         self._seen.add(layer)
         num = len(self._requests)
@@ -102,7 +102,7 @@ class Rehearsal:
             raise UnsupportedModel(
                 self._name,
                 f"for {num} tokens layer {layer} computes {query.shape[0]} queries "
-                f"and {key.shape[0]} keys, and pagewire's attention takes one of each a token",
+                f"and {key.shape[0]} keys, and pagewire's attention takes one of each per token",
             )
         call = Call(query.shape[1], key.shape[1], key.shape[2], scale, window, softcap)
         if self.calls.setdefault(layer, call) != call:
@@ -138,8 +138,8 @@ class Rehearsal:
 def rehearse(
     name: str, num_layers: int, device: torch.device, prompts: Tensor, run: Callable[..., Tensor]
 ) -> tuple[dict[int, Call], list[Step]]:
-    """prompts: [2, NUM_TOKENS] ids. run: (ids, positions, attention) → logits [tokens,
-    vocab]. Returns how each layer calls attention, and the steps. Raises UnsupportedModel."""
+    """Runs `STEPS`. prompts: [2, NUM_TOKENS] ids. run: (ids, positions, attention) → logits [tokens, vocab]. Returns
+    how each layer calls attention, and the steps' logits. Raises UnsupportedModel."""
     rehearsal = Rehearsal(name)
     steps = []
     for rows in STEPS:
@@ -151,9 +151,9 @@ def rehearse(
 
 
 def compare(name: str, steps: list[Step], expected: Tensor, again: Tensor | None, dtype: torch.dtype) -> None:
-    """steps: of `rehearse`. expected: logits [2, NUM_TOKENS, vocab] float32, by transformers' own attention. again: the
-    same by another of its attentions, which shows what rounding does to this model; None: in float32 that is known.
-    dtype: that all were computed in. Raises UnsupportedModel if ours are of another model."""
+    """Compares logits. steps: of `rehearse`. expected: logits [2, NUM_TOKENS, vocab] float32 of transformers' own
+    attention. again: the same from another of its attention implementations, which shows the effect of rounding; None
+    in float32, where it is negligible. dtype: of the computation. Raises UnsupportedModel if the logits differ."""
     ours = [torch.cat([logits[requests == request] for logits, requests in steps]) for request in range(2)]
     noise = 0.0 if again is None else _difference(again, expected)
     difference = _difference(torch.stack(ours), expected)
@@ -161,19 +161,20 @@ def compare(name: str, steps: list[Step], expected: Tensor, again: Tensor | None
         raise UnsupportedModel(
             name,
             f"its logits with pagewire's attention differ by {difference:.0%} from those with transformers' own, so it "
-            "does something that pagewire does not know",
+            "computes something that pagewire does not support",
         )
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Beside the spread of a token's expected logits, of the worst part of a request. Both [2, NUM_TOKENS, vocab].
+    """The error of the worst part of a request, relative to the spread of its tokens' expected logits. Both
+    [2, NUM_TOKENS, vocab].
 
-    A part are the tokens that one step computed. Of these the one in the middle decides: rounding can send a token to
-    another expert, and then its logits differ much."""
-    # Without the mean: no token is likelier if all logits are larger.
+    A part is the tokens that one step computed; its error is the median over them, because rounding can send a single
+    token to another expert, which changes its logits a lot."""
+    # Without the mean: adding a constant to all logits changes no probability.
     off, spread = (logits - logits.mean(dim=-1, keepdim=True) for logits in (found - expected, expected))
     error = (off.norm(dim=-1) / spread.norm(dim=-1).clamp_min(1e-9)).nan_to_num(math.inf)
-    error[~expected.isfinite().all(dim=-1)] = 0.0  # a model whose numbers overflow in transformers too says nothing
+    error[~expected.isfinite().all(dim=-1)] = 0.0  # logits that overflow in transformers too are not compared
     parts = [
         part
         for request, errors in enumerate(error)

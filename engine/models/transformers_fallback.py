@@ -1,14 +1,14 @@
-"""Decoder-only architectures that transformers knows, with our paged attention in place of its own.
+"""Decoder-only architectures that transformers supports, with our paged attention in place of its own.
 
-The model is transformers' own, built from its own classes (never from code in the checkpoint's folder). All rows of a
-step form one sequence with explicit positions; what keeps them apart is the attention, which transformers lets us
-supply: every attention layer calls `_attention`, and the step's backend reaches it as a keyword of the forward call.
+The model is built from transformers' own classes (never from code in the checkpoint's folder). All rows of a step form
+one sequence with explicit positions; the attention keeps them apart. transformers lets us supply it: every attention
+layer calls `_attention`, which gets the step's backend as a keyword of the forward call.
 
-Whatever the paged attention cannot do is refused with one sentence, and not computed wrongly later. `outline` rehearses
-the model without weights (`rehearsal.py`), which shows how each layer calls attention and gives the shape of the KV
-cache, and asks its masks how far they reach (`masks.py`). After loading, the logits of two short requests are held
-against those of transformers' own attention. What none of this shows is what a model does only with longer contexts, by
-code of its own and without a word of it in its calls and masks.
+What the paged attention cannot do is rejected at start with one sentence instead of computed wrongly later. `outline`
+rehearses the model without weights (`rehearsal.py`), which shows how each layer calls attention and gives the shape of
+the KV cache, and evaluates how far its masks reach (`masks.py`). After loading, the logits of two short requests are
+compared with those of transformers' own attention. Undetected remains what a model does only with longer contexts, in
+code of its own that its calls and masks do not show.
 
 Imported only when such a model is loaded: transformers takes seconds to import.
 """
@@ -30,13 +30,14 @@ from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvShape
 from ..checkpoint.purpose import NATIVE, refuse_own_code
 from ..checkpoint.spec import ModelSpec
+from .encoder import first_line
 from .masks import REACH, UNKNOWN, describe_mask
 from .rehearsal import NUM_TOKENS, Call, Step, compare, rehearse
 
 _NAME = "pagewire"
 _ORDINARY_LAYERS = {"full_attention", "sliding_attention", "attention"}
-# Keywords that transformers hands to attention and that change nothing in a causal forward pass without dropout. Every
-# other one may be a term that we do not compute.
+# Keywords that transformers passes to attention and that change nothing in a causal forward pass without dropout. Any
+# other keyword may be a term that we do not compute.
 _IDLE_KEYWORDS = {
     *("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict"),
     *("output_attentions", "output_hidden_states", "output_router_logits"),
@@ -46,10 +47,10 @@ _IDLE_KEYWORDS = {
 def load_fallback(
     spec: ModelSpec, folder: Path, *, num_numbers: int, max_len: int, dtype: torch.dtype, device: torch.device
 ) -> tuple["TransformersModel", int]:
-    """(the model with its weights, their bytes). num_numbers: that the checkpoint's tensors hold. Raises ConfigError,
+    """(the model with its weights, their bytes). num_numbers: values in the checkpoint's tensors. Raises ConfigError,
     CheckpointError."""
     shape = outline(spec, folder, num_numbers=num_numbers, max_len=max_len, dtype=dtype)
-    # Their functions are only partly typed.
+    # transformers is only partly typed.
     auto: Any = transformers.AutoModelForCausalLM
     try:
         model, info = auto.from_pretrained(
@@ -65,8 +66,8 @@ def load_fallback(
         )
     except PagewireError:
         raise
-    except Exception as e:  # whatever a model of theirs makes of a config that lies, the answer is the same
-        raise CheckpointError(f"{folder} cannot be loaded as {spec.architecture}: {_first_line(e)}") from e
+    except Exception as e:  # a wrong config can raise anything in transformers' model classes
+        raise CheckpointError(f"{folder} cannot be loaded as {spec.architecture}: {first_line(e)}") from e
     for name, found, wanted in info["mismatched_keys"]:
         raise CheckpointError(
             f"{name} has the shape {list(found)} in the checkpoint, but config.json calls for {list(wanted)}."
@@ -89,27 +90,27 @@ def load_fallback(
 
 
 def outline(spec: ModelSpec, folder: Path, *, num_numbers: int, max_len: int, dtype: torch.dtype) -> KvShape | None:
-    """What can be known of a model before memory is taken and weights are read: that it can be served, and the shape of
-    its KV. None: its layers look at numbers, so that only weights can tell. Raises ConfigError, CheckpointError."""
+    """What is known of a model before memory is allocated and weights are read: that it can be served, and the shape of
+    its KV. None: the layers read values, so only the weights can show it. Raises ConfigError, CheckpointError."""
     transformers.AttentionInterface.register(_NAME, _attention)
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # what it would warn of is an error here, and raised by `load_fallback`
+    logging.set_verbosity_error()  # its warnings are errors here, raised by `load_fallback`
     name = spec.architecture
     config = _config(spec, folder, max_len)
     auto: Any = transformers.AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            # Of their ways to compute experts this one looks at no numbers.
+            # Of transformers' ways to compute experts, this one reads no values.
             model = auto.from_config(config, attn_implementation=_NAME, experts_implementation="batched_mm").eval()
-    except Exception as e:  # whatever a model of theirs makes of a config that lies, the answer is the same
-        raise CheckpointError(f"{folder} cannot be loaded as {name}: {_first_line(e)}") from e
+    except Exception as e:  # a wrong config can raise anything in transformers' model classes
+        raise CheckpointError(f"{folder} cannot be loaded as {name}: {first_line(e)}") from e
     wanted = sum(parameter.numel() for parameter in model.parameters())
-    if wanted > 2 * num_numbers:  # tied weights may be there once
+    if wanted > 2 * num_numbers:  # tied weights may be stored once
         raise CheckpointError(
-            f"The checkpoint holds {num_numbers:,} numbers, but config.json calls for {wanted:,} of them in {name}."
+            f"The checkpoint holds {num_numbers:,} numbers, but config.json calls for {wanted:,} in {name}."
         )
-    # Some look for padding in the ids, only to warn.
+    # Some models search the ids for padding, only to warn.
     model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None
     served = TransformersModel(model, name=name, dtype=dtype, device=torch.device("meta"))
     try:
@@ -121,36 +122,36 @@ def outline(spec: ModelSpec, folder: Path, *, num_numbers: int, max_len: int, dt
 
 
 class _NeedsNumbers(Exception):
-    """A model without weights cannot run, because its layers look at numbers."""
+    """A model without weights cannot run, because its layers read values."""
 
 
 def _prompts(config: Any) -> Tensor:
-    """Ids for a rehearsal."""
+    """Token ids for a rehearsal."""
     most = int(config.get_text_config().vocab_size)
     return (torch.arange(1, 2 * NUM_TOKENS + 1) * 7919 % most).view(2, NUM_TOKENS)
 
 
 def _own_logits(model: Any, prompts: Tensor, attention: str, name: str) -> Tensor:
-    """By one of transformers' own attentions: [2, NUM_TOKENS, vocab] float32."""
+    """The logits of one of transformers' own attention implementations: [2, NUM_TOKENS, vocab] float32."""
     model.set_attn_implementation(attention if attention == "eager" or model._supports_sdpa else "eager")
     try:
         with torch.inference_mode():
             output = model(input_ids=prompts.to(model.device), use_cache=False)
         return cast(Tensor, output.logits.float())
     except Exception as e:
-        raise ConfigError(f"{name} does not run in transformers {transformers.__version__}: {_first_line(e)}") from e
+        raise ConfigError(f"{name} does not run in transformers {transformers.__version__}: {first_line(e)}") from e
     finally:
         model.set_attn_implementation(_NAME)
 
 
 class TransformersModel:
-    """See `Model`."""
+    """A `Model` computed by transformers with our paged attention."""
 
     def __init__(
         self, model: transformers.PreTrainedModel, *, name: str, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._body = model.base_model
-        # With its body replaced, calling the whole model does what comes after the body: scaling, head, softcap.
+        # With its body replaced, calling the whole model runs only what follows the body: scaling, head, softcap.
         self._replay = _Replay()
         setattr(model, model.base_model_prefix, self._replay)
         self._whole = model
@@ -173,7 +174,7 @@ class TransformersModel:
         return reference.greedy(self.logits(hidden))
 
     def rehearse(self, prompts: Tensor) -> list[Step]:
-        """Runs the model's rehearsal, which shows the KV cache's shape, and sets `kv_shape`."""
+        """Runs the rehearsal and sets `kv_shape` from it."""
         num_layers = self._config.get_text_config().num_hidden_layers
         with self._trying():
             calls, steps = rehearse(self._name, num_layers, self._device, prompts, self._run)
@@ -181,7 +182,7 @@ class TransformersModel:
         return steps
 
     def check_masks(self, max_len: int) -> None:
-        """Holds the windows of which attention is told against the masks that transformers' own attention would get,
+        """Compares the windows that are passed to attention with the masks that transformers' own attention would get,
         which show them for any length. Raises UnsupportedModel."""
         transformers.AttentionInterface.register(_MASKS, _note_mask)
         transformers.AttentionMaskInterface.register(_MASKS, describe_mask)
@@ -190,27 +191,27 @@ class TransformersModel:
         self._whole.set_attn_implementation(_MASKS)
         try:
             with self._trying():
-                # With a mask for padding nobody looks for several sequences in one.
+                # With a padding mask, transformers does not look for several sequences packed into one.
                 self._body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **{_KEYWORD: found})
         finally:
             self._whole.set_attn_implementation(_NAME)
         kinds = getattr(self._config, "layer_types", None) or ()
         for layer, (window, mask) in enumerate(found):
             if window is None and mask is None and "sliding_attention" in kinds[layer : layer + 1]:
-                raise UnsupportedModel(self._name, f"its layer {layer} tells its attention nothing of its window")
+                raise UnsupportedModel(self._name, f"its layer {layer} does not pass its window to its attention")
             if window != mask and min(window or max_len, mask or max_len) < max_len:
                 has = "no window" if mask is None else f"a window of {mask} tokens"
-                told = "nothing of it" if window is None else f"of {window} tokens"
+                passed = "none" if window is None else f"one of {window} tokens"
                 least = min(window or max_len, mask or max_len)
                 raise UnsupportedModel(
                     self._name,
-                    f"the mask of its layer {layer} has {has}, and its attention is told {told}; up to --max-model-len "
+                    f"the mask of its layer {layer} has {has}, but attention gets {passed}; up to --max-model-len "
                     f"{least} that makes no difference",
                 )
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
-        """Whatever a model of theirs makes of our attention, the answer is a sentence."""
+        """Turns every error of a model under our attention into one sentence."""
         try:
             with torch.inference_mode():
                 yield
@@ -219,7 +220,7 @@ class TransformersModel:
         except Exception as e:
             if self._device.type == "meta" and ("meta" in str(e) or isinstance(e, NotImplementedError)):
                 raise _NeedsNumbers from e
-            why = _first_line(e).rstrip(".")
+            why = first_line(e).rstrip(".")
             raise UnsupportedModel(
                 self._name, f"it does not run with another attention than transformers' own ({why})"
             ) from e
@@ -254,7 +255,7 @@ def _note_mask(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Notes the window of which this layer is told, and that of its mask."""
+    """Records the window that is passed to this layer's attention, and that of its mask."""
     found = cast(list[tuple[int | None, int | None]], kwargs[_KEYWORD])
     reach = None if attention_mask is None else getattr(attention_mask, REACH, UNKNOWN)
     if reach == UNKNOWN:
@@ -278,7 +279,7 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. query: [1, heads, tokens, dim] → [1, tokens, heads, dim]."""
+    """Implements transformers' attention interface. query: [1, heads, tokens, dim] → [1, tokens, heads, dim]."""
     backend = cast(AttentionBackend | None, kwargs.get(_KEYWORD))
     if backend is None:
         raise UnsupportedModel(
@@ -295,17 +296,17 @@ def _attention(
     terms = sorted(term for term, value in kwargs.items() if value is not None and term not in _IDLE_KEYWORDS)
     terms = ["attention_mask"] * (attention_mask is not None) + [term for term in terms if term != _KEYWORD]
     if terms:
-        what = "attention sinks" if terms == ["s_aux"] else f"terms that pagewire does not know ({', '.join(terms)})"
+        what = "attention sinks" if terms == ["s_aux"] else f"terms that pagewire does not support ({', '.join(terms)})"
         raise UnsupportedModel(_architecture(module), f"it computes its attention scores with {what}")
     if key.shape != value.shape:
         raise UnsupportedModel(
             _architecture(module),
-            f"its keys have {key.shape[-1]} numbers a head and its values {value.shape[-1]}, and pagewire's KV cache "
+            f"its keys have {key.shape[-1]} numbers per head and its values {value.shape[-1]}, and pagewire's KV cache "
             "has one size for both",
         )
     layer = getattr(module, "layer_idx", None)
     if layer is None or query.shape[0] != 1:
-        raise UnsupportedModel(_architecture(module), "its calls of attention name no layer")
+        raise UnsupportedModel(_architecture(module), "its calls of attention do not name the layer")
     out = backend.forward(
         cast(int, layer),
         query[0].transpose(0, 1),
@@ -319,13 +320,13 @@ def _attention(
 
 
 def _architecture(module: nn.Module) -> str:
-    """Of the model that this attention is a part of."""
+    """The architecture of the model that this attention belongs to."""
     names = getattr(getattr(module, "config", None), "architectures", None)
     return str(names[0]) if names else type(module).__name__
 
 
 class _Hidden(MoeModelOutputWithPast):
-    """Hidden states, and None for whatever else a body may give."""
+    """Hidden states, and None for every other attribute of a body's output."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -334,7 +335,7 @@ class _Hidden(MoeModelOutputWithPast):
 
 
 class _Replay(nn.Module):
-    """Stands where a model's body was and gives back hidden states computed before."""
+    """Replaces a model's body and returns hidden states that were computed before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +343,7 @@ class _Replay(nn.Module):
 
     @property
     def decoder(self) -> "_Replay":
-        """OPT and its kin call the decoder within the body."""
+        """OPT and similar models call the decoder within the body."""
         return self
 
     def forward(self, *args: object, **kwargs: object) -> _Hidden:
@@ -350,7 +351,7 @@ class _Replay(nn.Module):
 
 
 def _config(spec: ModelSpec, folder: Path, max_len: int) -> Any:
-    """transformers' config of a model that can be served, or a ConfigError that says why it cannot."""
+    """transformers' config of a model that can be served. Raises ConfigError with the reason if it cannot."""
     name = spec.architecture
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -360,12 +361,12 @@ def _config(spec: ModelSpec, folder: Path, max_len: int) -> Any:
             f"{name} is neither one of pagewire's own architectures ({', '.join(NATIVE)}) nor one that the installed "
             f"transformers {transformers.__version__} knows."
         ) from e
-    except Exception as e:  # their config classes check values with exceptions of many kinds
-        raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {_first_line(e)}") from e
+    except Exception as e:  # transformers' config classes raise exceptions of many kinds
+        raise ConfigError(f"transformers does not accept {folder / 'config.json'}: {first_line(e)}") from e
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     known = classes.get(type(config), None)
     if config.is_encoder_decoder or known is None or known.__name__ != name:
-        raise UnsupportedModel(name, "it is not a decoder-only language model, and pagewire serves no others")
+        raise UnsupportedModel(name, "it is not a decoder-only language model; pagewire generates text only with those")
     layers = set(getattr(config, "layer_types", None) or ())
     if known._is_stateful and not (layers and layers <= _ORDINARY_LAYERS):
         raise UnsupportedModel(
@@ -381,15 +382,11 @@ def _config(spec: ModelSpec, folder: Path, max_len: int) -> Any:
         )
     if strange := layers - _ORDINARY_LAYERS:
         raise UnsupportedModel(
-            name, f"it has layers of a kind that pagewire does not know ({', '.join(sorted(strange))})"
+            name, f"it has layers of a kind that pagewire does not support ({', '.join(sorted(strange))})"
         )
     if spec.rope.kind == "longrope" and max_len > spec.rope.original_max_position:
         raise ConfigError(
             f"{name} changes its rotary frequencies for requests of more than {spec.rope.original_max_position} "
-            f"tokens, which would disturb those beside them; set --max-model-len {spec.rope.original_max_position}."
+            f"tokens, which would change other requests' tokens; set --max-model-len {spec.rope.original_max_position}."
         )
     return config
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".") + "."

@@ -1,1 +1,1 @@
-"""Several ranks that hold one model: who has which part of it, and how their parts add up."""
+"""Tensor parallelism: which rank holds which part of a model, and how the ranks exchange tensors."""

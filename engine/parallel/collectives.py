@@ -9,26 +9,26 @@ from torch import Tensor
 from ...errors import StartError
 from .rank import RankInfo
 
-_TIMEOUT = timedelta(minutes=10)  # a rank that died is noticed by the supervisor long before
-_ONE_SHOT_BYTES = 1 << 20  # most that is summed in one shot; beyond, the links' bandwidth counts and not the latency
+_TIMEOUT = timedelta(minutes=10)  # the supervisor notices a dead rank long before
+_ONE_SHOT_BYTES = 1 << 20  # largest one-shot sum; above, bandwidth matters more than latency
 
 
 class Group(Protocol):
-    """This rank's side of its group. It is left with the end of the process and not before: a rank that fails has ended
-    by the time the others miss it, so the supervisor names the right one; and leaving NCCL would wait for all ranks."""
+    """This rank's side of its group. A rank leaves the group only when its process ends: then the supervisor names the
+    rank that failed first, and leaving NCCL would wait for all ranks."""
 
     rank: int
     size: int
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replaces x, which is contiguous, by the sum over the ranks; the same bits on each of them."""
+        """Replaces x, which is contiguous, by the sum over the ranks, with the same bits on each rank."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape]: everyone's x, contiguous and of one shape, in the order of the ranks."""
+        """[size, *x.shape]: the x of all ranks in their order. All are contiguous and of one shape."""
 
 
 class Alone:
-    """The only rank there is."""
+    """A group of one rank."""
 
     rank = 0
     size = 1
@@ -41,13 +41,13 @@ class Alone:
 
 
 class GlooGroup:
-    """Processes that compute on CPUs. What one of them adds up is the same in any batch: gloo's own sum is dealt out to
-    the ranks by the position in the tensor, and the order in which it adds is another for each."""
+    """Processes that compute on CPUs. The sum of an element does not depend on the batch: gloo's own all-reduce assigns
+    elements to ranks by position and adds in a different order for each."""
 
-    def __init__(self, place: RankInfo, size: int) -> None:
+    def __init__(self, rank_info: RankInfo, size: int) -> None:
         """Waits for all ranks. Raises StartError."""
-        self.rank, self.size = place.rank, size
-        _join("gloo", place, size, None)
+        self.rank, self.size = rank_info.rank, size
+        _join("gloo", rank_info, size, None)
 
     def all_reduce(self, x: Tensor) -> None:
         first, *others = self.all_gather(x)
@@ -60,13 +60,13 @@ class GlooGroup:
 
 
 class NcclGroup:
-    """Processes with a CUDA device each. Tested on no GPU so far, neither NCCL nor the one-shot sum."""
+    """Processes with a CUDA device each. Neither NCCL nor the one-shot sum has been tested on a GPU so far."""
 
-    def __init__(self, place: RankInfo, size: int, device: torch.device) -> None:
+    def __init__(self, rank_info: RankInfo, size: int, device: torch.device) -> None:
         """Waits for all ranks. Raises StartError."""
-        self.rank, self.size = place.rank, size
-        _join("nccl", place, size, device)
-        self._one_shot = OneShot(device) if OneShot.is_possible(place, size) else None
+        self.rank, self.size = rank_info.rank, size
+        _join("nccl", rank_info, size, device)
+        self._one_shot = OneShot(device) if OneShot.is_possible(rank_info, size) else None
 
     def all_reduce(self, x: Tensor) -> None:
         if self._one_shot is not None and x.nbytes <= _ONE_SHOT_BYTES and x.nbytes % 16 == 0:
@@ -79,54 +79,54 @@ class NcclGroup:
 
 
 class OneShot:
-    """Small sums over memory that all devices of a machine map: each rank reads the others' numbers and adds them up in
-    the order of the ranks, in one kernel and without NCCL's steps (pytorch.org/docs, "PyTorch Symmetric Memory").
-    Never run so far: there was no machine with two GPUs."""
+    """Small sums over memory that all devices of a machine map: each rank reads the other ranks' values and adds them
+    in rank order, in one kernel and without NCCL's steps (pytorch.org/docs, "PyTorch Symmetric Memory"). It has never
+    run: there was no machine with two GPUs."""
 
     def __init__(self, device: torch.device) -> None:
-        """All ranks of the group at once."""
+        """Collective: all ranks of the group call it at once."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
         group = torch.distributed.group.WORLD
-        assert group is not None, "the group is joined before"
+        assert group is not None, "OneShot before _join"
         self._name = group.group_name
         self._shared = symmetric_memory.empty(_ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self._shared, self._name)
 
     @staticmethod
-    def is_possible(place: RankInfo, size: int) -> bool:
-        """The same answer on every rank: all are on one machine, and each device can read every other one's memory."""
-        if len(place.ranks_here) < size or not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_out"):
+    def is_possible(rank_info: RankInfo, size: int) -> bool:
+        """The same answer on every rank: all are on one machine, and each device can read the memory of every other."""
+        if len(rank_info.ranks_here) < size or not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_out"):
             return False
         return all(torch.cuda.can_device_access_peer(a, b) for a in range(size) for b in range(size) if a != b)
 
     def all_reduce(self, x: Tensor) -> None:
-        """See `Group`. x: float32 or bfloat16, of at most _ONE_SHOT_BYTES and a multiple of 16 bytes."""
+        """x: float32 or bfloat16, of at most _ONE_SHOT_BYTES and a multiple of 16 bytes."""
         mine = self._shared[: x.nbytes].view(x.dtype).view_as(x)
         mine.copy_(x)
         torch.ops.symm_mem.one_shot_all_reduce_out(mine, "sum", self._name, x)
 
 
-def join(place: RankInfo, size: int, device: torch.device) -> Group:
-    """This rank's group, once all of its ranks are there. Raises StartError."""
+def join(rank_info: RankInfo, size: int, device: torch.device) -> Group:
+    """Waits for all ranks and returns this rank's group. Raises StartError."""
     if size == 1:
         return Alone()
-    return NcclGroup(place, size, device) if device.type == "cuda" else GlooGroup(place, size)
+    return NcclGroup(rank_info, size, device) if device.type == "cuda" else GlooGroup(rank_info, size)
 
 
-def _join(backend: str, place: RankInfo, size: int, device: torch.device | None) -> None:
+def _join(backend: str, rank_info: RankInfo, size: int, device: torch.device | None) -> None:
     try:
         torch.distributed.init_process_group(
             backend,
-            init_method=place.rendezvous,
-            rank=place.rank,
+            init_method=rank_info.rendezvous,
+            rank=rank_info.rank,
             world_size=size,
             timeout=_TIMEOUT,
             device_id=device,
         )
     except (RuntimeError, ValueError) as error:
         why = str(error).partition("\n")[0].rstrip(".")
-        raise StartError(f"The {size} ranks did not meet at {place.rendezvous}: {why}.") from error
+        raise StartError(f"The {size} ranks did not meet at {rank_info.rendezvous}: {why}.") from error
 
 
 def _all_gather(x: Tensor, size: int) -> Tensor:

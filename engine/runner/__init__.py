@@ -1,1 +1,1 @@
-"""One step of one model on one device."""
+"""Runs the steps of one model on one device."""

@@ -1,4 +1,4 @@
-"""Which kernels run on a device, and what they ask of the weights' type: decided once, at start."""
+"""Which kernels run on a device, and which type they want the weights in: chosen once, at start."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,14 +17,14 @@ from ..models.decoder import Decoder, Model
 
 @dataclass(frozen=True)
 class Backend:
-    """Everything that computes."""
+    """The kernels of a model: operations, attention, and how a decoder runs."""
 
     ops: Ops
-    weight_dtype: torch.dtype  # of matrices; the rest of a model is of the activations' type
+    weight_dtype: torch.dtype  # of matrices; other parameters have the activations' type
     attention: Callable[[KvCache], AttentionBackend]
     model: Callable[[Decoder], Model]  # how a native decoder runs
     note: str  # for the operator
-    is_invariant: bool = False  # with `is_deterministic` a token has the same bits in any company, chunked or not
+    is_invariant: bool = False  # with `--deterministic` a token has the same bits in any batch, chunked or not
 
     @classmethod
     def reference(cls, dtype: torch.dtype, *, int8: bool = False, why: str = "") -> "Backend":
@@ -40,9 +40,9 @@ class Backend:
 
 
 def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype: str) -> Backend:
-    """The C kernels compute in float32 and widen bfloat16 weights as they read them, so a bfloat16 checkpoint stays as
-    it is and loses nothing. Where they cannot be compiled or are not wanted, for other types of activations and on
-    other devices, it is torch."""
+    """The C kernels compute in float32 and widen bfloat16 weights as they read them, so a bfloat16 checkpoint keeps its
+    type and loses nothing. Torch's kernels are used on other devices, for other types of activations, and where the C
+    kernels cannot be compiled or are not wanted."""
     dtype, int8, why = getattr(torch, config.arithmetic), config.quantization == "int8", ""
     if device.type == "cpu" and config.kernels == "compiled" and dtype == torch.float32:
         try:

@@ -1,8 +1,8 @@
-"""What the start of a worker would find, without reading the weights: whether the model can be served, and how it would
-share the memory out.
+"""What a worker would find at start, without reading the weights: whether the model can be served, and how it would
+share out the memory.
 
-For `pagewire doctor` and `pagewire serve --explain`. It asks what `loading.py` asks, by the same functions, but for
-what only weights show; what the start accounts for is calculated there, and a test holds the two together.
+For `pagewire doctor` and `pagewire serve --explain`. It asks the questions of `loading.py` by the same functions,
+except those that only weights answer. What the start measures is calculated here, and a test compares the two.
 """
 
 from pathlib import Path
@@ -24,12 +24,12 @@ from .memory import MemoryPlan
 
 
 def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
-    """One rank's memory, and how many KV blocks it would offer. What a GPU's recorded steps take is left out. Raises
-    ConfigError and CheckpointError for a model that would be refused."""
+    """The memory of one rank, and how many KV blocks it would offer. The memory of recorded steps on a GPU is left out.
+    Raises ConfigError and CheckpointError for a model that cannot be served."""
     spec = read_spec(Path(config.model.path))
     if not spec.purpose.is_encoder:
         check_positions(config, spec)
-    device = choose_device(config, place=RankInfo(ranks_here=tuple(range(config.tensor_parallel_size))))
+    device = choose_device(config, rank_info=RankInfo(ranks_here=tuple(range(config.tensor_parallel_size))))
     weights, shape = _model(config, spec, device.torch_device)
     plan = MemoryPlan(
         weights=weights,
@@ -47,20 +47,20 @@ def forecast(config: EngineConfig) -> tuple[MemoryPlan, int]:
 
 
 class _Imagined(Alone):
-    """The first of so many ranks, none of which is there."""
+    """Rank 0 of a group of `size` ranks that is not running."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
 
 def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[int, KvShape]:
-    """Bytes of the weights of one rank, and the shape of its KV."""
+    """Bytes of one rank's weights, and the shape of its KV."""
     dtype, kv_dtype = DTYPES[config.arithmetic], DTYPES[config.kv_cache_dtype]
     files = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     if spec.purpose.is_encoder:
         from ..models.encoder import encoder_config
 
-        CheckpointReader(Path(config.model.path)).close()  # complains of damaged and missing files
+        CheckpointReader(Path(config.model.path)).close()  # raises for damaged and missing files
         encoder_config(spec, Path(config.model.path))
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, no_kv(dtype)
     is_int8 = config.quantization == "int8"
@@ -85,7 +85,7 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
         num_layers=heads.num_layers, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, dtype=kv_dtype
     )
     if is_gpu and spec.scheme is not None and spec.scheme.has_kernels and dtype.itemsize == 2:
-        return files // config.tensor_parallel_size, shape  # they stay as they are
+        return files // config.tensor_parallel_size, shape  # quantized weights are kept as stored
     weights = sum(parameter.nbytes for parameter in outline.parameters())
     if is_int8:
         for module in outline.modules():

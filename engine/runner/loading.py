@@ -1,4 +1,4 @@
-"""From a checkpoint to what runs plans: which model, on which kernels, with how much memory."""
+"""From a checkpoint to a model that runs plans: chooses the model's class and kernels, and accounts for memory."""
 
 import math
 from collections.abc import Callable
@@ -38,15 +38,15 @@ DTYPES = {
     "float16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
-_GRAPH_BYTES = 4 << 20  # of a recorded step; an allowance until it was measured
-_DIMS = (16, 32, 64, 128, 256)  # of heads, for the Triton kernels
-_MAX_GROUP = 16  # query heads of a kv head, for the same
-_MAX_ROWS = 2048  # that one program plans, and whose partial sums have offsets of 32 bits
+_GRAPH_BYTES = 4 << 20  # per recorded step; an assumption, not measured
+_DIMS = (16, 32, 64, 128, 256)  # head dimensions that the Triton kernels support
+_MAX_GROUP = 16  # query heads per kv head that the Triton kernels support
+_MAX_ROWS = 2048  # that `plan_decode` handles in one program; more would overflow 32-bit offsets of partial sums
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostModel:
-    """A model whose steps the host takes one by one: on a CPU, and on a GPU where it needs torch's own kernels."""
+    """A model whose steps run one at a time: on a CPU, and on a GPU where the Triton kernels do not support it."""
 
     model: Model
     backend: Backend
@@ -69,17 +69,17 @@ def load_model(
     group: Group,
     progress: Callable[[int, int], None] | None,
 ) -> "HostModel | DeviceModel | EncoderModel":
-    """Reads this rank's part of the checkpoint. queue: of a device for which there are Triton kernels. Raises
-    ConfigError, CheckpointError."""
+    """Reads this rank's part of the checkpoint. queue: of a device with Triton kernels, else None. Raises ConfigError,
+    CheckpointError."""
     torch_device = device.torch_device
     if spec.purpose.is_encoder:
         return _load_encoder(config, spec, device)
-    why = "there is no such device" if queue is None else _why_not_triton(config, spec)
+    why = "the device is no GPU" if queue is None else _why_not_triton(config, spec)
     dtype = DTYPES[config.dtype if why is None else config.arithmetic]  # of activations
     if why is None:
         backend = Backend.reference(dtype)
     elif config.kv_cache_dtype == "fp8":
-        raise ConfigError(f"--kv-cache-dtype fp8 is there with the Triton kernels only, and {why}.")
+        raise ConfigError(f"--kv-cache-dtype fp8 needs the Triton kernels, which cannot be used: {why}.")
     else:
         backend = choose_backend(config, torch_device, spec.dtype)
     _check_deterministic(config, spec, backend, is_on_device=why is None)
@@ -95,7 +95,7 @@ def load_model(
     )
     kv_dtype = DTYPES[config.kv_cache_dtype]
     if decoder is not None:
-        # Kernels for narrow weights have activations of 16 bits.
+        # Kernels for quantized weights need 16-bit activations.
         is_kept = why is None and dtype.itemsize == 2 and spec.scheme is not None and spec.scheme.has_kernels
         _fill(config, spec, decoder, torch_device, progress, is_kept=is_kept)
         decoder.kv_shape = replace(decoder.kv_shape, dtype=kv_dtype)
@@ -103,7 +103,7 @@ def load_model(
             assert queue is not None
             return _on_device(config, spec, decoder, queue)
         weights = decoder.pack(backend.ops)
-        # Ranks exchange between the layers, so each is seen.
+        # `NativeDecoder` runs all layers in one call, and ranks exchange between the layers.
         model = backend.model(decoder) if group.size == 1 else decoder
     else:
         model, weights = _load_fallback(config, spec, torch_device, dtype, group)
@@ -127,7 +127,7 @@ def _load_encoder(config: EngineConfig, spec: ModelSpec, device: Device) -> "Enc
     from ..steps.encoder_steps import EncoderModel
 
     folder, dtype = Path(config.model.path), DTYPES[config.dtype]
-    CheckpointReader(folder).close()  # complains of damaged and missing files in our own words
+    CheckpointReader(folder).close()  # raises our own error for damaged and missing files
     encoder = load_encoder(spec, folder, dtype=dtype, device=device.torch_device)
     shape = no_kv(dtype)
     return EncoderModel(
@@ -141,12 +141,12 @@ def _load_encoder(config: EngineConfig, spec: ModelSpec, device: Device) -> "Enc
 
 
 def no_kv(dtype: torch.dtype) -> KvShape:
-    """Of a model that keeps none: its blocks have no bytes."""
+    """The shape of a model without KV: its blocks have no bytes."""
     return KvShape(num_layers=0, num_kv_heads=1, head_dim=1, dtype=dtype)
 
 
 def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> int:
-    """Bytes that a step of a `HostModel` may take besides, estimated."""
+    """Bytes that a step of a `HostModel` may take besides weights and KV, estimated."""
     per_layer = kv_shape.block_bytes(config.block_size) // max(1, kv_shape.num_layers)
     return workspace_bytes(
         tokens=config.max_num_batched_tokens,
@@ -161,38 +161,38 @@ def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> 
 
 
 def blocks_needed(config: EngineConfig) -> int:
-    """Blocks for as many requests as may run at once, each as long as it may get."""
+    """Blocks for `max_num_seqs` requests of the greatest length."""
     return config.max_num_seqs * -(-config.max_model_len // config.block_size)
 
 
 def _why_not_triton(config: EngineConfig, spec: ModelSpec) -> str | None:
-    """Why a model on a GPU has to do without the Triton kernels, if it has to."""
+    """Why a model on a GPU cannot use the Triton kernels; None if it can."""
     if not is_native(spec):
-        return f"{spec.architecture} has no page of its own"
+        return f"{spec.architecture} has no native implementation"
     if config.extension is not None:
-        return "--extension sees every layer"
+        return "--extension needs attention in torch"
     if spec.head_dim not in _DIMS:
-        return f"the kernels know no heads of {spec.head_dim} numbers"
+        return f"the kernels do not support a head dimension of {spec.head_dim}"
     if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
-        return f"the kernels take at most {_MAX_GROUP} query heads of a key/value head"
+        return f"the kernels support at most {_MAX_GROUP} query heads per key/value head"
     inner = 0 if spec.moe is None else spec.moe.intermediate_size // config.tensor_parallel_size
     if spec.moe is not None and (inner % 32 or spec.hidden_size % 32):
-        return "the kernels take experts of a multiple of 32 numbers"
+        return "the kernels need experts whose sizes are multiples of 32"
     return None
 
 
 def check_positions(config: EngineConfig, spec: ModelSpec) -> None:
-    """A model may declare more positions than there is memory for, before any of them is used."""
-    table = 6 * 4 * config.max_model_len * spec.head_dim  # cosines and sines, and what they are made of, on the host
+    """Raises ConfigError if the rotary tables of a declared length would not fit into memory."""
+    table = 6 * 4 * config.max_model_len * spec.head_dim  # cosines, sines and their intermediate tensors, on the host
     if table > (free := available_memory()):
         raise ConfigError(
-            f"--max-model-len {config.max_model_len}: the rotary tables of as many positions take {size(table)} while "
-            f"they are made, and {size(free)} are free."
+            f"--max-model-len {config.max_model_len}: the rotary tables of that many positions take {size(table)} "
+            f"while they are built, and {size(free)} are free. Choose a smaller length."
         )
 
 
 def _check_deterministic(config: EngineConfig, spec: ModelSpec, backend: Backend, *, is_on_device: bool) -> None:
-    """What `resolve` could not know: whether the kernels of a GPU serve the model, and a compiler that fails."""
+    """Checks what `resolve` could not know: whether Triton kernels serve the model, and whether the C kernels built."""
     if not config.deterministic:
         return
     for what, is_so in (
@@ -211,7 +211,7 @@ def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Q
     from ..gpu.state import RowState
 
     if config.max_num_seqs > _MAX_ROWS:
-        raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: on a GPU at most {_MAX_ROWS} requests run at once.")
+        raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU runs at most {_MAX_ROWS} requests at once.")
     shape = decoder.kv_shape
     group = decoder.num_heads // shape.num_kv_heads
     limits = limits_of(config, group=group, draft_tokens=num_draft_tokens(config))
@@ -224,7 +224,7 @@ def _on_device(config: EngineConfig, spec: ModelSpec, decoder: Decoder, queue: Q
         is_deterministic=config.deterministic,
     )
     state = RowState(limits=limits, vocab_size=config.model.vocab_size, device=queue.device)
-    # What a step takes besides, in the pool of the graphs: the states of a layer, and logits twice.
+    # A step's temporary memory, in the graphs' pool: the states of a layer, and logits twice.
     width = (2 * decoder.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 3 * decoder.intermediate_size
     steps = limits.tokens * (width + 4 * spec.hidden_size) * dtype.itemsize
     logits = limits.part * spec.vocab_size * (4 + dtype.itemsize)
@@ -251,7 +251,7 @@ def _fill(
     *,
     is_kept: bool,
 ) -> None:
-    """decoder: an outline. is_kept: quantized projections are to stay as the checkpoint has them."""
+    """decoder: an outline without memory. is_kept: quantized projections stay as the checkpoint stores them."""
     if config.load_format == "dummy":
         registry.allocate(decoder, device)
         fill_dummy(dict(decoder.named_parameters()))
@@ -277,11 +277,11 @@ def _fill(
 
 
 def find_targets(reader: CheckpointReader, decoder: Decoder, spec: ModelSpec) -> dict[str, Target]:
-    """Where each tensor of the checkpoint goes. decoder: may be an outline. Raises CheckpointError if the two do not
-    belong together."""
+    """Maps each tensor of the checkpoint to a parameter. decoder: may be an outline. Raises CheckpointError for
+    missing, left-over and misshapen tensors."""
     parameters = dict(decoder.named_parameters())
     targets = checkpoint_targets(parameters, decoder.fused, decoder.cuts, decoder.renamed)
-    if "embed_tokens.weight" in reader:  # the body alone was saved, as embedding models are
+    if "embed_tokens.weight" in reader:  # saved without the head, as embedding models are
         targets = {name.removeprefix("model."): target for name, target in targets.items()}
     check_weights(reader, parameters, targets, scheme=spec.scheme, redundant=decoder.redundant)
     return targets
@@ -309,6 +309,6 @@ def _load_fallback(
 
 
 def count_numbers(folder: Path) -> int:
-    """That the checkpoint's tensors hold. Raises CheckpointError for damaged and missing files."""
+    """The number of values in the checkpoint's tensors. Raises CheckpointError for damaged and missing files."""
     with CheckpointReader(folder) as reader:
         return sum(math.prod(reader.shape(name)) for name in reader.names())

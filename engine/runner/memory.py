@@ -1,26 +1,25 @@
-"""Who takes how much memory: weights, workspace, KV cache. Plain arithmetic, and the lines that people read."""
+"""How the device's memory is shared: weights, workspace, KV cache. Plain arithmetic, and the lines for the operator."""
 
 from msgspec import Struct
 
-_GATHER_BYTES = 64 << 20  # most that the kept buffers of attention are expected to grow to
+_GATHER_BYTES = 64 << 20  # expected limit of the buffers that attention keeps
 
 
 class MemoryPlan(Struct, frozen=True, kw_only=True):
-    """Bytes, all of one device."""
+    """All values but the last two are bytes of one device."""
 
     weights: int
-    workspace: int  # what a step may take besides, estimated
-    graphs: int = 0  # what recorded steps take on a GPU, an allowance
+    workspace: int  # what a step may take, estimated
+    graphs: int = 0  # what recorded steps may take on a GPU, estimated
     block: int  # one KV block of all layers
     block_size: int  # positions
     max_model_len: int
 
     def num_blocks(self, budget: int) -> int:
-        """Blocks that fit into `budget` bytes, but at least one. For a model with KV."""
+        """Blocks that fit into `budget` bytes, at least one. Only for a model with KV."""
         return max(1, budget // self.block)
 
     def lines(self, num_blocks: int) -> tuple[str, ...]:
-        """For the operator."""
         if not self.block:
             return (f"weights {size(self.weights)} | workspace {size(self.workspace)} | no KV cache",)
         whole = num_blocks // -(-self.max_model_len // self.block_size)
@@ -47,7 +46,7 @@ def workspace_bytes(
     itemsize: int,
     cache_bytes: int,
 ) -> int:
-    """An estimate of a step's own memory: activations of its tokens, logits of its rows, attention's gathered keys."""
+    """The estimated memory of a step: activations of its tokens, logits of its rows, and attention's gathered keys."""
     widths = 8 * hidden_size + 3 * intermediate_size + 2 * num_experts_per_tok * hidden_size
     activations = tokens * widths * itemsize
     logits = min(rows, tokens) * vocab_size * (itemsize + 2 * 4)
@@ -55,7 +54,7 @@ def workspace_bytes(
 
 
 def size(num_bytes: int) -> str:
-    """3.9 MB, 2.0 GB: powers of 1024, as the flags understand them."""
+    """3.9 MB, 2.0 GB: powers of 1024, as in the flags."""
     value = float(num_bytes)
     for unit in ("bytes", "kB", "MB"):
         if value < 1024:

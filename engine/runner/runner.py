@@ -1,8 +1,8 @@
 """One model on one device: loads it, opens its KV cache, and runs plans.
 
-The worker process calls it and knows nothing of torch. Life: `load`, `offer`, `open_cache`, then `launch` and `collect`
-in turn; plans are answered in the order they were launched. The steps keep the rows (see `rows.py`); everything else
-about a request is the core's.
+The worker process calls it and does not use torch itself. Order of calls: `load`, `offer`, `open_cache`, then `launch`
+and `collect` in turn; plans are answered in the order of their launches. The steps keep the rows (see `rows.py`); all
+other state of a request is the core's.
 """
 
 import logging
@@ -16,7 +16,6 @@ import torch
 
 from ...config.config import EngineConfig
 from ...ipc.messages import StepPlan, StepResult, Transferred, bytes_to_ids, ids_to_bytes
-from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvCache
 from ..checkpoint.spec import read_spec
 from ..device.base import Device, choose_device, is_out_of_memory
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ALONE = RankInfo()
-_TRANSFER_WAIT_S = 0.001  # between looks at KV transfers under way
+_TRANSFER_WAIT_S = 0.001  # between polls of KV transfers under way
 
 
 class Runner:
-    """See the head of the file. One thread, which also called `load`."""
+    """All calls come from one thread, `load` included."""
 
     def __init__(
         self,
@@ -71,31 +70,30 @@ class Runner:
         self._num_blocks = 0  # of the cache, once it is open
         self._cache: KvCache | None = None
         self._steps: Steps | None = None
-        self._attention: AttentionBackend | None = None
         self._connector: WorkerConnector | None = None
         self._connector_attention: ConnectorAttention | None = None
-        self._order: deque[StepResult | None] = deque()  # of the plans launched; None: the steps have the result
+        self._order: deque[StepResult | None] = deque()  # a dropped plan's result; None: the steps have it
         self._parked = Parked()
-        self._is_faulted = False  # until a plan says that the core knows
+        self._is_faulted = False  # until a plan whose `after_fault` is set
 
     @classmethod
     def load(
         cls,
         config: EngineConfig,
         *,
-        place: RankInfo = _ALONE,
+        rank_info: RankInfo = _ALONE,
         queue: Queue | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Runner":
-        """Reads the checkpoint, or this rank's part of it. queue: for the Triton kernels; without one a GPU gets its
-        own, and a CPU runs the kernels it is best at. `progress` is told (bytes done, bytes in all). Raises
-        ConfigError, CheckpointError, and StartError if the ranks do not meet."""
+        """Reads the checkpoint, or this rank's part of it. queue: for the Triton kernels; None: a GPU makes its own,
+        and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). Raises ConfigError,
+        CheckpointError, and StartError if the ranks do not meet."""
         timings = {}
         started = time.perf_counter()
         spec = read_spec(Path(config.model.path))
         size = config.tensor_parallel_size
-        device = choose_device(config, place=place)
-        group = join(place, size, device.torch_device)
+        device = choose_device(config, rank_info=rank_info)
+        group = join(rank_info, size, device.torch_device)
         if size > 1:
             timings["ranks"] = time.perf_counter() - started
             started = time.perf_counter()
@@ -106,19 +104,19 @@ class Runner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the operator; the KV cache as it was opened, or before that as it would be offered."""
+        """Lines for the operator, with the KV cache as it was opened, or as it would be offered."""
         size = self._group.size
         ranks = (f"{size} ranks; each of them:",) if size > 1 else ()
         return (*ranks, self._model.note, *self._memory.lines(self._num_blocks or self.offer()))
 
     @property
     def memory(self) -> MemoryPlan:
-        """What was accounted for; blocks of KV come to it."""
+        """The planned memory, without the KV cache."""
         return self._memory
 
     @property
     def block_bytes(self) -> int:
-        """Of one KV block, all layers."""
+        """Bytes of one KV block, all layers."""
         return self._memory.block
 
     @property
@@ -128,12 +126,12 @@ class Runner:
 
     @property
     def num_transfers(self) -> int:
-        """KV transfers under way, of which `take_transferred` will tell."""
+        """KV transfers under way, which `take_transferred` will report."""
         return 0 if self._connector is None else self._connector.num_pending
 
     def offer(self) -> int:
-        """Blocks that there is room for: what `kv_cache_memory` holds, or as many as could ever be used if the device's
-        memory allows it. At least one. Blocks of no bytes, of a model without KV, are never short."""
+        """The number of KV blocks, at least one: as many as `kv_cache_memory` holds, or as many as `max_num_seqs`
+        requests can use and the device's memory allows. Without KV, blocks have no bytes and are never short."""
         if self._num_blocks:
             return self._num_blocks
         if not self._memory.block:
@@ -145,8 +143,8 @@ class Runner:
         return min(self._memory.num_blocks(budget), blocks_needed(self._config))
 
     def open_cache(self, num_blocks: int) -> None:
-        """Allocates the KV cache, and starts what the configuration puts beside it, before the first `launch`. One that
-        is open stays as it is: a core that begins anew opens it again. Raises ConfigError."""
+        """Allocates the KV cache and starts the KV connector and the extension, before the first `launch`. Does nothing
+        if it is open, as after a restart of the core. Raises ConfigError."""
         if self._steps is not None:
             assert num_blocks == self._num_blocks, (num_blocks, self._num_blocks)
             return
@@ -170,30 +168,30 @@ class Runner:
         if not isinstance(model, HostModel):
             self._steps = model.steps(config, cache)
             return
-        self._attention = model.backend.attention(cache)
+        attention = model.backend.attention(cache)
         if config.extension is not None:
             extension, options = load_extension(config.extension)
-            self._attention = extension.wrap_attention(options, self._attention, cache)
+            attention = extension.wrap_attention(options, attention, cache)
         if self._connector is not None:
-            self._attention = self._connector_attention = ConnectorAttention(self._attention, self._connector)
+            attention = self._connector_attention = ConnectorAttention(attention, self._connector)
         self._steps = HostSteps(
             config=config,
             model=model.model,
             cache=cache,
-            attention=self._attention,
+            attention=attention,
             ops=model.backend.ops,
             synchronize=self._device.synchronize,
         )
 
     def launch(self, plan: StepPlan) -> None:
-        """Starts the plan; its result waits for `collect`. One that there is no memory for is dropped, and the plans
-        that were made before the core knew are dropped with it."""
+        """Starts the plan; `collect` gives its result. A plan that does not fit into memory is dropped, and so are the
+        plans that the core made before it knew."""
         connector = self._connector if plan.kv else None
         if self._connector_attention is not None:
             self._connector_attention.is_active = connector is not None
         with torch.inference_mode():
             if connector is not None:
-                self._device.synchronize()  # what it reads was written by the steps before
+                self._device.synchronize()  # the connector reads blocks that earlier steps write
                 connector.bind_connector_metadata(plan.kv)
                 connector.start_load_kv()
                 if self._connector_attention is None:
@@ -209,7 +207,7 @@ class Runner:
                 connector.wait_for_save()
 
     def forget(self) -> None:
-        """Nobody waits for what was launched, nor for transfers under way. Rows are forgotten as others take them."""
+        """Discards the launched plans and the transfers under way. Rows are forgotten when a request takes them."""
         self._is_faulted = False
         with torch.inference_mode():
             while self.num_pending:
@@ -219,14 +217,15 @@ class Runner:
                     time.sleep(_TRANSFER_WAIT_S)
 
     def _has_memory_for(self, plan: StepPlan) -> bool:
-        """Launches it. A group of ranks cannot go on alike when one of them has no memory: that ends the worker."""
+        """Launches the plan. False: out of memory. With several ranks this error ends the worker, because the ranks
+        would no longer do the same."""
         try:
             self._opened().launch(plan)
         except Exception as error:
             if self._group.size > 1 or not is_out_of_memory(error):
                 raise
             num_tokens = sum(bytes_to_ids(plan.counts))
-            log.warning("step %d: no memory for %d tokens; the next steps are smaller", plan.step, num_tokens)
+            log.warning("step %d: no memory for %d tokens; the next steps will be smaller", plan.step, num_tokens)
             return False
         return True
 
@@ -235,7 +234,7 @@ class Runner:
         return bool(self._order) and (self._order[0] is not None or self._opened().is_done())
 
     def collect(self) -> StepResult:
-        """The result of the oldest plan that was launched. Raises IndexError if there is none."""
+        """The result of the oldest launched plan. Raises IndexError if there is none."""
         dropped = self._order.popleft()
         if dropped is not None:
             return dropped
@@ -243,10 +242,10 @@ class Runner:
             return self._opened().collect()
 
     def sleep(self) -> int:
-        """Gives back the memory of the KV cache and, of a device with memory of its own, that of the weights, which
-        wait in the host's. Nothing is pending; what rows and blocks hold is lost. Returns bytes."""
+        """Frees the KV cache and, on a GPU, moves the weights to host memory. No plan may be pending; rows and blocks
+        lose their contents. Returns the freed bytes."""
         cache = self._cache
-        assert cache is not None and not self._order, "asleep before it was open, or at work"
+        assert cache is not None and not self._order, "sleep before open_cache, or with plans pending"
         num_bytes = self._num_blocks * self._memory.block
         self._opened().forget_addresses()
         cache.drop()
@@ -256,21 +255,21 @@ class Runner:
         return num_bytes
 
     def wake(self) -> bool:
-        """Takes it again. False: there is too little memory, and it is still asleep."""
-        assert self._cache is not None, "it was never open"
+        """Allocates and restores what `sleep` freed. False: there is too little memory, and it is still asleep."""
+        assert self._cache is not None, "wake before open_cache"
         try:
             self._parked.restore()
             self._cache.restore()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            log.warning("no memory to wake up with: %s", error)
+            log.warning("no memory to wake up: %s", error)
             self._device.trim()
             return False
         return True
 
     def use_idle(self) -> bool:
-        """See `Steps.use_idle`. What there is no memory for is left undone."""
+        """As `Steps.use_idle`. Running out of memory is no error here: the work is left undone."""
         if self._steps is None:
             return False
         try:
@@ -282,20 +281,20 @@ class Runner:
             return False
 
     def take_transferred(self) -> Transferred | None:
-        """KV transfers that are over and were not told before, if there are any."""
+        """The KV transfers that ended since the last call; None if there are none."""
         connector = self._connector
         if connector is None:
             return None
         sent, loaded = connector.get_finished()
         if not sent and not loaded:
             return None
-        self._device.synchronize()  # what was loaded is there for every later step
+        self._device.synchronize()  # later steps see the loaded blocks
         failed = sorted(connector.get_block_ids_with_load_errors())
         num_blocks, load_ms = connector.take_load_cost()
         return Transferred(tuple(sorted(loaded)), ids_to_bytes(failed), tuple(sorted(sent)), num_blocks, load_ms)
 
     def close(self) -> None:
-        """Ends what the KV connector has running."""
+        """Closes the KV connector."""
         if self._connector is not None:
             self._connector.close()
             self._connector = None

@@ -1,1 +1,1 @@
-"""What runs one plan: rows, inputs, sampling, results."""
+"""Runs one plan: rows, inputs, sampling, results."""

@@ -1,6 +1,7 @@
-"""What runs plans: on the host's word, token by token known to it (`HostSteps`), or on a device that is a step ahead of
-the host (`DeviceSteps`)."""
+"""What runs plans: on the host, which knows each token before the next step (`HostSteps`), or on a device that runs a
+step ahead of the host (`DeviceSteps`)."""
 
+from collections import deque
 from typing import Protocol
 
 import numpy as np
@@ -11,31 +12,53 @@ from ..attention.kv_cache import KvCache
 
 
 class Steps(Protocol):
-    """Plans are answered in the order in which they were launched."""
+    """Plans are answered in the order of their launches."""
 
     @property
     def num_pending(self) -> int:
         """Plans launched and not collected."""
 
     def launch(self, plan: StepPlan) -> None:
-        """Opens and grows rows, copies blocks, and starts the pass."""
+        """Opens and grows rows, copies blocks, and starts the forward pass."""
 
     def is_done(self) -> bool:
-        """Whether `collect` would not have to wait."""
+        """Whether `collect` would return at once."""
 
     def collect(self) -> StepResult:
-        """The result of the oldest plan that was launched. Raises IndexError if there is none."""
+        """The result of the oldest launched plan. Raises IndexError if there is none."""
 
     def forget_addresses(self) -> None:
-        """The memory of weights and cache goes, and comes back elsewhere."""
+        """Drops everything that holds addresses: weights and cache are about to move."""
 
     def use_idle(self) -> bool:
-        """Does a piece of work that makes later steps faster, if any is left. Returns whether more is. Called when no
-        plan waits."""
+        """Does one piece of work that makes later steps faster, if there is any. Returns whether there is more. Called
+        when no plan waits."""
+
+
+class ImmediateSteps:
+    """`Steps` whose `launch` returns when the step is done, and puts its result into `_results`."""
+
+    def __init__(self) -> None:
+        self._results: deque[StepResult] = deque()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._results)
+
+    def is_done(self) -> bool:
+        return True
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def forget_addresses(self) -> None:
+        pass
+
+    def use_idle(self) -> bool:
+        return False
 
 
 def copy_blocks(plan: StepPlan, cache: KvCache) -> None:
-    """Copies what the plan says."""
     if plan.copies:
         device = cache.pages[0][0].device
         pairs = torch.from_numpy(np.frombuffer(plan.copies, "<i4").astype(np.int64)).to(device)

@@ -1,7 +1,6 @@
-"""Steps of a model that sees whole texts at once: a row is computed in one step, and nothing of it is kept."""
+"""Steps of an encoder, which computes whole texts: a row takes one step, and nothing of it is kept."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,12 +10,13 @@ from ...config.config import EngineConfig
 from ...ipc.messages import RowOpen, StepPlan, StepResult, bytes_to_ids
 from ..attention.kv_cache import KvCache, KvShape
 from ..models.encoder import Encoder
+from .base import ImmediateSteps
 from .pooling import as_tensor, pool
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderModel:
-    """A model without KV. Its texts stand in blocks of no bytes, so that one scheduler serves all models."""
+    """A model without KV. Its blocks have no bytes, so that one scheduler serves all models."""
 
     encoder: Encoder
     kv_shape: KvShape
@@ -31,42 +31,24 @@ class EncoderModel:
         return EncoderSteps(self.encoder, synchronize=self.synchronize)
 
 
-class EncoderSteps:
-    """See `Steps`."""
-
+class EncoderSteps(ImmediateSteps):
     def __init__(self, encoder: Encoder, *, synchronize: Callable[[], None]) -> None:
+        super().__init__()
         self._encoder = encoder
         self._synchronize = synchronize
-        self._rows: dict[int, RowOpen] = {}  # those whose step is yet to come
-        self._results: deque[StepResult] = deque()
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._results)
-
-    def is_done(self) -> bool:
-        return True
-
-    def collect(self) -> StepResult:
-        return self._results.popleft()
-
-    def forget_addresses(self) -> None:
-        pass
-
-    def use_idle(self) -> bool:
-        return False
+        self._rows: dict[int, RowOpen] = {}  # opened and not computed yet
 
     def launch(self, plan: StepPlan) -> None:
         started = time.perf_counter()
         self._rows.update((row.row, row) for row in plan.open)
         rows = [self._rows.pop(row) for row in bytes_to_ids(plan.rows)]
         texts = [as_tensor(row.ids, "<i4") for row in rows]
-        assert [len(text) for text in texts] == np.frombuffer(plan.counts, "<i4").tolist(), f"step {plan.step}: pieces"
+        assert [len(text) for text in texts] == np.frombuffer(plan.counts, "<i4").tolist(), f"step {plan.step}: chunks"
         types = [as_tensor(row.type_ids or bytes(len(text)), "u1") for row, text in zip(rows, texts, strict=True)]
         vectors = {}
         for i, states in enumerate(self._encoder.states(texts, types)):
             pooling = rows[i].pooling
-            assert pooling is not None, f"step {plan.step} would draw tokens from an encoder"
+            assert pooling is not None, f"step {plan.step} would sample tokens from an encoder"
             vectors[i] = pool(states, pooling)
         self._synchronize()
         device_ms = (time.perf_counter() - started) * 1000

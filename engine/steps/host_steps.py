@@ -1,7 +1,7 @@
-"""Steps whose every token the host knows before it starts the next. On a CPU nothing is lost by that."""
+"""Steps that run one at a time: the host knows every token before it starts the next step. On a CPU that costs
+nothing."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...config.config import EngineConfig
-from ...ipc.messages import RowLogprobs, StepPlan, StepResult
+from ...ipc.messages import RowLogprobs, StepPlan
 from ...kernels.ops import Ops
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvCache
 from ..models.decoder import Model
-from .base import copy_blocks
+from .base import ImmediateSteps, copy_blocks
 from .logprobs import best_logprobs, prompt_logprobs, row_logprobs
 from .ngram import draft
 from .pooling import RowPooler
@@ -26,9 +26,7 @@ from .sampler import Sampler
 from .step_inputs import step_inputs
 
 
-class HostSteps:
-    """See `Steps`."""
-
+class HostSteps(ImmediateSteps):
     def __init__(
         self,
         *,
@@ -39,6 +37,7 @@ class HostSteps:
         ops: Ops,
         synchronize: Callable[[], None],
     ) -> None:
+        super().__init__()
         self._config = config
         self._model = model
         self._cache = cache
@@ -53,23 +52,6 @@ class HostSteps:
         )
         self._pooler = RowPooler(num_rows=config.max_num_seqs)
         self._sampler = Sampler(vocab_size=config.model.vocab_size, device=self._device, ops=ops)
-        self._results: deque[StepResult] = deque()
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._results)
-
-    def is_done(self) -> bool:
-        return True
-
-    def collect(self) -> StepResult:
-        return self._results.popleft()
-
-    def forget_addresses(self) -> None:
-        pass
-
-    def use_idle(self) -> bool:
-        return False
 
     def launch(self, plan: StepPlan) -> None:
         for row in plan.open:
@@ -85,14 +67,14 @@ class HostSteps:
         self._results.append(sampled.result(plan.step, (time.perf_counter() - started) * 1000))
 
     def _clear_rests(self, plan: StepPlan) -> None:
-        """A row that goes on in the middle of a block may find anything behind it, numbers that are none included."""
+        """Clears the rest of a block in whose middle a row begins: it may hold stale numbers, NaN among them."""
         for row in plan.open:
-            place, first = divmod(row.num_computed, self._config.block_size)
+            index, first = divmod(row.num_computed, self._config.block_size)
             if first:
-                self._cache.clear_rest(int(self._rows.blocks[row.row, place]), first)
+                self._cache.clear_rest(int(self._rows.blocks[row.row, index]), first)
 
     def _run(self, plan: StepPlan) -> Sampled:
-        """What the pass gave, and the rows brought up to date."""
+        """Runs the forward pass, samples, and updates the rows."""
         if not plan.rows:
             return Sampled({})
         device, rows = self._device, self._rows
@@ -105,7 +87,7 @@ class HostSteps:
         def logits_of(first: int, last: int) -> Tensor:
             return self._model.logits(hidden[first:last])
 
-        told = prompt_logprobs(
+        prompt = prompt_logprobs(
             rows, step.rows, step.starts, step.counts, step.order, logits_of, self._config.model.vocab_size
         )
         vectors = self._pooler.take(
@@ -114,13 +96,13 @@ class HostSteps:
         rows.num_computed[step.rows] += step.counts
         samples = step.sampled
         if not len(samples.rows):
-            return Sampled(told, vectors=vectors)
+            return Sampled(prompt, vectors=vectors)
         rows.lift_minimum(samples.rows, samples.ends)
         if len(samples.tokens) < hidden.shape[0]:
             hidden = hidden.index_select(0, torch.from_numpy(samples.tokens).to(device))
         parts: list[NDArray[np.int64]] = []
         logprobs: dict[int, RowLogprobs] = {}
-        size = self._config.max_num_seqs  # there is memory for so many logits; only guesses need more
+        size = self._config.max_num_seqs  # the workspace has this many rows of logits; only draft tokens need more
         for part in (slice(at, at + size) for at in range(0, len(samples.rows), size)):
             picked = samples.rows[part]
             if not (rows.uses_logits | rows.is_masked)[picked].any():
@@ -130,13 +112,13 @@ class HostSteps:
             parts.append(self._sampler.sample(logits, rows, picked, samples.ends[part]))
             logprobs |= self._logprobs(logits, parts[-1], samples.order[part], rows.num_logprobs[picked])
         return replace(
-            take_in(plan, rows, samples, np.concatenate(parts), draft_tokens, told, logprobs), vectors=vectors
+            take_in(plan, rows, samples, np.concatenate(parts), draft_tokens, prompt, logprobs), vectors=vectors
         )
 
     def _logprobs(
         self, logits: Tensor, ids: NDArray[np.int64], plan_rows: NDArray[np.int64], wanted: NDArray[np.int64]
     ) -> dict[int, RowLogprobs]:
-        """Of the tokens drawn, for the rows that want them. All arguments are parallel."""
+        """The log-probabilities of the sampled tokens, for the rows that want them. All arguments are parallel."""
         asking = np.flatnonzero((wanted >= 0) & (ids >= 0))
         if not len(asking):
             return {}

@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw logits: before temperature, penalties and bias, as vLLM's `raw_logprobs`."""
+"""Log-probabilities of the raw logits, before temperature, penalties and bias, as in vLLM's `raw_logprobs`."""
 
 from collections.abc import Callable
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from ...ipc.messages import RowLogprobs
 from .rows import Rows
 
-_LEAST = -9999.0  # stands for -inf, which JSON cannot carry
-_LOGITS_BYTES = 32 << 20  # most float32 logits of prompt positions at once
+_LEAST = -9999.0  # replaces -inf, which JSON cannot express
+_LOGITS_BYTES = 32 << 20  # limit of the float32 logits of prompt positions at a time
 
 
 def best_logprobs(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """(ids, values), each [positions, 1 + num_best]: the chosen token's first, then the best ones, best first.
+    """(ids, values), each [positions, 1 + num_best]: first the chosen token, then the best tokens, best first.
 
-    logits: [positions, vocab] float32; chosen: [positions] int64. Both kinds come from one tensor, so a chosen token
-    that is the best has exactly the best one's value. A vocabulary smaller than `num_best` gives fewer columns.
+    logits: [positions, vocab] float32; chosen: [positions] int64. All values come from one tensor, so a chosen token
+    that is the best has exactly the best value. A vocabulary smaller than `num_best` gives fewer columns.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     ids, values = chosen[:, None], logprobs.gather(1, chosen[:, None])
@@ -43,11 +43,11 @@ def prompt_logprobs(
     logits_of: Callable[[int, int], Tensor],
     vocab_size: int,
 ) -> dict[int, RowLogprobs]:
-    """For the rows of a step that want them: of each prompt token whose predecessor this step computed, by the row's
-    index into the plan's rows.
+    """The log-probabilities of the prompt tokens whose predecessors this step computed, for the rows that want them, by
+    the row's index into the plan's rows.
 
-    picked: [rows] by place; starts, counts: [rows] the positions each computes; order: [rows] place → the plan's row;
-    logits_of: of the step's tokens from the first up to the last → float32 [tokens, vocab].
+    picked: [rows] in step order; starts, counts: [rows] the positions each computes; order: [rows] step order → index
+    into the plan's rows; logits_of: (first, last) token of the step → float32 [tokens, vocab].
     """
     result = {}
     slice_len = max(1, _LOGITS_BYTES // (4 * vocab_size))

@@ -1,4 +1,4 @@
-"""One vector of the hidden states of a prompt, which come in pieces where the prompt is computed in pieces."""
+"""Pools the hidden states of a prompt into one vector. A chunked prompt gives its states in several steps."""
 
 from collections.abc import Callable
 
@@ -14,15 +14,15 @@ _LEAST_NORM = 1e-12  # as in torch.nn.functional.normalize
 
 
 class RowPooler:
-    """For rows that want a vector instead of tokens. States are added up in float32, whatever the model computes in."""
+    """The rows that want a vector instead of tokens. States are summed in float32, whatever the model's type."""
 
     def __init__(self, *, num_rows: int) -> None:
         self._poolings: list[Pooling | None] = [None] * num_rows
-        self._parts: list[list[Vector]] = [[] for _ in range(num_rows)]  # of what was computed so far
-        self._num = 0  # rows that want one: steps of others cost nothing
+        self._parts: list[list[Vector]] = [[] for _ in range(num_rows)]  # states computed so far
+        self._num = 0  # rows that want a vector; 0 makes `take` free
 
     def open(self, row: RowOpen) -> None:
-        """Forgets what the row had."""
+        """Replaces what the row held."""
         self._num += (row.pooling is not None) - (self._poolings[row.row] is not None)
         self._poolings[row.row] = row.pooling
         self._parts[row.row] = []
@@ -38,8 +38,8 @@ class RowPooler:
     ) -> dict[int, bytes]:
         """The vectors that a step completes, by the row's index into the plan's rows.
 
-        picked: [rows] by place; starts, counts: [rows] the positions each computes; order: [rows] place → the plan's
-        row; num_prompt: by row; hidden_of: the states of the step's tokens from the first up to the last.
+        picked: [rows] in step order; starts, counts: [rows] the positions each computes; order: [rows] step order →
+        index into the plan's rows; num_prompt: by row; hidden_of: (first, last) token of the step → states.
         """
         vectors: dict[int, bytes] = {}
         if not self._num:
@@ -70,7 +70,7 @@ class RowPooler:
 
 
 def pool(states: Tensor, pooling: Pooling) -> bytes:
-    """The same of a whole prompt. states: [tokens, hidden_size]."""
+    """Pools a whole prompt at once. states: [tokens, hidden_size]."""
     states = states.float()
     match pooling.how:
         case "last":
@@ -83,7 +83,7 @@ def pool(states: Tensor, pooling: Pooling) -> bytes:
 
 
 def finish(vector: NDArray[np.floating], pooling: Pooling) -> bytes:
-    """float32 bytes of one vector or, one after another, of several. Empty if a number is not finite."""
+    """The float32 bytes of one vector, or of several in a row. Empty if a number is not finite."""
     if not np.isfinite(vector).all():
         return b""
     vector = vector[..., : pooling.dimensions]

@@ -1,7 +1,7 @@
 """The state of every row, in columns: ids, lengths, block tables and sampling parameters.
 
-A row is a place for one running request. The core says which request has which row; this file only keeps what the core
-said and what was sampled since. All columns are NumPy arrays, so that a step over many rows costs no Python per row.
+A row is the slot of one running request. The core decides which request has which row; this file keeps what the core
+sent and what was sampled since. All columns are NumPy arrays, so that a step over many rows runs no Python per row.
 """
 
 import math
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from ...ipc.messages import RowOpen, Sampling, StepPlan
 
-_FIRST_LEVEL = 1  # of `draft_level`: a row has to show first that it can guess
+_FIRST_LEVEL = 1  # of `draft_level`: a row drafts only after silent drafts were right
 
 
 class Rows:
-    """`num_rows` rows of at most `max_len` positions, and the id that may be drawn after the last of them."""
+    """`num_rows` rows of at most `max_len` positions, plus the id that may be sampled after the last of them."""
 
     def __init__(self, *, num_rows: int, max_len: int, block_size: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        # The two large columns are zeroed lazily by the system: memory is taken only where rows write.
+        # The system zeroes the two large columns lazily: they take memory only where rows write.
         self.ids: NDArray[np.int32] = np.zeros((num_rows, max_len + 1), np.int32)
         self.blocks: NDArray[np.int32] = np.zeros((num_rows, -(-(max_len + 1) // block_size)), np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(num_rows, np.int64)
@@ -32,27 +32,27 @@ class Rows:
         self.top_p: NDArray[np.float32] = np.ones(num_rows, np.float32)
         self.min_p: NDArray[np.float32] = np.zeros(num_rows, np.float32)
         self.seed: NDArray[np.uint64] = np.zeros(num_rows, np.uint64)
-        self.num_logprobs: NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # -1: not asked for
+        self.num_logprobs: NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # -1: not wanted
         self.num_prompt_logprobs: NDArray[np.int64] = np.full(num_rows, -1, np.int64)
         self.edits_logits: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # has a bias or a penalty
-        self.uses_logits: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # wants more of them than the greatest
-        self.sampling: list[Sampling] = [Sampling()] * num_rows  # whole, for the rows that edit logits
-        self.min_len: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # no end is drawn before; 0: it is over
+        self.uses_logits: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # needs more than the greatest logit
+        self.sampling: list[Sampling] = [Sampling()] * num_rows  # for the rows that edit logits
+        self.min_len: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # length from which an end token is allowed
         self.ends: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * num_rows  # for the rows with a `min_len`
 
-        # What rows may draw, [⌈vocab / 32⌉] int32: always, because of their parameters; and in this step.
+        # The tokens that rows may sample, [⌈vocab / 32⌉] int32: in all steps, by their parameters; and in this step.
         self._allowed: dict[int, NDArray[np.int32]] = {}
         self.masks: dict[int, NDArray[np.int32]] = {}
         self.is_masked: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # is in `masks`
 
-        self.draft_step = 0  # how often guesses were asked for; for this and the next four see `ngram.py`
+        self.draft_step = 0  # calls of `draft`; `ngram.py` owns this and the next four
         self.draft_level: NDArray[np.float64] = np.zeros(num_rows)
-        self.draft_wait: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # steps without a guess that are to come
+        self.draft_wait: NDArray[np.int64] = np.zeros(num_rows, np.int64)  # steps to wait before the next search
         self.silent_draft: NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # the id at `silent_end`; -1: none
         self.silent_end: NDArray[np.int64] = np.zeros(num_rows, np.int64)
 
     def open(self, row: RowOpen) -> None:
-        """Forgets what the row held and takes what the message says."""
+        """Replaces what the row held by the message."""
         i, sampling = row.row, row.sampling
         ids = np.frombuffer(row.ids, "<i4")
         blocks = np.frombuffer(row.block_ids, "<i4")
@@ -87,7 +87,7 @@ class Rows:
             self.num_blocks[row] += 1
 
     def mask(self, plan: StepPlan) -> None:
-        """Takes in which tokens rows may draw in this step."""
+        """Sets the masks of this step."""
         if not self.masks and not self._allowed and not plan.masked_rows:
             return
         self.is_masked[list(self.masks)] = False
@@ -100,7 +100,7 @@ class Rows:
         self.is_masked[list(self.masks)] = True
 
     def lift_minimum(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> list[int]:
-        """The rows that may end with what they are about to draw for the positions `ends`, and could not before."""
+        """The rows that may sample an end token at the positions `ends` for the first time."""
         lifted = [int(row) for row in rows[(self.min_len[rows] > 0) & (ends >= self.min_len[rows])]]
         for row in lifted:
             self.min_len[row] = 0
@@ -108,7 +108,7 @@ class Rows:
         return lifted
 
     def bias(self, row: int) -> dict[int, float]:
-        """What is added to which logits of the row, for what it draws next."""
+        """The bias of the row's next token: token id → what is added to its logit."""
         bias = dict(self.sampling[row].logit_bias or {})
         if self.min_len[row]:
             bias |= dict.fromkeys(self.ends[row].tolist(), -math.inf)
@@ -126,12 +126,12 @@ class Rows:
         self.uses_logits[row] = self.edits_logits[row] or sampling.temperature > 0 or sampling.logprobs is not None
 
     def append(self, rows: NDArray[np.int64], ends: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Stores the ids drawn for the positions `ends`, which become the rows' last. Where a row stands several times,
-        one after another and by position, all its ids but the last stand in for guesses that are stored there: what was
-        drawn after a wrong one counts for nothing. Returns which count: [ids].
+        """Stores the ids sampled for the positions `ends`, which become the rows' last. A row with draft tokens stands
+        here several times in succession, by position; ids sampled after a wrong draft token are dropped. Returns which
+        ids are kept: [ids].
 
-        An invalid id (-1) is kept as 0: the core fails such a request, but a plan made before it knew may still compute
-        the row once more."""
+        An invalid id (-1) is stored as 0: the core fails such a request, but plans made before it knew may still
+        compute the row."""
         kept = np.ones(len(rows), np.bool_)
         again = rows[1:] == rows[:-1]
         if again.any():
@@ -141,13 +141,13 @@ class Rows:
             kept = wrong_before == np.repeat(wrong_before[firsts], np.diff(firsts, append=len(rows)))
             rows, ends, ids = rows[kept], ends[kept], ids[kept]
         self.ids[rows, ends] = np.maximum(ids, 0)
-        self.num_computed[rows] = ends  # of a row that stands several times, the last assignment counts
+        self.num_computed[rows] = ends  # NumPy keeps the last of a row's assignments
         self.num_ids[rows] = ends + 1
         return kept
 
 
 def _bits(tokens: tuple[int, ...], vocab_size: int) -> NDArray[np.int32]:
-    """A mask of these tokens."""
+    """A mask that allows these tokens."""
     allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     allowed[list(tokens)] = True
     return np.packbits(allowed, bitorder="little").view("<i4")

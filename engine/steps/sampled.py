@@ -1,4 +1,4 @@
-"""What a step drew, and what of it counts: with guesses, only what was drawn after right ones."""
+"""The tokens that a step sampled, and which of them are kept: after a wrong draft token none are."""
 
 from dataclasses import dataclass, field
 
@@ -17,13 +17,13 @@ def _none() -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Sampled:
-    """See `StepResult`."""
+    """The parts of a `StepResult`."""
 
     prompt_logprobs: dict[int, RowLogprobs]
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
-    ids: NDArray[np.int64] = field(default_factory=_none)  # those of each row that draws, in the plan's order
-    nums: NDArray[np.int64] = field(default_factory=_none)  # how many of them each of these rows drew; empty: one each
-    draft_tokens: NDArray[np.int64] = field(default_factory=_none)  # of each speculative row
+    ids: NDArray[np.int64] = field(default_factory=_none)  # kept ids, row by row in the plan's order
+    nums: NDArray[np.int64] = field(default_factory=_none)  # ids per sampling row; empty: one each
+    draft_tokens: NDArray[np.int64] = field(default_factory=_none)  # per speculative row
     vectors: dict[int, bytes] = field(default_factory=dict)
 
     def result(self, step: int, device_ms: float) -> StepResult:
@@ -49,7 +49,7 @@ def take_in(
     prompt_logprobs: dict[int, RowLogprobs],
     logprobs: dict[int, RowLogprobs],
 ) -> Sampled:
-    """Brings the rows up to date, and the guessing with them. ids: [draws]; guesses: of each speculative row."""
+    """Updates the rows and their draft levels. ids: [samples]; draft_tokens: number per speculative row."""
     kept = rows.append(samples.rows, samples.ends, ids)
     places = samples.order[kept]
     ids = ids[kept][np.argsort(places, kind="stable")]

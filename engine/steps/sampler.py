@@ -1,14 +1,14 @@
-"""Draws the next token of each row.
+"""Samples the next token of each row.
 
-The order is vLLM's: bias and penalties change the raw logits, what a mask forbids becomes -inf, temperature divides
-them, min_p, top_k and top_p cut the tail, and one token is drawn from what is left. Drawing is the Gumbel-max trick:
-the token with the greatest logit + Gumbel noise is a sample of the softmax. The noise of a token is a hash of (request
-seed, output position, token id), so a request draws the same tokens alone, in any batch, in any row, and again after it
-was moved or resumed.
+The order is vLLM's: bias and penalties change the raw logits, masked tokens become -inf, temperature divides the
+logits, min_p, top_k and top_p filter the tokens, and one token is sampled from the rest. Sampling uses the Gumbel-max
+trick: the token with the greatest logit + Gumbel noise is a sample of the softmax. The noise of a token is a hash of
+(request seed, output position, token id), so a request samples the same tokens alone, in any batch, in any row, and
+after it was moved or resumed.
 
 The hash is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the
-constants are those of Vigna's splitmix64.c): its generator steps by a constant and mixes the state, so the n-th number
-of the generator that starts at `key` is mix(key + n · step), without the numbers before it.
+constants are those of Vigna's splitmix64.c). Its generator adds a constant and mixes the state, so the n-th number of
+the generator that starts at `key` is mix(key + n · step), without computing the numbers before it.
 """
 
 import math
@@ -26,12 +26,12 @@ _STEP = 0x9E3779B97F4A7C15
 _MULTIPLY_1 = 0xBF58476D1CE4E5B9
 _MULTIPLY_2 = 0x94D049BB133111EB
 _COLDEST = 1e-5  # temperatures below count as this one: float32 could not tell them apart
-_GREATEST = 1e30  # what an edited logit may be at most, so that differences and quotients stay finite
-_FIRST_BEST = 256  # how many of the best tokens to look at before more are sorted
+_GREATEST = 1e30  # limit of an edited logit, so that differences and quotients stay finite
+_FIRST_BEST = 256  # best tokens to sort at first; eightfold while top_p needs more
 
 
 class Sampler:
-    """Draws from logits of `vocab_size` tokens. Keeps no state between steps."""
+    """Samples from logits of `vocab_size` tokens. Keeps no state between steps."""
 
     def __init__(self, *, vocab_size: int, device: torch.device, ops: Ops) -> None:
         self._greedy = ops.greedy
@@ -44,10 +44,10 @@ class Sampler:
     def sample(
         self, logits: Tensor, rows: Rows, picked: NDArray[np.int64], ends: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """One id for each of the rows `picked`, for its position `ends`, before which its ids are those in `rows.ids`;
-        -1 where logits are not finite, or a mask allows no token. A row may be picked for several positions.
+        """One id for each of the rows `picked`, at its position `ends`; the ids before it are in `rows.ids`. -1 where
+        logits are not finite, or a mask allows no token. A row may be picked for several positions.
 
-        logits: [picked, vocab] float32 and left as they are.
+        logits: [picked, vocab] float32, left unchanged.
         """
         ids = self.greedy(*self._greedy(logits))
         finite = ids >= 0
@@ -82,7 +82,7 @@ class Sampler:
         top_k, top_p, min_p = rows.top_k[picked], rows.top_p[picked], rows.min_p[picked]
         if not ((top_k > 0) | (top_p < 1) | (min_p > 0)).any():
             return scaled.sub_(_exponential(keys[:, None] + self._steps).log_()).argmax(dim=-1)
-        # Only what is left needs noise: usually few tokens of a large vocabulary.
+        # Only the tokens that pass the filters need noise, usually few of a large vocabulary.
         left = scaled >= _floors(scaled, column(top_k), column(top_p), column(min_p))
         row, token = left.nonzero(as_tuple=True)
         scores = torch.full_like(scaled, -math.inf)
@@ -108,7 +108,7 @@ def _edit(logits: Tensor, sampling: Sampling, bias: dict[int, float], ids: NDArr
     if sampling.frequency_penalty or sampling.presence_penalty:
         written, counts = np.unique(ids[num_prompt:], return_counts=True)
         logits[tensor(written)] -= sampling.frequency_penalty * tensor(counts) + sampling.presence_penalty
-    # A bias of 1e300 is a finite number, too. The request gets what it asked for, and everyone else their tokens.
+    # A finite bias such as 1e300 overflows. The request gets finite logits instead of failing the batch.
     logits.nan_to_num_(nan=-_GREATEST, posinf=_GREATEST, neginf=-_GREATEST)
 
 
@@ -119,9 +119,9 @@ def _forbid(logits: Tensor, mask: NDArray[np.int32]) -> None:
 
 
 def _floors(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The least logit that may be drawn, [rows, 1]. scaled: [rows, vocab] with a maximum of 0; the others [rows, 1].
+    """The least logit that may be sampled, [rows, 1]. scaled: [rows, vocab] with a maximum of 0; the others [rows, 1].
 
-    Logits equal to the least one stay as well, so the answer depends on no order among equals.
+    Logits equal to the least one pass as well, so the result does not depend on the order of equal logits.
     """
     vocab = scaled.shape[1]
     min_p_floor = min_p.log()  # the best token's logit is 0; min_p 0 gives -inf
@@ -148,20 +148,20 @@ def _floors(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
 def _exponential(state: Tensor) -> Tensor:
     """Exponentially distributed float32 for each hash state (int64, changed in place); -log of it is Gumbel noise.
 
-    The uniform number u has 31 bits and is used as -log(1 - u), which keeps the small values fine-grained that make a
-    token win.
+    The uniform number u has 31 bits and is used as -log(1 - u), which is precise for small values, and these decide
+    which token wins.
     """
     state ^= (state >> 30) & 0x3FFFFFFFF
     state *= _signed(_MULTIPLY_1)
     state ^= (state >> 27) & 0x1FFFFFFFFF
     state *= _signed(_MULTIPLY_2)
-    # The last step of the mix, z ^ z >> 31, leaves the 31 highest bits alone, and those are all that is used.
+    # The last step of the mix, z ^ z >> 31, leaves the 31 highest bits alone, and only those are used.
     uniform = ((state >> 33) & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
 def _keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each row's generator starts: a hash of the request's seed and the output position."""
+    """The state in which each row's generator starts: a hash of the request's seed and the output position."""
     with np.errstate(over="ignore"):
         of_seed = _mix(seeds + np.uint64(_STEP))
         return _mix(of_seed + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_STEP)).view(np.int64)
@@ -174,5 +174,5 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _signed(constant: int) -> int:
-    """The same 64 bits as a signed number: torch multiplies int64 and wraps."""
+    """The same 64 bits as a signed int: torch multiplies int64 and wraps."""
     return constant - (1 << 64) if constant >> 63 else constant

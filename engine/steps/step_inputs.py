@@ -1,7 +1,7 @@
-"""Turns a plan into the tensors of one pass: which token of which row stands where.
+"""Turns a plan into the input tensors of one forward pass.
 
-Decode rows (one token) are put first, in ascending order of context; rows with more tokens follow in the plan's order.
-`order` says which of the plan's rows stands at each place. A row with guesses has more tokens, and each of them draws.
+Decode rows (one token) come first, in ascending order of context; rows with more tokens follow in the plan's order.
+`order` maps this step order to the plan's rows. A row with draft tokens has several tokens and samples after each.
 """
 
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ from .rows import Rows
 
 @dataclass(frozen=True)
 class Samples:
-    """The tokens that a step draws: those of a row one after another, rows by place. All are [draws] int64."""
+    """The tokens that a step samples, row after row in step order. All are [samples] int64."""
 
     rows: NDArray[np.int64]
-    ends: NDArray[np.int64]  # the position that the token is drawn for
-    tokens: NDArray[np.int64]  # whose logits it is drawn from: the step's token before that position
+    ends: NDArray[np.int64]  # the position of the sampled token
+    tokens: NDArray[np.int64]  # index of the step's token before that position, whose logits are used
     order: NDArray[np.int64]  # index of the row into the plan's rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """One pass over `tokens` tokens of `rows` rows, on the device."""
+    """One forward pass over `tokens` tokens of `rows` rows, on the device."""
 
-    order: NDArray[np.int64]  # [rows] place → index into the plan's rows
-    rows: NDArray[np.int64]  # [rows] by place
+    order: NDArray[np.int64]  # [rows] step order → index into the plan's rows
+    rows: NDArray[np.int64]  # [rows] in step order
     starts: NDArray[np.int64]  # [rows] first position each row computes
     counts: NDArray[np.int64]  # [rows] positions each row computes
     sampled: "Samples"
@@ -43,7 +43,7 @@ class StepInputs:
 def step_inputs(
     plan: StepPlan, rows: Rows, draft_tokens: NDArray[np.int64], *, block_size: int, device: torch.device
 ) -> StepInputs:
-    """Reads the rows and changes nothing. guesses: of the first of the plan's rows, how many stand behind its ids."""
+    """Changes no row. draft_tokens: [speculative rows] number of draft tokens that stand after each one's ids."""
     planned = np.frombuffer(plan.rows, "<i4").astype(np.int64)
     counts = np.frombuffer(plan.counts, "<i4").astype(np.int64)
     samples = np.frombuffer(plan.sample, np.uint8).astype(np.int64)
@@ -64,7 +64,7 @@ def step_inputs(
     positions = np.arange(bounds[-1]) + np.repeat(starts - (bounds - counts), counts)
     slots = rows.blocks[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
-    # A block whose first position is computed now and whose last is not still holds what its last owner left.
+    # A block that this step begins and does not fill still holds the values of its previous owner.
     partly = (ends % block_size != 0) & (ends - ends % block_size >= starts)
     fresh = rows.blocks[planned[partly], ends[partly] // block_size].astype(np.int64)
     return StepInputs(
@@ -95,11 +95,11 @@ def samples_of(
     order: NDArray[np.int64],
     nums: NDArray[np.int64],
 ) -> Samples:
-    """Each row draws `nums` tokens, after its last positions. bounds: where the row's tokens end. All are [rows]."""
+    """The `nums` last positions of each row are sampled. bounds: where the row's tokens end. All are [rows]."""
     places = np.flatnonzero(nums)
     last = bounds - 1
     if len(places) == nums.sum():
         return Samples(rows[places], ends[places], last[places], order[places])
     places = np.repeat(np.arange(len(nums)), nums)
-    back = np.cumsum(nums)[places] - 1 - np.arange(len(places))  # how many the row draws after this one
+    back = np.cumsum(nums)[places] - 1 - np.arange(len(places))  # samples of the row after this one
     return Samples(rows[places], ends[places] - back, last[places] - back, order[places])

@@ -1,1 +1,1 @@
-"""Reading checkpoints and proving that nothing is missing or left over."""
+"""Reads checkpoints and proves that no tensor is missing or left over."""

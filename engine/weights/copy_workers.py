@@ -1,5 +1,5 @@
-"""How weights get from files to where they stay: at once on a CPU, where reading is copying; and to a device in lanes,
-threads that each read into pinned memory of their own while what they read before is still on its way."""
+"""Copies weights from files to their parameters: directly on a CPU, where reading is copying; to a device by several
+threads, each of which reads into its own pinned memory while its previous copy is still under way."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,22 +15,22 @@ from torch import Tensor
 _T = TypeVar("_T")
 
 _NUM_WORKERS = 4
-_NUM_AHEAD = 16  # jobs: bounds what is read and not yet taken
-_CHUNK_BYTES = 32 << 20  # of pinned memory; a lane has two
+_NUM_AHEAD = 16  # limit of jobs whose results are not taken yet
+_CHUNK_BYTES = 32 << 20  # of pinned memory; a worker has two
 
 
 class CopyWorker(Protocol):
-    """Fills tensors. One thread's."""
+    """Fills tensors. Used by one thread."""
 
     def fill(self, target: Tensor, source: Tensor) -> None:
-        """target = source, cast, some time before `wait` returns. source: on the CPU, of the same shape."""
+        """target = source, cast; done when `wait` returns. source: on the CPU, of the same shape."""
 
     def wait(self) -> None:
         """Returns when all targets are filled."""
 
 
-class Here:
-    """See `CopyWorker`: at once."""
+class DirectCopy:
+    """Fills at once."""
 
     def fill(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
@@ -39,12 +39,12 @@ class Here:
         pass
 
 
-class ToDevice:
-    """See `CopyWorker`. A piece of a tensor is read into one buffer while the device takes the other's."""
+class StagedCopy:
+    """Fills through two buffers: one is read into while the device copies from the other."""
 
     def __init__(self, buffers: Sequence[Tensor], send: Callable[[Tensor, Tensor], Callable[[], None]]) -> None:
-        """buffers: uint8, of one size, in memory that the device reads while the host goes on. send: starts a copy (to,
-        from), and returns what waits for its end."""
+        """buffers: uint8, of one size, in memory that the device can read while the host continues. send: starts a copy
+        (to, from) and returns a function that waits for its end."""
         self._send = send
         self._buffers: deque[tuple[Tensor, Callable[[], None]]] = deque((buffer, _nothing) for buffer in buffers)
         self._num_bytes = len(buffers[0])
@@ -56,7 +56,7 @@ class ToDevice:
             buffer, wait = self._buffers.popleft()
             wait()
             staged = buffer.view(target.dtype)[: len(part)]
-            staged.copy_(part)  # reads the file, casts, and leaves other threads the interpreter meanwhile
+            staged.copy_(part)  # reads the file, casts, and releases the GIL meanwhile
             self._buffers.append((buffer, self._send(to, staged)))
 
     def wait(self) -> None:
@@ -68,7 +68,7 @@ def _nothing() -> None:
     pass
 
 
-def _cuda_worker(device: torch.device) -> ToDevice:
+def _cuda_worker(device: torch.device) -> StagedCopy:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def send(target: Tensor, staged: Tensor) -> Callable[[], None]:
@@ -79,11 +79,11 @@ def _cuda_worker(device: torch.device) -> ToDevice:
         wait: Callable[[], None] = event.synchronize
         return wait
 
-    return ToDevice([torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)], send)
+    return StagedCopy([torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)], send)
 
 
 class Jobs:
-    """Runs jobs in lanes; what they give is taken in the order in which they were put."""
+    """Runs jobs on copy workers and takes their results in the order in which the jobs were put."""
 
     def __init__(self, workers: Sequence[CopyWorker]) -> None:
         self._workers = workers
@@ -97,7 +97,7 @@ class Jobs:
         self._waiting: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
 
     def put(self, job: Callable[[CopyWorker], _T], then: Callable[[_T], None]) -> None:
-        """Raises what a job raised, this one or one before it."""
+        """Runs `job`, then `then` with its result. Raises the error of this job or an earlier one."""
         if self._pool is None:
             then(job(self._workers[0]))
             return
@@ -106,14 +106,13 @@ class Jobs:
             self._take()
 
     def finish(self) -> None:
-        """Returns when everything is where it belongs."""
+        """Returns when all jobs are done and all tensors are filled."""
         while self._waiting:
             self._take()
         for worker in self._workers:
             worker.wait()
 
     def close(self) -> None:
-        """Ends the threads."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -131,8 +130,8 @@ class Jobs:
 
 @contextmanager
 def copy_jobs(device: torch.device) -> Iterator[Jobs]:
-    """Jobs whose tensors go to this device, all done when this is left without an error."""
-    jobs = Jobs([_cuda_worker(device) for _ in range(_NUM_WORKERS)] if device.type == "cuda" else [Here()])
+    """Jobs that fill tensors on this device; all are done when the context ends without an error."""
+    jobs = Jobs([_cuda_worker(device) for _ in range(_NUM_WORKERS)] if device.type == "cuda" else [DirectCopy()])
     try:
         yield jobs
         jobs.finish()

@@ -1,10 +1,10 @@
-"""Fills a model's parameters from a checkpoint and proves that the two belong together.
+"""Fills a model's parameters from a checkpoint and proves that the two match.
 
-Every tensor the model needs must be there, every tensor that is there must be needed, and shapes must agree; a
-CheckpointError says what does not. Names and shapes are compared before any data is read. Tensors are read one after
-another and cast on the way (`lanes.py`), so there is never a second copy of the weights.
+Every tensor that the model needs must be present, every tensor present must be needed, and shapes must agree; otherwise
+a CheckpointError names the tensor. Names and shapes are compared before any data is read. Tensors are read one by one
+and cast on the way (`copy_workers.py`), so there is never a second copy of the weights.
 
-The weights of a quantized checkpoint are widened on the way, or handed out as they are to who has kernels for them.
+Quantized weights are dequantized on the way, or passed on as stored where kernels can read them.
 """
 
 import re
@@ -26,11 +26,11 @@ from .mapping import Target
 from .quantized import Shape, is_unused, quantized_modules, read_weight, tensors_of
 from .reader import CheckpointReader
 
-# Buffers that old exporters saved although they follow from config.json.
+# Buffers that old exporters saved although config.json determines them.
 _DERIVED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 Keep = Mapping[str, Callable[[QuantizedWeight], None]]
-"""A parameter's name → who takes its weight if the checkpoint has it quantized."""
+"""A parameter's name → the function that takes its weight if it is quantized in the checkpoint."""
 
 
 def load_weights(
@@ -43,16 +43,16 @@ def load_weights(
     redundant: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Copies every tensor to its target; returns the bytes the parameters take.
+    """Copies every tensor to its target; returns the bytes of the parameters.
 
-    scheme: of a quantized checkpoint. Its quantized weights are dequantized, but for those of the parameters in `keep`,
-    which is handed them as they are, on the CPU; these parameters stay as they are, possibly without memory.
-    `redundant` names tensors that may be there and are not read, such as the lm_head of tied embeddings. `progress` is
-    told (bytes done, bytes in all), counted in the parameters' dtype. Raises CheckpointError, and ConfigError if ranks
-    cannot share a quantized weight out.
+    scheme: of a quantized checkpoint. Quantized weights are dequantized, except those of the parameters in `keep`:
+    these are passed to its functions on the CPU, and their parameters, which may have no memory, stay as they are.
+    redundant: tensors that may be present and are not read, such as the lm_head of tied embeddings. progress: called
+    with (bytes done, bytes in all), counted in the parameters' dtype. Raises CheckpointError, and ConfigError if a
+    quantized weight cannot be divided among the ranks.
     """
     present, quantized = check_weights(reader, parameters, targets, scheme=scheme, redundant=redundant)
-    place = {name: i for i, name in enumerate(present)}  # as the files have them
+    file_order = {name: i for i, name in enumerate(present)}
     views = {name: _view(parameters, target) for name, target in targets.items()}
     collected = _Collected(targets, keep)
     total = sum(view.nbytes for view in views.values())
@@ -69,7 +69,7 @@ def load_weights(
 
     device = next(parameter.device for parameter in parameters.values() if parameter.device.type != "meta")
     with copy_jobs(device) as jobs:
-        for name in sorted(views, key=lambda name: place[first[name]]):
+        for name in sorted(views, key=lambda name: file_order[first[name]]):
             keeps = targets[name].parameter in keep
             job = partial(_load, views[name], reader, name, targets[name].cut, scheme, quantized.get(name), keeps)
             jobs.put(job, partial(take, name))
@@ -85,10 +85,10 @@ def check_weights(
     scheme: Scheme | None,
     redundant: Sequence[str],
 ) -> "tuple[list[str], dict[str, _Quantized]]":
-    """Compares names and shapes. The parameters need no memory: a config that lies could ask for any amount of it.
+    """Compares names and shapes. The parameters need no memory: a wrong config could ask for any amount of it.
 
-    Returns the tensors that are there, as the files have them, and the weights that are quantized. Arguments and errors
-    are those of `load_weights`."""
+    Returns the tensors present, in file order, and the quantized weights. Arguments and errors are those of
+    `load_weights`."""
     present = [name for name in reader.names() if name not in redundant and not _DERIVED.fullmatch(name)]
     shapes = {name: _whole_shape(_view(parameters, target), target.cut) for name, target in targets.items()}
     quantized = _quantized(scheme, present, shapes)
@@ -99,7 +99,7 @@ def check_weights(
     _refuse("lacks", [name for name in needed if name not in there], "the model needs")
     left = [name for name in present if name not in needed and not (scheme is not None and is_unused(scheme, name))]
     left = [name for name in left if not _is_idle_bias(reader, name, quantized)]
-    _refuse("holds", left, "the model has no place for")
+    _refuse("holds", left, "the model does not use")
     for name, expected in needed.items():
         if reader.shape(name) not in expected:
             raise CheckpointError(
@@ -107,7 +107,7 @@ def check_weights(
                 f"{' or '.join(str(list(shape)) for shape in expected)}."
             )
         if name in shapes and name not in quantized and reader.dtype(name).startswith("F8"):
-            raise CheckpointError(f"{name} has 8 bits, but the checkpoint has no scale for it.")
+            raise CheckpointError(f"{name} has 8-bit values, but the checkpoint has no scale for it.")
     return present, quantized
 
 
@@ -121,7 +121,7 @@ def _load(
     keeps: bool,
     worker: CopyWorker,
 ) -> QuantizedWeight | None:
-    """Fills the view, or gives the quantized weight that is kept. In any thread."""
+    """Fills the view, or returns the quantized weight if it is kept. Runs in any thread."""
     if scheme is None or quantized is None:
         _fill(view, reader, name, cut, worker)
         return None
@@ -133,24 +133,24 @@ def _load(
 
 
 def quantized_parameters(reader: CheckpointReader, targets: Mapping[str, Target], scheme: Scheme) -> set[str]:
-    """Those of which the checkpoint has quantized weights."""
+    """The parameters whose weights are quantized in the checkpoint."""
     names = (f"{module}.weight" for module in quantized_modules(scheme, reader.names()))
     return {targets[name].parameter for name in names if name in targets}
 
 
 @dataclass(frozen=True)
 class _Quantized:
-    """A weight of the checkpoint that is quantized."""
+    """A quantized weight of the checkpoint."""
 
     module: str
     shape: tuple[int, int]  # of the whole weight
-    tensors: Mapping[str, tuple[Shape, ...]]  # what it is made of, and the shapes that each may have
+    tensors: Mapping[str, tuple[Shape, ...]]  # its tensors, and the shapes that each may have
 
 
 def _quantized(
     scheme: Scheme | None, present: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, _Quantized]:
-    """Of the weights that the model needs, those that are quantized."""
+    """The weights that the model needs and the checkpoint has quantized."""
     found: dict[str, _Quantized] = {}
     if scheme is None:
         return found
@@ -164,13 +164,13 @@ def _quantized(
 
 
 def _is_idle_bias(reader: CheckpointReader, name: str, quantized: Mapping[str, _Quantized]) -> bool:
-    """Old writers of GPTQ give every module a bias, of zeros where the model has none."""
+    """Whether a bias is one of those zeros that old GPTQ writers give to modules without a bias."""
     module, _, leaf = name.rpartition(".")
     return leaf == "bias" and f"{module}.weight" in quantized and not reader.tensor(name).any()
 
 
 class _Collected:
-    """Quantized parts of parameters until the parameter is whole."""
+    """Collects the quantized parts of fused parameters and passes each parameter on when it is complete."""
 
     def __init__(self, targets: Mapping[str, Target], keep: Keep) -> None:
         self._num_parts = Counter(target.parameter for target in targets.values())
@@ -219,7 +219,7 @@ def _fill(view: Tensor, reader: CheckpointReader, name: str, cut: Cut | None, wo
     elif cut.first == 0:
         worker.fill(view, reader.tensor(name))
     else:
-        worker.fill(view, torch.zeros(view.shape))  # a bias beside columns that are cut: the first rank adds it
+        worker.fill(view, torch.zeros(view.shape))  # the bias of a matrix cut by columns: only the first rank adds it
 
 
 def _refuse(verb: str, names: list[str], why: str) -> None:

@@ -1,18 +1,18 @@
-"""The tensors of a quantized checkpoint: what belongs to a module, and what it means.
+"""The tensors of a quantized checkpoint: which belong to a module, and how they are decoded.
 
     fp8, compressed-tensors   weight            float8_e4m3fn [n, k]
-                              weight_scale_inv  blocks [⌈n / 128⌉, ⌈k / 128⌉] (DeepSeek-V3, Qwen3-FP8; it is multiplied
-                                                by, whatever its name says), or
+                              weight_scale_inv  blocks [⌈n / 128⌉, ⌈k / 128⌉] (DeepSeek-V3, Qwen3-FP8; a factor in
+                                                spite of its name), or
                               weight_scale      one number, [n, 1] for rows, or blocks (compressed-tensors, AutoFP8)
     awq                       qweight           int32 [k, n / 8]
                               qzeros            int32 [k / group, n / 8]
                               scales            [k / group, n]
     gptq                      qweight           int32 [k / 8, n]
-                              qzeros            int32 [k / group, n / 8], less one but in checkpoint_format gptq_v2
+                              qzeros            int32 [k / group, n / 8], less one except in checkpoint_format gptq_v2
                               scales            [k / group, n]
                               g_idx             int32 [k], the group of each column (desc_act); may be missing
 
-Eight numbers of 4 bits share an int32, the first in the lowest bits; AWQ's are those of columns 0, 2, 4, 6, 1, 3, 5, 7
+Eight 4-bit numbers share an int32, the first in the lowest bits; AWQ's are those of columns 0, 2, 4, 6, 1, 3, 5, 7
 (`order_map` of AutoAWQ's WQLinear_GEMM). The weight is (number - zero) · scale. GPTQ's are packed as in `pack` of
 AutoGPTQ's QuantLinear; a zero point of 15 less one, as v1 stores it, is 16 and not 0 (as in vLLM's q_gemm.cu).
 """
@@ -36,14 +36,14 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def quantized_modules(scheme: Scheme, names: Collection[str]) -> set[str]:
-    """The modules of the checkpoint whose weight is quantized: those that have a scale."""
-    marks = _FP8_SCALES if isinstance(scheme, Fp8Scheme) else ("qweight",)
+    """The modules of the checkpoint whose weight is quantized, which is those with a scale."""
+    leaves = _FP8_SCALES if isinstance(scheme, Fp8Scheme) else ("qweight",)
     split = (name.rpartition(".") for name in names)
-    return {module for module, _, leaf in split if leaf in marks}
+    return {module for module, _, leaf in split if leaf in leaves}
 
 
 def tensors_of(scheme: Scheme, module: str, n: int, k: int, names: Collection[str]) -> Mapping[str, tuple[Shape, ...]]:
-    """What the weight [n, k] of a quantized module is made of: names, and the shapes that each may have. names: of the
+    """The tensors of a quantized module's weight [n, k]: name → the shapes it may have. names: all tensors of the
     checkpoint."""
     if isinstance(scheme, Fp8Scheme):
         scale = next(name for name in _FP8_SCALES if f"{module}.{name}" in names)
@@ -62,15 +62,15 @@ def tensors_of(scheme: Scheme, module: str, n: int, k: int, names: Collection[st
 
 
 def is_unused(scheme: Scheme, name: str) -> bool:
-    """Whether a tensor of a quantized checkpoint says nothing of its weights."""
+    """Whether a tensor of a quantized checkpoint is not needed for its weights."""
     return isinstance(scheme, Fp8Scheme) and name.rpartition(".")[2] in _FP8_UNUSED
 
 
 def read_weight(
     scheme: Scheme, reader: CheckpointReader, module: str, n: int, k: int, cut: Cut | None
 ) -> QuantizedWeight:
-    """The weight of a module [n, k], or this rank's part of it. Raises CheckpointError, and ConfigError if the cut goes
-    through weights that share a scale."""
+    """The weight of a module [n, k], or this rank's part of it. Raises CheckpointError, and ConfigError if the part
+    would split weights that share a scale."""
     rows = (cut.first, cut.last) if cut is not None and cut.dim == 0 else (0, n)
     columns = (cut.first, cut.last) if cut is not None and cut.dim == 1 else (0, k)
     read = _Part(reader, module, rows, columns)
@@ -98,19 +98,20 @@ class _Part:
         return self._reader.tensor(f"{self.module}.{leaf}", (first, second))
 
     def row_slice(self, share: int, n: int | None = None) -> slice:
-        """Of rows that come or are scaled `share` at a time; n: where the last ones may be fewer."""
+        """The slice of rows that are stored or scaled `share` at a time. n: end, where the last share may be
+        smaller."""
         return self._slice("rows", self.rows, share, n)
 
     def column_slice(self, share: int, k: int | None = None) -> slice:
-        """The same of columns."""
+        """The same for columns."""
         return self._slice("columns", self.columns, share, k)
 
     def _slice(self, what: str, part: tuple[int, int], share: int, end: int | None) -> slice:
         first, last = part
         if first % share or (last % share and last != end):
             raise ConfigError(
-                f"{self.module} is quantized {share} {what} at a time, which a rank's part of it, {what} {first} to "
-                f"{last}, would cut through; choose another --tensor-parallel-size."
+                f"{self.module} is quantized {share} {what} at a time, which a rank's part, {what} {first} to "
+                f"{last}, would split; choose another --tensor-parallel-size."
             )
         return slice(first // share, -(-last // share))
 
@@ -119,10 +120,12 @@ def _fp8(scheme: Fp8Scheme, part: _Part, n: int, k: int) -> Fp8Weight:
     values = part.tensor("weight", slice(*part.rows), slice(*part.columns))
     if values.dtype != torch.float8_e4m3fn:
         kind = str(values.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{part.module}.weight has a scale, but is of {kind} and not of float8_e4m3fn.")
+        raise CheckpointError(f"{part.module}.weight has a scale, but its type is {kind} and not float8_e4m3fn.")
     scale = part.whole(next(leaf for leaf in _FP8_SCALES if part.has(leaf)))
     if not scale.is_floating_point():
-        raise CheckpointError(f"{part.module} has scales of {str(scale.dtype).removeprefix('torch.')}, no floats.")
+        raise CheckpointError(
+            f"{part.module} has scales of {str(scale.dtype).removeprefix('torch.')}, which are no floats."
+        )
     scale = scale.float()
     if scheme.block is not None and scale.shape == (-(-n // scheme.block[0]), -(-k // scheme.block[1])):
         blocks = scale[part.row_slice(scheme.block[0], n), part.column_slice(scheme.block[1], k)]
@@ -162,15 +165,15 @@ def _unpack(words: Tensor, layout: str) -> Tensor:
 
 
 def _order(groups: Tensor, size: int, part: _Part, k: int) -> Tensor | None:
-    """The columns sorted by their groups, or None if they are."""
+    """The columns sorted by group; None if they already are."""
     groups = groups.long()
     if torch.equal(groups, torch.arange(k) // size):
         return None
     if not torch.equal(groups.sort().values, torch.arange(k) // size):
-        raise CheckpointError(f"{part.module}.g_idx does not deal out {k} columns in groups of {size}.")
+        raise CheckpointError(f"{part.module}.g_idx does not divide {k} columns into groups of {size}.")
     if part.columns != (0, k):
         raise ConfigError(
-            f"{part.module} has its columns quantized in another order (desc_act), so ranks cannot share them out; "
-            "leave --tensor-parallel-size out."
+            f"{part.module} has its columns quantized in another order (desc_act), so ranks cannot divide them; "
+            "omit --tensor-parallel-size."
         )
     return groups.argsort(stable=True).int()

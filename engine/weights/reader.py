@@ -1,7 +1,7 @@
 """Reads tensors from a checkpoint folder: model.safetensors, or the shards that model.safetensors.index.json names.
 
-Only safetensors: the pickle formats can run code. A file that is damaged, cut short or missing is a CheckpointError
-that names it. Knows nothing of models; called by `loader.py`.
+Only safetensors: pickle formats can run code. A damaged, truncated or missing file raises a CheckpointError that names
+it. Knows nothing of models; called by `loader.py`.
 """
 
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ class _Slice(Protocol):
 
 
 class _File(Protocol):
-    """The part of safetensors' reader that is used here; the library has no types for it."""
+    """The part of safetensors' reader that is used here; the library has no types."""
 
     def keys(self) -> list[str]: ...
     def get_slice(self, name: str) -> _Slice: ...
@@ -39,7 +39,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 class CheckpointReader:
-    """The tensors of one checkpoint by name. A context manager; tensors are read when asked for and not kept."""
+    """The tensors of one checkpoint by name. A context manager; tensors are read on demand and not kept."""
 
     def __init__(self, folder: Path) -> None:
         self._stack = ExitStack()
@@ -51,7 +51,7 @@ class CheckpointReader:
             absent = sorted((names or set()) - set(present))
             if absent:
                 raise CheckpointError(f"{file} lacks {absent[0]}, which {_INDEX} says it holds.")
-            # With an index, what it does not name is not part of the checkpoint.
+            # With an index, tensors that it does not name are not part of the checkpoint.
             self._file_of.update(dict.fromkeys(present if names is None else names, file))
 
     def __enter__(self) -> Self:
@@ -61,14 +61,14 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the files; their tensors can be asked for no more."""
+        """Closes the files; no tensor can be read afterwards."""
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
     def names(self) -> list[str]:
-        """Every tensor of the checkpoint, file by file."""
+        """All tensors of the checkpoint, file by file."""
         return list(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -76,11 +76,11 @@ class CheckpointReader:
         return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """As safetensors calls it, such as BF16 or F8_E4M3; from the file's header."""
+        """The safetensors name of the type, such as BF16 or F8_E4M3; from the file's header."""
         return self._open[self._file_of[name]].get_slice(name).get_dtype()
 
     def tensor(self, name: str, part: slice | tuple[slice, slice] | None = None) -> Tensor:
-        """On the CPU, in the file's dtype; with `part` no more is read than that. Raises CheckpointError."""
+        """The tensor on the CPU, in the file's dtype; with `part` only that is read. Raises CheckpointError."""
         try:
             file = self._open[self._file_of[name]]
             return file.get_tensor(name) if part is None else file.get_slice(name)[part]
@@ -100,14 +100,14 @@ class CheckpointReader:
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files of the checkpoint, each with the tensors it should hold (None: whatever it holds)."""
+    """The files of the checkpoint, each with the tensors that the index names in it (None: no index)."""
     index = folder / _INDEX
     weight_map = _read_index(index)
     if weight_map is not None:
         files: dict[Path, set[str] | None] = {}
         for name, file in weight_map.items():
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise CheckpointError(f"{index} names {file!r}, which is no safetensors file of its folder.")
+                raise CheckpointError(f"{index} names {file!r}, which is not a safetensors file in its folder.")
             held = files.setdefault(folder / file, set())
             assert held is not None
             held.add(name)

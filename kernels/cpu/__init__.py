@@ -1,1 +1,1 @@
-"""C kernels for the CPU, compiled on the machine they run on. `build` makes them, `native` calls them."""
+"""C kernels for the CPU, compiled on the machine that runs them. `build` compiles them, `native` calls them."""

@@ -1,5 +1,5 @@
 /* Attention over paged keys and values, [blocks][block_size][kv_heads][dim] in float32 or bfloat16; dim is a multiple
- * of 16. Everything is computed in float32: scores, their maximum, then exponentials and their sum.
+ * of 16. All arithmetic is float32: the scores, their maximum, the exponentials and their sum.
  */
 #include "product.h"
 
@@ -19,7 +19,7 @@ static inline const char *at(const Pages *p, const char *pages, const int32_t *t
     return pages + (slot * p->kv_heads + head) * p->dim * (p->bf16 ? 2 : 4);
 }
 
-/* Scores in place to weights that sum to 1. Those outside [from, to) of the n, a multiple of 16, become 0. */
+/* Turns scores in place into weights that sum to 1. Those outside [from, to) become 0. n: a multiple of 16. */
 static void softmax(float *scores, long from, long to, long n, float softcap)
 {
     if (softcap > 0)
@@ -45,8 +45,8 @@ static void softmax(float *scores, long from, long to, long n, float softcap)
         *(vf_any *)(scores + i) *= inverse;
 }
 
-/* Rows of keys lie kv_heads apart, so a block is read in one go for all heads of a task, and the same place of the next
- * block is fetched ahead: the hardware does not follow from one block to the next. */
+/* Rows of keys are kv_heads apart, so a block is read at once for all heads of a task, and the same part of the next
+ * block is prefetched: the hardware prefetcher does not follow from one block to the next. */
 /* G queries that share a key head, and the positions [first, last) of one block. scores: [G][stride]. */
 #define SHARED(G)                                                                                                      \
     static void scores_##G(const Pages *p, const char *key, const float *q, float *scores, long stride, long first,   \
@@ -71,7 +71,7 @@ static void softmax(float *scores, long from, long to, long n, float softcap)
             vf sum[G];                                                                                                 \
             UNROLL for (int g = 0; g < G; g++)                                                                         \
                 sum[g] = *(vf_any *)(out + g * p->dim + d);                                                            \
-            vf more[G][3] = {{{0}}}; /* four sums side by side: one would wait for itself */                           \
+            vf more[G][3] = {{{0}}}; /* four sums hide each other's latency */                                         \
             long i = first;                                                                                            \
             for (; i + 4 <= last; i += 4)                                                                              \
                 UNROLL for (int j = 0; j < 4; j++) {                                                                   \
@@ -94,14 +94,14 @@ SHARED(1)
 SHARED(2)
 SHARED(4)
 
-/* Two vectors to one: neighbouring groups of W lanes are added up, a's to the even groups and b's to the odd ones. */
+/* Folds two vectors into one: adds neighbouring groups of W lanes, a's into the even groups and b's into the odd. */
 #define LANE(l, w) ((l) / (w) % 2 * 16 + (l) / (w) / 2 * 2 * (w) + (l) % (w))
 #define FOUR(l, w, more) LANE(l, w) + more, LANE((l) + 1, w) + more, LANE((l) + 2, w) + more, LANE((l) + 3, w) + more
 #define HALF(a, b, w, more)                                                                                            \
     __builtin_shufflevector(a, b, FOUR(0, w, more), FOUR(4, w, more), FOUR(8, w, more), FOUR(12, w, more))
 #define FOLD(a, b, w) (HALF(a, b, w, 0) + HALF(a, b, w, w))
 
-/* As `scores_1`, for 16 positions: their sums over lanes are made in one tree, with a quarter of the shuffles. */
+/* As `scores_1`, for 16 positions: one tree sums all their lanes, with a quarter of the shuffles. */
 static void scores_16(const Pages *p, const char *key, const float *q, float *scores)
 {
     long next = p->kv_heads * p->dim * (p->bf16 ? 2 : 4);
@@ -120,8 +120,8 @@ static void scores_16(const Pages *p, const char *key, const float *q, float *sc
     *(vf_any *)scores = FOLD(sum[0], sum[1], 1) * p->scale;
 }
 
-/* One query of a row against the heads [head, end) of its positions [from, to); see `pagewire_decode`. `is_value`: the
- * second pass, over values; `then`: what is read after this, to be fetched ahead. */
+/* One query of a row and the heads [head, end) of its positions [from, to); see `pagewire_decode`. is_value: the second
+ * pass, over values. then: memory that is read afterwards, to be prefetched. */
 static void pass(const Pages *p, int is_value, const int32_t *table, long head, long end, const float *q, float *out,
                  float *scores, long stride, long from, long to, const char *then)
 {
@@ -133,7 +133,7 @@ static void pass(const Pages *p, int is_value, const int32_t *table, long head, 
         const char *ahead = last < to ? at(p, pages, table, last, head) : then;
         const char *block = at(p, pages, table, first, head);
         for (long h = head; h < end; h++, block += bytes) {
-            if (ahead) { /* a head at a time, beside the arithmetic */
+            if (ahead) { /* one head at a time, during the arithmetic */
                 for (const char *line = ahead, *stop = ahead + p->block_size * next; line < stop; line += next)
                     for (long offset = 0; offset < bytes; offset += 64)
                         __builtin_prefetch(line + offset);
@@ -157,16 +157,16 @@ static void pass(const Pages *p, int is_value, const int32_t *table, long head, 
     }
 }
 
-/* One query a row, which sees the `context` positions of its blocks. query: rows of [heads][dim], query_stride apart;
- * out: [rows][heads][dim]; scores: [threads][heads][score_stride], score_stride a multiple of 16 and no less than any
+/* One query per row, which sees the `context` positions of its blocks. query: rows of [heads][dim], query_stride apart;
+ * out: [rows][heads][dim]; scores: [threads][heads][score_stride]; score_stride: a multiple of 16, at least the longest
  * context. */
 void pagewire_decode(const Pages *p, const float *query, long query_stride, const int32_t *table, long table_stride,
                      const int64_t *context, float *out, float *scores, long score_stride, long rows)
 {
     long group = p->heads / p->kv_heads, threads = omp_get_max_threads();
-    long parts = rows >= 4 * threads ? 1 : threads < p->kv_heads ? threads : p->kv_heads; /* of a row's heads */
+    long parts = rows >= 4 * threads ? 1 : threads < p->kv_heads ? threads : p->kv_heads; /* parts of a row's heads */
 #pragma omp parallel for schedule(dynamic, 1)
-    for (long task = rows * parts - 1; task >= 0; task--) { /* the longest come last in the step: begin there */
+    for (long task = rows * parts - 1; task >= 0; task--) { /* the longest rows come last: start with them */
         long row = task / parts, part = task % parts, to = context[row];
         long head = part * p->kv_heads / parts, end = (part + 1) * p->kv_heads / parts;
         long from = p->window && to > p->window ? to - p->window : 0, n = (to + LANES - 1) / LANES * LANES;
@@ -182,7 +182,7 @@ void pagewire_decode(const Pages *p, const float *query, long query_stride, cons
     }
 }
 
-/* A part of a row's queries and one head: queries [begin, end) of `count`, the last of the row's `context` positions. */
+/* One head and the queries [begin, end) of a row's `count`, which are the last of its `context` positions. */
 static void extend(const Pages *p, const float *query, long query_stride, const int32_t *table, long context, long count,
                    long head, long begin, long end, float *out, float *work)
 {
@@ -191,7 +191,7 @@ static void extend(const Pages *p, const float *query, long query_stride, const 
     long first_seen = p->window && past + begin + 1 > p->window ? (past + begin + 1 - p->window) / LANES * LANES : 0;
     float *keys = work, *values = keys + n * dim, *panel = values + n * dim, *scores = panel + MR * n;
     float *queries = scores + MR * n, *sums = queries + MR * dim;
-    for (long i = first_seen; i < n; i++) { /* packed as weights are: keys and valuesᵀ */
+    for (long i = first_seen; i < n; i++) { /* packed like weights: keys and valuesᵀ */
         const char *key = i < seen ? at(p, p->keys, table, i, head) : 0;
         const char *value = i < seen ? at(p, p->values, table, i, head) : 0;
         for (long d = 0; d < dim; d += LANES) {
@@ -227,14 +227,14 @@ static void extend(const Pages *p, const float *query, long query_stride, const 
     }
 }
 
-/* Rows with several queries each, the last counts[row] of their contexts[row] positions; a query sees itself and what
- * comes before it. query, out as above, the rows' queries one after another; work: [num_works][work_stride], for as many threads, at least
- * (2 · dim + 2 · MR) · n + 2 · MR · dim numbers a thread, n being the longest context in multiples of 16. */
+/* Rows with several queries each, the last counts[row] of their contexts[row] positions; a query sees itself and the
+ * positions before it. query, out: as above, row after row; work: [num_works][work_stride] for as many threads, each at
+ * least (2 · dim + 2 · MR) · n + 2 · MR · dim numbers, where n is the longest context rounded up to 16. */
 void pagewire_extend(const Pages *p, const float *query, long query_stride, const int32_t *table, long table_stride,
                      const int64_t *contexts, const int64_t *counts, float *out, float *work, long work_stride,
                      long num_works, long rows)
 {
-    /* Every head of a row packs its keys for itself; where there are few of them, its queries are shared out as well. */
+    /* Each head of a row packs its own keys; if there are few heads, their queries are divided among threads too. */
     long threads = omp_get_max_threads() < num_works ? omp_get_max_threads() : num_works;
     long parts = (2 * threads + rows * p->kv_heads - 1) / (rows * p->kv_heads);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
@@ -249,8 +249,8 @@ void pagewire_extend(const Pages *p, const float *query, long query_stride, cons
     }
 }
 
-/* Sets how many threads the caller's work is shared out to; returns how many there will be at most. torch may have
- * brought an OpenMP of its own, whose setting is not ours. */
+/* Sets the number of threads that share the caller's work; returns their maximum. torch may bring its own OpenMP, whose
+ * setting differs from ours. */
 int pagewire_threads(int wanted)
 {
     omp_set_num_threads(wanted);

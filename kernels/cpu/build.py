@@ -1,7 +1,7 @@
-"""Compiles the C files of this folder once for each machine, and keeps the result in the user's cache folder.
+"""Compiles the C files of this folder once for each machine, and keeps the library in the user's cache folder.
 
-The compiler sees the very CPU it compiles for, so one source serves AVX-512, AVX2 and NEON. Where there is no compiler,
-torch's own operations are used instead; nothing else depends on this.
+The compiler targets the CPU that it runs on, so one source serves AVX-512, AVX2 and NEON. Without a compiler torch's
+own operations are used instead; nothing else depends on this.
 """
 
 import ctypes
@@ -18,19 +18,19 @@ _TIMEOUT_S = 120.0
 
 
 class BuildError(Exception):
-    """Why there are no kernels; one sentence."""
+    """The reason why the kernels are missing, in one sentence."""
 
 
 def compiler() -> str | None:
-    """The C compiler: $CC, or what is on the path."""
+    """The C compiler: $CC, or the first one on the path."""
     named = os.environ.get("CC")
     return next((found for name in (named, "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library, compiled now if it was not before on this machine. After torch is imported, so that both share one
-    pool of OpenMP threads. Raises BuildError."""
+    """The library, compiled now unless this machine has it already. Call it after torch is imported, so that both share
+    one pool of OpenMP threads. Raises BuildError."""
     cc = compiler()
     if cc is None:
         raise BuildError("there is no C compiler (cc, gcc or clang)")
@@ -39,18 +39,18 @@ def load() -> ctypes.CDLL:
     for source in sorted(folder.glob("*.[ch]")):
         about.update(source.name.encode() + source.read_bytes())
     name = f"cpu-{about.hexdigest()[:20]}.so"
-    problem: Exception | str = "both folders for them belong to somebody else"
+    problem: Exception | str = "both cache folders belong to another user"
     for target in (_cache_folder(), Path(tempfile.gettempdir()) / f"pagewire-{os.getuid()}"):
         try:
             target.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if target.stat().st_uid != os.getuid():  # somebody else's library is nothing to load
+            if target.stat().st_uid != os.getuid():  # never load another user's library
                 continue
             if not (target / name).exists():
                 _compile(cc, folder, target / name)
             return ctypes.CDLL(str(target / name))
         except (OSError, subprocess.SubprocessError) as error:
             problem = error
-    raise BuildError(f"the compiled kernels could not be kept or loaded: {problem}")
+    raise BuildError(f"the compiled kernels cannot be stored or loaded: {problem}")
 
 
 def _compile(cc: str, folder: Path, target: Path) -> None:
@@ -65,13 +65,13 @@ def _compile(cc: str, folder: Path, target: Path) -> None:
         for process, error in zip(running, errors, strict=True):
             if process.returncode:
                 raise BuildError(f"{cc} failed: {error.strip()[-500:]}")
-        made = str(Path(work) / target.name)
+        library = str(Path(work) / target.name)
         done = subprocess.run(
-            [cc, "-shared", "-fopenmp", *objects, "-lm", "-o", made], capture_output=True, text=True, check=False
+            [cc, "-shared", "-fopenmp", *objects, "-lm", "-o", library], capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise BuildError(f"{cc} failed: {done.stderr.strip()[-500:]}")
-        os.replace(made, target)  # at once, so that another worker sees all of it or none
+        os.replace(library, target)  # atomic: another worker never sees a part of it
 
 
 def _cache_folder() -> Path:

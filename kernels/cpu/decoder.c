@@ -1,5 +1,5 @@
-/* The layers of a decoder in one call: what `engine.models.decoder.Body` does op by op, with the same functions in the
- * same order, so that both give the same bits. It is there for the time between the ops: about a hundred calls a layer
+/* All layers of a decoder in one call: the operations of `engine.models.decoder.Body` by the same functions in the same
+ * order, so that both give the same bits. It saves the time between the operations: about a hundred calls per layer
  * from Python, which is most of a small model's step.
  */
 #include "product.h"
@@ -50,7 +50,7 @@ typedef struct {
     long tokens, rows, num_decode, table_stride, score_stride, work_stride, num_works;
     float *work;      /* tokens · (3 · hidden + qkv.n + heads · dim + 3 · intermediate) */
     float *panels;    /* tokens · (the greatest k of a product + 4) */
-    float *attention; /* what `pagewire_decode` and `pagewire_extend` ask for */
+    float *attention; /* scratch of `pagewire_decode` and `pagewire_extend` */
 } Step;
 
 static void product(const Matrix *w, const float *x, float *y, long m, const Step *s)
@@ -91,7 +91,7 @@ void pagewire_decoder(const Decoder *d, const Step *s, float *out)
         if (s->num_decode)
             pagewire_decode(p, states, stride, s->table, s->table_stride, s->contexts, attended, s->attention,
                             s->score_stride, s->num_decode);
-        long token = s->num_decode; /* as many as rows so far */
+        long token = s->num_decode; /* tokens and rows so far, which are equal */
         if (s->rows > token)
             pagewire_extend(p, states + token * stride, stride, s->table + token * s->table_stride, s->table_stride,
                             s->contexts + token, s->counts + token, attended + token * attended_stride, s->attention,

@@ -1,9 +1,9 @@
-/* y = x · wᵀ + bias with weights of 8 bits, a scale a column, and activations rounded to 8 bits on the way, a scale a
- * row. A row's result depends on no other row. Sums are whole numbers, so every CPU gives the same.
+/* y = x · wᵀ + bias with 8-bit weights, one scale per column, and activations that are rounded to 8 bits here, one
+ * scale per row. A row's result depends on no other row. Sums are integers, so every CPU gives the same result.
  *
  * Packed weights: columns in groups of 16, [groups][k / 4][16][4] int8, k padded with zeros to a multiple of 4. The
- * instructions that multiply four pairs at once (VNNI) want one side unsigned: 128 is added to the activations, and
- * 128 · Σw of each column, which is known beforehand, taken from the sum.
+ * instructions that multiply four pairs at once (VNNI) need one unsigned operand: 128 is added to the activations, and
+ * 128 · Σw of each column, which is precomputed, is subtracted from the sum.
  */
 #include <math.h>
 
@@ -33,11 +33,11 @@ typedef struct {
     const uint32_t *x; /* panels of rows, each [k / 4][rows of the panel] of four numbers */
     const float *x_scales;
     const char *w;
-    const float *w_scales; /* [n], like the sums padded to whole groups */
+    const float *w_scales; /* [n], padded to whole groups, as are the sums */
     const int32_t *w_sums;
     const float *bias;
     float *y;
-    Best *best; /* [rows], instead of y; or 0 */
+    Best *best; /* [rows], used instead of y; or 0 */
     long n, words, group_bytes; /* words: k / 4 */
 } Int8;
 
@@ -78,7 +78,7 @@ static __attribute__((noinline)) void store(const Int8 *p, long row, long column
                     sum[i][j] = dot(sum[i][j], weights[j], x[k * R + i]);                                              \
         }                                                                                                              \
         float *y = p->y + row * p->n + group * LANES;                                                                  \
-        if (!p->best && !p->bias && (group + G) * LANES <= p->n) /* a call would put all sums on the stack */          \
+        if (!p->best && !p->bias && (group + G) * LANES <= p->n) /* a call would spill all sums */                     \
             UNROLL for (int j = 0; j < G; j++)                                                                         \
                 UNROLL for (int i = 0; i < R; i++)                                                                     \
                     *(vf_any *)(y + i * p->n + j * LANES) = scaled(p, row + i, (group + j) * LANES, sum[i][j]);        \
@@ -108,14 +108,14 @@ static void sweep(const Int8 *p, long row, long count, long from, long to)
         TILES[count - 1].last(p, row, from);
 }
 
-/* 16 numbers to whole ones, ties to even: x · 127 / most. */
+/* Rounds 16 numbers x · 127 / most to integers, ties to even. */
 static inline vi rounded16(vf x, float most)
 {
     return (vi)(x * 127.0f / most + 12582912.0f) - 0x4b400000; /* 1.5 · 2²³ */
 }
 
-/* One row to 8 bits plus the offset, its words `stride` apart, zeros after the last; `sum` is that of the 8 bits.
- * Returns the row's scale, NaN where a number of it is not finite. */
+/* Quantizes one row to 8 bits plus the offset, in words `stride` apart, padded with zeros; `sum` is that of the 8-bit
+ * numbers. Returns the row's scale, or NaN if a number is not finite. */
 static inline float quantize(const char *x, int bf16, int offset, uint32_t *out, long k, long stride, int32_t *sum)
 {
     typedef int8_t v16 __attribute__((vector_size(16)));
@@ -126,7 +126,7 @@ static inline float quantize(const char *x, int bf16, int offset, uint32_t *out,
         rest[i - whole] = number(x, i, bf16);
     for (long i = 0; i <= whole; i += LANES) {
         vf v = i < whole ? load16(x, i, bf16) : rest;
-        any += v * 0.0f; /* NaN from infinities, too */
+        any += v * 0.0f; /* NaN also for infinities */
         most16 = max16((vf)((vi)v & 0x7fffffff), most16);
     }
     float most = 0, odd = 0;
@@ -150,8 +150,8 @@ static inline float quantize(const char *x, int bf16, int offset, uint32_t *out,
     return odd == 0 ? most / 127 : NAN;
 }
 
-/* x: m rows of k float32, x_stride apart; work: room for m · (k / 4, rounded up) + m numbers of 32 bits. `p` lacks its
- * x and x_scales. */
+/* x: m rows of k float32, x_stride apart; work: m · (k / 4, rounded up) + m numbers of 32 bits. Sets x and x_scales of
+ * `p`. */
 static void multiply(Int8 p, const float *x, uint32_t *work, long m, long k, long x_stride)
 {
     long words = (k + 3) / 4, groups = (p.n + LANES - 1) / LANES;
@@ -198,7 +198,7 @@ void pagewire_linear_int8(const float *x, const char *w, const float *w_scales, 
              x_stride);
 }
 
-/* See `pagewire_linear_greedy`. */
+/* As `pagewire_linear_greedy`. */
 void pagewire_linear_greedy_int8(const float *x, const char *w, const float *w_scales, const int32_t *w_sums,
                                  uint32_t *work, Best *best, int64_t *ids, float *most, long m, long n, long k,
                                  long x_stride)
@@ -209,7 +209,7 @@ void pagewire_linear_greedy_int8(const float *x, const char *w, const float *w_s
     pagewire_merge_best(best, ids, most, m, threads);
 }
 
-/* w: [n][k] in bfloat16 or float32 → packed, scales [n] = max |w| / 127 and sums [n], padded to whole groups. */
+/* w: [n][k] bfloat16 or float32 → packed, scales [n] = max |w| / 127 and sums [n], padded to whole groups. */
 void pagewire_pack_int8(const char *w, char *packed, float *scales, int32_t *sums, long n, long k, int bf16)
 {
     long words = (k + 3) / 4, groups = (n + LANES - 1) / LANES;

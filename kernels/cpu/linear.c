@@ -1,21 +1,21 @@
-/* y = x · wᵀ + bias for float32 activations and weights that stay as the checkpoint has them, bfloat16 or float32.
+/* y = x · wᵀ + bias for float32 activations and weights in the checkpoint's type, bfloat16 or float32.
  *
- * At few rows the time goes into reading the weights, so bfloat16 is widened in registers: exact, and half the bytes.
- * At many rows it goes into multiply-adds; a tile of MR rows × NG groups of 16 columns keeps all of them in registers,
- * a weight is loaded (and widened) once for MR rows and an activation is one broadcast for NG groups.
+ * With few rows the time goes into reading the weights, so bfloat16 is widened in registers: exact, and half the bytes.
+ * With many rows it goes into multiply-adds. A tile of MR rows × NG groups of 16 columns keeps all sums in registers; a
+ * weight is loaded (and widened) once for MR rows, and an activation is broadcast once for NG groups.
  *
  * Packed weights: columns in groups of 16, the last one padded with zeros. float32: [groups][k][16]. bfloat16:
- * [groups][k / 2][16][2], so that one 32-bit lane holds two weights of one column that follow each other in k; the
- * lower one is widened by a shift, the upper one by a mask.
+ * [groups][k / 2][16][2], so that one 32-bit lane holds two weights of one column that are adjacent in k; the lower one
+ * is widened by a shift, the upper one by a mask.
  */
 #include <stdlib.h>
 
 #include "product.h"
 
-/* So far ahead weights are fetched, into the next groups where these end: the hardware starts anew with every group. */
+/* Prefetch distance, across the end into the next groups: the hardware prefetcher restarts with every group. */
 enum { AHEAD = 64 };
 
-enum { MANY = 6 }; /* more panels than these share weights that were widened beforehand */
+enum { MANY = 6 }; /* with more panels than this, weights are widened once for all of them */
 
 static __attribute__((noinline)) void store(const Product *p, long row, long column, vf sum)
 {
@@ -58,7 +58,7 @@ static __attribute__((noinline)) void store(const Product *p, long row, long col
                         sum[i][j] += (vf)(pair[j] & 0xffff0000u) * x[k * R + R + i];                                   \
         }                                                                                                              \
         float *y = p->y + row * p->y_stride + group * LANES;                                                           \
-        if (!p->best && !p->bias && (group + G) * LANES <= p->n) /* a call would put all sums on the stack */          \
+        if (!p->best && !p->bias && (group + G) * LANES <= p->n) /* a call would spill all sums */                     \
             UNROLL for (int j = 0; j < G; j++)                                                                         \
                 UNROLL for (int i = 0; i < R; i++)                                                                     \
                     *(vf_any *)(y + i * p->y_stride + j * LANES) = sum[i][j];                                          \
@@ -91,11 +91,11 @@ void pagewire_sweep(const Product *p, long row, long count, long from, long to, 
         TILES[count - 1].last[bf16](p, row, from);
 }
 
-/* Rows that lie 4 kB apart fall into the same lines of the first-level cache, so a panel's are brought side by side. */
+/* Copies a panel's rows together: rows that are 4 kB apart compete for the same lines of the L1 cache. */
 static void gather(const float *x, float *panel, long count, long k, long x_stride)
 {
     typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
-    typedef double v2 __attribute__((vector_size(16))); /* of two floats each */
+    typedef double v2 __attribute__((vector_size(16))); /* two floats per element */
     long i = 0, fours = k / 4 * 4;
     for (; i + 4 <= count; i += 4) {
         const float *row = x + i * x_stride;
@@ -116,8 +116,9 @@ static void gather(const float *x, float *panel, long count, long k, long x_stri
             panel[j * count + row] = x[row * x_stride + j];
 }
 
-/* Groups [from, to), at most WIDE, of bfloat16 weights as float32: for many panels widening them once is quicker than in
- * every tile, and they stay cached. Room of the thread's own, kept; 0 if there is none to be had. */
+/* Widens the bfloat16 weights of groups [from, to), at most WIDE, to float32. For many panels this is faster than in
+ * every tile, and they stay cached. The buffer belongs to the thread and is kept; returns 0 if it cannot be allocated.
+ */
 static const float *widened(const Product *p, long from, long to)
 {
     static _Thread_local float *room;
@@ -139,7 +140,7 @@ static const float *widened(const Product *p, long from, long to)
     return room;
 }
 
-/* x: m rows of k float32, x_stride apart; panels: room for m · k float32, not needed for one row. `p` lacks its x. */
+/* x: m rows of k float32, x_stride apart; panels: m · k float32, unused for one row. Sets x of `p`. */
 static void multiply(Product p, const float *x, float *panels, long m, long x_stride, int bf16)
 {
     long groups = (p.n + LANES - 1) / LANES, k = p.k;
@@ -149,7 +150,7 @@ static void multiply(Product p, const float *x, float *panels, long m, long x_st
         most = 1;
     p.x = m == 1 ? x : panels;
     p.group_bytes = k * LANES * (bf16 ? 2 : 4);
-    /* Rows are spread evenly over the panels: 13 are 7 and 6, not 12 and 1. */
+    /* Rows are spread evenly over the panels: 13 rows are 7 and 6, not 12 and 1. */
 #define ROW(PANEL) ((PANEL)*m / num_panels)
 #pragma omp parallel
     {
@@ -166,7 +167,7 @@ static void multiply(Product p, const float *x, float *panels, long m, long x_st
         share(groups, WIDE * 4, &from, &to);
         for (long first = 0; first < num_panels; first += most) {
             long last = first + most < num_panels ? first + most : num_panels;
-            /* Groups outermost: their weights are read from memory once for all panels of the block. */
+            /* Groups in the outer loop: their weights are read from memory once for all panels of the block. */
             long step = last - first == 1 ? to - from : WIDE;
             for (long group = from; group < to; group += step) {
                 long end = group + step < to ? group + step : to;
@@ -191,7 +192,7 @@ void pagewire_linear(const float *x, const char *w, const float *bias, float *y,
     multiply((Product){.w = w, .bias = bias, .y = y, .n = n, .k = k, .y_stride = n}, x, panels, m, x_stride, bf16);
 }
 
-/* Of each row of the product only the greatest number and its column, as `pagewire_greedy` does; best: room for
+/* Only the greatest number of each row of the product and its column, as in `pagewire_greedy`; best: scratch of
  * [threads][m]. */
 void pagewire_linear_greedy(const float *x, const char *w, float *panels, Best *best, int64_t *ids, float *most, long m,
                             long n, long k, long x_stride, int bf16)
@@ -205,7 +206,7 @@ void pagewire_linear_greedy(const float *x, const char *w, float *panels, Best *
 /* w: [n][k] of either type → packed. */
 void pagewire_pack(const char *w, char *packed, long n, long k, int bf16)
 {
-    long words = bf16 ? k / 2 : k; /* of 32 bits in a row */
+    long words = bf16 ? k / 2 : k; /* 32-bit words per row */
     long groups = (n + LANES - 1) / LANES;
 #pragma omp parallel for schedule(static)
     for (long g = 0; g < groups; g++)
@@ -217,7 +218,7 @@ void pagewire_pack(const char *w, char *packed, long n, long k, int bf16)
         }
 }
 
-/* Rows of packed weights as float32: embeddings that share their memory with the head. ids: [m]; y: [m][k]. */
+/* Rows of packed weights as float32, for embeddings that share their memory with the head. ids: [m]; y: [m][k]. */
 void pagewire_lookup(const char *packed, const int64_t *ids, float *y, long m, long k, int bf16)
 {
     long group_bytes = k * LANES * (bf16 ? 2 : 4);

@@ -1,7 +1,7 @@
-"""The C kernels as functions of tensors. Each does what the function of the same name in `kernels.reference` says.
+"""The C kernels as functions of tensors. Each computes what its namesake in `kernels.reference` specifies.
 
 Activations are float32 and dense in their last dimension; weights and pages may be bfloat16, which is widened exactly.
-Pointers are passed as integers: a call costs a few microseconds besides its work.
+Pointers are passed as integers. A call costs a few microseconds besides its work.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ from ..ops import Ops
 from . import build
 
 LANES = 16
-"""Numbers in a vector: the size of a head must be a multiple of it."""
+"""Floats in a vector: the head dimension must be a multiple of it."""
 MAX_ROWS = 12
-"""MR of product.h, or more."""
+"""At least the MR of product.h."""
 
 Call = Callable[..., None]
 _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
@@ -42,7 +42,7 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
 
 
 class Pages(ctypes.Structure):
-    """`Pages` of attention.c: one layer's keys and values, and how it attends to them."""
+    """`Pages` of attention.c: one layer's keys and values, and the parameters of its attention."""
 
     _fields_ = (
         *((name, _P) for name in ("keys", "values")),
@@ -93,7 +93,7 @@ class StepFields(ctypes.Structure):
 
 
 class Kernels:
-    """The compiled functions, whose arguments are those in the C files. Raises `build.BuildError`."""
+    """The compiled functions, with the arguments of the C files. Raises `build.BuildError`."""
 
     def __init__(self) -> None:
         library = build.load()
@@ -124,13 +124,14 @@ class Kernels:
         self.greedy = function("greedy")
 
     def threads(self) -> int:
-        """Makes the functions use torch's number of threads, from the calling thread on; how many there are at most."""
+        """Makes the functions use torch's number of threads, from the calling thread on. Returns their maximum
+        number."""
         threads: int = self._threads(torch.get_num_threads())
         return threads
 
 
 class NativeMatrix:
-    """A packed weight [n, k], bfloat16 or float32. See `Matrix`."""
+    """A packed weight [n, k], bfloat16 or float32."""
 
     def __init__(self, kernels: Kernels, weight: Tensor) -> None:
         if weight.dtype != torch.bfloat16 or weight.shape[1] % 2:  # bfloat16 is packed in pairs
@@ -147,7 +148,7 @@ class NativeMatrix:
         return self._packed.nbytes
 
     def fields(self, bias: Tensor | None) -> MatrixFields:
-        """For the C decoder; valid as long as the matrix."""
+        """The matrix for the C decoder; valid as long as this object."""
         return MatrixFields(self._at, 0, 0, 0 if bias is None else bias.data_ptr(), self._n, self._k, self._bf16)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -176,7 +177,7 @@ class NativeMatrix:
 
 
 class NativeInt8Matrix:
-    """A weight [n, k] of 8 bits with a scale a column. See `Matrix`."""
+    """A weight [n, k] of 8 bits with a scale per column."""
 
     def __init__(self, kernels: Kernels, weight: Tensor) -> None:
         if weight.dtype != torch.bfloat16:
@@ -197,7 +198,7 @@ class NativeInt8Matrix:
         return self._packed.nbytes + self._scales.nbytes + self._sums.nbytes
 
     def fields(self, bias: Tensor | None) -> MatrixFields:
-        """For the C decoder; valid as long as the matrix."""
+        """The matrix for the C decoder; valid as long as this object."""
         return MatrixFields(*self._at, 0 if bias is None else bias.data_ptr(), self._n, self._k, 2)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -227,12 +228,12 @@ class NativeInt8Matrix:
 
 
 def _best(kernels: Kernels, m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the `Best` of product.h of every thread, and for what they find: greatest numbers and ids."""
+    """Memory for the `Best` of product.h of every thread, and for the results: greatest values and ids."""
     return torch.empty(kernels.threads() * m * 3 * LANES), torch.empty(m), torch.empty(m, dtype=torch.int64)
 
 
 def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
-    """The table for float32 activations on the CPU."""
+    """The table for float32 activations on a CPU."""
     matrix = partial(NativeInt8Matrix if int8 else NativeMatrix, kernels)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -295,5 +296,5 @@ def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
 
 
 def dense(states: Tensor) -> Tensor:
-    """[tokens, heads, dim] with each token's numbers side by side, which they mostly are."""
+    """[tokens, heads, dim] with each token's values contiguous; copies only if they are not."""
     return states if states.stride(1) == states.shape[2] and states.stride(2) == 1 else states.contiguous()

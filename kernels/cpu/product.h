@@ -1,5 +1,5 @@
-/* Sizes of the tiles that products are made of, and those of linear.c for attention, whose scores and sums over values
- * are products, too. */
+/* Tile sizes of matrix products, and the products of linear.c for use in attention, whose scores and value sums are
+ * products as well. */
 #include "vectors.h"
 
 #ifdef __AVX512F__
@@ -13,10 +13,10 @@ enum { MR = 5 };
 #define WIDE 1
 #endif
 
-enum { X_BYTES = 512 << 10 }; /* of activations that stay in the second-level cache while the weights pass by */
+enum { X_BYTES = 512 << 10 }; /* of activations that stay in the L2 cache while the weights stream through */
 
-/* Few rows take more groups at once: their multiply-adds hide each other's latency. TALL gives the groups for so many
- * rows; one group is for what is left at the end. */
+/* Few rows take more groups at once, so that their multiply-adds hide each other's latency. TALL(R) is the number of
+ * groups for R rows; the remaining groups at the end are taken one by one. */
 #define TALL(R) ((R) == 1 ? 4 * WIDE : (R) <= 4 ? 2 * WIDE : WIDE)
 
 /* DO(1) to DO(MR). */
@@ -28,13 +28,13 @@ enum { X_BYTES = 512 << 10 }; /* of activations that stay in the second-level ca
 #define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5)
 #endif
 
-/* The greatest of a row's numbers so far and its column, lane by lane; `odd`: where one was not a number. */
+/* The greatest number of a row so far and its column, per lane; `odd`: nonzero where a number was NaN. */
 typedef struct {
     vf most;
     vi id, odd;
 } Best;
 
-/* Takes a row's numbers from `column` on into account; there are n of them in all. Columns come in order. */
+/* Adds the numbers of a row from `column` on; the row has n in all. Columns come in ascending order. */
 static inline void keep_best(Best *best, vf numbers, long column, long n)
 {
     vi id = (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)column;
@@ -45,7 +45,7 @@ static inline void keep_best(Best *best, vf numbers, long column, long n)
     best->id = (is_better & id) | (~is_better & best->id);
 }
 
-/* What each of `threads` has found in its columns of m rows, [threads][m]: clear before, and then put together. */
+/* The results of each thread over its columns of m rows, [threads][m]: cleared before, merged afterwards. */
 void pagewire_clear_best(Best *best, long m, long threads);
 void pagewire_merge_best(const Best *best, int64_t *ids, float *most, long m, long threads);
 
@@ -54,14 +54,14 @@ typedef struct {
     const char *w;  /* packed */
     const float *bias;
     float *y;   /* [rows][y_stride] */
-    Best *best; /* [rows], instead of y; or 0 */
+    Best *best; /* [rows], used instead of y; or 0 */
     long n, k, y_stride, group_bytes;
 } Product;
 
-/* Rows [row, row + count), at most MR and all of one panel; groups [from, to). */
+/* Rows [row, row + count), at most MR and all in one panel; groups [from, to). */
 void pagewire_sweep(const Product *p, long row, long count, long from, long to, int bf16);
 
-/* One layer's keys and values, [blocks][block_size][kv_heads][dim], and how it attends to them. */
+/* One layer's keys and values, [blocks][block_size][kv_heads][dim], and the parameters of its attention. */
 typedef struct {
     const char *keys, *values;
     long heads, kv_heads, dim, block_size, window; /* window 0: none */

@@ -1,9 +1,9 @@
-/* What happens to each row of activations between the products. All float32 but the pages. */
+/* Operations on rows of activations between the products. All are float32 except the pages. */
 #include <math.h>
 
 #include "product.h"
 
-enum { FEW = 4096 }; /* so many numbers are done before another thread is awake */
+enum { FEW = 4096 }; /* numbers that one thread handles faster than another thread wakes up */
 
 static inline float inverse_rms(const float *x, long n, float eps)
 {
@@ -27,7 +27,7 @@ static inline void scaled(const float *x, float by, const float *weight, float *
         out[i] = x[i] * by * weight[i];
 }
 
-/* out = norm(x + residual) · weight, total = x + residual; without a residual total is not written. All [m][n]. */
+/* out = norm(x + residual) · weight, total = x + residual; without a residual, total is not written. All [m][n]. */
 void pagewire_rms_norm(const float *x, const float *residual, const float *weight, float eps, float *total, float *out,
                        long m, long n)
 {
@@ -60,9 +60,9 @@ void pagewire_silu_mul(const float *gate_up, float *out, long m, long n)
     }
 }
 
-/* Norms (where q_norm and k_norm are given) and rotates queries and keys in place. states: m rows of
- * [heads + kv_heads][dim], stride apart; cos, sin: [positions][dim], the first half of the sines negated, of which row i
- * takes places[i], or i where there are no places. */
+/* Norms (if q_norm and k_norm are given) and rotates queries and keys in place. states: m rows of
+ * [heads + kv_heads][dim], stride apart; cos, sin: [positions][dim], the first half of the sines negated; row i uses
+ * entry places[i], or i if there are no places. */
 void pagewire_rotary(float *states, long stride, const float *q_norm, const float *k_norm, float eps, const float *cos,
                      const float *sin, const int64_t *places, long m, long heads, long kv_heads, long dim)
 {
@@ -83,7 +83,7 @@ void pagewire_rotary(float *states, long stride, const float *q_norm, const floa
         }
 }
 
-/* Rounded to the nearest, ties to even. */
+/* Rounds to nearest, ties to even. */
 static inline void store_bf16(vf x, char *to)
 {
     typedef uint16_t vh __attribute__((vector_size(32), aligned(2), may_alias));
@@ -91,7 +91,7 @@ static inline void store_bf16(vf x, char *to)
     *(vh *)to = __builtin_convertvector((vu)select16(x != x, (vf)((vu){0} + 0x7fc0), (vf)half), vh);
 }
 
-/* Rows of `width` numbers (of bfloat16 a multiple of 16) into their slots of the pages. key, value: m rows, their strides apart. */
+/* Writes m rows of `width` numbers (for bfloat16 pages a multiple of 16) to their slots. The rows are strides apart. */
 void pagewire_write_kv(const float *key, long key_stride, const float *value, long value_stride, char *k_pages,
                        char *v_pages, const int64_t *slots, long m, long width, int bf16)
 {
@@ -114,7 +114,7 @@ void pagewire_clear_best(Best *best, long m, long threads)
         best[i] = (Best){(vf){0} - INFINITY};
 }
 
-/* Where numbers are equal the first counts; it is the one of the lowest column. */
+/* Of equal numbers the one with the lowest column wins. */
 void pagewire_merge_best(const Best *best, int64_t *ids, float *most, long m, long threads)
 {
     for (long i = 0; i < m; i++) {
@@ -137,7 +137,7 @@ void pagewire_merge_best(const Best *best, int64_t *ids, float *most, long m, lo
     }
 }
 
-/* The first of each row's greatest numbers and that number, or -1 and NaN where one is not a number. x: [m][n]. */
+/* The first of each row's greatest numbers: its index and value, or -1 and NaN if the row holds a NaN. x: [m][n]. */
 void pagewire_greedy(const float *x, int64_t *ids, float *most, long m, long n)
 {
 #pragma omp parallel for schedule(static) if (m * n > FEW)

@@ -1,4 +1,4 @@
-/* What the kernels share: vectors of 16 floats, which the compiler splits where registers are narrower, and threads. */
+/* Shared by all kernels: vectors of 16 floats, which the compiler splits for narrower registers, and threads. */
 #include <omp.h>
 #include <stdint.h>
 #include <string.h>
@@ -21,7 +21,7 @@ static inline uint32_t load_u32(const void *from)
     return value;
 }
 
-/* The i-th number of an array of either type. */
+/* The i-th number of an array of float32 or bfloat16. */
 static inline float number(const char *from, long i, int bf16)
 {
     uint16_t half;
@@ -37,7 +37,7 @@ static inline float number(const char *from, long i, int bf16)
     return value;
 }
 
-/* 16 of them from the i-th on. */
+/* 16 numbers from the i-th on. */
 static inline vf load16(const char *from, long i, int bf16)
 {
     if (!bf16)
@@ -46,7 +46,7 @@ static inline vf load16(const char *from, long i, int bf16)
     return (vf)(__builtin_convertvector(*(const vh *)(from + 2 * i), vu) << 16);
 }
 
-/* This thread's part [from, to) of `total`, in whole steps of `step`. */
+/* This thread's share [from, to) of `total`, in whole multiples of `step`. */
 static inline void share(long total, long step, long *from, long *to)
 {
     long threads = omp_get_num_threads(), thread = omp_get_thread_num(), steps = (total + step - 1) / step;
@@ -63,13 +63,13 @@ static inline vf select16(vi where, vf then, vf otherwise)
     return (vf)((where & (vi)then) | (~where & (vi)otherwise));
 }
 
-/* b where one is not a number. */
+/* The greater of each pair; b where one of them is NaN. */
 static inline vf max16(vf a, vf b)
 {
     return select16(a > b, a, b);
 }
 
-/* e^x within 2 ulp; 0 below -87, as for 88 above. The polynomial is that of Cephes' expf. */
+/* e^x within 2 ulp; 0 below -87, e^88 above 88. The polynomial is that of Cephes' expf. */
 static inline vf exp16(vf x)
 {
     vf low = (vf){0} - 87.0f, high = (vf){0} + 88.0f;

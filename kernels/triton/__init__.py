@@ -1,2 +1,2 @@
-"""Kernels for NVIDIA GPUs in Triton: one file an operation, `compile.py`, which compiles them without a GPU, and
-`cubins.py`, which keeps what was compiled."""
+"""Triton kernels for NVIDIA GPUs: one file per operation, `compile.py`, which compiles them without a GPU, and
+`cubins.py`, which ships the compiled kernels."""

@@ -1,17 +1,17 @@
-"""Compiles the kernels for sm_80 and sm_90 on a machine without a GPU, and says what the compiler made of them.
+"""Compiles the kernels for sm_80 and sm_90 on a machine without a GPU and reports on the compiled code.
 
-    python -m pagewire.kernels.triton.compile [module …]                 a line for each kernel
-    python -m pagewire.kernels.triton.compile --write golden.json        keeps the numbers
-    python -m pagewire.kernels.triton.compile --check golden.json        fails where they have become worse
+    python -m pagewire.kernels.triton.compile [module …]                 prints a line for each kernel
+    python -m pagewire.kernels.triton.compile --write golden.json        writes the reports
+    python -m pagewire.kernels.triton.compile --check golden.json        fails if a kernel is worse than its report
     python -m pagewire.kernels.triton.compile --check golden.json --sample
-                                          compiles one variant a module if no source has changed since they were taken
-    python -m pagewire.kernels.triton.compile --ship sm_90.zip --arch 90 writes what `cubins.py` installs
+                                          compiles one variant a module unless a source file has changed
+    python -m pagewire.kernels.triton.compile --ship sm_90.zip --arch 90 writes the archive that `cubins.py` installs
 
-Worse is: stack (registers are spilled), a tenth more registers (fewer programs share a processor), no tensor cores or
-asynchronous copies where the variant has planned them, fewer pipelining buffers than planned, more shared memory than
-the architecture has, other kernels because of the number of rows. No test of numbers would fail for any of that.
-Registers and stack count only if the same Triton took the golden numbers, because each allocates them in its own way.
-Triton keeps what it compiled in its own cache, so an unchanged kernel is only read again.
+A kernel is worse if it uses stack (spilled registers), a tenth more registers (lower occupancy), no tensor cores or no
+asynchronous copies where the variant plans them, fewer pipelining buffers than planned, more shared memory than the
+architecture has, or if the number of rows changes which kernels are compiled. No numerical test would show any of this.
+Registers and stack are compared only under the same Triton version, because their allocation differs between versions.
+Triton's cache makes an unchanged kernel cheap to compile again.
 """
 
 import argparse
@@ -55,37 +55,37 @@ MODULES = (
     "logprobs",
     "moe",
 )
-ARCHITECTURES = (80, 90)  # that are checked; others can be shipped
-_NO_KERNELS = ("__init__.py", "compile.py", "cubins.py")  # `tuned.py` has none either, but all depend on it
-_COUNTED = ("HMMA", "HGMMA", "QGMMA", "LDGSTS", "UTMALDG", "ATOMG", "LDL", "STL")  # kept with the golden numbers
-_MAX_SHARED = {80: 163, 89: 99, 90: 227}  # KiB of a program
-_MORE_REGISTERS = 1.1  # than before is worse
+ARCHITECTURES = (80, 90)  # checked by default; --arch takes others
+_NO_KERNELS = ("__init__.py", "compile.py", "cubins.py")  # `tuned.py` has no kernel, but its table changes them
+_COUNTED = ("HMMA", "HGMMA", "QGMMA", "LDGSTS", "UTMALDG", "ATOMG", "LDL", "STL")  # always reported
+_MAX_SHARED = {80: 163, 89: 99, 90: 227}  # KiB per program
+_MORE_REGISTERS = 1.1  # the growth beyond which a kernel is worse
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _BUFFERS = re.compile(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x")
 
 Result = TypeVar("Result")
 Files = dict[str, Path]
-"""What Triton's cache has of one kernel, by suffix: ".cubin", ".json", ".ttgir", …"""
+"""A kernel's files in Triton's cache, by suffix: ".cubin", ".json", ".ttgir", …"""
 
 
 class Golden(TypedDict):
-    """The numbers that were taken once, and of what."""
+    """The file of golden reports."""
 
-    triton: str  # its version
-    sources: str  # `sources_key` at that time
-    reports: dict[str, dict[str, dict[str, Any]]]  # by title (variant and architecture) and kernel
+    triton: str  # version
+    sources: str  # `sources_key` when the reports were written
+    reports: dict[str, dict[str, dict[str, Any]]]  # by title (variant and architecture), then by kernel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A kernel compiled for one architecture."""
+    """What the compiler made of a kernel for one architecture."""
 
-    registers: int  # of a thread
-    stack: int  # bytes of a thread
-    shared: int  # bytes of a program
-    buffers: int  # of the matrix with the fewest that are filled ahead; 1: none is
-    opcodes: dict[str, int]  # how often each of _COUNTED and of what the plan asks for stands in the code
+    registers: int  # per thread
+    stack: int  # bytes per thread
+    shared: int  # bytes per program
+    buffers: int  # the fewest pipelining buffers of any operand; 1: no pipelining
+    opcodes: dict[str, int]  # SASS mnemonic → occurrences, of `_COUNTED` and of the plan
 
     def __str__(self) -> str:
         opcodes = " ".join(f"{name} {n}" for name, n in self.opcodes.items())
@@ -95,9 +95,9 @@ class Report:
 
 
 class _NoDevice:
-    """The driver of a device that is not there, as far as Triton asks for one: what is launched is compiled only."""
+    """Stands in for the driver of a GPU, so that a launch compiles the kernel and runs nothing."""
 
-    _numbers = itertools.count()  # a new device each time: what a process compiled for one it does not look up again
+    _numbers = itertools.count()  # a new device id for each instance: Triton caches compiled kernels by device
 
     def __init__(self, architecture: int) -> None:
         self._target = GPUTarget("cuda", architecture, 32)
@@ -117,7 +117,7 @@ class _NoDevice:
         return {"max_shared_mem": 2**30}
 
     def load_binary(self, *args: object) -> tuple[None, None, int, int, int]:
-        return None, None, 0, 0, 2**30  # module, function, registers, spills, threads at most
+        return None, None, 0, 0, 2**30  # module, function, registers, spills, maximum number of threads
 
     def launcher_cls(self, *args: object) -> Callable[..., None]:
         return lambda *args: None
@@ -128,7 +128,7 @@ def variants(modules: Sequence[str] = MODULES) -> list[Variant]:
 
 
 def sources_key() -> str:
-    """What everything that `variants` lists depends on, but Triton itself."""
+    """A hash of all files on which the variants depend. Triton's own version is not included."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.name not in _NO_KERNELS:
@@ -137,12 +137,12 @@ def sources_key() -> str:
 
 
 def launched(variant: Variant, rows: int, architecture: int) -> list[str]:
-    """What is launched for so many rows, without compiling it: all that Triton would compile a kernel by."""
+    """The specialisations that a launch for `rows` rows asks for. Compiles nothing."""
     found = []
 
     def remember(*, compile: dict[str, Any], **_: object) -> bool:
         found.append(compile["specialization_data"])
-        return True  # instead of compiling it
+        return True  # tells Triton not to compile
 
     triton.runtime.driver.set_active(_NoDevice(architecture))
     triton.knobs.runtime.jit_cache_hook = remember
@@ -154,7 +154,7 @@ def launched(variant: Variant, rows: int, architecture: int) -> list[str]:
 
 
 def compile_variant(variant: Variant, architecture: int) -> dict[str, Files]:
-    """By the name of the kernel. What was shipped has only the two files that are needed to run it."""
+    """The files of each kernel by its name. A kernel from a shipped archive has only its .cubin and .json."""
     found: dict[str, Files] = {}
 
     def remember(*, src: Any, metadata_group: dict[str, str], **_: object) -> None:
@@ -172,7 +172,7 @@ def compile_variant(variant: Variant, architecture: int) -> dict[str, Files]:
 
 
 def report_of(files: Files, wanted: Iterable[str]) -> Report:
-    """wanted: opcodes to count beside `_COUNTED`."""
+    """wanted: opcodes to count besides `_COUNTED`."""
     command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", str(files[".cubin"])]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     resources = _RESOURCES.search(text)
@@ -192,16 +192,16 @@ def report_of(files: Files, wanted: Iterable[str]) -> Report:
 
 
 def failures(plan: Plan, architecture: int, report: Report, before: Report | None, *, same_compiler: bool) -> list[str]:
-    """What is worse than planned, or than before with the same compiler."""
+    """What is worse than planned, or worse than `before` under the same compiler."""
     found = [f"no {name}" for name in _opcodes(plan, architecture) if name not in report.opcodes]
     if plan.buffers is not None and report.buffers < plan.buffers:
-        found.append(f"{report.buffers} buffers, planned are {plan.buffers}")
+        found.append(f"{report.buffers} buffers, {plan.buffers} planned")
     if report.shared > 1024 * _MAX_SHARED.get(architecture, math.inf):
-        found.append(f"{report.shared} bytes of shared memory, more than there are")
+        found.append(f"{report.shared} bytes of shared memory, more than sm_{architecture} has")
     if report.stack and same_compiler:
         found.append(f"{report.stack} bytes of stack")
     if before and same_compiler and report.registers > _MORE_REGISTERS * before.registers:
-        found.append(f"{report.registers} registers, were {before.registers}")
+        found.append(f"{report.registers} registers, {before.registers} before")
     return found
 
 
@@ -210,29 +210,28 @@ def _opcodes(plan: Plan, architecture: int) -> tuple[str, ...]:
 
 
 class _Job(NamedTuple):
-    """What another process is to compile: a kernel cannot be sent to it."""
+    """A variant to compile in another process. A kernel cannot be pickled, so it is named by its index."""
 
     modules: tuple[str, ...]
-    place: int  # of the variant among those of the modules
+    number: int  # of the variant in `variants(modules)`
     architecture: int
 
 
 def _files(job: _Job) -> dict[str, Files]:
-    return compile_variant(variants(job.modules)[job.place], job.architecture)
+    return compile_variant(variants(job.modules)[job.number], job.architecture)
 
 
 def _reports(job: _Job) -> dict[str, Report] | str:
-    """By the name of the kernel, or why there are none."""
-    plans = variants(job.modules)[job.place].plans
+    """The report of each kernel by its name, or the compiler's error."""
+    plans = variants(job.modules)[job.number].plans
     try:
         return {name: report_of(files, _opcodes(plans[name], job.architecture)) for name, files in _files(job).items()}
-    except Exception as error:  # the compiler raises whatever it likes; the other variants are still of interest
+    except Exception as error:  # the compiler may raise anything; the other variants are still reported
         return f"{type(error).__name__}: {error}"
 
 
 def _in_parallel(run: Callable[[_Job], Result], jobs: Sequence[_Job]) -> list[Result]:
-    """By as many processes as there are cores; forked, so that each has the kernels already, and nothing has started a
-    thread by now."""
+    """Runs the jobs in one process per core. fork: each process has the kernels imported, and no thread runs yet."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
         return list(pool.map(run, jobs))
 
@@ -240,11 +239,11 @@ def _in_parallel(run: Callable[[_Job], Result], jobs: Sequence[_Job]) -> list[Re
 def _sample(jobs: Sequence[_Job], chosen: Sequence[Variant]) -> list[_Job]:
     """The first variant of each module, for the newest architecture."""
     newest = [job for job in jobs if job.architecture == ARCHITECTURES[-1]]
-    return list({chosen[job.place].launch.__module__: job for job in reversed(newest)}.values())
+    return list({chosen[job.number].launch.__module__: job for job in reversed(newest)}.values())
 
 
 def _check(chosen: Sequence[Variant], jobs: Sequence[_Job], golden: Golden | None, sample: bool) -> tuple[Golden, int]:
-    """The numbers of these jobs, and how many of them are worse."""
+    """The reports of these jobs, and the number of variants that are worse."""
     same_compiler = golden is None or golden["triton"] == triton.__version__
     unchanged = golden is not None and same_compiler and golden["sources"] == sources_key()
     compiled = _sample(jobs, chosen) if sample and unchanged else jobs
@@ -252,15 +251,15 @@ def _check(chosen: Sequence[Variant], jobs: Sequence[_Job], golden: Golden | Non
     taken: Golden = {"triton": triton.__version__, "sources": sources_key(), "reports": {}}
     num_worse = 0
     for job in jobs:
-        variant = chosen[job.place]
+        variant = chosen[job.number]
         title = f"{variant.name} sm_{job.architecture}"
         before = {k: Report(**numbers) for k, numbers in golden["reports"].get(title, {}).items()} if golden else {}
         reports = results.get(job, before)
         worse = []
         if golden and not before:
-            worse.append("no golden numbers")
+            worse.append("no golden report")
         if len({tuple(launched(variant, rows, job.architecture)) for rows in variant.rows}) > 1:
-            worse.append(f"not the same kernels for all of {variant.rows} rows")
+            worse.append(f"the kernels differ between {variant.rows} rows")
         if isinstance(reports, str):
             worse.append(reports)
         else:
@@ -282,11 +281,11 @@ def _check(chosen: Sequence[Variant], jobs: Sequence[_Job], golden: Golden | Non
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pagewire.kernels.triton.compile")
     parser.add_argument("modules", nargs="*", help="only these, for example rms_norm")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="keep the numbers here")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="compare with these numbers")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the reports to this file")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="compare with these reports")
     parser.add_argument("--sample", action="store_true", help="with --check: compile all only if a source has changed")
-    parser.add_argument("--ship", type=Path, metavar="ZIP", help="write the compiled kernels here")
-    parser.add_argument("--arch", type=int, action="append", help="only this one, for example 89; several if repeated")
+    parser.add_argument("--ship", type=Path, metavar="ZIP", help="write the compiled kernels to this archive")
+    parser.add_argument("--arch", type=int, action="append", help="only for this one, for example 89; may be repeated")
     options = parser.parse_args(arguments)
     modules = tuple(options.modules) or MODULES
     chosen = variants(modules)
@@ -298,7 +297,7 @@ def main(arguments: Sequence[str]) -> int:
     golden: Golden | None = json.loads(options.check.read_text()) if options.check else None
     taken, num_worse = _check(chosen, jobs, golden, options.sample)
     if golden and not options.modules and not options.arch and golden["reports"].keys() - taken["reports"].keys():
-        print("WORSE: golden numbers of variants that there are not any more; write them anew")
+        print("WORSE: the golden file has reports of variants that no longer exist; write it again")
         num_worse += 1
     if options.write:
         lines = ",\n".join(f"  {json.dumps(title)}: {json.dumps(of)}" for title, of in taken["reports"].items())

@@ -1,11 +1,11 @@
-"""Where compiled kernels are kept, and how those that come with a wheel get there.
+"""The cache of compiled Triton kernels, and how the kernels shipped with a wheel get into it.
 
-Triton compiles a kernel when it is launched for the first time, and keeps the result under a key: what the kernel is
-made of, the kinds of its arguments, the architecture, and Triton itself with its compiler. `compile.py` comes to the
-same keys on a machine without a GPU, so an archive of what it compiled (`pack`) spares the first start on a GPU that
-work. An archive made with another Triton does no harm: nobody asks for its keys.
+Triton compiles a kernel at its first launch and caches the result under a key: the kernel's source, the kinds of its
+arguments, the architecture, and the version of Triton with its compiler. `compile.py` computes the same keys without a
+GPU, so an archive of its kernels (`pack`) saves the first start on a GPU that work. An archive made with another Triton
+does no harm: its keys are never looked up.
 
-The worker calls `share_cache` and `install_shipped` before it launches anything. Nothing here imports Triton.
+The worker calls `share_cache` and `install_shipped` before its first launch. Nothing here imports Triton.
 """
 
 import json
@@ -19,8 +19,8 @@ _ENTRY = re.compile(r"([A-Z2-7]+)/(\w+)\.cubin")  # key, kernel
 
 
 def share_cache(environ: MutableMapping[str, str] = os.environ) -> Path:
-    """The folder in which all workers of a user find what one of them compiled: the operator's TRITON_CACHE_DIR, or a
-    folder of ours. To be called before Triton is imported, so that Triton takes it, and so do the children."""
+    """The folder in which all workers of a user share compiled kernels: the operator's TRITON_CACHE_DIR, or one in the
+    user's cache. Call it before Triton is imported; child processes inherit the variable."""
     if not environ.get("TRITON_CACHE_DIR"):
         home = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         environ["TRITON_CACHE_DIR"] = str(Path(home) / "pagewire" / "triton")
@@ -28,25 +28,25 @@ def share_cache(environ: MutableMapping[str, str] = os.environ) -> Path:
 
 
 def shipped(architecture: int) -> Path:
-    """Where the archive for an architecture (90: sm_90) is, if this installation came with one."""
+    """The path at which an installation may have the archive for an architecture (90: sm_90)."""
     return Path(__file__).parent / "shipped" / f"sm_{architecture}.zip"
 
 
 def pack(archive: Path, entries: Iterable[dict[str, Path]]) -> None:
-    """Writes what is needed to run kernels: their code, and the numbers that a launch needs. entries: the files of each
-    kernel by suffix, of which the others say how the code came about."""
+    """Writes the archive: each kernel's code and launch metadata. entries: the files of each kernel by suffix; the
+    intermediate representations among them are left out."""
     files = {f"{path.parent.name}/{path.name}": path for of in entries for path in (of[".cubin"], of[".json"])}
     archive.parent.mkdir(parents=True, exist_ok=True)
     partial = archive.with_suffix(f".{os.getpid()}")
     with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as out:
-        for name in sorted(files):  # of a fixed date, so that the same kernels make the same archive
+        for name in sorted(files):  # ZipInfo has a fixed date, so the same kernels give the same archive
             out.writestr(zipfile.ZipInfo(name), files[name].read_bytes(), zipfile.ZIP_DEFLATED)
     partial.replace(archive)
 
 
 def install_shipped(archive: Path, folder: Path) -> int:
-    """Adds the kernels of an archive that the folder lacks. Returns their number. Other processes may do the same, or
-    compile the same kernels meanwhile: a kernel counts as there when its list of files is, which comes last."""
+    """Adds the archive's kernels that the folder lacks and returns their number. Other processes may install or compile
+    the same kernels meanwhile: Triton takes a kernel as present once its __grp__ file exists, which is written last."""
     num_added = 0
     with zipfile.ZipFile(archive) as source:
         for name in source.namelist():
@@ -67,7 +67,7 @@ def install_shipped(archive: Path, folder: Path) -> int:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """At once, so that another process sees all of it or none."""
+    """Replaces the file atomically, so that another process never reads a part of it."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_bytes(data)
     partial.replace(path)

@@ -1,12 +1,12 @@
-"""Attention over the paged cache of rows with one new token each: split along the keys, one launch a layer.
+"""Decode attention over the paged KV cache, for rows with one new token each: split along the keys, one launch a layer.
 
-`plan_decode` cuts the rows into chunks of positions, once a step and on the device, so that the host need not know how
-long the rows are. `decode_attention` starts a fixed number of programs, which take the (chunk, kv head) pairs in turn;
-whichever finishes the last chunk of a row merges all of them, in the order of their positions. Where a row is cut
-depends on its own length only, and no sum on who came first: a row has the same bits in any company and in every run.
+`plan_decode` cuts the rows into chunks of positions, once a step and on the device, so the host need not know the rows'
+lengths. `decode_attention` starts a fixed number of programs, which take the (chunk, kv head) pairs in turn; the
+program that finishes the last chunk of a row merges all of them, in the order of their positions. The cuts of a row
+depend on its own length only and no sum on the order of arrival: a row has the same bits in any batch and in every run.
 
-Pages are head-major, [blocks, kv_heads, block_size, head_dim], and hold this step's keys and values already. A tile is
-one page, so that its keys lie in one piece. `extend_attention.py` shares the arithmetic of a tile.
+Pages are head-major, [blocks, kv_heads, block_size, head_dim], and already hold this step's keys and values. A tile is
+one page, so its keys are contiguous. `extend_attention.py` shares the arithmetic of a tile.
 """
 
 import math
@@ -20,23 +20,23 @@ from torch import Tensor
 from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
-CHUNK = 256  # positions; twice, four times, … as many in rows that would have more than `MAX_CHUNKS`
-MAX_CHUNKS = 64  # of a row: bounds the memory for partial results, and what one program has to merge
+CHUNK = 256  # positions; doubled until a row has at most `MAX_CHUNKS` chunks
+MAX_CHUNKS = 64  # per row: bounds the memory for partial results and the work of a merge
 DOUBLINGS = tl.constexpr(8)
 NUM_WARPS, NUM_STAGES = 4, 3
-_FIELDS = tl.constexpr(5)  # of an item, see `DecodeWorkspace`
+_FIELDS = tl.constexpr(5)  # per item, see `DecodeWorkspace`
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeWorkspace:
-    """Memory that the layers with one window share, since they run one after another; from `workspace_decode`."""
+    """Scratch memory of the layers that share a window, which run one after another; from `workspace_decode`."""
 
-    items: Tensor  # [most items, 5] int32: row, first position, end, number of the chunk in its row, chunks of the row
+    items: Tensor  # [most items, 5] int32: row, first position, end, index of the chunk in its row, chunks of the row
     num_items: Tensor  # [1] int32
-    partials: Tensor  # [most items, heads, head_dim] float32: what a chunk's values come to
-    lses: Tensor  # [most items, heads] float32: log2 of the sum of exponentials that belongs to it
-    arrivals: Tensor  # [rows, kv_heads] int32: chunks that are done; zero between launches
+    partials: Tensor  # [most items, heads, head_dim] float32: the attention output of a chunk
+    lses: Tensor  # [most items, heads] float32: log2 of the chunk's sum of exponentials
+    arrivals: Tensor  # [rows, kv_heads] int32: finished chunks; zero between launches
     window: int | None
     chunk: int
 
@@ -52,13 +52,13 @@ def workspace_decode(
     chunk: int | None = None,
     device: torch.device | str,
 ) -> DecodeWorkspace:
-    """For up to `rows` rows of up to `most_context` positions. `chunk`: a multiple of the size of a block; None: the
-    best that is known."""
+    """For up to `rows` rows of up to `most_context` positions. chunk: a multiple of the block size; None: the tuned
+    size."""
     chunk = chunk or tuned("decode_attention", head_dim, chunk=CHUNK)["chunk"]
     assert most_context <= (chunk << DOUBLINGS.value) * MAX_CHUNKS, (most_context, chunk)
     span = most_context if window is None else min(window, most_context)
     most_items = rows * min(MAX_CHUNKS, -(-span // chunk) + 1)  # one more: a window may begin inside a chunk
-    assert most_items * heads * head_dim < 2**31, "offsets are of 32 bits"
+    assert most_items * heads * head_dim < 2**31, f"{most_items} items of {heads} heads overflow 32-bit offsets"
     return DecodeWorkspace(
         items=torch.empty((most_items, _FIELDS.value), dtype=torch.int32, device=device),
         num_items=torch.zeros(1, dtype=torch.int32, device=device),
@@ -72,7 +72,7 @@ def workspace_decode(
 
 def plan_decode(context_lens: Tensor, workspace: DecodeWorkspace) -> None:
     """Lists the chunks of a step's rows in `workspace`. context_lens: [rows] int32, keys of each row, its new token
-    included; 0 for a row that only pads the batch."""
+    included; 0 for padding rows."""
     (rows,), most_rows = context_lens.shape, workspace.arrivals.shape[0]
     assert rows <= most_rows, (rows, most_rows)
     _plan_kernel[(1,)](
@@ -105,11 +105,11 @@ def decode_attention(
 ) -> None:
     """Attention of the rows that `workspace` was planned for; rows with a context of 0 get zeros.
 
-    out, query: [rows, heads, head_dim], of which rows may lie apart; k_pages, v_pages: [blocks, kv_heads, block_size,
-    head_dim], of the type of queries or float8_e4m3fn, which `k_scale` and `v_scale` multiply; block_table: [rows, most
-    blocks] int32, beyond a row's own blocks anything. sinks: [heads] float32, a score beside those of the keys that
-    takes its share of the softmax and has no value. num_programs: as many as the device holds at once, three a
-    multiprocessor with head_dim 128; the result does not depend on it.
+    out, query: [rows, heads, head_dim], rows of any stride; k_pages, v_pages: [blocks, kv_heads, block_size, head_dim],
+    of the queries' type or float8_e4m3fn, which `k_scale` and `v_scale` multiply; block_table: [rows, most blocks]
+    int32, with any values beyond a row's own blocks. sinks: [heads] float32, a score that takes part in the softmax and
+    has no value. num_programs: as many as the device holds at once, three per multiprocessor with head_dim 128; the
+    result does not depend on it.
     """
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_pages.shape
@@ -146,14 +146,14 @@ def decode_attention(
 
 
 def _options(head_dim: int) -> dict[str, int]:
-    """What a launch is compiled with, beside shapes."""
+    """The tuned compile-time options."""
     return tuned("decode_attention", head_dim, num_warps=NUM_WARPS, num_stages=NUM_STAGES)
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
-    """(score_scale, cap) of `tile_scores`. Scores are in units of log2(e), so that exp2 does for exp.
+    """(score_scale, cap) of `tile_scores`. Scores are in units of log2(e), so that exp2 replaces exp.
 
-    With a softcap c they are c · tanh(x / c) = c · (2 / (1 + exp(-2x / c)) - 1), for want of a tanh without libdevice.
+    With a softcap c they are c · tanh(x / c) = c · (2 / (1 + exp(-2x / c)) - 1): Triton has no tanh without libdevice.
     """
     if softcap is None:
         return scale * _LOG2_E.value, None
@@ -171,7 +171,7 @@ def _plan_kernel(
     MAX_CHUNKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program. A row without keys is one empty item, for the sake of its zeros."""
+    """One program. A row without keys is one empty item, so that its output is set to zero."""
     row = tl.arange(0, ROWS)
     context = tl.load(context_lens + row, mask=row < rows, other=0)
     start = tl.zeros([ROWS], tl.int32)
@@ -208,8 +208,8 @@ def tile_scores(q, k, score_scale, cap):
 def softmax_step(acc, most, total, scores, v):
     """Adds a tile to a running softmax: acc [rows, dim] = Σ 2^(score - most) · v, total [rows] the sum of the weights.
 
-    `most` starts at -1e30: a row may see no key of its first tiles, and -inf - -inf is NaN. Keys that a row does not
-    see have a score of -inf and change no bit of its sums.
+    `most` starts at -1e30: a row may see no key of its first tiles, and -inf - -inf is NaN. Masked keys have a score of
+    -inf and change no bit of the sums.
     """
     grown = tl.maximum(most, tl.max(scores, 1))
     weights = tl.exp2(scores - grown[:, None])
@@ -244,7 +244,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Rows of a tile are the GROUP query heads of one kv head; 16 is the least that tensor cores take."""
+    """The rows of a tile are the GROUP query heads of one kv head; 16 is the least that tensor cores take."""
     member = tl.arange(0, TILE_ROWS)
     dims = tl.arange(0, HEAD_DIM)
     offsets = tl.arange(0, BLOCK_SIZE)
@@ -276,15 +276,15 @@ def _decode_kernel(
         of_head = kv_head * (BLOCK_SIZE * HEAD_DIM) + in_page
         first_page = start // BLOCK_SIZE
         last_page = tl.cdiv(stop, BLOCK_SIZE)
-        # The next page's id is loaded one turn ahead: a load of keys that waits for a load of the same turn is not
-        # pipelined.
+        # The next page's id is loaded one iteration ahead: a load of keys that depends on a load of the same one is
+        # not pipelined.
         next_block = tl.load(table + first_page, mask=first_page < last_page, other=0)
         for page in range(first_page, last_page):
             at = next_block.to(tl.int64) * (KV_HEADS * BLOCK_SIZE * HEAD_DIM) + of_head
             next_block = tl.load(table + page + 1, mask=page + 1 < last_page, other=0)
             position = page * BLOCK_SIZE + offsets
             seen = (position >= start) & (position < stop)
-            # Values as well, not only scores: 0 · NaN from a stale page is NaN.
+            # The values are masked too, not only the scores: 0 · NaN from a stale page is NaN.
             k = tl.load(k_pages + at, mask=seen[:, None], other=0.0).to(q.dtype)
             scores = tl.where(seen[None, :], tile_scores(q, k, score_scale, cap), float("-inf"))
             v = tl.load(v_pages + at, mask=seen[:, None], other=0.0).to(q.dtype)
@@ -298,7 +298,7 @@ def _decode_kernel(
             slot = item * (KV_HEADS * GROUP)
             tl.store(partials + slot * HEAD_DIM + in_row, result, mask=real[:, None])
             tl.store(lses + slot + head, most + tl.log2(total), mask=real)
-            tl.debug_barrier()  # all threads have stored before one of them says so
+            tl.debug_barrier()  # all threads store before one of them counts the arrival
             arrival = arrivals + row * KV_HEADS + kv_head
             if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == count - 1:
                 highest = tl.full([TILE_ROWS], -1e30, tl.float32)
@@ -306,7 +306,7 @@ def _decode_kernel(
                 merged = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
                 for other in tl.range(item - number, item - number + count, loop_unroll_factor=4):
                     there = other * (KV_HEADS * GROUP)
-                    # Not from the L1, which knows nothing of other multiprocessors' stores.
+                    # Bypasses the L1, which does not see the stores of other multiprocessors.
                     lse = tl.load(lses + there + head, mask=real, other=0.0, cache_modifier=".cg")
                     partial = tl.load(
                         partials + there * HEAD_DIM + in_row, mask=real[:, None], other=0.0, cache_modifier=".cg"
@@ -322,7 +322,7 @@ def _decode_kernel(
 
 
 def _workspace(heads: int, kv_heads: int, window: int | None = None) -> DecodeWorkspace:
-    """As many rows as a server has at once if nobody says otherwise."""
+    """256 rows: the default number of concurrent requests."""
     return workspace_decode(
         rows=256, most_context=32768, heads=heads, kv_heads=kv_heads, head_dim=128, window=window, device="meta"
     )

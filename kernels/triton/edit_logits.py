@@ -1,9 +1,9 @@
-"""Bias, penalties and grammars: the logits that a request asked to change, in a copy.
+"""Applies bias, penalties and grammar masks to the logits of the requests that have them, in a copy.
 
-The raw logits stay, for log-probabilities, so only rows with something to change take a row of memory and time. The
-meaning is that of `engine/steps/sampler.py`: the bias is added, then come the penalties, and what overflows is made
-finite. A token that the model gave -inf keeps it, and one that the grammar forbids gets it. A row whose raw logits
-hold a NaN or +inf holds a NaN afterwards, so that `sampling.py` can tell.
+The raw logits are kept for log-probabilities, so only the rows with an edit cost memory and time. The semantics are
+those of `engine/steps/sampler.py`: the bias is added, then the penalties apply, and infinite results are made finite. A
+token whose raw logit is -inf keeps it, and a token that the grammar forbids gets -inf. A row whose raw logits hold a
+NaN or +inf holds a NaN afterwards, which `sampling.py` detects.
 """
 
 from dataclasses import dataclass
@@ -16,30 +16,30 @@ from torch import Tensor
 from .variant import WIDE, Plan, Variant, shaped
 
 _BLOCK = 2048
-_ENTRIES = 128  # of a bias list, at a time
+_ENTRIES = 128  # bias entries, or ids to count, that a program handles at a time
 _MAX_COUNTED = tl.constexpr(2**15 - 1)
-_GREATEST = tl.constexpr(1e30)  # stands for an edited logit that is infinite, so that it can be subtracted
+_GREATEST = tl.constexpr(1e30)  # replaces an infinite edited logit, so that differences stay finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class EditColumns:
-    """What is changed, by row. The host writes a row when a request takes it; the device counts what it drew."""
+    """The edits of each row. The host writes a row when a request takes it; the device counts the sampled tokens."""
 
     repetition_penalty: Tensor  # [rows] float32, over prompt and output; 1: none
     presence_penalty: Tensor  # [rows] float32, over output
     frequency_penalty: Tensor  # [rows] float32, over output
-    history: Tensor  # [rows] int32, the row's place in the next two; -1: it has no penalties
-    prompt_bits: Tensor  # [places, ⌈vocab / 32⌉] int32; bit t % 32 of word t / 32: token t is in the prompt
-    output_counts: Tensor  # [places, vocab] int16, how often each token is in the output, or 32767
-    bias_first: Tensor  # [rows] int32, of the row's entries in the next two
+    history: Tensor  # [rows] int32, the row's index into the next two; -1: no penalties
+    prompt_bits: Tensor  # [histories, ⌈vocab / 32⌉] int32; bit t % 32 of word t / 32: token t is in the prompt
+    output_counts: Tensor  # [histories, vocab] int16, how often each token is in the output, at most 32767
+    bias_first: Tensor  # [rows] int32, index of the row's first entry in bias_ids and bias_values
     bias_len: Tensor  # [rows] int32; 0: no bias
-    bias_ids: Tensor  # [entries] int32, each at most once in a row; ids beyond the vocabulary count for nothing
+    bias_ids: Tensor  # [entries] int32, each at most once in a row; ids beyond the vocabulary are ignored
     bias_values: Tensor  # [entries] float32
 
 
 @triton.jit
 def _edited(raw, biased, tokens, inside, history, bits, counts, allowed, grammar, repetition, presence, frequency):
-    """What becomes of `biased`, which is `raw` with its bias. bits, counts, allowed: pointers to the row's own."""
+    """The edited logits. raw, biased: before and after the bias; bits, counts, allowed: pointers to the row's data."""
     penalised = inside & (history >= 0)
     count = tl.load(counts + tokens, mask=penalised, other=0).to(tl.float32)
     word = tl.load(bits + tokens // 32, mask=penalised, other=0)
@@ -139,12 +139,12 @@ def edit_logits(
     grammars: Tensor,
     grammar_bits: Tensor,
 ) -> None:
-    """Writes the changed logits of those that have a place in `edited`.
+    """Writes the edited logits of the picked rows that have a place in `edited`.
 
     logits: [picked, vocab] float32, of the rows `picked` ([picked] int32); edited: [places, vocab] float32; rows of
-    both may lie apart. places: [picked] int32, -1: the raw logits will do. grammars: [picked] int32, which row of
-    grammar_bits ([grammars, ⌈vocab / 32⌉] int32, a set bit allows the token) holds for it; -1: all tokens are allowed.
-    A row with penalties is picked once a step, since its counts are those of one position.
+    both may have any stride. places: [picked] int32, -1: no edit. grammars: [picked] int32, the row of grammar_bits
+    ([grammars, ⌈vocab / 32⌉] int32, a set bit allows the token) that applies; -1: all tokens are allowed. A row with
+    penalties is picked at most once a step, since its counts are those of one position.
     """
     num_picked, vocab = logits.shape
     assert logits.stride(1) == edited.stride(1) == 1 and edited.shape[1] == vocab, (logits.shape, edited.shape)
@@ -177,8 +177,8 @@ def edit_logits(
 
 
 def count_sampled(ids: Tensor, picked: Tensor, columns: EditColumns) -> None:
-    """Adds ids just drawn to their rows' counts. ids, picked: [picked] int32; -1 is no id. Each row with penalties at
-    most once."""
+    """Adds newly sampled ids to their rows' counts. ids, picked: [picked] int32; -1 is no id. A row with penalties
+    appears at most once."""
     (num_picked,) = ids.shape
     if num_picked == 0:
         return
@@ -216,7 +216,7 @@ def _launch_count(rows: int) -> None:
     count_sampled(picked, picked, _columns(_VOCAB))
 
 
-_VOCAB = 151936  # of Qwen3; any that is a multiple of 16 gives the same kernels
+_VOCAB = 151936  # Qwen3; every multiple of 16 gives the same kernels
 VARIANTS = (
     Variant(name="edit_logits", launch=_launch_edit, plans={"_edit_kernel": WIDE}),
     Variant(name="count_sampled", launch=_launch_count, plans={"_count_kernel": Plan()}),

@@ -1,6 +1,6 @@
-"""What stands behind a product of matrices in the same kernel: bias, residual sum or gate, and the store.
+"""The epilogue of a matrix product: bias, residual sum or gate, and the store, in the product's own kernel.
 
-The order of rounding is that of transformers: the product and silu(gate) are rounded to the type of the activations.
+Rounding follows transformers: the product and silu(gate) are rounded to the type of the activations.
 """
 
 import triton
@@ -27,7 +27,7 @@ def store_product(
     BLOCK_N: tl.constexpr,
 ):
     """Stores the tile `sums` [BLOCK_M, BLOCK_N] float32 of a product [rows, N], whose first element is (first_m,
-    first_n). DTYPE: of the activations. The others are as in `product.product`."""
+    first_n). DTYPE: type of the activations. The other arguments are those of `product.product`."""
     m = (first_m + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     n = first_n + tl.arange(0, BLOCK_N)[None, :]
     inside = (m < rows) & ((n < N) | (N % BLOCK_N == 0))

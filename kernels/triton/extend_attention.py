@@ -1,12 +1,12 @@
-"""Causal attention over the paged cache of rows with any number of new tokens: whole prompts, pieces of prompts behind
-a cached prefix, decode rows and guesses to verify, all in one launch.
+"""Causal attention over the paged KV cache for rows with any number of new tokens: prompts, chunks of prompts after a
+cached prefix, decode rows and draft tokens to verify, in one launch.
 
-The host cuts the rows' new tokens into tiles (`extend_work`); a program takes a tile and a kv head, and reads the
-row's keys once for all tokens and query heads of the tile. The keys of a row are not split: long rows with few tokens
-are the business of `decode_attention.py`, which also explains the layout of pages.
+The host cuts the rows' new tokens into tiles (`extend_work`). A program takes a tile and a kv head, and reads the row's
+keys once for all tokens and query heads of the tile. The keys of a row are not split: long rows with few tokens are
+left to `decode_attention.py`, which also describes the layout of pages.
 
-The length of a row is read on the device, so the host may be behind with it. A token has the same bits however its
-prompt is cut into steps and tiles: its sums run over the same pages, and keys that it does not see change no bit.
+The length of a row is read on the device, so the host need not know it. A token has the same bits however its prompt is
+cut into steps and tiles: its sums run over the same pages, and masked keys change no bit.
 """
 
 import numpy as np
@@ -20,29 +20,28 @@ from .decode_attention import score_factors, softmax_step, tile_scores
 from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
-TILE_ROWS = 128  # (token, query head) pairs of a tile where there are prompts; 16 is right for guesses alone
+TILE_ROWS = 128  # (token, query head) pairs per tile of a prompt; 16 suits steps with draft tokens only
 NUM_STAGES = 3
-_FIELDS = tl.constexpr(4)  # of a tile, see `extend_work`
+_FIELDS = tl.constexpr(4)  # per tile, see `extend_work`
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def tile_tokens(group: int, tile_rows: int = TILE_ROWS) -> int:
-    """Tokens of a tile. group: query heads of a kv head."""
+    """Tokens per tile. group: query heads per kv head."""
     return tile_rows // group
 
 
 def most_tiles(tokens: int, rows: int, per_tile: int) -> int:
-    """Tiles that `tokens` tokens of `rows` rows make at most."""
+    """The most tiles that `tokens` tokens of `rows` rows can make."""
     return (tokens + rows * (per_tile - 1)) // per_tile
 
 
 def extend_work(query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], per_tile: int) -> NDArray[np.int32]:
     """The tiles of a step, [tiles, 4]: row, first token (counted over all rows), number of tokens, tokens of the row
-    from this one on.
+    from the first one on.
 
-    query_lens: [rows] new tokens; context_lens: [rows] keys, the new tokens included, as far as the host knows: they
-    only decide the order, which is longest first, so that no long tile starts when the others are done.
-    per_tile: `tile_tokens`.
+    query_lens: [rows] new tokens; context_lens: [rows] keys, the new tokens included, as far as the host knows. These
+    only decide the order: the longest tile first, so that none starts last. per_tile: `tile_tokens`.
     """
     tiles = -(-query_lens // per_tile)
     row = np.repeat(np.arange(len(tiles)), tiles)
@@ -72,12 +71,12 @@ def extend_attention(
     v_scale: float = 1.0,
     tile_rows: int = TILE_ROWS,
 ) -> None:
-    """Attention of the tokens that `work` lists; the output of any others is left as it is.
+    """Attention of the tokens that `work` lists; the output of other tokens is not written.
 
-    out, query: [tokens, heads, head_dim]; context_lens: [rows] int32, of which 0 makes the row's outputs zeros;
-    work: [tiles, 4] int32 from `extend_work` with tiles of `tile_tokens(heads // kv_heads, tile_rows)` tokens, on the
-    device; tiles of 0 tokens at its end cost next to nothing, so its length can be `most_tiles` and never change. With
-    `window` w a token sees itself and the w - 1 before it. All else as in `decode_attention`.
+    out, query: [tokens, heads, head_dim]; context_lens: [rows] int32, 0: the row's outputs are zeros; work: [tiles, 4]
+    int32 on the device, from `extend_work` with tiles of `tile_tokens(heads // kv_heads, tile_rows)` tokens. Tiles of 0
+    tokens at its end cost next to nothing, so its length can always be `most_tiles`. With `window` w a token sees
+    itself and the w - 1 tokens before it. Other arguments as in `decode_attention`.
     """
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_pages.shape
@@ -112,7 +111,7 @@ def extend_attention(
 
 
 def _options(head_dim: int, tile_rows: int) -> dict[str, int]:
-    """What a launch is compiled with, beside shapes."""
+    """The tuned compile-time options."""
     num_warps = 8 if tile_rows >= 128 else 4  # 128 rows and four warps do not fit into registers
     return tuned("extend_attention", head_dim, tile_rows, num_warps=num_warps, num_stages=NUM_STAGES)
 
@@ -138,18 +137,18 @@ def _add_pages(
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds some pages of a row to a running softmax (see `softmax_step`). position: [rows] of the queries; stop: end of
-    the keys that any of them sees. Without MASKED all of them see all keys of these pages."""
+    """Adds pages of a row to a running softmax (see `softmax_step`). position: [rows] of the queries; stop: end of the
+    keys that any of them sees. Without MASKED every query sees all keys of these pages."""
     offsets = tl.arange(0, BLOCK_SIZE)
     in_page = offsets[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    # One turn ahead, see `_decode_kernel`.
+    # One iteration ahead, see `_decode_kernel`.
     next_block = tl.load(table + first_page, mask=first_page < last_page, other=0)
     for page in range(first_page, last_page):
         at = next_block.to(tl.int64) * BLOCK_STRIDE + in_page
         next_block = tl.load(table + page + 1, mask=page + 1 < last_page, other=0)
         if MASKED:
             key = page * BLOCK_SIZE + offsets
-            written = (key < stop)[:, None]  # a NaN beyond would spoil the sums even with a weight of 0
+            written = (key < stop)[:, None]  # a NaN in a stale slot would spoil the sums even with a weight of 0
             k = tl.load(k_head + at, mask=written, other=0.0).to(q.dtype)
             scores = tile_scores(q, k, score_scale, cap)
             seen = key[None, :] <= position[:, None]
@@ -188,7 +187,7 @@ def _extend_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One tile and one kv head a program; the kv heads of a tile are neighbours, and so are their pages in memory."""
+    """One tile and one kv head per program; the kv heads of a tile are neighbours, and so are their pages in memory."""
     fields = work + (tl.program_id(0) // KV_HEADS) * _FIELDS
     kv_head = tl.program_id(0) % KV_HEADS
     number = tl.load(fields + 2)
@@ -220,8 +219,8 @@ def _extend_kernel(
     k_head = k_pages + kv_head * (BLOCK_SIZE * HEAD_DIM)
     v_head = v_pages + kv_head * (BLOCK_SIZE * HEAD_DIM)
     table = block_table + row * table_stride
-    # Pages up to `full` end before the first token or with it: all tokens see them, if no window ends before. The
-    # bounds at 0 are for rows whose context is 0.
+    # The pages before `full` end at or before the first token: all tokens see them, unless a window ends earlier. The
+    # maxima with 0 are for rows whose context is 0.
     full = tl.maximum(start + 1, 0) // BLOCK_SIZE
     last_page = tl.cdiv(tl.maximum(stop, 0), BLOCK_SIZE)
     open_page = 0
@@ -274,7 +273,7 @@ def _variant(
         )
 
     opcodes = ("HMMA", "LDGSTS")
-    wide = tile_rows >= 64  # the least rows that Hopper's own instruction takes
+    wide = tile_rows >= 64  # the fewest rows that wgmma takes
     plan = Plan(
         sm_80=opcodes,
         sm_90=("HGMMA", "LDGSTS") if wide else opcodes,
@@ -292,7 +291,7 @@ VARIANTS: tuple[Variant, ...] = (
     _variant("bf16", 16, 8),  # Qwen3-0.6B
     _variant("bf16", 32, 8),  # Llama-3.1-8B
     _variant("bf16", 32, 4),  # Qwen3-30B-A3B
-    _variant("bf16 guesses", 32, 8, tile_rows=16),
+    _variant("bf16 draft", 32, 8, tile_rows=16),
     _variant("fp8", 32, 8, fp8=True),
     _variant("bf16 window softcap", 32, 8, window=4096, softcap=30.0),
 )

@@ -1,11 +1,11 @@
-"""Products with weights of 8 bits (float8 e4m3) and activations of 16: the weights are widened in registers.
+"""Products of 8-bit weights (float8 e4m3) with 16-bit activations: the weights are widened in registers.
 
-A program computes the transpose of its tile, weights · rowsᵀ, so that what is widened goes into the tensor cores from
-registers, as their first operand, and few rows are a narrow second one. The scale is multiplied with float32 sums: of a
-block of k, or with all of them where each row of the weight has one.
+A program computes the transpose of its tile, weights · rowsᵀ, so that the widened weights go from registers into the
+tensor cores as the first operand, and few rows are a narrow second operand. The scale multiplies float32 sums: the sum
+of a block of k, or the whole sum where each row of the weight has one scale.
 
-Widening is exact and needs no instruction of sm_89: moved to their place in a number of 16 bits, exponent and mantissa
-are those of the value divided by a power of two, subnormal or not. The code of e4m3's NaN, which no weight is, gives
+Widening is exact and needs no instruction of sm_89: shifted to their place in a 16-bit float, exponent and mantissa are
+those of the value divided by a power of two, subnormals included. The code of e4m3's NaN, which no weight has, gives
 480.
 """
 
@@ -22,7 +22,7 @@ from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
 _NUM_STAGES = 4  # three tiles in flight
-_PROCESSORS = 132  # of an H100 or H200; a constant, so that tiles are the same everywhere
+_PROCESSORS = 132  # of an H100 or H200; a constant, so that tiles are the same on every GPU
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _widened(codes, DTYPE: tl.constexpr):
         value, factor = (high >> 4) & -0x7810, 2.0**120
     else:
         value, factor = (high >> 1) & -0x4080, 2.0**8
-    # A constant that the compiler folds; with one made of bits it takes the widened numbers through shared memory.
+    # The compiler folds this constant; one made by a bitcast would send the widened values through shared memory.
     return value.to(DTYPE, bitcast=True) * tl.full(codes.shape, factor, tl.float32).to(DTYPE)
 
 
@@ -58,16 +58,16 @@ def _fp8_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """SCALE_N, SCALE_K: rows and columns of the weight that share a scale; SCALE_K of None: each row has one."""
+    """SCALE_N, SCALE_K: rows and columns of the weight that share a scale; SCALE_K None: one scale per row."""
     EVEN: tl.constexpr = K % BLOCK_K == 0  # then no mask is left: x | True is True
     dtype: tl.constexpr = x.dtype.element_ty
     first_m = tl.program_id(0) * BLOCK_M
     first_n = tl.program_id(1) * BLOCK_N
-    # Places that do not exist read the last row's numbers, which costs less than a mask, and are not stored.
+    # Indices beyond the end read the last row, which costs less than a mask, and are not stored.
     m = tl.minimum(first_m + tl.arange(0, BLOCK_M), rows - 1).to(tl.int64)[None, :]
     n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     if SCALE_K is not None:
-        if GATED:  # gates and ups in turn, and so are their scales
+        if GATED:  # gates and ups alternate, and so do their scales
             scales = scale + (n // 2 // SCALE_N * 2 + n % 2) * tl.cdiv(K, SCALE_K)
         else:
             scales = scale + n // SCALE_N * tl.cdiv(K, SCALE_K)
@@ -115,12 +115,12 @@ def fp8_product(
 ) -> None:
     """out = x · (weight · scale)ᵀ [+ bias] [+ residual], or silu(gate) · up of it.
 
-    x: [rows, k] bf16 or fp16; weight: [n, k] float8_e4m3fn contiguous; scale: float32 [n], or contiguous for each block
-    of so many rows and columns, which are powers of two, at least 16 columns. bias: [n]; residual: [rows, n], may be
-    out; out: [rows, n], of x's type or, without a residual, float32. With `is_gated` the even rows of the weight are
-    gates, the odd ones ups (`Fp8Weight.interleave`), and out is [rows, n / 2]. Rows need not follow one another.
+    x: [rows, k] bf16 or fp16; weight: [n, k] float8_e4m3fn contiguous; scale: float32, [n], or contiguous with one for
+    each block of `block` rows and columns, which are powers of two, at least 16 columns. bias: [n]; residual: [rows,
+    n], may be out; out: [rows, n], of x's type or, without a residual, float32. With `is_gated` the even rows of the
+    weight are gates, the odd ones ups (`Fp8Weight.interleave`), and out is [rows, n / 2]. Rows may have any stride.
 
-    Tiles depend on the number of rows (≤ 16, ≤ 64, more); among numbers of the same kind a row's bits depend on that
+    The tile depends on the number of rows (≤ 16, ≤ 64, more); within one of these ranges a row's bits depend on that
     row alone.
     """
     n, k = weight.shape
@@ -154,8 +154,8 @@ def fp8_product(
 
 
 def tile(rows: int, n: int) -> dict[str, int]:
-    """Rows of activations and of the weight that a program takes, and its warps. Few rows are bound by reading the
-    weight: the most programs that there are processors for."""
+    """Rows of activations and of the weight per program, and its warps. Few rows are bound by reading the weight: as
+    many programs as there are multiprocessors for."""
     if rows > 64:
         return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8}
     if rows > 16:
@@ -164,7 +164,7 @@ def tile(rows: int, n: int) -> dict[str, int]:
 
 
 def _options(rows: int, n: int, k: int, block: tuple[int, int] | None) -> dict[str, int | None]:
-    """What a launch is compiled with."""
+    """The compile-time options."""
     block_k = 128 if rows <= 64 else 64
     tiles = tile(rows, n)
     if block is not None:
@@ -182,7 +182,7 @@ def _options(rows: int, n: int, k: int, block: tuple[int, int] | None) -> dict[s
 
 
 ROWS = ((16, 1, 2, 5), (64, 17), (128, 65, 1000))
-"""Numbers of rows that share a tile."""
+"""Numbers of rows, grouped by the tile they use."""
 
 
 def _variant(

@@ -1,8 +1,8 @@
-"""Products with weights of 4 bits, with a scale and a zero for each group of a row, and activations of 16 bits.
+"""Products of 4-bit weights, with a scale and a zero point for each group of a row, with 16-bit activations.
 
-As in `fp8_product.py`, a program computes the transpose of its tile and widens the weights in registers; number - zero
-is a whole number and exact, and the scale is multiplied with the float32 sum of its group. The low halves of a tile's
-bytes are multiplied by one half of the rows' columns and the high halves by the other (`Int4Weight`).
+As in `fp8_product.py`, a program computes the transpose of its tile and widens the weights in registers. number - zero
+is an exact integer, and the scale multiplies the float32 sum of its group. The low halves of a tile's bytes are
+multiplied by one half of the rows' columns and the high halves by the other (`Int4Weight`).
 """
 
 import torch
@@ -19,8 +19,8 @@ from .variant import Plan, Variant, shaped
 
 @triton.jit
 def _widened(numbers, zeros, DTYPE: tl.constexpr):
-    """numbers - zeros, uint8 ≤ 16 → DTYPE, bf16 or fp16. With the bits of 128 or 1024 around it, a number is one that
-    many greater, and the difference is exact."""
+    """numbers - zeros, uint8 ≤ 16 → DTYPE, bf16 or fp16. As the low mantissa bits of 128 (bf16) or 1024 (fp16), an
+    integer n is the float 128 + n or 1024 + n, so the difference is exact."""
     base: tl.constexpr = 0x4300 if DTYPE.is_bf16() else 0x6400
     numbers = (numbers.to(tl.int16) | base).to(DTYPE, bitcast=True)
     return numbers - (zeros.to(tl.int16) + base).to(DTYPE, bitcast=True)
@@ -50,7 +50,7 @@ def _int4_product(
     dtype: tl.constexpr = x.dtype.element_ty
     first_m = tl.program_id(0) * BLOCK_M
     first_n = tl.program_id(1) * BLOCK_N
-    # Places that do not exist read the last row's numbers, which costs less than a mask, and are not stored.
+    # Indices beyond the end read the last row, which costs less than a mask, and are not stored.
     m = tl.minimum(first_m + tl.arange(0, BLOCK_M), rows - 1).to(tl.int64)[None, :]
     n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     byte = tl.arange(0, HALF)
@@ -106,10 +106,10 @@ def int4_product(
 
     x: [rows, k] bf16 or fp16; packed, scales, zeros, half and order are those of an `Int4Weight` [n, k]. bias: [n];
     residual: [rows, n], may be out; out: [rows, n], of x's type or, without a residual, float32. With `is_gated` the
-    even rows of the weight are gates, the odd ones ups (`Int4Weight.interleave`), and out is [rows, n / 2]. Rows need
-    not follow one another.
+    even rows of the weight are gates, the odd ones ups (`Int4Weight.interleave`), and out is [rows, n / 2]. Rows may
+    have any stride.
 
-    Tiles depend on the number of rows (≤ 16, ≤ 64, more); among numbers of the same kind a row's bits depend on that
+    The tile depends on the number of rows (≤ 16, ≤ 64, more); within one of these ranges a row's bits depend on that
     row alone.
     """
     n, k = packed.shape[0], 2 * packed.shape[1]
@@ -121,7 +121,7 @@ def int4_product(
     assert x.dtype in (torch.bfloat16, torch.float16) and (order is None or order.shape == (k,)), x.dtype
     if rows == 0:
         return
-    if order is not None:  # once, where each program would gather it again
+    if order is not None:  # once, instead of in each program
         x = x.index_select(1, order)
     options = _options(rows, n, k, group, half)
     _int4_product[triton.cdiv(rows, options["BLOCK_M"]), triton.cdiv(n, options["BLOCK_N"])](
@@ -142,14 +142,14 @@ def int4_product(
 
 
 def _options(rows: int, n: int, k: int, group: int, half: int) -> dict[str, int]:
-    """What a launch is compiled with."""
+    """The compile-time options."""
     tiles = tile(rows, n)
     tiles = tuned("int4_product", tiles["BLOCK_M"], n, k, **tiles)
     return {"N": n, "K": k, "GROUP": group, "HALF": half, "num_stages": _num_stages(rows), **tiles}
 
 
 def _num_stages(rows: int) -> int:
-    """One more than there are tiles in flight; more do not fit into the shared memory of sm_89."""
+    """One more than the tiles in flight; more do not fit into the shared memory of sm_89."""
     return 4 if rows <= 64 else 3
 
 

@@ -1,8 +1,8 @@
-"""Log-probabilities of the raw logits: of a given token and of the best ones, best first.
+"""Log-probabilities of the raw logits: of the sampled token and of the best tokens, best first.
 
-The meaning is that of `engine/steps/logprobs.py`. Two launches: `_scan_kernel` keeps a block's mass and its best
-tokens, `_merge_kernel`, one program a row, those of the row. Equal logits come in the order of their ids. Sums are
-taken in one order, so a row has the same numbers in any company.
+The semantics are those of `engine/steps/logprobs.py`. There are two launches: `_scan_kernel` stores a block's mass and
+its best tokens, and `_merge_kernel`, one program per row, merges them. Equal logits are ordered by id. Sums are taken
+in a fixed order, so a row's values do not depend on the batch.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from torch import Tensor
 from .order import REMOVED, from_ordinal, to_ordinal
 from .variant import Plan, Variant, shaped
 
-MAX_BEST = 20  # that a request may ask for
+MAX_BEST = 20  # the most that a request may ask for
 _BLOCK = 2048  # logits that one program scans
-_LEAST = tl.constexpr(-9999.0)  # stands for -inf, which JSON cannot carry
+_LEAST = tl.constexpr(-9999.0)  # replaces -inf, which JSON cannot express
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobsWorkspace:
-    """Memory between the launches, from `workspace_logprobs`."""
+    """Scratch memory between the launches, from `workspace_logprobs`."""
 
     block_most: Tensor  # [asking, blocks] float32, the greatest logit
-    block_mass: Tensor  # [asking, blocks] float32, the sum of exp(logit - block_most), or NaN if any logit is
+    block_mass: Tensor  # [asking, blocks] float32, the sum of exp(logit - block_most), or NaN if any logit is NaN
     best: Tensor  # [asking, blocks, MAX_BEST] int32, ordinals of the best logits, or REMOVED
     best_ids: Tensor  # [asking, blocks, MAX_BEST] int32
 
@@ -77,7 +77,7 @@ def _scan_kernel(
 
 
 @triton.jit
-def _told(logprob):
+def _reported(logprob):
     return tl.where(logprob > float("-inf"), logprob, _LEAST)
 
 
@@ -116,7 +116,7 @@ def _merge_kernel(
     token = tl.load(chosen + pick)
     x = tl.load(logits + pick.to(tl.int64) * logits_stride + token, mask=token >= 0, other=float("-inf"))
     tl.store(out_ids + at * out_stride, token)
-    tl.store(out_values + at * out_stride, _told(x - greatest - log_total))
+    tl.store(out_values + at * out_stride, _reported(x - greatest - log_total))
 
     lane = tl.arange(0, CANDIDATES)
     kept = (lane < num_blocks * MAX_BEST) & (lane % MAX_BEST < num_best)
@@ -125,7 +125,7 @@ def _merge_kernel(
     for i in range(num_best):
         ordinal, index = tl.max(ordinals, axis=0, return_indices=True)
         tl.store(out_ids + at * out_stride + 1 + i, tl.sum(tl.where(lane == index, ids, 0), axis=0))
-        tl.store(out_values + at * out_stride + 1 + i, _told(from_ordinal(ordinal) - greatest - log_total))
+        tl.store(out_values + at * out_stride + 1 + i, _reported(from_ordinal(ordinal) - greatest - log_total))
         ordinals = tl.where(lane == index, REMOVED, ordinals)
 
 
@@ -139,11 +139,11 @@ def logprobs(
     *,
     num_best: int,
 ) -> None:
-    """Of the rows of logits that ask: the chosen token's log-probability first, then those of the `num_best` best.
+    """For each row of logits that asks: the log-probability of its chosen token, then those of the `num_best` best.
 
     out_ids: [asking, ≥ 1 + num_best] int32; out_values: the same, float32, -9999 for -inf and for logits that are not
-    finite. logits: [picked, vocab] float32, whose rows may lie apart. asking: [asking] int32, rows of logits; -1: none,
-    its output is left alone. chosen: [picked] int32, a token of each row of logits; -1: its value is -9999.
+    finite. logits: [picked, vocab] float32, rows of any stride. asking: [asking] int32, rows of logits; -1: none, and
+    its output is not written. chosen: [picked] int32, a token of each row of logits; -1: its value is -9999.
     """
     (num_asking,), vocab = asking.shape, logits.shape[1]
     blocks = triton.cdiv(vocab, _BLOCK)

@@ -1,14 +1,14 @@
-"""Mixture of experts: each token goes through the `top_k` experts that its router scores best.
+"""Mixture of experts: each token goes through the `top_k` experts with the best router scores.
 
-Five launches, and nothing that the host would have to wait for. `_route_kernel` picks the experts of a token.
-`_align_kernel` lines up the (token, choice) pairs, called assignments, by expert, and fills the last block of rows of
-each expert up. `_gate_up_kernel` and `_down_kernel` multiply a block of rows with its expert's weights; grids are as
-large as the worst case, and programs without a block leave at once. `_sum_kernel` adds the results of a token in the
-order of its choices. Nothing is added by atomics and every product is of one row, so the bits of a token depend on
-nothing but how many rows a block has, which follows from the number of tokens of the launch.
+There are five launches, and none waits for the host. `_route_kernel` picks the experts of a token. `_align_kernel`
+sorts the (token, choice) pairs, called assignments, by expert, and pads each expert's last block of rows.
+`_gate_up_kernel` and `_down_kernel` multiply a block of rows with its expert's weights; grids have the worst-case size,
+and programs without a block return at once. `_sum_kernel` adds the results of a token in the order of its choices.
+There are no atomics and each output row is the product of one input row, so a token's bits depend only on the rows of a
+block, which follow from the number of tokens of the launch.
 
-Blocks of one expert stand next to each other, and programs that differ in the block only start one after another: the
-weights of an expert are read once and found in the cache by its other blocks.
+Blocks of one expert are adjacent, and programs that differ only in the block start one after another: the weights of an
+expert are read once, and its other blocks find them in the cache.
 """
 
 from dataclasses import dataclass
@@ -24,22 +24,22 @@ from .silu_mul import gated
 from .tuned import tuned
 from .variant import WIDE, Plan, Variant, shaped
 
-_ROWS = (16, 64, 128)  # of a block; the least is what tensor cores take
-_PAIRS = 1024  # assignments that `_align_kernel` looks at in one go
-_SUMMED = 1024  # columns of a program of `_sum_kernel`
+_ROWS = (16, 64, 128)  # of a block; 16 is the least that tensor cores take
+_PAIRS = 1024  # assignments that `_align_kernel` reads at a time
+_SUMMED = 1024  # columns per program of `_sum_kernel`
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeWorkspace:
-    """Memory between the launches, from `workspace_moe`; layers share it, since they run one after another."""
+    """Scratch memory between the launches, from `workspace_moe`; shared by the layers, which run one after another."""
 
     weights: Tensor  # [tokens, top_k] float32
-    experts: Tensor  # [tokens, top_k] int32; -1 for tokens that only pad the batch
-    assignments: Tensor  # [most rows] int32, token · top_k + choice, by expert; their number fills a block up
+    experts: Tensor  # [tokens, top_k] int32; -1 for padding tokens
+    assignments: Tensor  # [most rows] int32, token · top_k + choice, by expert; tokens · top_k marks padding rows
     block_experts: Tensor  # [most blocks] int32
     num_blocks: Tensor  # [1] int32
-    gated: Tensor  # [tokens · top_k, inter], as activations
-    parts: Tensor  # [tokens · top_k, hidden], as activations: weighted results, to be added
+    gated: Tensor  # [tokens · top_k, inter], of the activations' type
+    parts: Tensor  # [tokens · top_k, hidden], of the activations' type: weighted results, to be added
 
 
 def workspace_moe(
@@ -55,27 +55,27 @@ def workspace_moe(
     """For up to `most_tokens` tokens a launch."""
     num_assigned = most_tokens * top_k
 
-    def room(shape: tuple[int, ...], of: torch.dtype) -> Tensor:
+    def buffer(shape: tuple[int, ...], of: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=of, device=device)
 
     return MoeWorkspace(
-        weights=room((most_tokens, top_k), torch.float32),
-        experts=room((most_tokens, top_k), torch.int32),
-        assignments=room((max(_most_blocks(num_assigned, num_experts, rows) * rows for rows in _ROWS),), torch.int32),
-        block_experts=room((_most_blocks(num_assigned, num_experts, _ROWS[0]),), torch.int32),
-        num_blocks=room((1,), torch.int32),
-        gated=room((num_assigned, inter), dtype),
-        parts=room((num_assigned, hidden), dtype),
+        weights=buffer((most_tokens, top_k), torch.float32),
+        experts=buffer((most_tokens, top_k), torch.int32),
+        assignments=buffer((max(_most_blocks(num_assigned, num_experts, rows) * rows for rows in _ROWS),), torch.int32),
+        block_experts=buffer((_most_blocks(num_assigned, num_experts, _ROWS[0]),), torch.int32),
+        num_blocks=buffer((1,), torch.int32),
+        gated=buffer((num_assigned, inter), dtype),
+        parts=buffer((num_assigned, hidden), dtype),
     )
 
 
 def _most_blocks(num_assigned: int, num_experts: int, rows: int) -> int:
-    """Blocks of `rows` assignments, if every expert that has any wastes as much as it can."""
+    """The most blocks of `rows` assignments: every expert that has any may waste part of its last block."""
     return min(num_assigned, num_assigned // rows + num_experts)
 
 
 class _Tiles(NamedTuple):
-    """How a product is cut."""
+    """The tiles of a product."""
 
     rows: int
     columns: int
@@ -84,7 +84,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(num_assigned: int, num_experts: int) -> _Tiles:
-    """As many rows as an expert has on average, so that few are filled up."""
+    """About as many rows per block as an expert has on average, so that little padding is needed."""
     if num_assigned <= 16 * num_experts:
         rule = _Tiles(16, 128, 4, 4)
     elif num_assigned <= 256 * num_experts:
@@ -95,8 +95,8 @@ def _tiles(num_assigned: int, num_experts: int) -> _Tiles:
 
 
 def _depth(width: int) -> int:
-    """Columns of the activations that one step of a product takes."""
-    assert width % 32 == 0, f"{width} columns: products take 32 at a time"
+    """Columns of the activations per step of a product."""
+    assert width % 32 == 0, f"{width} columns, which is no multiple of 32"
     return 64 if width % 64 == 0 else 32
 
 
@@ -116,7 +116,7 @@ def _route_kernel(
     lane = tl.arange(0, LANES)
     x = tl.load(logits + token * logits_stride + lane, mask=lane < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
     weight = tl.exp(x - tl.max(x, axis=0))
-    # By ordinals, so that even a row of NaN gets experts that exist; its weights are NaN.
+    # Ordinals give even a row of NaN valid experts; its weights are NaN.
     ordinals = tl.where(lane < NUM_EXPERTS, to_ordinal(x), REMOVED)
     choice = tl.full((LANES,), -1, tl.int32)
     for i in range(TOP_K):
@@ -143,7 +143,7 @@ def _align_kernel(
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """One program an expert: all count all experts, and each places its own assignments, in their order."""
+    """One program per expert: each counts all experts' assignments and places its own, in their order."""
     expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
     counts = tl.zeros((LANES,), tl.int32)
@@ -186,7 +186,7 @@ def _gate_up_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """out[assignment] = silu(gate) · up of its token, of which a program computes as many columns of both."""
+    """out[assignment] = silu(gate) · up of its token. A program computes the same columns of gate and up."""
     block = tl.program_id(0)
     if block >= tl.load(num_blocks):
         return
@@ -267,11 +267,11 @@ def _sum_kernel(out, out_stride, parts, experts, hidden, TOP_K: tl.constexpr, BL
 
 
 def route(router_logits: Tensor, num_tokens: Tensor, workspace: MoeWorkspace, *, top_k: int, renormalize: bool) -> None:
-    """Fills `workspace.weights` and `.experts`: the softmax over all experts at the best `top_k`, the best first, the
-    first of equals; with `renormalize` divided by their sum.
+    """Fills `workspace.weights` and `.experts`: the softmax over all experts at the `top_k` best, best first, equal
+    scores by index; with `renormalize` divided by their sum.
 
-    router_logits: [tokens, experts], whose rows may lie apart. num_tokens: [1] int32; the tokens beyond it pad the
-    batch, and no expert computes them.
+    router_logits: [tokens, experts], rows of any stride. num_tokens: [1] int32; tokens beyond it are padding, which no
+    expert computes.
     """
     tokens, num_experts = router_logits.shape
     assert top_k <= num_experts and router_logits.stride(1) == 1, (top_k, router_logits.shape)
@@ -290,7 +290,7 @@ def route(router_logits: Tensor, num_tokens: Tensor, workspace: MoeWorkspace, *,
 
 
 def align(workspace: MoeWorkspace, *, num_assigned: int, num_experts: int) -> None:
-    """Fills `workspace.assignments`, `.block_experts` and `.num_blocks` by what `.experts` says."""
+    """Fills `workspace.assignments`, `.block_experts` and `.num_blocks` from `.experts`."""
     _align_kernel[(num_experts,)](
         workspace.assignments,
         workspace.block_experts,
@@ -316,11 +316,11 @@ def moe(
     top_k: int,
     renormalize: bool,
 ) -> None:
-    """out[token] = the sum over its experts of weight · down(silu(gate(x)) · up(x)); 0 for tokens that pad.
+    """out[token] = the sum over its experts of weight · down(silu(gate(x)) · up(x)); 0 for padding tokens.
 
-    out, x: [tokens, hidden], whose rows may lie apart; gate_up: [experts, 2 · inter, hidden] contiguous, the gates
-    first; down: [experts, hidden, inter] contiguous. All of one type, bfloat16 or float16; hidden and inter are
-    multiples of 32. For the router's logits and num_tokens see `route`.
+    out, x: [tokens, hidden], rows of any stride; gate_up: [experts, 2 · inter, hidden] contiguous, the gates first;
+    down: [experts, hidden, inter] contiguous. All of one type, bfloat16 or float16; hidden and inter are multiples of
+    32. router_logits, num_tokens: as in `route`.
     """
     tokens, hidden = x.shape
     num_experts, _, inter = down.shape
@@ -395,7 +395,7 @@ def _variant(model: str, num_experts: int, top_k: int, hidden: int, inter: int, 
     )
 
 
-# Numbers of tokens that take blocks of 16 rows, of 64 and of 128.
+# Numbers of tokens for blocks of 16, 64 and 128 rows.
 VARIANTS = (
     *(_variant("Qwen3-30B-A3B", 128, 8, 2048, 768, tokens) for tokens in ((1, 256), (257, 4096), (4097, 8192))),
     *(_variant("Mixtral-8x7B", 8, 2, 4096, 14336, tokens) for tokens in ((1, 64), (65, 1024), (1025, 8192))),

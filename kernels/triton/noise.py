@@ -1,8 +1,7 @@
-"""The noise of a token: a hash of its request's seed, its output position and its id.
+"""The sampling noise of a token: a hash of its request's seed, its output position and its id.
 
-It is the hash of `engine/steps/sampler.py`, which says where it comes from, so that a request draws the same tokens on
-a GPU as on a CPU, as far as their logits are the same. Whole numbers are equal bit for bit; logarithms are rounded by
-each device in its own way.
+The hash is that of `engine/steps/sampler.py`, where its source is given, so a request samples the same tokens on a GPU
+as on a CPU if the logits are equal. Integers are equal bit for bit; each device rounds logarithms in its own way.
 """
 
 import triton
@@ -17,7 +16,7 @@ _MAX = tl.constexpr(1 - 2.0**-24)
 
 @triton.jit
 def noise_key(seed, position):
-    """Where the generator of a row starts, uint64. seed: int64; position: int32, of the output, from 0."""
+    """The state in which a row's generator starts, uint64. seed: int64; position: int32, output position from 0."""
     of_seed = _mix(seed.to(tl.uint64) + _STEP)
     return _mix(of_seed + (position + 1).to(tl.uint64) * _STEP)
 
@@ -26,13 +25,13 @@ def noise_key(seed, position):
 def exponential(key, tokens):
     """Exponentially distributed float32 for each of the tokens, int32; -log of it is Gumbel noise.
 
-    The uniform number u has 31 bits. log(1 - u) has to keep the digits of a small u, which makes a token win: what
-    1 - u loses by rounding is added to its logarithm, to the first order, which is all that float32 can hold.
+    The uniform number u has 31 bits. log(1 - u) must keep the digits of a small u, because small values win. The part
+    of u that 1 - u loses by rounding is added to the logarithm, to first order, which is all that float32 can hold.
     """
     z = key + (tokens + 1).to(tl.uint64) * _STEP
     z = (z ^ (z >> 30)) * _MULTIPLY_1
     z = (z ^ (z >> 27)) * _MULTIPLY_2
-    # The last step of the mix leaves the 31 highest bits alone, and those are all that is used.
+    # The last step of the mix leaves the 31 highest bits alone, and only those are used.
     uniform = tl.minimum(((z >> 33).to(tl.int32).to(tl.float32) + 0.5) * _UNIT, _MAX)
     rest = 1.0 - uniform
     lost = (1.0 - rest) - uniform

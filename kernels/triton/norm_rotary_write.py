@@ -1,9 +1,9 @@
-"""What lies between the product for queries, keys and values and attention, in one kernel: the norm of each head, the
-rotation, and keys and values into the cache.
+"""The steps between the QKV projection and attention in one kernel: the norm of each head, the rotary embedding, and
+the write of keys and values into the KV cache.
 
-Queries go to a buffer of their own, keys and values straight into head-major pages. The norm rounds as transformers
-does; the rotation is computed in float32 from a float32 table and rounded once, so there is no sine in the kernel.
-Pages may be of 8 bits: a number x is stored as x / scale.
+Queries go to a buffer of their own, keys and values directly into head-major pages. The norm rounds as transformers
+does; the rotation is computed in float32 from a float32 table and rounded once, so the kernel needs no sine. Pages may
+be of 8 bits: a value x is stored as x / scale.
 """
 
 import torch
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .variant import WIDE, Plan, Variant, shaped
 
-_MAX_HEADS = 16  # of one program: with 4 warps a thread has 8 numbers of each half of a head
+_MAX_HEADS = 16  # per program: with 4 warps a thread has 8 values of each half of a head
 
 
 @triton.jit
 def _move(source, target, inside, norm, eps, cos, sin, factor, DIM: tl.constexpr):
-    """Loads heads, norms them (unless norm is None), rotates them (unless cos is None) and stores factor times them.
+    """Loads heads, norms them (unless norm is None), rotates them (unless cos is None), multiplies by factor, stores.
 
     source, target: [heads, DIM / 2] pointers to the first halves; inside: [heads, 1]; norm: pointer to [DIM];
     cos, sin: [1, DIM / 2] float32.
@@ -63,7 +63,7 @@ def _norm_rotary_write(
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
 ):
-    """One token and some of its heads: the first programs of a token have queries, the others keys and values."""
+    """One token and some of its heads: a token's first programs take queries, the others keys and values."""
     HALF: tl.constexpr = DIM // 2
     Q_GROUPS: tl.constexpr = (HEADS + Q_BLOCK - 1) // Q_BLOCK
     token = tl.program_id(0).to(tl.int64)
@@ -113,8 +113,8 @@ def norm_rotary_write(
     """Norms, rotates and stores the states of a step's tokens.
 
     qkv: [tokens, (heads + 2 · kv_heads) · dim], queries, keys, values; norms: of queries and of keys, each [dim];
-    rotary: see `rotary_table`; positions, slots: [tokens] int32, a slot being block · block_size + offset, or -1 for a
-    token that leaves nothing in the cache; q_out: [tokens, heads, dim]; k_pages, v_pages: [blocks, kv_heads,
+    rotary: see `rotary_table`; positions, slots: [tokens] int32, a slot is block · block_size + offset, or -1 for a
+    token that is not written; q_out: [tokens, heads, dim]; k_pages, v_pages: [blocks, kv_heads,
     block_size, dim] of the same type or of 8 bits; scales: of keys and of values.
     """
     tokens, heads, dim = q_out.shape
@@ -144,7 +144,7 @@ def norm_rotary_write(
 
 
 def _options(heads: int, kv_heads: int, dim: int, page: int) -> dict[str, int]:
-    """What a launch for these shapes is compiled with."""
+    """The compile-time options for these shapes."""
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,

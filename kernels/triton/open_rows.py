@@ -1,9 +1,9 @@
-"""Takes in how the requests of newly opened rows draw: from the packet into the columns that sampling reads.
+"""Copies the sampling parameters of newly opened rows from the packet into the columns that sampling reads.
 
-Rarely needed, so it is no part of a graph. An opened row is a record of `FIELDS` int32, floats as their bits:
+It runs rarely, so it is not part of a CUDA graph. An opened row is a record of `FIELDS` int32, floats as their bits:
 
     row, temperature, top_k, top_p, min_p, seed (low half, high half), repetition, presence and frequency penalty,
-    place of its history or -1, entries of its bias
+    index of its history or -1, number of bias entries
 """
 
 import torch
@@ -38,7 +38,7 @@ def _open_rows(
     bias_len,
     FIELDS: tl.constexpr,
 ):
-    """One program a record."""
+    """One program per record."""
     record = records + tl.program_id(0) * FIELDS
     row = tl.load(record)
     tl.store(temperature + row, _float(record + 1))
@@ -55,7 +55,7 @@ def _open_rows(
 
 
 def open_rows(records: Tensor, num: int, sampling: SamplingColumns, edits: EditColumns) -> None:
-    """records: [≥ num, FIELDS] int32 contiguous, each of another row."""
+    """records: [≥ num, FIELDS] int32 contiguous, each for a different row."""
     _open_rows[(num,)](
         records,
         sampling.temperature,

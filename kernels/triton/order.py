@@ -1,10 +1,10 @@
-"""Float32 numbers as whole numbers in the same order, for searches that narrow an interval and for choices that remove
-what they took."""
+"""float32 values as int32 in the same order, for searches that bisect an interval and for selections that remove what
+they selected."""
 
 import triton
 import triton.language as tl
 
-REMOVED = tl.constexpr(-(2**31))  # before every ordinal of a number
+REMOVED = tl.constexpr(-(2**31))  # less than the ordinal of every number
 
 
 @triton.jit

@@ -1,17 +1,17 @@
-"""Turns the host's packet into what a step's kernels read, as the first node of its graph.
+"""Expands the host's packet into the inputs of a step's kernels, as the first node of the step's graph.
 
-The rows' state stays on the device: the id each row drew last, and its block table. So the host can describe a step
-before the one before it has ended: it says which rows run, at which positions, and which blocks they were given. A
-packet is one int32 array, sent in one copy:
+The rows' state stays on the device: the id each row sampled last, and its block table. So the host can describe a step
+before the previous one has ended: it names the rows, their positions and their new blocks. A packet is one int32 array,
+sent in one copy:
 
-    rows, tokens, where the ids begin, where the blocks begin
-    a record for each row: row, first token, tokens, position of the first, place of its first new block in its table,
-        new blocks, where in the packet's blocks these begin
-    an id for each token; -1: the one that the row drew last
+    rows, tokens, offset of the ids, offset of the blocks
+    a record for each row: row, first token, tokens, position of the first, index of its first new block in its table,
+        number of new blocks, offset of these in the packet's blocks
+    an id for each token; -1: the id that the row sampled last
     the new blocks of all rows
 
-A graph has room for more rows and tokens than a step may have. What is left over gets a context of 0, and tokens
-without a slot.
+A graph is recorded for a padded number of rows and tokens. Padding rows get a context of 0, and padding tokens get no
+slot.
 """
 
 from typing import Any
@@ -27,11 +27,11 @@ from .variant import Plan, Variant, shaped
 
 _HEADER = 4
 _RECORD = 7
-_BLOCK = 256  # tokens or blocks that a program moves at a time
+_BLOCK = 256  # tokens or blocks that a program copies at a time
 
 
 def packet_size(*, rows: int, tokens: int, new_blocks: int) -> int:
-    """Numbers that a packet takes up at most."""
+    """The most int32 that a packet takes."""
     return _HEADER + _RECORD * rows + tokens + new_blocks
 
 
@@ -46,9 +46,10 @@ def fill_packet(
     num_new: NDArray[np.integer[Any]],
     blocks: NDArray[np.integer[Any]],
 ) -> int:
-    """Writes a step's packet and returns how many numbers it has. rows: the rows by place; counts, starts: [rows]
-    tokens of each and the position of the first; ids: [tokens], -1 for the one the row drew last; places, num_new:
-    [rows] where each row's new blocks go in its table, and how many; blocks: these, one row's after another."""
+    """Writes a step's packet and returns its length in int32. rows: the rows in step order; counts, starts: [rows]
+    tokens of each and the position of the first; ids: [tokens], -1 for the id that the row sampled last; places,
+    num_new: [rows] index of each row's first new block in its table, and their number; blocks: the new blocks, row
+    after row."""
     ids_at = _HEADER + _RECORD * len(rows)
     blocks_at = ids_at + len(ids)
     packet[:_HEADER] = len(rows), len(ids), ids_at, blocks_at
@@ -83,7 +84,7 @@ def _prepare_step(
     RECORD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row, and a last one for the tokens that the step does not have."""
+    """One program per row of the graph, and a last one for the padding tokens."""
     place = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     num_rows = tl.load(packet)
@@ -150,10 +151,10 @@ def prepare_step(
     tables: Tensor,
     block_size: int,
 ) -> None:
-    """Everything is int32 and contiguous. Of the state: last_ids: [all rows]; row_tables: [all rows, most blocks], to
-    which the new blocks are added. Of the step: ids, positions, slots: [most tokens]; context_lens: [most rows], the
-    step's tokens included; tables: [most rows, most blocks], of which only a row's own blocks are written. A row may
-    stand in a packet once.
+    """All tensors are int32 and contiguous. State: last_ids: [all rows]; row_tables: [all rows, most blocks], to which
+    the new blocks are added. Step: ids, positions, slots: [most tokens]; context_lens: [most rows], this step's tokens
+    included; tables: [most rows, most blocks], of which only a row's own blocks are written. A row may appear once in
+    a packet.
     """
     assert tables.shape[1] == row_tables.shape[1], (tables.shape, row_tables.shape)
     _prepare_step[(len(context_lens) + 1,)](
@@ -176,8 +177,8 @@ def prepare_step(
 
 
 def remember_sampled(last_ids: Tensor, sampled: Tensor, rows: Tensor) -> None:
-    """Keeps what rows drew for the next step. drawn, rows: [drawn] int32; -1, which is no id, is kept as 0. Where a row
-    stands more than once, any of its ids may stay: the host sends the next one itself."""
+    """Keeps the sampled ids for the next step. sampled, rows: [samples] int32; -1, which is no id, is kept as 0. If a
+    row appears more than once, any of its ids may stay: the host sends the next id itself."""
     _remember_sampled[(triton.cdiv(len(rows), _BLOCK),)](last_ids, sampled, rows, len(rows), BLOCK=_BLOCK, num_warps=4)
 
 

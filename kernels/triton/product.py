@@ -1,8 +1,7 @@
-"""Products of any number of rows in which a row's bits depend on that row alone: for `--deterministic`.
+"""Products of any number of rows in which a row's bits depend on that row alone, for `--deterministic`.
 
-There is one tile for all numbers of rows, 64 of them (which wgmma needs), however few are used; the sum over k is never
-split and always goes in the same steps. A library's product may choose another kernel, and so another order of
-summation, for each number of rows.
+The tile has 64 rows (which wgmma needs) however few are used, and the sum over k is never split and always takes the
+same steps. A library's product may choose another kernel, and so another order of summation, for each number of rows.
 """
 
 import torch
@@ -17,7 +16,7 @@ from .variant import Plan, Variant, shaped
 _BLOCK_M = 64
 _BLOCK_K = 64
 _NUM_STAGES = 4  # three tiles in flight
-_PROCESSORS = 132  # of an H100 or H200; a constant, so that tiles are the same everywhere
+_PROCESSORS = 132  # of an H100 or H200; a constant, so that tiles are the same on every GPU
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -41,7 +40,7 @@ def _product(
     EVEN: tl.constexpr = K % BLOCK_K == 0  # then no mask is left: x | True is True
     first_m = tl.program_id(0) * BLOCK_M
     first_n = tl.program_id(1) * BLOCK_N
-    # Places that do not exist read the last row's numbers, which costs less than a mask, and are not stored.
+    # Indices beyond the end read the last row, which costs less than a mask, and are not stored.
     m = tl.minimum(first_m + tl.arange(0, BLOCK_M), rows - 1).to(tl.int64)[:, None]
     n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -83,7 +82,7 @@ def product(
 
     x: [rows, k]; weight: [n, k] contiguous; bias: [n]; residual: [rows, n], may be out; out: [rows, n], of x's type or,
     without a residual, float32. With `is_gated` the even columns of the product are gates, the odd ones ups, and out is
-    [rows, n / 2]. Rows need not follow one another.
+    [rows, n / 2]. Rows may have any stride.
     """
     n, k = weight.shape
     rows = x.shape[0]
@@ -108,15 +107,15 @@ def product(
 
 
 def check(x: Tensor, out: Tensor, residual: Tensor | None, n: int, k: int, is_gated: bool) -> None:
-    """The shapes of a product with a weight [n, k]."""
+    """Asserts that the shapes fit a product with a weight [n, k]."""
     assert x.shape[1] == k and out.shape == (x.shape[0], n // 2 if is_gated else n), (x.shape, out.shape)
     assert x.stride(1) == out.stride(1) == 1 and not (is_gated and n % 2), (x.stride(), out.stride(), n)
     assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1 and not is_gated)
 
 
 def _options(n: int, k: int) -> dict[str, int]:
-    """What a launch for a weight of this shape is compiled with. Unless something better was measured: the widest tiles
-    that give half of the processors something to do at one row."""
+    """The compile-time options for a weight of this shape. The untuned rule: the widest tiles that occupy half of the
+    multiprocessors at one row."""
     block_n = next((block for block in (128, 64) if n // block >= _PROCESSORS // 2), 32)
     return {
         "N": n,

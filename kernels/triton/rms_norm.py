@@ -1,8 +1,7 @@
-"""RMSNorm over rows, alone or of a sum with the residual stream.
+"""RMSNorm over rows, optionally of the sum with the residual stream.
 
-One program a row, whatever the batch, so a row's numbers do not depend on its company. The order of rounding is that
-of transformers: the sum is rounded to the type of the activations before it is normed; x / rms(x) is rounded, too, and
-then multiplied by the weight.
+One program per row, so a row's bits do not depend on the batch. Rounding follows transformers: the sum is rounded to
+the type of the activations before the norm, and x / rms(x) is rounded before it is multiplied by the weight.
 """
 
 import triton
@@ -20,9 +19,9 @@ def _rms_norm(x, residual, weight, out, x_stride, out_stride, eps, DIM: tl.const
     dtype = x.dtype.element_ty
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
-        place = residual + row * DIM + columns
-        total = (values + tl.load(place, mask=inside, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(place, total, mask=inside)
+        address = residual + row * DIM + columns
+        total = (values + tl.load(address, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(address, total, mask=inside)
         values = total.to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, axis=0) / DIM + eps)
     normed = (values * factor).to(dtype).to(tl.float32)
@@ -33,7 +32,7 @@ def _rms_norm(x, residual, weight, out, x_stride, out_stride, eps, DIM: tl.const
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None = None) -> None:
     """out = norm(x) · weight, or with `residual`: residual += x, out = norm(residual) · weight.
 
-    x, out: [tokens, dim], whose rows need not follow one another; out may be x. residual: [tokens, dim] contiguous.
+    x, out: [tokens, dim], whose rows may have any stride; out may be x. residual: [tokens, dim] contiguous.
     weight: [dim]. All of one type.
     """
     tokens, dim = x.shape
@@ -45,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tenso
 
 
 def _options(dim: int) -> dict[str, int]:
-    """What a launch for this dimension is compiled with: 8 numbers a thread, the 16 bytes of a load."""
+    """The compile-time options for this dimension: 8 values per thread, which are the 16 bytes of one load."""
     block = triton.next_power_of_2(dim)
     return {"DIM": dim, "BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 

@@ -1,15 +1,15 @@
-"""Draws the next token of each row, without a word to the host.
+"""Samples the next token of each row, without synchronising with the host.
 
-The meaning is that of `engine/steps/sampler.py`, and so is the noise (`noise.py`): temperature divides the logits,
-min_p, top_k and top_p cut the tail, and the token with the greatest logit + noise is drawn. `edit_logits.py` comes
+The semantics and the noise (`noise.py`) are those of `engine/steps/sampler.py`: temperature divides the logits, min_p,
+top_k and top_p filter the tokens, and the token with the greatest logit + noise is sampled. `edit_logits.py` runs
 before, for the rows that need it.
 
-Two launches. `_scan_kernel` reads a block of a row's logits and keeps what the rest must know of it: its greatest, and
-the best token with noise. `_pick_kernel`, one program a row, takes the best of all blocks. A row that cuts its tail is
-drawn there instead. It needs its least logit that may be drawn, which is the least value above which there are fewer
-than k logits, or less than p of their mass: found by narrowing an interval of values, not by sorting. The maxima of
-groups of logits say where to look: k groups have k logits that are as great as the k-th greatest maximum, so nothing
-smaller is needed. No sum depends on other rows or on who came first, so a row draws the same in any company.
+There are two launches. `_scan_kernel` reads a block of a row's logits and stores its maximum and its best token with
+noise. `_pick_kernel`, one program per row, takes the best of all blocks. A row with filters is sampled there instead.
+It needs the least logit that may be sampled, which is the least value above which there are fewer than k logits, or
+less than p of the probability mass. This value is found by bisection over values, not by sorting. The maxima of groups
+of logits bound the search: k groups have at least k logits as great as the k-th greatest maximum, so nothing below it
+is needed. No sum depends on other rows or on the order of arrival, so a row's token does not depend on the batch.
 """
 
 from dataclasses import dataclass
@@ -24,25 +24,25 @@ from .noise import exponential, noise_key
 from .order import from_ordinal, to_ordinal
 from .variant import Plan, Variant, shaped
 
-Kind = Literal["greedy", "drawn", "filtered"]
-"""What the rows of a batch ask for at most: no noise; noise; noise and top_k, top_p or min_p."""
+Kind = Literal["greedy", "sampled", "filtered"]
+"""The most that any row of a batch needs: no noise; noise; noise and top_k, top_p or min_p."""
 
 _GREEDY, _FILTERED = tl.constexpr(0), tl.constexpr(2)
-_KINDS: dict[Kind, int] = {"greedy": 0, "drawn": 1, "filtered": 2}
+_KINDS: dict[Kind, int] = {"greedy": 0, "sampled": 1, "filtered": 2}
 _BLOCK = 2048  # logits that one program scans
-_GROUP = 256  # logits of which only the greatest is looked at first; divides _BLOCK
-_TILE = 1024  # candidates at a time
-_PICK_WARPS: dict[Kind, int] = {"greedy": 1, "drawn": 1, "filtered": 8}
+_GROUP = 256  # logits that share one maximum; divides _BLOCK
+_TILE = 1024  # candidates that are read at a time
+_PICK_WARPS: dict[Kind, int] = {"greedy": 1, "sampled": 1, "filtered": 8}
 _COLDEST = tl.constexpr(1e-5)  # temperatures below count as this one: float32 could not tell them apart
-_PIVOTS = tl.constexpr(8)  # parts into which a step of the search divides its interval
+_PIVOTS = tl.constexpr(8)  # parts into which a search step divides its interval
 _PIVOTS_LOG2 = tl.constexpr(3)
-_FIRST_CUT = tl.constexpr(-8.0)  # logits below the greatest: where candidates end if nothing says so, then twice as far
-_LAST_CUT = tl.constexpr(-20.0)  # beyond it all are candidates
+_FIRST_CUT = tl.constexpr(-8.0)  # below the greatest logit: the first bound of candidates without one; then doubled
+_LAST_CUT = tl.constexpr(-20.0)  # below it all tokens become candidates
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingColumns:
-    """How each row draws. The host writes a row when a request takes it."""
+    """The sampling parameters of each row. The host writes a row when a request takes it."""
 
     temperature: Tensor  # [rows] float32; 0: greedy
     top_k: Tensor  # [rows] int32; 0: off
@@ -53,37 +53,38 @@ class SamplingColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingWorkspace:
-    """Memory between the launches, from `workspace_sampling`. What it holds counts for one `sample`."""
+    """Scratch memory between the launches, from `workspace_sampling`. It holds nothing from one `sample` to the
+    next."""
 
-    block_most: Tensor  # [picked, blocks] float32, the greatest logit, or NaN if any is
+    block_most: Tensor  # [picked, blocks] float32, the greatest logit, or NaN if any logit is NaN
     block_token: Tensor  # [picked, blocks] int32, the best token
     block_mass: Tensor  # [picked, blocks] float32, the sum of exp((logit - block_most) / temperature)
     group_most: Tensor  # [picked, groups] float32
-    groups: Tensor  # [picked, groups] int32, those with candidates
+    groups: Tensor  # [picked, groups] int32, the groups that have candidates
     candidates: Tensor  # [picked, vocab] int32, tokens
 
 
 def workspace_sampling(*, most_picked: int, vocab_size: int, device: torch.device | str) -> SamplingWorkspace:
-    """For up to `most_picked` rows a step. Nearly all of it are the candidates, 4 bytes a logit."""
+    """For up to `most_picked` rows a step. Nearly all of it is for the candidates, 4 bytes a logit."""
     blocks = triton.cdiv(vocab_size, _BLOCK)
     groups = blocks * (_BLOCK // _GROUP)
 
-    def room(width: int, dtype: torch.dtype) -> Tensor:
+    def buffer(width: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((most_picked, width), dtype=dtype, device=device)
 
     return SamplingWorkspace(
-        block_most=room(blocks, torch.float32),
-        block_token=room(blocks, torch.int32),
-        block_mass=room(blocks, torch.float32),
-        group_most=room(groups, torch.float32),
-        groups=room(groups, torch.int32),
-        candidates=room(vocab_size, torch.int32),
+        block_most=buffer(blocks, torch.float32),
+        block_token=buffer(blocks, torch.int32),
+        block_mass=buffer(blocks, torch.float32),
+        group_most=buffer(groups, torch.float32),
+        groups=buffer(groups, torch.int32),
+        candidates=buffer(vocab_size, torch.int32),
     )
 
 
 @triton.jit
 def _source(logits, logits_stride, edited, edited_stride, places, pick):
-    """A pointer to the logits that are drawn from."""
+    """A pointer to the row's edited logits, or to the raw ones if it has no edit."""
     place = tl.load(places + pick)
     raw = logits + pick.to(tl.int64) * logits_stride
     return tl.where(place >= 0, edited + place.to(tl.int64) * edited_stride, raw)
@@ -91,8 +92,8 @@ def _source(logits, logits_stride, edited, edited_stride, places, pick):
 
 @triton.jit
 def _scaled(x, greatest, temperature):
-    """The logits as the sampler compares them, the greatest of the row at 0. greatest: finite, or any finite number for
-    logits that are not."""
+    """The logits over the temperature, with the row's greatest at 0. greatest: finite; if the row's logits are not, any
+    finite number."""
     return tl.div_rn(x - greatest, temperature)
 
 
@@ -142,7 +143,7 @@ def _scan_kernel(
         row = tl.load(picked + pick)
         heat = tl.load(temperature + row)
         if heat > 0:
-            # Scaled by the greatest of the block, which is as good as that of the row for a choice inside it.
+            # Relative to the block's maximum, which gives the same choice within the block as the row's maximum.
             scaled = _scaled(x, _finite_or_0(most), tl.maximum(heat, _COLDEST))
             filtered = False
             if KIND == _FILTERED:
@@ -171,10 +172,11 @@ def _least_kept(
     BY_MASS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The least scaled logit, not below `lowest`, with less than `limit` above it: logits, or BY_MASS their exp.
+    """The least scaled logit, at least `lowest`, that has less than `limit` above it: a number of logits, or if BY_MASS
+    the sum of their exp.
 
-    Of `num` logits, one of them the greatest: values[i] or, INDEXED, values[index[i]]. The sums of a step are taken in
-    one order, so they never grow with the pivot, and what is found is one of the logits, or `lowest`.
+    Searches `num` logits that include the greatest: values[i] or, if INDEXED, values[index[i]]. All sums of a step are
+    taken in the same order, so they never grow with the pivot, and the result is one of the logits, or `lowest`.
     """
     low = to_ordinal(lowest).to(tl.int64) - 1
     high = tl.zeros((), tl.int64)  # the ordinal of the greatest, which is always kept
@@ -192,7 +194,7 @@ def _least_kept(
             weight = tl.where(inside, tl.exp(value) if BY_MASS else 1.0, 0.0)
             is_above = to_ordinal(value)[:, None] > pivots[None, :]
             above += tl.sum(tl.where(is_above, weight[:, None], 0.0), axis=0)
-        passed = tl.sum((above >= limit).to(tl.int64), axis=0)  # the first pivots, and never the last
+        passed = tl.sum((above >= limit).to(tl.int64), axis=0)  # a prefix of the pivots, never all of them
         high = low + (span * (passed + 1) >> _PIVOTS_LOG2)
         low = low + (span * passed >> _PIVOTS_LOG2)
     return from_ordinal(high.to(tl.int32))
@@ -212,7 +214,7 @@ def _list_candidates(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Lists the tokens whose scaled logits are at least `cut`, in their order. Returns their number and their mass."""
+    """Lists the tokens whose scaled logits are at least `cut`, in order of their ids. Returns their number and mass."""
     lane = tl.arange(0, TILE)
     num_listed = 0
     for first in range(0, num_groups, TILE):
@@ -222,7 +224,7 @@ def _list_candidates(
         place = num_listed + tl.cumsum(listed.to(tl.int32), axis=0) - 1
         tl.store(groups + place, group, mask=listed)
         num_listed += tl.sum(listed.to(tl.int32), axis=0)
-    tl.debug_barrier()  # what one thread stored others load
+    tl.debug_barrier()  # threads load what other threads stored
     num = 0
     mass = 0.0
     for first in range(0, num_listed * GROUP, TILE):
@@ -242,7 +244,7 @@ def _list_candidates(
 
 @triton.jit
 def _mass_from(source, candidates, num, greatest, heat, floor, TILE: tl.constexpr):
-    """The sum of exp over the candidates that are at least `floor`."""
+    """The sum of exp over the candidates whose scaled logits are at least `floor`."""
     mass = 0.0
     for first in range(0, num, TILE):
         i = first + tl.arange(0, TILE)
@@ -270,10 +272,10 @@ def _sample_filtered(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The token that a row draws whose greatest logit is finite. row_mass: the sum of exp over all its tokens."""
+    """The sampled token of a row whose greatest logit is finite. row_mass: the sum of exp over all its tokens."""
     has_k = (k > 0) & (k < vocab)
     limit = k.to(tl.float32)
-    # Nothing below `bound` is drawn. min_p 0 gives -inf.
+    # No token below `bound` is sampled. min_p 0 gives -inf.
     bound = tl.log(min_p)
     if has_k & (k <= num_groups):
         bound = _least_kept(group_most, groups, num_groups, greatest, heat, bound, limit, False, False, TILE)
@@ -313,7 +315,7 @@ def _sample_filtered(
     return chosen
 
 
-# The search below reads the groups' maxima. Read four at a time, they cost so many registers that some go to the stack.
+# Vectorised loads of the groups' maxima in `_least_kept` would take so many registers that some spill.
 @triton.jit(do_not_specialize_on_alignment=["group_most"])
 def _pick_kernel(
     out,
@@ -404,10 +406,10 @@ def sample(
 ) -> None:
     """One id for each of the rows `picked`; -1 where logits are not finite. A row may be picked for several positions.
 
-    out: [picked] int32. logits: [picked, vocab] float32 and left as they are; edited: [places, vocab] float32, from
-    which those are drawn that have a place in it (places: [picked] int32, -1: none). Rows of both may lie apart.
+    out: [picked] int32. logits: [picked, vocab] float32, left unchanged; edited: [places, vocab] float32, used instead
+    by the rows that have a place in it (places: [picked] int32, -1: none). Rows of both may have any stride.
     picked: [picked] int32, rows of `columns`. positions: [picked] int32, output positions, from 0.
-    kind: what the rows ask for at most; rows that ask for less get what they ask for.
+    kind: the most that any row needs; a row that needs less is still sampled as it asks.
     """
     num_picked, vocab = logits.shape
     blocks = triton.cdiv(vocab, _BLOCK)

@@ -1,8 +1,8 @@
 """silu(gate) · up of the two halves of a product, or of its even and odd columns.
 
-The product of a few rows (`small_product.py`) takes the weights of gate and up interleaved, so that one program owns
-both; a product of many rows with the same weights then has its gates in the even columns. The order of rounding is that
-of transformers: silu(gate) is rounded before it is multiplied.
+`small_product.py` takes the weights of gate and up interleaved, so that one program owns both; a product of many rows
+with the same weights then has its gates in the even columns. Rounding follows transformers: silu(gate) is rounded
+before it is multiplied.
 """
 
 import triton
@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 @triton.jit
 def gated(gate, up, DTYPE: tl.constexpr):
-    """silu(gate) · up. gate, up: float32 of which each is a number of type DTYPE; the result is of that type."""
+    """silu(gate) · up. gate, up: float32 that hold values of type DTYPE; the result has type DTYPE."""
     return ((gate * tl.sigmoid(gate)).to(DTYPE).to(tl.float32) * up).to(DTYPE)
 
 
@@ -26,14 +26,14 @@ def _silu_mul(gate_up, out, dim, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr)
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     inside = columns < dim
-    place = gate_up + row * 2 * dim
+    address = gate_up + row * 2 * dim
     if INTERLEAVED:
         pairs = 2 * first + tl.arange(0, 2 * BLOCK)
-        both = tl.load(place + pairs, mask=pairs < 2 * dim, other=0.0).to(tl.float32)
+        both = tl.load(address + pairs, mask=pairs < 2 * dim, other=0.0).to(tl.float32)
         gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
     else:
-        gate = tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(place + dim + columns, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(address + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(address + dim + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * dim + columns, gated(gate, up, gate_up.dtype.element_ty), mask=inside)
 
 
@@ -56,5 +56,5 @@ def _variant(dim: int, *, interleaved: bool) -> Variant:
     return Variant(name=name, launch=launch, plans={"_silu_mul": WIDE})
 
 
-# Any dimension that is a multiple of 16 gives the same kernel.
+# Every dimension that is a multiple of 16 gives the same kernel.
 VARIANTS = tuple(_variant(3072, interleaved=interleaved) for interleaved in (False, True))

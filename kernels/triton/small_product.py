@@ -1,12 +1,12 @@
-"""Products of at most 16 rows, with what stands before and behind them in a decoder: few rows are bound by reading the
-weight and by the number of launches, so the norm, the residual sum and the gate are no kernels of their own.
+"""Products of at most 16 rows, fused with the norm before them and the residual sum or gate after them: few rows are
+bound by reading the weight and by the number of launches.
 
 A program owns BLOCK_N columns of the result. Where that leaves much of the GPU idle, the sum over k is split between
-programs: each stores what it has, and the last to arrive adds these up in their order. `tiling` chooses by the shape of
-the weight alone, so a row's numbers depend neither on the number of rows nor on which program was last.
+programs: each stores its partial sum, and the last to arrive adds them up in their order. `tiling` chooses by the shape
+of the weight alone, so a row's bits depend neither on the number of rows nor on which program was last.
 
-The order of rounding is that of transformers: the normed row, the product and silu(gate) are rounded to the type of the
-activations. The norm is computed by every program, from rows that are in the L2 cache.
+Rounding follows transformers: the normed row, the product and silu(gate) are rounded to the type of the activations.
+Every program computes the norm itself, from rows that are in the L2 cache.
 """
 
 from collections.abc import Iterable
@@ -21,10 +21,10 @@ from .silu_mul import gated
 from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
-MAX_ROWS = 16  # of one product: the M of the smallest tensor core instruction
-_PROCESSORS = 132  # of an H100 or H200; a constant, so that sums are split alike everywhere
-_IN_FLIGHT = 96 << 10  # bytes of tiles: what the smallest of the architectures, sm_89, has for a program, less a little
-_BUSY = 0.9  # the share of the processors' time that a tiling should use
+MAX_ROWS = 16  # the M of the smallest tensor core instruction
+_PROCESSORS = 132  # of an H100 or H200; a constant, so that sums are split alike on every GPU
+_IN_FLIGHT = 96 << 10  # bytes of tiles: a little less than the shared memory per program of sm_89, which has the least
+_BUSY = 0.9  # the share of multiprocessor time that a tiling should use
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -50,7 +50,7 @@ def _small_product(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    SPAN: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K  # of k, one program's share
+    SPAN: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K  # one program's share of k
     EVEN: tl.constexpr = K == SPLITS * SPAN  # then no mask over k is left: x | True is True
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -82,17 +82,17 @@ def _small_product(
         sums = tl.dot(left, right, sums, input_precision="ieee")
 
     if SPLITS > 1:
-        place = partials + tile * (BLOCK_M * BLOCK_N) + m * BLOCK_N + column
-        tl.store(place + split * (BLOCK_M * N), sums, mask=used)
-        # All threads' numbers have to be written before the arrival says so; the load below must not be served by an L1
-        # cache, which does not see what other processors write.
+        address = partials + tile * (BLOCK_M * BLOCK_N) + m * BLOCK_N + column
+        tl.store(address + split * (BLOCK_M * N), sums, mask=used)
+        # All threads must have stored before the arrival is counted. The load below must bypass the L1 cache, which
+        # does not see the stores of other multiprocessors.
         tl.debug_barrier()
         if tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
             return
         tl.store(arrivals + tile, 0)
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for other in tl.static_range(SPLITS):
-            sums += tl.load(place + other * (BLOCK_M * N), mask=used, other=0.0, cache_modifier=".cg")
+            sums += tl.load(address + other * (BLOCK_M * N), mask=used, other=0.0, cache_modifier=".cg")
 
     if bias is not None:
         sums += tl.load(bias + n).to(tl.float32)
@@ -115,15 +115,15 @@ class Tiling(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """What products that split their sum need; see `workspace_small_product`."""
+    """Scratch memory of products that split their sum, from `workspace_small_product`."""
 
-    partials: Tensor  # float32; anything
-    arrivals: Tensor  # int32, zero before and after every product
+    partials: Tensor  # float32
+    arrivals: Tensor  # int32, zero between products
 
 
 def tiling(n: int, k: int) -> Tiling:
-    """How the weight [n, k] is divided. Unless something better was measured: the fewest splits and the widest tiles
-    that keep the processors busy, which work in waves of one tile each."""
+    """How the weight [n, k] is divided. The untuned rule: the fewest splits and the widest tiles that keep the
+    multiprocessors busy. Programs run in waves of one tile per multiprocessor."""
 
     def busy(candidate: Tiling) -> float:
         tiles = n // candidate.block_n * candidate.splits
@@ -135,13 +135,13 @@ def tiling(n: int, k: int) -> Tiling:
         for block_n in (64, 32, 16)
         if n % block_n == 0 and (splits == 1 or k % (splits * 256) == 0)
     ]
-    assert candidates, f"a weight of {n} rows, which 16 does not divide"
+    assert candidates, f"a weight of {n} rows, which is no multiple of 16"
     rule = next((candidate for candidate in candidates if busy(candidate) >= _BUSY), max(candidates, key=busy))
     return Tiling(**tuned("small_product", n, k, **rule._asdict()))
 
 
 def workspace_small_product(shapes: Iterable[tuple[int, int]], device: torch.device | str) -> Workspace:
-    """Serves the products with weights of all these shapes [n, k], one after another on one stream."""
+    """Serves products with weights of all these shapes [n, k], one after another on one stream."""
     split = [(n, tiling(n, k)) for n, k in shapes]
     partials = max((MAX_ROWS * n * t.splits for n, t in split if t.splits > 1), default=0)
     arrivals = max((n // t.block_n for n, t in split if t.splits > 1), default=0)
@@ -166,7 +166,7 @@ def small_product(
 
     x: [rows ≤ 16, k]; weight: [n, k] contiguous; norm: weight [k] and epsilon of an RMSNorm over x; bias: [n];
     residual: [rows, n], may be out; out: [rows, n], of x's type or, without a residual, float32. With `is_gated` the
-    even columns of the product are gates, the odd ones ups, and out is [rows, n / 2]. Rows need not follow one another.
+    even columns of the product are gates, the odd ones ups, and out is [rows, n / 2]. Rows may have any stride.
     """
     n, k = weight.shape
     rows = x.shape[0]
@@ -199,13 +199,13 @@ def small_product(
 
 
 def _stages(tiling: Tiling) -> int:
-    """Five keep four tiles in flight, where there is room for them."""
-    tile = (MAX_ROWS + tiling.block_n) * tiling.block_k * 2  # bytes, of 16 bits a number
+    """Five stages keep four tiles in flight, if they fit."""
+    tile = (MAX_ROWS + tiling.block_n) * tiling.block_k * 2  # bytes, with 16 bits per value
     return 5 if 4 * tile < _IN_FLIGHT else 4
 
 
 def _options(n: int, k: int) -> dict[str, int]:
-    """What a launch for a weight of this shape is compiled with."""
+    """The compile-time options for a weight of this shape."""
     tiles = tiling(n, k)
     return {
         "N": n,

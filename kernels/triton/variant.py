@@ -1,7 +1,7 @@
-"""What is compiled ahead of time: uses of an operation, by calls of it with tensors that have shapes and no memory.
+"""What is compiled ahead of time: calls of an operation with tensors that have shapes and no memory.
 
-A call goes through everything that a launch on a device goes through, so what is compiled is what the device asks for,
-down to the arguments that Triton takes for multiples of 16, and to the key under which it looks for a compiled kernel.
+A call takes the same path as a launch on a device, so the compiled kernel is the one that the device asks for, down to
+the arguments that Triton specialises as multiples of 16 and to the cache key.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,20 +21,20 @@ class Plan:
 
 
 WIDE = Plan(sm_80=("LDG.E.128", "STG.E.128"), sm_90=("LDG.E.128", "STG.E.128"))
-"""Memory is read and written 16 bytes a thread."""
+"""Each thread reads and writes 16 bytes at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One use of an operation, with the types and shapes of some model."""
+    """One use of an operation, with the types and shapes of a real model."""
 
     name: str  # "decode_attention bf16 16/8 D128"
-    launch: Callable[[int], None]  # calls the operation for so many rows, with tensors from `shaped`
-    rows: tuple[int, ...] = (16, 1, 2, 5)  # all of these must launch the very same kernels
-    plans: Mapping[str, Plan]  # by the names of the kernels that are launched
-    architecture: int = 80  # the first that can run it
+    launch: Callable[[int], None]  # calls the operation for this number of rows, with tensors from `shaped`
+    rows: tuple[int, ...] = (16, 1, 2, 5)  # all of these must launch the same kernels
+    plans: Mapping[str, Plan]  # by the name of the launched kernel
+    architecture: int = 80  # the lowest that can run it
 
 
 def shaped(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A tensor of this shape without memory; it counts as aligned, as what torch allocates is."""
+    """A tensor of this shape without memory. Triton takes it as aligned, like torch's allocations."""
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -108,7 +108,7 @@ def test_what_only_the_fallback_runs_is_refused_once_for_all_ranks(tmp_path, sta
     server = start(str(folder), "--tensor-parallel-size", "2")
     assert server.process.wait(60) == 2
     (line,) = server.log.read_text().strip().splitlines()
-    assert line.startswith("pagewire: --tensor-parallel-size is there for ") and "GPTNeoXForCausalLM" in line
+    assert line.startswith("pagewire: --tensor-parallel-size needs one of ") and "GPTNeoXForCausalLM" in line
 
 
 @pytest.mark.long

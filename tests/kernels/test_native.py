@@ -1,4 +1,4 @@
-"""The C kernels against the reference, over odd shapes. Skipped where nothing can compile them."""
+"""The C kernels against the reference, over odd shapes. Skipped without a C compiler."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_products(dtype, shape, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_is_the_same_in_any_company(dtype):
+def test_a_row_is_the_same_in_any_batch(dtype):
     """Bit for bit, so that a request's tokens do not depend on what it is batched with."""
     matrix = NativeMatrix(KERNELS, torch.randn(200, 96, dtype=dtype))
     x = torch.randn(40, 96)

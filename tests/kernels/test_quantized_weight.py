@@ -1,4 +1,4 @@
-"""What narrow weights mean, against formulas written out, and against transformers where it has one."""
+"""The meaning of quantized weights, against explicit formulas and transformers."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_groups_that_cannot_be_packed():
 
 
 @pytest.mark.parametrize("weight", [_fp8(96, 40), _fp8(96, 40, (16, 32)), _int4(96, 64, 32)[0]])
-def test_gates_and_ups_in_turn(weight):
+def test_interleaved_gates_and_ups(weight):
     before, after = (w.dequantize(torch.float32) for w in (weight, weight.interleave()))
     assert torch.equal(after[0::2], before[:48]) and torch.equal(after[1::2], before[48:])
     assert weight.interleave().nbytes == weight.nbytes
@@ -79,7 +79,7 @@ def test_gates_and_ups_in_turn(weight):
         [_int4(8, 64, 32)[0]],
     ],
 )
-def test_one_below_the_other(parts):
+def test_concatenated_weights(parts):
     whole = concatenate(parts).to(torch.device("cpu")).dequantize(torch.float32)
     assert torch.equal(whole, torch.cat([part.dequantize(torch.float32) for part in parts]))
 
@@ -87,13 +87,13 @@ def test_one_below_the_other(parts):
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ([_fp8(20, 40, (16, 32)), _fp8(16, 40, (16, 32))], "no multiples of the 16"),
+        ([_fp8(20, 40, (16, 32)), _fp8(16, 40, (16, 32))], "no multiples of 16"),
         ([_fp8(16, 40, (16, 32)), _fp8(16, 40)], "blocks differ"),
         ([_fp8(16, 64), _int4(8, 64, 32)[0]], "some have 8 bits and some 4"),
         ([_int4(8, 64, 64)[0], _int4(8, 64, 32)[0]], "groups differ"),
         ([_int4(8, 64, 32)[0], _int4(8, 64, 32, torch.arange(64).flip(0).int())[0]], "ordered differently"),
     ],
 )
-def test_what_does_not_go_together(parts, why):
+def test_weights_that_cannot_be_concatenated(parts, why):
     with pytest.raises(ValueError, match=why):
         concatenate(parts)

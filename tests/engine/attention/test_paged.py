@@ -123,7 +123,7 @@ def test_bfloat16_pages(kind):
 
 @pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
 def test_few_tokens_of_a_row_get_the_bits_of_decode_rows():
-    """So that a guessed token is judged by the very logits that it would have got by itself."""
+    """So a draft token is verified with the same logits that it would have alone."""
     shape = KvShape(num_layers=1, num_kv_heads=2, head_dim=32, dtype=torch.float32)
     cache = KvCache(shape=shape, num_blocks=40, block_size=16, device=torch.device("cpu"))
     for pages in cache.pages[0]:

@@ -20,8 +20,8 @@ def _config(device, *, has_gpu=False):
 
 def test_ranks_on_cpus_share_the_memory(monkeypatch):
     monkeypatch.setattr(cpu, "available_memory", lambda: 1000)
-    alone = choose_device(_config("cpu"), place=RankInfo())
-    third = choose_device(_config("cpu"), place=RankInfo(1, (0, 1, 2)))
+    alone = choose_device(_config("cpu"), rank_info=RankInfo())
+    third = choose_device(_config("cpu"), rank_info=RankInfo(1, (0, 1, 2)))
     sizes = [device.cache_memory(taken=0) for device in (alone, third)]
     assert sizes == [400, 133]
 
@@ -29,16 +29,16 @@ def test_ranks_on_cpus_share_the_memory(monkeypatch):
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_gpu_that_torch_cannot_use_is_no_reason_to_go_on_with_its_settings(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"torch cannot use it|torch sees no CUDA device"):
-        choose_device(_config(device, has_gpu=True), place=RankInfo())
-    choose_device(_config("cpu", has_gpu=True), place=RankInfo())
+    with pytest.raises(ConfigError, match=r"torch cannot use|torch sees no CUDA device"):
+        choose_device(_config(device, has_gpu=True), rank_info=RankInfo())
+    choose_device(_config("cpu", has_gpu=True), rank_info=RankInfo())
 
 
 def test_more_ranks_than_cuda_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="3 ranks on this machine need a CUDA device each, and torch sees 2"):
-        choose_device(_config("auto"), place=RankInfo(0, (0, 1, 2)))
+    with pytest.raises(ConfigError, match="3 ranks on this machine need a CUDA device each, but torch sees 2"):
+        choose_device(_config("auto"), rank_info=RankInfo(0, (0, 1, 2)))
 
 
 def test_a_rank_takes_the_device_of_its_place_on_the_machine():

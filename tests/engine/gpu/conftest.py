@@ -27,7 +27,7 @@ if not ON_GPU and not collect_ignore_glob:
 
 @pytest.fixture(autouse=True)
 def _as_quiet_as_a_gpu():
-    """No word of an infinity or a NaN in a lane that a mask drops."""
+    """No warnings of infinities and NaN in masked lanes."""
     with np.errstate(all="ignore"):
         yield
 

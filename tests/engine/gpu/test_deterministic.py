@@ -1,4 +1,4 @@
-"""`--deterministic`: what a request is told depends on nothing else that is served, bit by bit."""
+"""`--deterministic`: a request's result does not depend on other requests, bit by bit."""
 
 import random
 
@@ -22,7 +22,7 @@ def _told(request):
     return [values.tobytes() for part in (request.logprobs, request.prompt_logprobs) for values in arrays(part)]
 
 
-def test_a_probe_is_told_the_same_bits_in_any_company(checkpoint, driver):
+def test_a_probe_gets_the_same_bits_in_any_batch(checkpoint, driver):
     folder = checkpoint("qwen3", num_hidden_layers=1)
     served = driver(folder, dtype="float32", **FLAGS)
 

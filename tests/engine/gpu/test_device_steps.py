@@ -200,7 +200,7 @@ def test_rows_that_decode_come_first_beside_a_prompt(steps):
     assert bytes_to_ids(second.ids).tolist() == [102, 102], "in the order of the plan"
 
 
-def test_what_rows_ask_for_chooses_how_they_are_drawn(steps):
+def test_sampling_parameters_choose_the_kind_of_sampling(steps):
     ours, _, state, _ = steps(max_num_seqs=8, max_num_batched_tokens=128)
     samplings = [
         GREEDY,

@@ -22,16 +22,16 @@ def test_the_accounting_names_every_part(checkpoint):
 @pytest.mark.parametrize(
     ("kind", "changes", "why"),
     [
-        ("phi3", {}, "Phi3ForCausalLM has no page of its own"),
+        ("phi3", {}, "Phi3ForCausalLM has no native implementation"),
         ("llama", {"num_attention_heads": 32, "num_key_value_heads": 1}, "at most 16 query heads"),
-        ("qwen3", {"head_dim": 24}, "no heads of 24 numbers"),
-        ("qwen3_moe", {}, "experts of a multiple of 32"),
+        ("qwen3", {"head_dim": 24}, "a head dimension of 24"),
+        ("qwen3_moe", {}, "experts whose sizes are multiples of 32"),
     ],
 )
-def test_what_the_kernels_cannot_take_goes_another_way(kind, changes, why, checkpoint):
+def test_unsupported_models_run_on_torch(kind, changes, why, checkpoint):
     assert why in _load(checkpoint(kind, **changes), max_num_seqs=4).notes[0]
 
 
 def test_more_rows_than_the_kernels_plan_are_refused(checkpoint):
-    with pytest.raises(ConfigError, match="at most 2048 requests run at once"):
+    with pytest.raises(ConfigError, match="at most 2048 requests at once"):
         _load(checkpoint("llama", num_hidden_layers=1), max_num_seqs=4096)

@@ -51,7 +51,7 @@ def test_the_same_tokens_and_logprobs(checkpoint, driver):
 
 
 def test_what_may_not_end_yet(checkpoint, driver):
-    """The ends are those that would be drawn, so each row shows whether they are withheld, and until when."""
+    """The end tokens would be sampled otherwise, so each row shows until when they are withheld."""
     folder = checkpoint("llama", **LAYERS)
     samplings = (
         Sampling(temperature=0),
@@ -114,7 +114,7 @@ def test_what_rows_may_draw(checkpoint, driver):
     assert np.abs(my_values - values).max() < 1e-3
 
 
-def test_guesses_change_no_token(checkpoint, driver):
+def test_draft_tokens_change_no_token(checkpoint, driver):
     """The model is random and says nothing twice by itself; it does once few tokens are left to it."""
     folder = checkpoint("llama", **LAYERS)
     prompt = [40, 41, 42] * 6
@@ -154,7 +154,7 @@ def test_guesses_change_no_token(checkpoint, driver):
         most = max(most, len(ids))
         num_drafts += result.num_drafts
     assert output[:24] == plain.output
-    assert num_drafts > 0 and most > 1, "some guess should come true"
+    assert num_drafts > 0 and most > 1, "some draft token should be accepted"
 
 
 def test_a_request_that_comes_back_goes_on_as_before(checkpoint, driver):

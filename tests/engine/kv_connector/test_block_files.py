@@ -26,7 +26,7 @@ def read(files: BlockFiles, key: bytes = KEY, place: int = 3) -> bytes:
     return bytes(into)
 
 
-def test_what_was_written(tmp_path: Path) -> None:
+def test_a_block_is_read_as_it_was_written(tmp_path: Path) -> None:
     files = files_in(tmp_path / "new" / "folder")
     assert not files.has(KEY, 3)
     files.write(KEY, 3, memoryview(DATA))
@@ -82,7 +82,7 @@ def test_a_good_file_under_another_name_or_of_another_model(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link", "dangling"])
-def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str) -> None:
+def test_other_things_than_files_are_not_read(tmp_path: Path, kind: str) -> None:
     files = files_in(tmp_path)
     path = tmp_path / files.name(KEY, 3)
     path.parent.mkdir(parents=True)
@@ -126,9 +126,9 @@ def test_the_scan_keeps_to_our_files(tmp_path: Path) -> None:
     assert sum(is_part(f.name) for f in found) == 1
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--kv-connector disk,path=.*/file: it is no folder to write to"):
+    with pytest.raises(ConfigError, match=r"--kv-connector disk,path=.*/file: this folder cannot be written to"):
         files_in(tmp_path / "file")
     with pytest.raises(ConfigError):
         files_in(tmp_path / "file" / "below")

@@ -1,4 +1,4 @@
-"""Several connectors as one: who loads what, and that none of them reads what another has written."""
+"""Several connectors as one: which part loads which blocks, and that no part reads what another has written."""
 
 from array import array
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def test_a_load_goes_on_where_the_nearer_tier_ends(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_what_fails_in_one_part_is_counted_there(tmp_path: Path) -> None:
+def test_failures_of_a_part_are_counted_there(tmp_path: Path) -> None:
     engine = Instance(f"host,size={4 * BLOCK_BYTES}", f"disk,path={tmp_path},size={64 * FILE_BYTES}", num_blocks=12)
     request = sequence(1, (1, 10 * SIZE + 1))
     engine.serve(request)
@@ -81,7 +81,7 @@ def test_a_part_that_writes_early_would_be_noticed(tmp_path: Path) -> None:
 
 
 class Part:
-    """A connector that answers what it was told to and remembers what it was asked: both halves."""
+    """Both halves of a connector with given answers, which records its calls."""
 
     def __init__(self, num: int | None, *, keeps: bool = False) -> None:
         self.num = num
@@ -192,7 +192,7 @@ def test_matches_of_requests_that_never_start_are_forgotten() -> None:
     assert 2999 not in core._matched
 
 
-def test_over_when_all_parts_are() -> None:
+def test_a_load_ends_when_all_parts_are_done() -> None:
     parts = [Part(SIZE, keeps=True), Part(SIZE, keeps=True)]
     core, worker = chain(*parts)
     first, second = sequence(1, (1, 40)), sequence(2, (2, 40))
@@ -215,7 +215,7 @@ def test_over_when_all_parts_are() -> None:
     assert not (worker._left or worker._rid_of or worker._blocks_of or worker._bad or worker._kept)
 
 
-def test_everybody_is_told() -> None:
+def test_all_parts_are_told() -> None:
     parts = [Part(0), Part(0)]
     core, worker = chain(*parts)
     output = Transferred((1,), ids_to_bytes(array("i")), ())

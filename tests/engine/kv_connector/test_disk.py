@@ -100,7 +100,7 @@ def test_a_damaged_file_costs_time_only(kind: str, damage: str, tmp_path: Path) 
     engine.close()
 
 
-def test_the_oldest_go_first_and_the_newest_fit(tmp_path: Path) -> None:
+def test_the_oldest_are_evicted_first(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path, 10), num_blocks=12)
     for i in (1, 2):
         engine.serve(sequence(i, (i, 4 * SIZE)))
@@ -134,7 +134,7 @@ def test_a_sequence_larger_than_the_disk(tmp_path: Path) -> None:
     assert len(block_files(tmp_path)) == 5
 
 
-def test_files_of_another_model_are_never_found_and_go_first(tmp_path: Path) -> None:
+def test_files_of_another_model_are_never_found_and_removed_first(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path, 10))
     engine.serve(sequence(1, (1, 8 * SIZE)))
     engine.close()
@@ -155,7 +155,7 @@ def test_one_disk_has_one_engine(tmp_path: Path) -> None:
     Instance(spec("disk", tmp_path)).close()
 
 
-def test_files_that_were_never_finished_go(tmp_path: Path) -> None:
+def test_partial_files_are_removed(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path))
     engine.serve(sequence(1, (1, 2 * SIZE)))
     engine.close()
@@ -167,7 +167,7 @@ def test_files_that_were_never_finished_go(tmp_path: Path) -> None:
     assert not part.exists()
 
 
-def test_what_waits_to_be_written_can_be_loaded(tmp_path: Path) -> None:
+def test_blocks_that_wait_to_be_written_can_be_loaded(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path))
     first = sequence(1, (1, 4 * SIZE + 1))
     engine.serve(first)
@@ -189,7 +189,7 @@ def test_a_full_backlog_keeps_heads(tmp_path: Path, caplog: pytest.LogCaptureFix
     first = sequence(1, (1, 8 * SIZE + 1))
     with caplog.at_level(logging.WARNING):
         engine.serve(first)
-    assert "slower" in caplog.text
+    assert "faster than they can be written" in caplog.text
     engine.fill_device(2)
     assert engine.serve(sequence(3, (1, 8 * SIZE + 1))) >= 3
     assert engine.failed == first.keys[3:8]
@@ -220,7 +220,7 @@ def test_a_full_disk_costs_time_only(kind: str, tmp_path: Path, caplog: pytest.L
         assert engine.serve(sequence(3, (1, 4 * SIZE + 1))) == 0
         engine.close()
     assert engine.failed == (first.keys[:4] if kind == "disk" else [])
-    assert caplog.text.count("KV cannot be kept at the moment") == 1
+    assert caplog.text.count("blocks cannot be written") == 1
 
 
 def test_the_shared_bound_holds_against_others(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_the_shared_bound_holds_against_others(tmp_path: Path) -> None:
     assert left == list(range(len(left))), "of equal age, the deepest go first"
 
 
-def test_a_shared_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+def test_a_present_shared_block_is_not_written_again(tmp_path: Path) -> None:
     engines = [Instance(spec("shared", tmp_path)) for _ in range(2)]
     runs = [engine.run(sequence(1, (1, 5 * SIZE))) for engine in engines]  # both compute it
     for engine, request in zip(engines, runs, strict=True):

@@ -1,4 +1,4 @@
-"""The core side of the guard around connectors that others wrote. The worker's side is in runner/test_transfers.py."""
+"""The core side of the guard around third-party connectors. The worker's side is in runner/test_transfers.py."""
 
 import logging
 from array import array
@@ -26,7 +26,7 @@ class Asking:
 
 
 class Careless:
-    """A core half that answers what it is told to, or raises it."""
+    """A core half that returns or raises what it is given."""
 
     def __init__(self):
         self.answer = (8, True)
@@ -95,7 +95,7 @@ def test_what_is_under_way_travels_beside_the_metadata(core):
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("a bug"), (3, False), (28, False), (-4, True), "nonsense", None])
-def test_after_a_mistake_it_is_not_asked_any_more(answer, core, caplog):
+def test_a_half_that_raised_is_not_called_again(answer, core, caplog):
     core.update_state_after_alloc(Asking(), [5, 6], 4)
     core._inner.answer = answer
     with caplog.at_level(logging.ERROR):
@@ -113,7 +113,7 @@ def test_after_a_mistake_it_is_not_asked_any_more(answer, core, caplog):
 
 
 @pytest.mark.parametrize("metadata", [None, "text", {"a": 1}, 7])
-def test_metadata_that_is_no_bytes_switches_it_off(core: GuardedCore, metadata: object) -> None:
+def test_metadata_of_a_wrong_type_disables_the_half(core: GuardedCore, metadata: object) -> None:
     core._inner.metadata = metadata
     assert core.build_connector_meta() == b"" and core.is_broken
 
@@ -125,7 +125,7 @@ def test_the_shape_of_other_engines_answers_is_understood(core: GuardedCore, ans
 
 
 class Writing:
-    """A worker half that says None, and one day raises; its thread would go on writing until it is closed."""
+    """A worker half that returns None and later raises; its thread would write until it is closed."""
 
     num_pending = 1
 

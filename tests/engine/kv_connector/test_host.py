@@ -1,4 +1,4 @@
-"""The host tier: what it keeps, in which slots, and how it gives it back."""
+"""The host tier: which blocks it keeps, in which slots, and how they are loaded."""
 
 import random
 
@@ -19,7 +19,7 @@ def core_of(num_slots: int) -> HostCore:
     return HostCore(num_slots=num_slots, block_size=SIZE, queue=EvictionQueue(Lru()))
 
 
-def test_blocks_that_the_device_gives_up_come_back() -> None:
+def test_evicted_blocks_are_loaded_again() -> None:
     engine = Instance(f"host,size={64 * BLOCK_BYTES}")
     engine.serve(sequence(1, (1, 10 * SIZE + 2)))
     assert engine.core.tiers()[0].num_blocks == 0, "nothing is copied as long as the device has it"
@@ -41,7 +41,7 @@ def test_a_preempted_request_is_swapped() -> None:
     assert engine.serve(sequence(1, (1, 8 * SIZE + 1))) == 8
 
 
-def test_events_tell_what_is_where() -> None:
+def test_events_name_the_tier_of_each_block() -> None:
     engine = Instance(f"host,size={9 * BLOCK_BYTES}", num_blocks=12)
     rng = random.Random(3)
     there: set[bytes] = set()
@@ -62,7 +62,7 @@ def test_events_tell_what_is_where() -> None:
     assert not there
 
 
-def test_a_match_that_is_gone_when_its_load_is_planned_fails() -> None:
+def test_a_block_evicted_after_its_match_fails_to_load() -> None:
     engine = Instance(f"host,size={4 * BLOCK_BYTES}", num_blocks=12)
     engine.serve(sequence(1, (1, 4 * SIZE + 1)))
     engine.fill_device(2)
@@ -87,7 +87,7 @@ def test_more_at_once_than_there_are_slots() -> None:
     assert sorted(core._saves.values()) == [6, 7, 8], "one block a slot, the newest"
 
 
-def test_slots_that_are_read_are_not_taken() -> None:
+def test_slots_that_are_being_loaded_are_not_reused() -> None:
     core = core_of(2)
     request = sequence(1, (1, 2 * SIZE + 1))
     keys = request.block_keys(2, SIZE)

@@ -1,4 +1,4 @@
-"""The p2p connector on real sockets, caches and threads: what it hands over, and what a bad peer can do to it."""
+"""The p2p connector on real sockets, caches and threads: what it transfers, and what a bad peer can do."""
 
 import os
 import random
@@ -164,7 +164,7 @@ def test_a_common_beginning_is_found(folder, instance):
     assert decode.matched(other) == 5 * SIZE
 
 
-def test_who_comes_early_waits_for_what_is_being_computed(folder, instance):
+def test_an_early_lookup_waits_for_blocks_being_computed(folder, instance):
     """The prefill instance has admitted the request and told its worker; the decode instance asks before it ends."""
     prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", wait_ms="20000")
     known = prompt(1, 10)
@@ -188,7 +188,7 @@ def test_who_comes_early_waits_for_what_is_being_computed(folder, instance):
 
 
 @pytest.mark.parametrize("end", ["cancelled", "never"])
-def test_what_was_coming_and_does_not_come(end, folder, instance):
+def test_announced_blocks_that_never_come(end, folder, instance):
     prefill, decode = (
         instance(serve=f"{folder}/kv"),
         instance(peer=f"{folder}/kv", wait_ms="30" if end == "never" else "20000"),
@@ -251,7 +251,7 @@ def test_the_worker_keeps_what_the_core_thinks(folder, instance):
     assert prefill.worker._store._blocks.keys() == prefill.core._kept.keys()
 
 
-def test_a_peer_that_is_not_there_is_left_alone(folder, instance, monkeypatch):
+def test_a_missing_peer_is_not_asked_for_a_while(folder, instance, monkeypatch):
     now = 100.0
     monkeypatch.setattr(p2p, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
     core = instance(peer=f"{folder}/nobody", timeout_ms="100").core
@@ -286,7 +286,7 @@ def test_a_restarted_peer_is_found_again(folder, instance):
     assert torch.equal(decode.content(list(range(8, 15))), second.content(list(range(7))))
 
 
-def test_blocks_that_are_gone_when_they_are_fetched(folder, instance):
+def test_blocks_evicted_before_they_are_fetched(folder, instance):
     prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
     prefill.serve(prompt(1, 30), list(range(8)))
     request = prompt(2, 30)
@@ -299,7 +299,7 @@ def test_blocks_that_are_gone_when_they_are_fetched(folder, instance):
 
 
 class BadPeer:
-    """Finds everything, and answers a `Fetch` as it is told: bytes, or None for silence."""
+    """Finds all blocks, and answers a `Fetch` with the given bytes, or not at all for None."""
 
     def __init__(self, path: Path, answer: Callable[[Fetch], bytes | None]) -> None:
         self._context = zmq.Context()
@@ -405,7 +405,7 @@ def test_the_server_outlives_nonsense(folder, instance):
     assert decode.matched(prompt(2, 30)) == 28
 
 
-def test_nothing_is_remembered_of_requests_that_end(folder, instance):
+def test_ended_requests_leave_no_state(folder, instance):
     core: P2pCore = instance(peer=f"{folder}/nobody", timeout_ms="600000").core
     for rid in range(3000):
         assert core.get_num_new_matched_tokens(prompt(rid, 30), 0) == (None, True)
@@ -447,9 +447,9 @@ def test_what_a_dead_instance_left_is_no_obstacle(folder, instance):
         ({"peer": "tcp://10.0.0.1:5"}, "should be the path of a socket"),
         ({"peer": ""}, "should be the path of a socket"),
         ({"peer": "/tmp/" + "x" * 120}, "at most 107 bytes"),
-        ({"peer": "/x", "size": "1G"}, "give that as well"),
+        ({"peer": "/x", "size": "1G"}, "give serve as well"),
         ({"serve": "/x", "size": "much"}, "not a number or a size"),
-        ({"serve": "/x", "size": "100"}, "less than one block"),
+        ({"serve": "/x", "size": "100"}, "too small: one block"),
         ({"peer": "/x", "timeout_ms": "0"}, "a number of milliseconds"),
         ({"peer": "/x", "fetch_timeout_ms": "1.5"}, "a number of milliseconds"),
     ],
@@ -459,9 +459,9 @@ def test_options_that_make_no_sense(options, sentence):
         P2pConnector.core(options, FACTS)
 
 
-def test_places_where_no_socket_can_be(folder):
+def test_paths_where_no_socket_can_be_bound(folder):
     (folder / "file").write_text("precious")
-    for path, sentence in [(f"{folder}/file", "is no socket"), (f"{folder}/none/kv", "there is no folder")]:
+    for path, sentence in [(f"{folder}/file", "is not a socket"), (f"{folder}/none/kv", "is not a folder in which")]:
         with pytest.raises(ConfigError, match=sentence):
             P2pWorker(p2p.read_settings({"serve": path}, BLOCK_BYTES), FACTS)
     assert (folder / "file").read_text() == "precious"

@@ -1,4 +1,4 @@
-"""From the command line to connectors, and what is said when that cannot be."""
+"""From the command line to connectors, and the errors."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from pagewire.engine.kv_connector.host_worker import HostWorker
 from pagewire.errors import ConfigError
 
 
-def test_none_one_and_several(tmp_path: Path) -> None:
+def test_no_connector_one_and_several(tmp_path: Path) -> None:
     assert registry.core_connector((), FACTS) is None
     assert registry.worker_connector((), FACTS) is None
     one = ("host,size=1M",)
@@ -43,11 +43,11 @@ def test_the_check_opens_nothing(tmp_path: Path) -> None:
         ("host", r"host needs size=…, such as host,size=4G\."),
         ("host,size=", r"host needs size=…"),
         ("host,size=much", r"host,size=much: 'much' is not a number or a size"),
-        ("host,size=0", r"host,size=0: it must be more than nothing"),
+        ("host,size=0", r"host,size=0: it must be more than 0"),
         ("host,size=1G,size=2G", r"'size=2G' is not an option=value that stands there once"),
         ("host,4G", r"'4G' is not an option=value"),
         ("host,size=1G,path=/tmp", r"host has no option 'path'; it has size, eviction\."),
-        ("host,size=1G,eviction=fifo", r"eviction=fifo: it is one of lru, lfu, cost\."),
+        ("host,size=1G,eviction=fifo", r"eviction=fifo: it must be one of lru, lfu, cost\."),
         ("disk,size=1G", r"disk needs path=…, such as disk,path="),
         ("disk,path=/tmp", r"disk needs size=…"),
         ("shared,path=/dev/shm/x,size=1G,eviction=lru", r"shared has no option 'eviction'; it has path, size\."),
@@ -56,24 +56,24 @@ def test_the_check_opens_nothing(tmp_path: Path) -> None:
         ("math:pi", r"math has no class pi with core and worker"),
     ],
 )
-def test_what_is_wrong_is_said(spec: str, sentence: str) -> None:
+def test_invalid_options(spec: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         registry.check((spec,))
     with pytest.raises(ConfigError, match=sentence):
         registry.core_connector((spec,), FACTS)
 
 
-def test_one_twice() -> None:
+def test_a_connector_named_twice() -> None:
     with pytest.raises(ConfigError, match="named twice"):
         registry.check(("host,size=1G", "host,size=2G"))
 
 
-def test_no_room_for_a_block(tmp_path: Path) -> None:
+def test_a_size_too_small_for_a_block(tmp_path: Path) -> None:
     small = f"size={BLOCK_BYTES - 1}"
     for spec in (f"host,{small}", f"disk,path={tmp_path},{small}", f"shared,path={tmp_path},{small}"):
-        with pytest.raises(ConfigError, match="less than one block of this model takes"):
+        with pytest.raises(ConfigError, match="is too small: one block of this model takes"):
             registry.core_connector((spec,), FACTS)
-        with pytest.raises(ConfigError, match="less than one block of this model takes"):
+        with pytest.raises(ConfigError, match="is too small: one block of this model takes"):
             registry.worker_connector((spec,), FACTS)
 
 
@@ -86,7 +86,7 @@ def test_what_was_opened_is_closed_when_the_next_cannot_be(tmp_path: Path) -> No
     worker.close()
 
 
-def test_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_third_party_connectors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     by_name = "pagewire.engine.kv_connector.disk:DiskConnector"
     core = registry.core_connector((f"{by_name},path={tmp_path},size=1M",), FACTS)
     assert isinstance(core, GuardedCore) and core.tiers()[0].name == "disk"

@@ -86,7 +86,7 @@ def test_histories(tiers: str, tmp_path: Path) -> None:
         assert hits == instance.num_loaded * SIZE, f"seed {seed}"
         assert sum(tier.num_failed for tier in instance.core.tiers()) == len(instance.failed), f"seed {seed}"
     assert num_loaded > 100, num_loaded
-    # Of a shared folder, files go without the core half's knowing; the others only miss what was matched in vain.
+    # In a shared folder, files disappear without the core half knowing.
     assert num_failed <= num_loaded // (2 if "shared" in tiers else 20), (num_failed, num_loaded)
 
 

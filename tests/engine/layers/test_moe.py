@@ -82,7 +82,7 @@ def test_everything_is_rounded_where_transformers_rounds_it(family, dtype, token
 
 
 @pytest.mark.skipif("native" not in OPS, reason="no C compiler")
-def test_a_token_is_the_same_in_any_company():
+def test_a_token_is_the_same_in_any_batch():
     """Bit for bit."""
     case = Case(OPS["native"], num_experts=16, top_k=4)
     x = torch.randn(40, HIDDEN)
@@ -91,7 +91,7 @@ def test_a_token_is_the_same_in_any_company():
         assert torch.equal(case.layer(x[first : first + count]), together[first : first + count])
 
 
-def test_a_token_of_nan_keeps_it_to_itself(ops):
+def test_a_token_of_nan_changes_no_other(ops):
     case = Case(ops)
     x = torch.randn(9, HIDDEN)
     x[4] = torch.nan

@@ -7,7 +7,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pagewire.engine.checkpoint import spec as spec_module
-from pagewire.engine.layers.rotary import RopeParameters, RotaryTable
+from pagewire.engine.layers.rotary import RotaryTable
 from pagewire.kernels.reference import norm_rotary
 
 VARIANTS = {
@@ -64,7 +64,7 @@ def test_tables_turn_as_transformers_does(variant, old_style, tmp_path):
         fields["rope_theta"] = scaling.pop("rope_theta")
         fields["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
         file.write_bytes(msgspec.json.encode(fields))
-    rope = RopeParameters(**msgspec.structs.asdict(spec_module.read_spec(tmp_path).rope))
+    rope = spec_module.read_spec(tmp_path).rope
     table = RotaryTable(rope, dim=32, max_len=512, dtype=torch.float32, device=torch.device("cpu"))
 
     positions = torch.arange(0, 512, 7)

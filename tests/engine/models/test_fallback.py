@@ -86,9 +86,7 @@ def test_windows_of_which_attention_is_not_told(kind, tmp_path, monkeypatch):
     fields = {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 1}
     monkeypatch.setitem(families.FAMILIES, kind, (fields, families.SERVED))
     folder = families.make_family(tmp_path, kind)
-    _refused(
-        folder, ConfigError, "the mask of its layer 0 has a window of 24 tokens, and its attention is told nothing"
-    )
+    _refused(folder, ConfigError, "the mask of its layer 0 has a window of 24 tokens, but attention gets none")
     _load(folder, max_len=24)
 
 

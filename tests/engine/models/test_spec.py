@@ -185,7 +185,7 @@ def test_gpt2_spells_its_sizes_differently(tmp_path):
         ({"num_hidden_layers": "four"}, "num_hidden_layers = 'four'"),
         ({"num_hidden_layers": 2.5}, r"num_hidden_layers = 2\.5"),
         ({"vocab_size": "absent"}, "has no vocab_size"),
-        ({"num_key_value_heads": 3}, "4 attention heads, which 3 key/value heads do not divide"),
+        ({"num_key_value_heads": 3}, "4 attention heads, no multiple of its 3 key/value heads"),
         ({"hidden_size": 2}, "has no head_dim, and its other sizes give 0"),
         ({"head_dim": 5}, "head_dim of 5, which is odd"),
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
@@ -194,7 +194,7 @@ def test_gpt2_spells_its_sizes_differently(tmp_path):
         ({"eos_token_id": "</s>"}, "eos_token_id = '</s>', which should be a token id"),
         ({"torch_dtype": "int8"}, "dtype = 'int8'; pagewire reads"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, which should be true or false"),
-        ({"quantization_config": {"quant_method": "quip"}}, "weights are quantized with quip"),
+        ({"quantization_config": {"quant_method": "quip"}}, "weights quantized with quip"),
         ({"quantization_config": 4}, "quantization_config = 4, which should be an object"),
         (
             {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},

@@ -84,11 +84,11 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path):
         (8, {}, "4 attention heads"),
         (4, {"intermediate_size": 94}, "94 feed-forward columns"),
         (4, {"num_heads": 12, "num_kv_heads": 3}, "3 key/value heads: one must divide the other"),
-        (4, {"vocab_size": 6}, "the last rank would get none of the model's 6 tokens"),
+        (4, {"vocab_size": 6}, "the last of 4 ranks would get none of the model's 6 tokens"),
     ):
         with pytest.raises(ConfigError, match=why):
             shard.check(structs.replace(spec, **changes), size)
     spec = read_spec(checkpoints.make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=46))
     shard.check(spec, 2)
-    with pytest.raises(ConfigError, match="46 feed-forward columns cannot be shared out evenly"):
+    with pytest.raises(ConfigError, match="46 feed-forward columns cannot be divided evenly"):
         shard.check(spec, 4)

@@ -60,5 +60,5 @@ def test_two_ways_of_being_narrow_go_together(make):
 
 def test_the_fallback_reads_none(make):
     quantized, _ = make("phi3", "fp8-tensor")
-    with pytest.raises(ConfigError, match=r"Quantized checkpoints are there for LlamaFor.*; this is Phi3ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"A quantized checkpoint needs one of LlamaFor.*; this is Phi3ForCausalLM"):
         _tokens(quantized)

@@ -74,7 +74,7 @@ def test_8_bits_are_near_and_need_a_native_architecture(kind, checkpoint):
         found.append([entry[token].logprob for entry, token in zip(entries, PROMPTS[0][1:], strict=True)])
     distances = [abs(exact - rounded) for exact, rounded in zip(*found, strict=True)]
     assert 0 < sum(distances) / len(distances) < 0.1
-    with pytest.raises(ConfigError, match="--quantization is there for LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match="--quantization needs one of LlamaForCausalLM"):
         LLM(str(checkpoint("gemma2")), quantization="int8")
 
 

@@ -1,4 +1,4 @@
-"""`--deterministic` on a CPU: what a request is told depends on nothing else that is served, bit by bit."""
+"""`--deterministic` on a CPU: a request's result does not depend on other requests, bit by bit."""
 
 import random
 
@@ -29,7 +29,7 @@ def _prompt(seed, length):
         ("qwen3_moe", {}),
     ],
 )
-def test_a_probe_is_told_the_same_bits_in_any_company(kind, flags, checkpoint, driver):
+def test_a_probe_gets_the_same_bits_in_any_batch(kind, flags, checkpoint, driver):
     served = driver(checkpoint(kind), num_blocks=600, **FLAGS, **flags)
 
     def told(lengths, chunk, seed):
@@ -81,7 +81,7 @@ def test_a_prefix_that_was_cached_changes_no_bit(kind, checkpoint, driver):
 
 
 def test_a_compiler_that_fails_is_an_answer(checkpoint, driver, monkeypatch):
-    """`resolve` knows that there is one, and only the worker that it is of no use."""
+    """`resolve` knows that a compiler exists; only the worker finds that it fails."""
 
     def load():
         raise build.BuildError("cc failed: no such header")

@@ -1,4 +1,4 @@
-"""The runner against transformers: the same tokens, whatever the chunks and the company."""
+"""The runner against transformers: the same tokens, for any chunks and batch."""
 
 import random
 
@@ -49,11 +49,11 @@ def test_scaled_rotary_embeddings(rope, checkpoint, driver, make_request):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2-sliding", "qwen3_moe", "gemma2"])
-def test_memory_that_nobody_wrote_is_never_read(kind, checkpoint, driver, make_request):
+def test_unwritten_memory_is_never_read(kind, checkpoint, driver, make_request):
     folder = checkpoint(kind)
     prompts = _prompts(3)[:8]
     served = driver(folder)
-    cache = served.runner._attention._cache
+    cache = served.runner._cache
     poisoned = 0
 
     def run():

@@ -1,4 +1,4 @@
-"""What is calculated of a model's memory is what its start then accounts for."""
+"""The calculated memory of a model equals what its start measures."""
 
 from collections.abc import Callable
 from pathlib import Path

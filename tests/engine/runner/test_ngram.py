@@ -1,4 +1,4 @@
-"""Prompt lookup against its plain definition, and how rows become bold and timid."""
+"""Prompt lookup against its plain definition, and how draft levels rise and fall."""
 
 import random
 
@@ -29,7 +29,7 @@ def _rows(prompts, level=0):
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 4, 20])
-def test_places_are_those_of_the_plain_definition(vocab):
+def test_found_positions_are_those_of_the_plain_definition(vocab):
     rng = random.Random(vocab)
     found = 0
     for _ in range(200):
@@ -41,22 +41,22 @@ def test_places_are_those_of_the_plain_definition(vocab):
     assert found > 40
 
 
-def test_what_followed_is_guessed_and_goes_on_repeating():
+def test_what_followed_is_drafted_and_repeated():
     prompts = [[5, 6, 7, 8, 9, 4, 5, 6], [1, 2, 1, 2], [9, 9, 9], [1, 2, 3, 4], [8], [*range(300), 17, 18]]
     rows = _rows(prompts)
     order = np.array([3, 1, 0, 2, 5, 4])
     assert draft(rows, order, 5, 1 / 3).tolist() == [0, 5, 5, 5, 5, 0]
-    assert rows.num_ids.tolist() == [len(prompt) for prompt in prompts], "a guess is no id yet"
+    assert rows.num_ids.tolist() == [len(prompt) for prompt in prompts], "a draft token is no id yet"
     draft_tokens = {i: rows.ids[i, len(prompts[i]) : len(prompts[i]) + 5].tolist() for i in (0, 1, 2, 5)}
     assert draft_tokens == {0: [7, 8, 9, 4, 5], 1: [1, 2, 1, 2, 1], 2: [9] * 5, 5: [19, 20, 21, 22, 23]}
 
 
 def _sample(rows, row, token):
-    """What the step after `draft` draws for a row without guesses."""
+    """The step after `draft` samples an id for a row without draft tokens."""
     rows.append(np.array([row]), rows.num_ids[[row]], np.array([token]))
 
 
-def test_a_row_without_luck_looks_ever_more_rarely_and_computes_nothing():
+def test_a_row_with_rejected_drafts_searches_ever_less_often():
     rows, row, looked = _rows([[9] * 5], level=1), np.arange(1), []
     for step in range(80):
         assert draft(rows, row, 4, 1 / 3)[0] == 0
@@ -65,11 +65,11 @@ def test_a_row_without_luck_looks_ever_more_rarely_and_computes_nothing():
         _sample(rows, 0, 9)
         rows.ids[0, : rows.num_ids[0]] = 9
         if rows.silent_draft[0] >= 0:
-            rows.ids[0, rows.silent_end[0]] = 8  # not what was guessed
+            rows.ids[0, rows.silent_end[0]] = 8  # not the draft token
     assert looked == [0, 4, 12, 28, 44, 60, 76]
 
 
-def test_a_row_that_guesses_right_becomes_bold_and_stays_so_while_it_pays():
+def test_a_row_drafts_while_its_draft_tokens_are_accepted():
     rows, row = _rows([[1, 2, 3] * 5], level=4), np.arange(1)
     made = []
     for i in range(8):
@@ -81,14 +81,14 @@ def test_a_row_that_guesses_right_becomes_bold_and_stays_so_while_it_pays():
     assert draft(rows, row, 4, 1 / 3)[0] == 0 and rows.draft_level[0] == 1, "it is to show again that it can"
 
 
-def test_a_row_where_nothing_is_found_is_left_alone_for_some_steps():
+def test_a_row_waits_after_a_search_that_found_nothing():
     rows, row = _rows([[1, 2, 3, 4, 5]]), np.arange(1)
     assert not draft(rows, row, 4, 1 / 3)[0]
     rows.ids[0, :5] = 7
     assert [int(draft(rows, row, 4, 1 / 3)[0]) for _ in range(4)] == [0, 0, 0, 4]
 
 
-def test_a_new_request_has_to_show_that_it_can_guess():
+def test_a_new_request_begins_with_silent_drafts():
     rows, row = _rows([[9] * 50]), np.arange(1)
     rows.draft_wait[0] = 60
     rows.silent_draft[0] = 9
@@ -98,7 +98,7 @@ def test_a_new_request_has_to_show_that_it_can_guess():
     assert draft(rows, row, 4, 1 / 3)[0] == 4
 
 
-def test_a_row_keeps_its_tokens_up_to_the_first_that_was_not_guessed():
+def test_a_row_keeps_its_tokens_up_to_the_first_wrong_draft_token():
     rows = _rows([[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 1, 1]])
     rows.ids[0, 3:6] = 10, 11, 12
     rows.ids[1, 3:5] = 20, 21
@@ -111,7 +111,7 @@ def test_a_row_keeps_its_tokens_up_to_the_first_that_was_not_guessed():
 
 
 @pytest.mark.parametrize(("break_even", "share", "bold"), [(0.1, 0.4, True), (0.9, 0.4, False), (0.9, 1.0, True)])
-def test_where_positions_are_dear_more_guesses_must_come_true(break_even, share, bold):
+def test_expensive_positions_need_more_accepted_draft_tokens(break_even, share, bold):
     rows, row, rng = _rows([[9] * 5]), np.arange(1), random.Random(1)
     levels = []
     for _ in range(300):

@@ -23,7 +23,7 @@ def _sampling(i):
     return Sampling(temperature=1.3, seed=1000 + i, top_p=0.9 if i % 2 else 1.0, frequency_penalty=0.5 * (i % 3))
 
 
-def test_seeded_requests_do_not_depend_on_their_company(checkpoint, driver, make_request):
+def test_seeded_requests_do_not_depend_on_the_batch(checkpoint, driver, make_request):
     served = driver(checkpoint("llama"))
     prompts = _prompts(12)
 

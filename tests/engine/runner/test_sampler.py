@@ -17,7 +17,7 @@ VOCAB = 50
 
 
 def _rows(samplings, *, prompts=None, outputs=None):
-    """Rows whose next token is drawn after these prompts and outputs."""
+    """Rows with these prompts and outputs, whose next token is to be sampled."""
     rows = Rows(num_rows=len(samplings), max_len=64, block_size=16, vocab_size=VOCAB)
     for i, sampling in enumerate(samplings):
         prompt = prompts[i] if prompts else [1, 2, 3]
@@ -37,7 +37,7 @@ def _sample(logits, samplings, **state):
 
 
 def _masked(logits, samplings, masks):
-    """One draw for each row; masks: row → the tokens it may draw."""
+    """One sampled id per row; masks: row → its allowed tokens."""
     rows = _rows(samplings)
     everyone, nothing = np.arange(len(samplings)), b""
     bits = b"".join(sum(1 << t for t in tokens).to_bytes(8, "little") for tokens in masks.values())
@@ -47,7 +47,7 @@ def _masked(logits, samplings, masks):
     return rows, sampler.sample(logits, rows, everyone, rows.num_ids[everyone]).tolist()
 
 
-def test_only_what_the_masks_allow_is_drawn():
+def test_only_allowed_tokens_are_sampled():
     torch.manual_seed(0)
     greedy, hot = Sampling(temperature=0), Sampling(temperature=2.0, top_k=30, top_p=0.9, min_p=0.001, seed=1)
     liked = Sampling(temperature=0, logit_bias={3: 90.0, 9: 50.0}, repetition_penalty=1.5)
@@ -61,7 +61,7 @@ def test_only_what_the_masks_allow_is_drawn():
         assert ids[5] == -1  # no token is left
 
 
-def test_a_mask_is_of_one_step_and_its_row():
+def test_a_mask_applies_to_one_step_and_row():
     greedy, logits = Sampling(temperature=0), torch.randn(2, VOCAB)
     rows, ids = _masked(logits, [greedy, greedy], {1: [5]})
     assert ids == [int(logits[0].argmax()), 5]
@@ -86,7 +86,7 @@ def _splitmix64(state):
 
 
 def _reference(logits, sampling, output_position):
-    """The same draw, token by token in plain Python: the definition."""
+    """The definition of sampling, token by token in plain Python."""
     scaled = [(value - max(logits)) / max(sampling.temperature, 1e-5) for value in logits]
     kept = [value >= (math.log(sampling.min_p) if sampling.min_p else -math.inf) for value in scaled]
     if sampling.top_k:
@@ -116,7 +116,7 @@ def _random_sampling(rng, seed):
     )
 
 
-def test_what_would_end_a_row_too_early_is_not_drawn():
+def test_end_tokens_are_not_sampled_before_min_len():
     """As if those logits were -inf, for exactly the positions before `min_len`."""
     rng = random.Random(4)
     sampler = Sampler(vocab_size=VOCAB, device=torch.device("cpu"), ops=reference_ops())
@@ -143,7 +143,7 @@ def test_what_would_end_a_row_too_early_is_not_drawn():
     assert 20 < num_hit < 180, "both kinds should come up"
 
 
-def test_draws_are_those_of_the_plain_definition():
+def test_samples_are_those_of_the_plain_definition():
     rng = random.Random(1)
     torch.manual_seed(1)
     logits = torch.randn(400, VOCAB) * 3
@@ -155,7 +155,7 @@ def test_draws_are_those_of_the_plain_definition():
     assert _sample(logits, samplings, outputs=outputs) == expected
 
 
-def test_a_row_draws_the_same_alone_and_in_company():
+def test_a_row_samples_the_same_alone_and_in_a_batch():
     rng = random.Random(2)
     torch.manual_seed(2)
     vocab = 3000  # so many that top_p does not sort them all at once
@@ -260,7 +260,7 @@ def test_bias_comes_before_penalties():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1.0])
-def test_extreme_requests_harm_nobody(temperature):
+def test_extreme_requests_harm_no_other_row(temperature):
     torch.manual_seed(8)
     logits = torch.randn(6, VOCAB)
     extreme = [

@@ -1,4 +1,4 @@
-"""Speculation on a real model: the very same tokens as without it, in fewer steps."""
+"""Speculation on a real model: the same tokens as without it, in fewer steps."""
 
 import dataclasses
 
@@ -24,8 +24,8 @@ PROMPTS = [[(i + j) % (3 + i % 5) + 40 for j in range(5 + 9 * i)] for i in range
 
 
 @pytest.fixture(autouse=True)
-def guesses_are_cheap(monkeypatch):
-    """Whether they are worth their while depends on the machine; here they are made wherever they come true."""
+def draft_tokens_are_cheap(monkeypatch):
+    """Whether draft tokens pay depends on the machine; here they are always made."""
     monkeypatch.setattr(CostModel, "break_even", lambda self, work: CAUTIOUS)
 
 

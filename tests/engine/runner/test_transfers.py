@@ -116,7 +116,7 @@ def test_loads_are_written_before_copies_and_passes(runner):
     assert bool((keys[7] == 3).all())
 
 
-def test_what_is_over_is_told_once(runner):
+def test_a_transfer_is_reported_once(runner):
     engine = runner()
     connector = Recording.workers[-1]
     engine.launch(plan(1, kv=metadata(loads=[(7, [1, 2]), (8, [3])], held=[9])))
@@ -129,7 +129,7 @@ def test_what_is_over_is_told_once(runner):
 
 
 @pytest.mark.parametrize("call", ["bind", "start", "wait", "save", "wait for save", "finished"])
-def test_a_connector_that_fails_is_not_used_any_more(call, runner, caplog):
+def test_a_connector_that_fails_is_no_longer_used(call, runner, caplog):
     """The step is computed all the same, and what the connector had under way is over, with nothing loaded."""
     engine = runner(connector=())
     engine.launch(plan(1, [0], [3], open=(opened(0, [5, 6, 7], [0]),)))

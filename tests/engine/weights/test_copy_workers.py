@@ -1,4 +1,4 @@
-"""Lanes to a device that takes its time: nothing is overwritten before it was taken, and nothing is lost."""
+"""Copies to a slow device: no buffer is overwritten before it was copied, and nothing is lost."""
 
 import random
 import time
@@ -11,7 +11,7 @@ import torch
 from pagewire.engine.checkpoint.spec import read_spec
 from pagewire.engine.models import registry
 from pagewire.engine.parallel.collectives import Alone
-from pagewire.engine.weights.copy_workers import Here, Jobs, ToDevice
+from pagewire.engine.weights.copy_workers import DirectCopy, Jobs, StagedCopy
 from pagewire.engine.weights.loader import load_weights
 from pagewire.engine.weights.mapping import checkpoint_targets
 from pagewire.engine.weights.reader import CheckpointReader
@@ -19,7 +19,7 @@ from pagewire.kernels.ops import reference_ops
 
 
 def late_worker(num_bytes=64):
-    """Copies begin only when somebody waits for them: a buffer that is written too early spoils what it held."""
+    """Copies run only when they are waited for, so a buffer that is reused too early gives wrong results."""
 
     def send(target, staged):
         def wait():
@@ -27,7 +27,7 @@ def late_worker(num_bytes=64):
 
         return wait
 
-    return ToDevice([torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)], send)
+    return StagedCopy([torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)], send)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -53,8 +53,8 @@ def test_it_is_cast_on_the_way_and_its_rows_need_not_lie_together():
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_what_jobs_give_is_taken_in_order(workers):
-    jobs = Jobs([late_worker() for _ in range(workers)] if workers > 1 else [Here()])
+def test_results_of_jobs_are_taken_in_order(workers):
+    jobs = Jobs([late_worker() for _ in range(workers)] if workers > 1 else [DirectCopy()])
     rng = random.Random(0)
     sources = [torch.randn(rng.randrange(1, 90)) for _ in range(60)]
     targets = [torch.zeros_like(source) for source in sources]
@@ -75,7 +75,7 @@ def test_what_jobs_give_is_taken_in_order(workers):
 
 
 @pytest.mark.parametrize("kind", ["llama-biased", "qwen3_moe"])
-def test_a_checkpoint_arrives_in_lanes_as_it_does_at_once(kind, tmp_path, monkeypatch):
+def test_workers_load_the_same_as_a_direct_copy(kind, tmp_path, monkeypatch):
     folder = checkpoints.make_checkpoint(tmp_path, kind)
     cpu, spec = torch.device("cpu"), read_spec(folder)
 

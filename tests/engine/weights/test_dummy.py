@@ -43,7 +43,7 @@ def test_every_native_architecture_runs_without_weights(kind: str, tmp_path: Pat
 def test_the_fallback_has_no_dummy(tmp_path: Path) -> None:
     checkpoints.make_checkpoint(tmp_path, "gemma2")
     vocabulary.add_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match=r"dummy is there for Llama.*this is Gemma2"):
+    with pytest.raises(ConfigError, match=r"dummy needs one of Llama.*this is Gemma2"):
         LLM(str(tmp_path), load_format="dummy")
 
 

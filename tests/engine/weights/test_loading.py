@@ -1,4 +1,4 @@
-"""Checkpoints that are wrong in every way there is, each named in one sentence."""
+"""Checkpoints with every kind of error, each reported in one sentence."""
 
 import json
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_experts_are_stacked(kind, block, names, tmp_path):
         _load(folder)
     extra = {f"{path}.experts.3.{names[1]}.weight": up, f"{path}.experts.8.{names[1]}.weight": up.clone()}
     _edit(folder, lambda tensors: tensors.update(extra))
-    with pytest.raises(CheckpointError, match=rf"holds 1 tensor that the model has no place for: {path}\.experts\.8"):
+    with pytest.raises(CheckpointError, match=rf"holds 1 tensor that the model does not use: {path}\.experts\.8"):
         _load(folder)
 
 
@@ -91,7 +91,7 @@ def test_dtypes_are_cast(tmp_path):
         assert torch.equal(_load(folder, dtype).lm_head.weight, half.to(dtype))
 
 
-def test_what_follows_from_the_config_may_be_there(folder):
+def test_derived_tensors_may_be_present(folder):
     def change(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
@@ -123,7 +123,7 @@ def test_an_untied_model_needs_its_head(tmp_path):
 
 def test_left_over_tensors(folder):
     _edit(folder, lambda tensors: tensors.update({"model.layers.3.mlp.up_proj.weight": torch.ones(2)}))
-    with pytest.raises(CheckpointError, match=r"holds 1 tensor that the model has no place for: model\.layers\.3"):
+    with pytest.raises(CheckpointError, match=r"holds 1 tensor that the model does not use: model\.layers\.3"):
         _load(folder)
 
 

@@ -20,7 +20,7 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~nobody/x", "a/b/c", "what is this"])
-def test_what_is_neither_folder_nor_name(model: str) -> None:
+def test_names_that_are_neither_folder_nor_hub_name(model: str) -> None:
     with pytest.raises(ConfigError, match="There is no folder"):
         locate(model, None)
 
@@ -52,6 +52,6 @@ def test_a_cached_model_is_found_offline_under_hf_home(tmp_path: Path) -> None:
     assert in_a_new_process("someone/tiny-model", tmp_path) == str(snapshot)
 
 
-def test_a_model_that_is_not_cached_is_said_offline(tmp_path: Path) -> None:
+def test_a_model_that_is_not_cached_offline(tmp_path: Path) -> None:
     said = in_a_new_process("someone/other", tmp_path)
     assert said.startswith("There is no folder someone/other here") and "HF_HUB_OFFLINE" in said

@@ -22,7 +22,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def _seeded_and_as_quiet_as_a_gpu():
-    """The same numbers in every run, and no word of an infinity or a NaN in a lane that a mask drops."""
+    """The same numbers in every run, and no warnings of infinities and NaN in masked lanes."""
     torch.manual_seed(0)
     with np.errstate(all="ignore"):
         yield

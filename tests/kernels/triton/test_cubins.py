@@ -36,7 +36,7 @@ def archive(tmp_path: Path) -> Path:
     return tmp_path / "new" / "sm_90.zip"
 
 
-def test_only_what_runs_a_kernel_is_shipped(archive, tmp_path):
+def test_only_the_files_that_run_a_kernel_are_shipped(archive, tmp_path):
     folder = tmp_path / "folder"
     assert install_shipped(archive, folder) == 1
     listed = json.loads((folder / KEY / "__grp___kernel.json").read_text())["child_paths"]
@@ -47,7 +47,7 @@ def test_only_what_runs_a_kernel_is_shipped(archive, tmp_path):
     assert [path.name for path in folder.iterdir()] == [KEY] and len(list((folder / KEY).iterdir())) == 3
 
 
-def test_kernels_that_are_there_stay(archive, tmp_path):
+def test_present_kernels_are_kept(archive, tmp_path):
     entry = tmp_path / "folder" / KEY
     install_shipped(archive, entry.parent)
     (entry / "_kernel.cubin").write_text("compiled here")
@@ -76,7 +76,7 @@ for architecture in (90, 80):
 
 
 @pytest.mark.slow
-def test_a_launch_finds_what_was_shipped(tmp_path):
+def test_a_launch_finds_shipped_kernels(tmp_path):
     """The keys of a compilation without a device are those of a launch, as far as there can be one without a device. In
     a process of its own, because this one interprets its kernels."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / ".typing")}

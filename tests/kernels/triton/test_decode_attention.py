@@ -133,7 +133,7 @@ def test_windows_caps_and_sinks(case, option, device):
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_row_has_the_same_bits_in_any_company(window, device):
+def test_a_row_has_the_same_bits_in_any_batch(window, device):
     case = CASES[3]
     contexts = [0, 80, 33, 32, 97]
     query, pages = queries_of(len(contexts), case, device), pages_of(contexts, case, device, window=window)

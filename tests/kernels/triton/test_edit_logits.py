@@ -1,4 +1,4 @@
-"""Edited logits against those of the CPU's sampler, and the tokens drawn from them."""
+"""Edited logits against those of the CPU's sampler, and the tokens sampled from them."""
 
 import random
 
@@ -118,7 +118,7 @@ def test_edited_logits_are_those_of_the_cpu(case):
     assert edited[11:].isnan().all(), "rows without a place are not written"
 
 
-def test_tokens_drawn_from_edited_logits_are_those_of_the_cpu(case):
+def test_tokens_sampled_from_edited_logits_are_those_of_the_cpu(case):
     logits, rows, columns = case
     device, picked = logits.device, np.arange(12)
     sampler = cpu.Sampler(vocab_size=VOCAB, device=torch.device("cpu"), ops=reference_ops())
@@ -177,7 +177,7 @@ def test_a_row_that_is_not_finite_stays_so(device, value):
     assert edited[0].isnan().nonzero().tolist() == [[2500]]
 
 
-def test_what_the_model_forbids_stays_forbidden(device):
+def test_raw_logits_of_minus_infinity_stay(device):
     logits = torch.full((1, VOCAB), -torch.inf, device=device)
     logits[0, 9] = 1.0
     rows = _rows([Sampling(logit_bias={9: -5.0, 10: 100.0}, presence_penalty=1.0)], [[1]], [[9, 9]])
@@ -185,17 +185,17 @@ def test_what_the_model_forbids_stays_forbidden(device):
     assert edited[0, 9] == -5 and edited[0].isneginf().sum() == VOCAB - 1
 
 
-def test_counts_what_was_drawn(device):
+def test_counts_sampled_tokens(device):
     samplings = [Sampling(presence_penalty=1.0), Sampling(), Sampling(frequency_penalty=1.0)]
     rows = _rows(samplings, [[1]] * 3, [[4], [], [4, 4]])
     columns = _columns(rows, device)  # places: row 0 has 1, row 2 has 0
     columns.output_counts[0, 8] = 2**15 - 1
 
-    def drawn(ids, picked):
+    def count(ids, picked):
         count_sampled(*(torch.tensor(values, dtype=torch.int32, device=device) for values in (ids, picked)), columns)
 
-    drawn([4, 6, 8], [0, 1, 2])
-    drawn([-1, VOCAB - 1], [0, 2])
+    count([4, 6, 8], [0, 1, 2])
+    count([-1, VOCAB - 1], [0, 2])
     counts = columns.output_counts
     assert counts[1, 4] == 2 and counts[0, 4] == 2 and counts[0, VOCAB - 1] == 1
     assert counts[0, 8] == 2**15 - 1, "does not turn negative"

@@ -1,4 +1,4 @@
-"""Paged attention of prompts, pieces of prompts, guesses and decode rows in one launch, against float64."""
+"""Paged attention of prompts, chunks of prompts, draft tokens and decode rows in one launch, against float64."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ OPTIONS = [{"window": 20}, {"window": 70, "softcap": 3.0}, {"sinks": True}]
 
 
 def steps_of(block_size: int) -> tuple[list[int], list[int]]:
-    """(query_lens, context_lens): prompts, prefix hits, guesses, decode rows and a row with nothing to do."""
+    """(query_lens, context_lens): prompts, prefix hits, draft tokens, decode rows and a row with nothing to do."""
     rows = [
         (1, 1),
         (block_size - 1, block_size - 1),
@@ -184,7 +184,7 @@ def test_decode_rows_are_those_of_decode_attention(case, device):
 
 
 def test_a_row_without_context_gives_zeros_and_tokens_of_no_row_stay(device):
-    """A row that ended on the device before the host heard of it, and the padding of a captured graph."""
+    """A row that ended on the device before the host knew, and the padding of a captured graph."""
     case = CASES[0]
     query, pages = queries_of(40, case, device), pages_of([37], [37], case, device)
     work = torch.from_numpy(extend_work(np.array([37]), np.array([37]), 16)).to(device)
@@ -194,8 +194,8 @@ def test_a_row_without_context_gives_zeros_and_tokens_of_no_row_stay(device):
     assert not out[:37].any() and out[37:].isnan().all()
 
 
-def test_the_device_may_know_better_how_long_a_row_is(device):
-    """The host counted on 3 tokens more than came true; pages beyond the length on the device hold no numbers."""
+def test_a_row_may_be_shorter_on_the_device(device):
+    """The host assumed 3 tokens more; pages beyond the length on the device hold NaN."""
     case = CASES[3]
     counts, contexts, believed = [4, 20], [36, 47], [39, 50]
     query, pages = queries_of(24, case, device), pages_of(counts, contexts, case, device)

@@ -95,7 +95,7 @@ def test_logits_are_not_rounded(device):
 
 @pytest.mark.parametrize("block", [None, BLOCK])
 @pytest.mark.parametrize(("total", "parts"), [(16, ((0, 1), (3, 9))), (64, ((7, 17),)), (200, ((70, 129),))])
-def test_a_row_is_the_same_in_company_of_its_kind(device, block, total, parts):
+def test_a_row_is_the_same_among_rows_of_its_tile(device, block, total, parts):
     weight = fp8_weight(device, UNEVEN, block)
     x = torch.randn(total, UNEVEN[1], device=device).bfloat16()
     together = run(weight, x, torch.empty(total, UNEVEN[0], dtype=torch.bfloat16, device=device))

@@ -98,7 +98,7 @@ def test_gates_beside_ups(device, rows):
 
 
 @pytest.mark.parametrize(("total", "parts"), [(16, ((0, 1), (3, 9))), (64, ((7, 17),)), (200, ((70, 129),))])
-def test_a_row_is_the_same_in_company_of_its_kind(device, total, parts):
+def test_a_row_is_the_same_among_rows_of_its_tile(device, total, parts):
     weight = make(device, UNEVEN, 64)
     x = torch.randn(total, UNEVEN[1], device=device).bfloat16()
     together = run(weight, x, torch.empty(total, UNEVEN[0], dtype=torch.bfloat16, device=device))

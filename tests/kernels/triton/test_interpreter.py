@@ -1,4 +1,4 @@
-"""What `conftest.py` mends in the interpreter, against torch. On a GPU: that the device does the same."""
+"""The interpreter as fixed by `conftest.py`, against torch; on a GPU, that the device does the same."""
 
 import pytest
 import torch

@@ -125,7 +125,7 @@ def test_half_precision_with_weights_as_the_router_has_them(device):
     assert _error(out, _expected(x, logits, gate_up, down, 2, renormalize=False)) < 1e-3
 
 
-def test_tokens_that_pad_the_batch_are_not_computed_and_touch_nobody(device):
+def test_padding_tokens_are_not_computed_and_change_no_other(device):
     sizes = {"num_experts": 6, "top_k": 2, "hidden": 64, "inter": 64}
     x, logits, gate_up, down, workspace = _case(device, tokens=9, most_tokens=20, **sizes)
     x[6:] = torch.nan
@@ -136,7 +136,7 @@ def test_tokens_that_pad_the_batch_are_not_computed_and_touch_nobody(device):
     assert (workspace.gated.isnan().sum(dim=1) == 64).sum() == 40 - 12, "only their assignments are written"
 
 
-def test_a_token_of_nan_keeps_it_to_itself(device):
+def test_a_token_of_nan_changes_no_other(device):
     sizes = {"num_experts": 5, "top_k": 2, "hidden": 64, "inter": 64}
     x, logits, gate_up, down, workspace = _case(device, tokens=8, **sizes)
     expected = _moe(x, logits, gate_up, down, workspace).clone()
@@ -147,7 +147,7 @@ def test_a_token_of_nan_keeps_it_to_itself(device):
     assert out[2].isnan().all() and torch.equal(out[others], expected[others])
 
 
-def test_a_token_is_the_same_in_any_company(device):
+def test_a_token_is_the_same_in_any_batch(device):
     """Bit for bit, among launches whose blocks have as many rows."""
     sizes = {"num_experts": 8, "top_k": 2, "hidden": 64, "inter": 64}
     x, logits, gate_up, down, workspace = _case(device, tokens=24, **sizes)

@@ -110,11 +110,11 @@ def test_a_step_without_rows(device):
     assert (ours.slots == -1).all()
 
 
-def test_what_rows_drew_is_remembered(device):
+def test_sampled_ids_are_remembered(device):
     last_ids = torch.full((600,), 7, dtype=torch.int32, device=device)
     rows = torch.randperm(600, dtype=torch.int32, device=device)[:300]
-    drawn = torch.arange(-1, 299, dtype=torch.int32, device=device)
-    remember_sampled(last_ids, drawn, rows)
+    sampled = torch.arange(-1, 299, dtype=torch.int32, device=device)
+    remember_sampled(last_ids, sampled, rows)
     expected = torch.full((600,), 7, dtype=torch.int32, device=device)
-    expected[rows.long()] = drawn.clamp(min=0)
+    expected[rows.long()] = sampled.clamp(min=0)
     assert last_ids.tolist() == expected.tolist()

@@ -80,7 +80,7 @@ def test_logits_are_not_rounded(device):
 
 
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
-def test_a_row_is_the_same_in_any_company(device, shape):
+def test_a_row_is_the_same_in_any_batch(device, shape):
     """Bit for bit, at whatever place among however many."""
     case = Case(device, shape, torch.bfloat16, 1000)
     together = case.run().clone()

@@ -1,4 +1,4 @@
-"""Sampling on the device: the tokens are those that the CPU's sampler draws from the same logits."""
+"""Sampling on the device: the tokens are those that the CPU's sampler gives for the same logits."""
 
 import random
 
@@ -58,7 +58,7 @@ def _workspace(rows, vocab, device):
 
 
 def _sample(logits, samplings, kind, device, *, outputs=None, picked=None, ends=None):
-    """Ids that the device draws, next to those that the CPU draws."""
+    """The ids sampled on the device, and those sampled on the CPU."""
     rows = _rows(samplings, outputs or [[]] * len(samplings))
     picked = np.arange(len(samplings)) if picked is None else np.array(picked)
     ends = rows.num_ids[picked] if ends is None else np.array(ends)
@@ -102,7 +102,7 @@ def test_noise_is_that_of_the_cpu(device):
     torch.testing.assert_close(out.cpu(), expected, atol=0, rtol=4e-7)  # two or three units of the last place
 
 
-@pytest.mark.parametrize("kind", ["greedy", "drawn", "filtered"])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("vocab", [1, 100, 2048, VOCAB])
 def test_greedy_rows(device, kind, vocab):
     logits = torch.randn(6, vocab)
@@ -115,7 +115,7 @@ def test_greedy_rows(device, kind, vocab):
     assert ours == expected and ours[1:4] == [0, vocab // 2, vocab - 1]
 
 
-@pytest.mark.parametrize("kind", ["drawn", "filtered"])
+@pytest.mark.parametrize("kind", ["sampled", "filtered"])
 def test_rows_with_a_temperature(device, kind):
     logits = torch.randn(12, VOCAB) * 3
     logits[3] = 0.0
@@ -138,7 +138,7 @@ def _filtered(rng, seed):
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0, 6.0])
-def test_rows_that_cut_their_tail(device, scale):
+def test_filtered_rows(device, scale):
     rng = random.Random(int(2 * scale))
     count = 100 if BIG else 9
     logits = torch.randn(count + 2, VOCAB) * scale
@@ -183,16 +183,16 @@ def _fields(sampling):
 
 
 def test_every_parameter_is_seen(device):
-    """Rows that differ in one parameter only do draw different tokens, somewhere."""
+    """Rows that differ in a single parameter give different tokens."""
     logits = (torch.randn(1, VOCAB) * 2).expand(5, -1).contiguous()
     base = [Sampling(seed=seed) for seed in range(5)]
-    drawn = [_sample(logits, base, "filtered", device)[0]]
+    sampled = [_sample(logits, base, "filtered", device)[0]]
     for changes in ({"temperature": 0.5}, {"top_k": 30}, {"top_p": 0.3}, {"min_p": 0.2}, {"seed": 99}):
         samplings = [Sampling(**{**_fields(sampling), **changes}) for sampling in base]
         ours, expected = _sample(logits, samplings, "filtered", device)
         assert ours == expected
-        drawn.append(ours)
-    assert len({tuple(ids) for ids in drawn}) == len(drawn)
+        sampled.append(ours)
+    assert len({tuple(ids) for ids in sampled}) == len(sampled)
 
 
 def test_a_row_is_picked_for_several_positions_and_in_any_order(device):
@@ -203,12 +203,12 @@ def test_a_row_is_picked_for_several_positions_and_in_any_order(device):
     assert ours == expected and len(set(ours)) > 3
 
 
-@pytest.mark.parametrize("kind", ["greedy", "drawn", "filtered"])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "filtered"])
 def test_rows_that_are_not_finite(device, kind):
     logits = torch.randn(8, VOCAB)
     logits[0, 3] = torch.nan
     logits[1, VOCAB - 1] = torch.inf
-    logits[2, 0] = -torch.inf  # is only never drawn
+    logits[2, 0] = -torch.inf  # is never sampled, but is no error
     logits[3] = -torch.inf
     logits[4] = torch.nan
     logits[5, [2, 2100]] = torch.tensor([torch.inf, torch.nan])
@@ -222,13 +222,13 @@ def test_rows_that_are_not_finite(device, kind):
             assert ours == expected
 
 
-def test_rows_with_a_place_are_drawn_from_their_edited_logits(device):
+def test_rows_with_a_place_sample_from_their_edited_logits(device):
     logits = torch.randn(3, VOCAB, device=device)
     edited = torch.full((2, VOCAB), -torch.inf, device=device)
     edited[0, 123], edited[1, 4567] = 1.0, 2.0
     rows = _rows([Sampling(temperature=0), Sampling(seed=1), Sampling(top_k=3)], [[]] * 3)
     places = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
-    for kind in ("drawn", "filtered"):
+    for kind in ("sampled", "filtered"):
         out = torch.empty(3, dtype=torch.int32, device=device)
         picked, positions = torch.arange(3, dtype=torch.int32, device=device), torch.zeros_like(out)
         workspace = _workspace(3, VOCAB, device)
@@ -236,7 +236,7 @@ def test_rows_with_a_place_are_drawn_from_their_edited_logits(device):
         assert out[0] == 4567 and out[2] == 123 and out[1] not in (123, 4567)
 
 
-def test_a_row_draws_the_same_in_any_company(device):
+def test_a_row_samples_the_same_in_any_batch(device):
     rng = random.Random(2)
     logits = (torch.randn(6, VOCAB) * 2).to(torch.bfloat16).float()
     samplings = [_filtered(rng, rng.randrange(2**63)) for _ in range(6)]

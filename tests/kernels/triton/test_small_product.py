@@ -108,7 +108,7 @@ def test_logits_are_not_rounded(device):
 
 
 @pytest.mark.parametrize("shape", [WIDE, SPLIT])
-def test_a_row_is_the_same_in_any_company(device, shape):
+def test_a_row_is_the_same_in_any_batch(device, shape):
     """Bit for bit, and run after run, whichever program was the last."""
     case = Case(device, shape, torch.bfloat16, 16)
     together = case.run().clone()
