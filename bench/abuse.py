@@ -1,16 +1,16 @@
-"""Clients that behave badly, and what their neighbours and the server notice of it.
+"""Measures what badly behaved clients cost the server and other clients.
 
-`python -m pagewire.bench.abuse` plays four parts, one after another:
+`python -m pagewire.bench.abuse` runs four parts, one after another:
 
 - vanish: 200 clients close or reset their connections in the middle of streams and plain answers. Rows, queue and KV
-  memory have to be free within two seconds, and as many descriptors as before have to be open.
-- stalled: some clients stop reading their streams. The pace of others beside them must not fall by more than a tenth
-  against the same number of clients that read, and no stalled stream may hold more than 1 MB of memory.
-- heads: connections that send the head of a request a byte at a time. Each has to be closed at the limit, and requests
-  beside them to be answered.
-- idle: 10,000 connections that say nothing. They must not cost 200 MB, and requests must take as long as before.
+  memory must be free within two seconds, and as many descriptors as before must be open.
+- stalled: some clients stop reading their streams. Other streams must not slow down by more than a tenth compared with
+  the same number of clients that read, and no stalled stream may hold more than 1 MB of memory.
+- heads: connections that send the head of a request one byte at a time. Each must be closed at the limit, and other
+  requests must be answered.
+- idle: 10,000 connections that send nothing. They must take less than 200 MB, and requests must take as long as before.
 
-It prints a table for each, writes JSON, and ends with exit code 1 if a promise was broken.
+It prints a table for each part, writes JSON, and ends with exit code 1 if a guarantee was broken.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What cheaper arithmetic costs in accuracy, and what it saves: `--quantization int8` and a bfloat16 KV cache.
+"""What cheaper arithmetic (`--quantization int8`, a bfloat16 KV cache) costs in accuracy, and what it saves.
 
     python -m pagewire.bench.accuracy --model '' build/peers/qwen3-0.6b
 
-The model writes texts at temperature 1 in float32. Every way of computing then reads them and says how likely each
-token is: perplexity on the texts, the mean distance of the tokens' log-probabilities to those in float32, and how often
-the most likely token is the same. On random weights probabilities are nearly even, so only the distance says something.
+The model generates texts at temperature 1 in float32. Each kind of arithmetic then scores these texts: perplexity, the
+mean distance of the tokens' log-probabilities to those in float32, and how often the most likely token is the same.
+With random weights probabilities are nearly even, so only the distance is meaningful.
 """
 
 import argparse

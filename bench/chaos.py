@@ -1,12 +1,16 @@
-"""Kills and freezes the processes of a server beneath open streams, and compares every stream with an undisturbed run.
+"""Kills and freezes the processes of a server under open streams, and compares every stream with an undisturbed run.
 
-`python -m pagewire.bench.chaos` records what its streams are told when nothing happens. Then, for each kind of process
-and each signal, it opens the same streams again and again, signals one process of that kind when all of them are under
-way, and looks at three things: whether every stream still ends as before (ids, text, log-probabilities, finish reasons,
-usage; of a server that says `batch_invariance: none`, whether it ends well and counts right), how long it takes until
-every stream goes on and `/ready` is 200 again, and what newcomers are told meanwhile (an answer, or 503 with
-Retry-After). After a SIGSTOP time is counted from the hang limit on. The streams of an api process die with it; only
-the newcomers and the engine's own count are looked at then.
+`python -m pagewire.bench.chaos` records the output of its streams without disturbance. Then, for each kind of process
+and each signal, it opens the same streams repeatedly, sends the signal to one process of that kind when all streams
+have begun, and checks:
+
+- whether every stream still ends with the same ids, text, log-probabilities, finish reasons and usage; for a server
+  that reports `batch_invariance: none`, whether it ends correctly and counts correctly;
+- how long it takes until every stream continues and `/ready` is 200 again;
+- what new requests get meanwhile: an answer, or 503 with Retry-After.
+
+After a SIGSTOP the time counts from the hang limit. The streams of an api process die with it; for this process only
+the new requests and the engine's own count are checked.
 
 It prints a table, writes JSON, draws a figure, and ends with exit code 1 if anything was lost, changed or wrong.
 """

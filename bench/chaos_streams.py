@@ -1,7 +1,7 @@
-"""The streams of `bench.chaos`: what is asked, what each has said and when, and whether two answers are the same.
+"""The streams of `bench.chaos`: the requests, the output of each and its times, and the comparison of two answers.
 
-The client is one of our own because it has to know what other clients hide: when every token came, and whether an
-answer ended as it should, with one finish reason a choice, a usage, and `[DONE]`.
+The client is our own because other clients hide what it must know: when each token arrived, and whether an answer ended
+correctly, with one finish reason per choice, a usage, and `[DONE]`.
 """
 
 import asyncio

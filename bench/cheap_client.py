@@ -1,6 +1,6 @@
-"""Reads many streams at once at the least cost: raw sockets, one thread, bytes kept and looked at afterwards.
+"""Reads many streams at once at the least cost: raw sockets, one thread, bytes stored and parsed afterwards.
 
-`python -m pagewire.bench.cheap_client HOST PORT NUM_STREAMS < BODY > JSON`; see `frontend`.
+`python -m pagewire.bench.cheap_client HOST PORT NUM_STREAMS < BODY > JSON`; `frontend` uses it.
 """
 
 import json

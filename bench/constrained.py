@@ -1,8 +1,8 @@
-"""What a grammar costs: streams that follow one, and streams beside them that follow none.
+"""What grammars cost: the streams that follow one, and other streams.
 
-`python -m pagewire.bench.constrained` starts an engine without HTTP (core, grammar, worker), lets N free streams run
-alone, beside N more free ones, and beside N that follow a grammar, and prints the time between the tokens of the free
-streams and what the others got. Greedy, so that all of them draw the same number of tokens.
+`python -m pagewire.bench.constrained` starts an engine without HTTP (core, grammar, worker). It runs N free streams
+alone, together with N more free ones, and together with N that follow a grammar, and prints the time between tokens of
+the free streams and of the others. Sampling is greedy, so all runs sample the same number of tokens.
 """
 
 import argparse

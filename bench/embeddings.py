@@ -1,7 +1,7 @@
-"""Texts a second of an embedding model: `LLM.embed` with all texts at once, beside transformers alone.
+"""Texts per second of an embedding model: `LLM.embed` with all texts at once, compared with transformers alone.
 
 transformers gets batches of 32 texts sorted by length, as sentence-transformers makes them; both get token ids. Weights
-are random, of the shape of all-MiniLM-L6-v2 (an encoder) or of a small Qwen3 (a decoder, which takes the paged path).
+are random, in the shape of all-MiniLM-L6-v2 (an encoder) or of a small Qwen3 (a decoder, which uses the paged path).
 `python -m pagewire.bench.embeddings` prints a table and writes JSON.
 """
 

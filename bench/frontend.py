@@ -1,10 +1,10 @@
-"""What a token costs outside of the worker: the real processes with a null worker, and many streams at once over HTTP.
+"""What a token costs outside the worker: the real processes with a null worker, and many streams at once over HTTP.
 
 `python -m pagewire.bench.frontend` starts api, tokenizer, core and detokenizer with `null_worker` in the worker's
-place, reads chat completions with `cheap_client`, checks every text, and prints tokens a second and CPU time a token by
-process. Once the worker is as fast as it can be, so that steps pile up before the slowest process; once it takes its
-time for each step, so that every token is an event, a write and a packet of its own. `frontend_stages` adds where in
-the processes the time goes.
+place, reads chat completions with `cheap_client`, checks every text, and prints tokens per second and CPU time per
+token for each process. It measures twice: with a worker that takes no time, so that steps pile up before the slowest
+process, and with a worker that takes time for each step, so that every token is an event, a write and a packet of its
+own. `frontend_stages` adds where the time goes inside the processes.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Where a token's time goes, stage by stage: the parts of core, detokenizer and api, one after another in one process.
 
-What the processes of `frontend` take beyond that is waking up, mailboxes, colder caches, and the beginnings and ends of
-requests.
+The processes of `frontend` take longer than these stages because of wake-ups, mailboxes, colder caches, and the
+beginnings and ends of requests.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""Requests that no honest client sends, by the thousand, to a real server: its answers, their time, and what is left.
+"""Sends thousands of malformed requests to a real server, and checks its answers, their time, and leaks.
 
-`python -m pagewire.bench.hostile` starts a server on the demo model (or takes `--url`) and sends valid requests to
-which something was done: a value, a field, a header, any byte. It exits with 1 if one was answered with a 5xx, in
-another shape than the API's, later than `--limit-s` or with something of our insides; if a process has died; or if
-requests, rows or KV are left in the end. `--first N --count 1` sends the Nth alone and prints it.
+`python -m pagewire.bench.hostile` starts a server with the demo model (or uses `--url`) and sends valid requests with
+one mutation: of a value, a field, a header, or any byte. It exits with 1 if a request was answered with a 5xx, in
+another format than the API's, later than `--limit-s` or with internal details; if a process has died; or if requests,
+rows or KV are left at the end. `--first N --count 1` sends only the Nth request and prints it.
 """
 
 import argparse

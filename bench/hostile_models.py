@@ -1,8 +1,8 @@
-"""Model folders that are damaged or lie, one way each: every one is refused in one sentence, or served.
+"""Loads damaged or inconsistent model folders: each must be refused in one sentence, or served.
 
-`python -m pagewire.bench.hostile_models` changes copies of the demo model, whole and in shards, loads each in a process
-that has ten seconds for it, and asks it for a few tokens; some it gives to the real command as well. It ends with exit
-code 1 if one crashes, hangs, or is met with anything but an answer or a sentence. The seed is printed: mutant 17 of
+`python -m pagewire.bench.hostile_models` mutates copies of the demo model, whole and in shards, loads each in a process
+with a limit of ten seconds, and asks it for a few tokens. Some copies are also given to the real command. It ends with
+exit code 1 if a process crashes, hangs, or gives neither an answer nor one sentence. The seed is printed: mutant 17 of
 seed 5 is always the same folder.
 """
 

@@ -1,12 +1,12 @@
 """Whether a server grows with the requests that it has served: memory, descriptors and threads of each process.
 
-`python -m pagewire.bench.leak` sends 20,000 short requests of many kinds, answers that nobody waits for and mistakes
-among them, and looks at what every process holds after each thousand, when all is idle. The slope is the median of
-those between any two looks (Theil–Sen), so that one step, such as a buffer that is kept, is not taken for growth. No
-process may grow by 0.5 MB in a thousand requests, nor at all in descriptors and threads, but for one step of each.
+`python -m pagewire.bench.leak` sends 20,000 short requests of many kinds, including abandoned and invalid ones, and
+measures every process after each thousand, when all are idle. The slope is the median of the slopes between any two
+measurements (Theil–Sen), so a single step, such as a buffer that is kept, does not count as growth. No process may grow
+by 0.5 MB per thousand requests, nor in descriptors and threads by more than one step of each.
 
-It prints a table, writes JSON, and ends with exit code 1 if something grows. `tests/bench/test_leak.py` has it find
-leaks that were made for it.
+It prints a table, writes JSON, and ends with exit code 1 if something grows. `tests/bench/test_leak.py` makes it find
+artificial leaks.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""What one very long prompt does to the streams beside it, with and without `--itl-target-ms`.
+"""What one very long prompt does to other streams, with and without `--itl-target-ms`.
 
-`python -m pagewire.bench.long_prompt` keeps 32 streams going and sends a prompt of 32k tokens into them. It prints the
-streams' inter-token latency while the prompt is computed and the prompt's time to first token, says whether the 99th
+`python -m pagewire.bench.long_prompt` runs 32 streams and sends a prompt of 32k tokens. It prints the streams'
+inter-token latency while the prompt is computed and the prompt's time to first token, reports whether the 99th
 percentile stayed within 1.3 times the target, writes JSON and draws the distribution.
 
-The target is `--times` times the streams' own latency without any prompt, which is measured first: it follows the
-machine, and it leaves room, since a step that computes some of the prompt always costs more than one that does not.
-The model is the demo model with a longer declared context. Each stream is a row of short requests, so that what they
-read stays the same while the prompt is computed.
+The target is `--times` times the streams' own latency without any prompt, which is measured first. It therefore fits
+the machine and leaves room, because a step with a part of the prompt always costs more than one without. The model is
+the demo model with a longer declared context. Each stream is a series of short requests, so that the KV that it reads
+has the same size while the prompt is computed.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Far more requests at once than a server has rows: who is answered, how fast, and what it costs.
+"""Sends far more requests at once than a server has rows: which are answered, how fast, and at what cost.
 
-`python -m pagewire.bench.overload` measures the best rate of short completions when nobody has to be sent away. Then it
-sends 2,000 of them, half of them streams, each on a connection of its own and all at once. Every one has to be answered
-with 200, or sent away with 429 or 503 and a Retry-After, within a minute; meanwhile `/health` has to be 200 within a
-second, the server's processes must not grow by 256 MB, and the work that is done must not fall below nine tenths of the
-best rate. It prints a table, writes JSON, and ends with exit code 1 if a promise was broken.
+`python -m pagewire.bench.overload` measures the best rate of short completions without refusals. Then it sends 2,000 of
+them, half of them streams, each on its own connection and all at once. Each must be answered with 200, or refused with
+429 or 503 and a Retry-After, within a minute. Meanwhile `/health` must be 200 within a second, the server's processes
+must not grow by 256 MB, and the rate must not fall below nine tenths of the best rate. It prints a table, writes JSON,
+and ends with exit code 1 if a guarantee was broken.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""A server of a benchmark's own with the demo model, from outside: what its processes hold, what it says of itself.
+"""A server with the demo model, started by a benchmark and observed from outside: the resources of its processes, and
+its metrics.
 
-The client beside it is small, so that it takes as little as it can of the machine: one connection a request, bytes in
-and bytes out.
+The client is small, so that it uses little of the machine: one connection per request, bytes in and bytes out.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
 """A router in front of two engines: what it costs, and what is lost when a whole engine is killed.
 
-`python -m pagewire.bench.route` first compares streams through the router with streams that go straight to an engine
-with a null worker: tokens a second, CPU time a token of the router, and the time of a request for one token. Then it
-kills an engine with all its processes beneath many streams, half of them greedy and half drawn with a seed, starts it
-again, and so on by turns; every stream must say what it says undisturbed, with the same token ids, log-probabilities
-and usage.
+`python -m pagewire.bench.route` first compares streams through the router with streams directly to an engine with a
+null worker: tokens per second, the router's CPU time per token, and the time of a request for one token. Then it
+repeatedly kills one of the two engines, in turn, with all its processes, under many streams, half of them greedy and
+half sampled with a seed, and starts it again. Every stream must have the token ids, log-probabilities and usage of an
+undisturbed run.
 """
 
 import argparse

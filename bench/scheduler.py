@@ -1,6 +1,6 @@
-"""What the scheduler costs the core a step: `plan` and `apply` of N decoding rows, without any device.
+"""What the scheduler costs the core per step: `plan` and `apply` of N decoding rows, without a device.
 
-`python -m pagewire.bench.scheduler` prints microseconds of CPU time a step (median and spread over repetitions).
+`python -m pagewire.bench.scheduler` prints microseconds of CPU time per step (median and spread over repetitions).
 """
 
 import argparse

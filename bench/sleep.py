@@ -1,7 +1,7 @@
-"""What sleep gives back: the resident memory of an engine with a full KV cache, asleep, and awake again.
+"""What sleep releases: the resident memory of an engine with a full KV cache, asleep, and awake again.
 
 `python -m pagewire.bench.sleep` puts an engine in this process to sleep in the middle of its requests, and checks that
-their tokens are those of the same engine left alone. `--model FOLDER` for another model than the demo.
+their tokens equal those of an undisturbed engine. `--model FOLDER` uses another model than the demo.
 """
 
 import argparse

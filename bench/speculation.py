@@ -1,5 +1,5 @@
-"""`--speculative ngram` beside no speculation, in turns, on texts that repeat themselves more and less. The tokens must
-be the same; the time need not.
+"""`--speculative ngram` compared with no speculation, alternately, on texts with more and less repetition. The tokens
+must be the same; only the time may differ.
 
     python -m pagewire.bench.speculation --requests 1 64
 """

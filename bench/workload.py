@@ -1,4 +1,4 @@
-"""The requests that the benchmarks send: fixed prompts, fixed lengths, the same for everyone."""
+"""The requests that the benchmarks send: fixed prompts and fixed lengths, the same for every engine."""
 
 import argparse
 import random

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: how much of the device's bandwidth decoding gets, and how many operations prompts."""
+"""Attention over the paged cache: the share of the device's bandwidth for decode, and of its operations for prompts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

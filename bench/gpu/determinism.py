@@ -1,5 +1,5 @@
-"""Kernels in which the last program to arrive adds up what the others left: launched a great many times, always the
-same bits. An order that depends on who came first, or a number read before it was written, would show."""
+"""Kernels in which the last program to finish adds up the results of the others: many launches must give the same bits.
+An order that depends on which program finishes first, or a read before a write, would show."""
 
 from collections.abc import Iterator
 from functools import partial

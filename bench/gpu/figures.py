@@ -1,4 +1,4 @@
-"""A measured number, what it should be, and what came of it. Plain Python: the parent of the parts imports no torch."""
+"""A measured number, its target, and the outcome. Plain Python: the parent process of the parts does not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal

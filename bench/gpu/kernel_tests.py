@@ -1,4 +1,4 @@
-"""The tests of the kernels and of the step above them, which run natively where there is a GPU."""
+"""The tests of the kernels and of the GPU step, which run natively if there is a GPU."""
 
 import importlib.util
 import subprocess

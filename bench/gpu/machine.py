@@ -1,4 +1,4 @@
-"""What explains a figure: the device, its driver, the versions, the commit. Imports no torch."""
+"""Facts that explain a figure: the device, its driver, the versions, the commit. Does not import torch."""
 
 import datetime
 import os

@@ -1,6 +1,5 @@
-"""The parts of the verification, the cheapest and most telling first. Each is a process of its own, so that one which
-breaks the device's context, hangs or runs out of memory spoils no other: `python -m pagewire.bench.gpu.parts NAME`.
-"""
+"""The parts of the verification, cheapest and most informative first. Each runs in its own process, so that a part that
+breaks the device's context, hangs or runs out of memory affects no other: `python -m pagewire.bench.gpu.parts NAME`."""
 
 import argparse
 import importlib

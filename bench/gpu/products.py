@@ -1,4 +1,4 @@
-"""Matrix products, and what a launch costs: small products and experts by bandwidth, large ones by operations."""
+"""Matrix products and launch costs: small products and experts by bandwidth, large ones by operations."""
 
 import time
 from collections.abc import Iterator

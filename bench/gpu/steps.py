@@ -1,7 +1,7 @@
-"""The worker's step: how long it takes, what lies idle between steps, and what memory it took of what was said.
+"""The worker's step: its duration, the idle time between steps, and the memory used compared with the calculated one.
 
-Plans are launched as the worker is sent them, one ahead of the device. The context of one row is computed; those of the
-others are copies of it, which take as long to read.
+Plans are launched as the worker receives them, one ahead of the device. The context of one row is computed; those of
+the others are copies, which take as long to read.
 """
 
 import statistics

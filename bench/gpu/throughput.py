@@ -1,4 +1,4 @@
-"""Output tokens a second without HTTP: 256 requests of 100 to 1,024 tokens in and out, as nano-vllm measures them."""
+"""Output tokens per second without HTTP: 256 requests of 100 to 1,024 tokens in and out, as nano-vllm measures them."""
 
 import random
 import time
