@@ -28,7 +28,7 @@ from .own_server import MB, OwnServer, ask, closed_loop, completion, connect, le
 from .report import Row, machine, print_table, write_json
 
 FREE_LIMIT_S = 2.0
-MAX_SLOWDOWN = 1.1  # of a median beside stalled readers
+MAX_SLOWDOWN = 1.1  # of the median, with stalled readers
 MAX_STALLED_MB = 1.0
 HEAD_SLACK_S = 2.0  # over --head-timeout-s
 MAX_IDLE_MB = 200.0
@@ -49,7 +49,6 @@ async def until(reached: Callable[[], bool], what: str) -> None:
 
 
 async def vanish(server: OwnServer, row: Row, num: int) -> list[str]:
-    """See the head of the file."""
     await closed_loop(server.port, [completion(8, is_stream=bool(i % 2)) for i in range(16)], 8, _LIMIT_S)  # warms up
     server.wait_idle()
     before = server.holdings()["api"].num_fds
@@ -73,14 +72,14 @@ async def vanish(server: OwnServer, row: Row, num: int) -> list[str]:
 
 
 def unsent_bytes(port: int) -> int:
-    """What the kernel holds of what was sent from this port, over all its connections."""
+    """Bytes that the kernel buffers for all connections of this port."""
     local = f":{port:04X}"
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(int(fields[4].partition(":")[0], 16) for fields in lines if fields[1].endswith(local))
 
 
 async def pace_beside(server: OwnServer, num_others: int, num: int, num_tokens: int, *, stalled: bool) -> list[float]:
-    """Milliseconds a token of `num` streams beside others that read or do not; and MB that each of these holds."""
+    """Milliseconds per token of `num` streams while other streams read or stall, and MB held for each of the others."""
     before = server.holdings()["api"].num_bytes
     told = server.metric("pagewire:generation_tokens_total")
     buffer = 4096 if stalled else None
@@ -130,7 +129,6 @@ async def stalled(server: OwnServer, row: Row, num_others: int, num: int, num_to
 
 
 async def heads(server: OwnServer, row: Row, num: int, limit_s: float) -> list[str]:
-    """See the head of the file."""
 
     async def drip(connection: socket.socket) -> float:
         loop, began = asyncio.get_running_loop(), time.monotonic()
@@ -195,7 +193,7 @@ async def idle(server: OwnServer, row: Row, num: int, num_requests: int, rounds:
 
 
 async def play(part: str, server: OwnServer, row: Row, arguments: argparse.Namespace) -> list[str]:
-    """One part; the promises that were broken."""
+    """One part. Returns the guarantees that were broken."""
     match part:
         case "vanish":
             return await vanish(server, row, arguments.clients)
@@ -209,19 +207,21 @@ async def play(part: str, server: OwnServer, row: Row, arguments: argparse.Names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark. 1 if a promise was broken."""
+    """Returns 1 if a guarantee was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parts = ("vanish", "stalled", "heads", "idle")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="what to play")
-    parser.add_argument("--clients", type=int, default=200, help="that vanish, or send slow heads; at most 256")
-    parser.add_argument("--stalled", type=int, default=16, help="streams that nobody reads")
-    parser.add_argument("--readers", type=int, default=8, help="streams beside them whose pace is measured")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="parts to run")
+    parser.add_argument(
+        "--clients", type=int, default=200, help="clients that disconnect or send slow heads, up to 256"
+    )
+    parser.add_argument("--stalled", type=int, default=16, help="streams whose client does not read")
+    parser.add_argument("--readers", type=int, default=8, help="other streams, whose speed is measured")
     parser.add_argument("--tokens", type=int, default=400, help="of each of these")
-    parser.add_argument("--rounds", type=int, default=3, help="with and without such neighbours, in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds with and without stalled streams, in turn")
     parser.add_argument("--head-timeout-s", type=float, default=10.0, help="the server's")
-    parser.add_argument("--idle", type=int, default=10_000, help="connections that say nothing")
-    parser.add_argument("--requests", type=int, default=100, help="beside them, one after another")
-    parser.add_argument("--repeat", type=int, default=3, help="repetitions, each with a server of its own")
+    parser.add_argument("--idle", type=int, default=10_000, help="connections that send nothing")
+    parser.add_argument("--requests", type=int, default=100, help="requests meanwhile, one after another")
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions, each with its own server")
     parser.add_argument("--json", type=Path, default=Path("bench/results/abuse.json"), help="where to write")
     arguments = parser.parse_args(argv)
     facts, rows, broken = machine(), [Row(part) for part in arguments.parts], list[str]()

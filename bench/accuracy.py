@@ -40,7 +40,7 @@ def read(llm: LLM, texts: Sequence[Sequence[int]]) -> list[tuple[float, int]]:
 
 
 def compare(model: str, given: argparse.Namespace) -> list[Row]:
-    """A row for each way of one model."""
+    """A row for each kind of arithmetic of one model."""
     folder, name = locate(model, None)
     vocab_size = read_spec(folder).vocab_size
     options = {"dtype": "float32", "kv_cache_memory": "2G", "max_model_len": given.length + 64}

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--num-texts", type=int, default=256)
-    flags.add_argument("--longest", type=int, default=200, help="tokens; lengths are drawn evenly on a log scale")
+    flags.add_argument("--longest", type=int, default=200, help="tokens; lengths are log-uniform")
     flags.add_argument("--threads", type=int, default=2)
     flags.add_argument("--repeat", type=int, default=5)
     flags.add_argument("--json", type=Path, default=Path("bench/results/embeddings.json"))

@@ -58,7 +58,7 @@ def measure(folder: Path, ids: range, *, num_streams: int, num_tokens: int) -> d
 
 
 def _core(config: EngineConfig, ids: range, stages: Stages, num_streams: int, num_tokens: int) -> list[bytes]:
-    """What the core tells the detokenizer."""
+    """The messages of the core to the detokenizer."""
     plans: deque[bytes] = deque()
     told: list[bytes] = []
     places = {"worker": plans, "detokenizer": told, "api": []}
@@ -79,7 +79,7 @@ def _core(config: EngineConfig, ids: range, stages: Stages, num_streams: int, nu
 
 
 def _detokenizer(config: EngineConfig, batches: list[bytes], stages: Stages) -> list[bytes]:
-    """What the detokenizer tells the api."""
+    """The messages of the detokenizer to the api."""
     told: list[bytes] = []
     actor = DetokenizerActor(config)
     actor.start(lambda receiver, message: told.append(encode(message)))
@@ -91,7 +91,7 @@ def _detokenizer(config: EngineConfig, batches: list[bytes], stages: Stages) -> 
 
 
 class _HalfMute(BoundedHttp):
-    """Writes only while it is told to: the difference is what writing costs."""
+    """Writes only while it is enabled: the difference is what writing costs."""
 
     is_writing = True
 
@@ -101,7 +101,7 @@ class _HalfMute(BoundedHttp):
 
 
 async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_streams: int) -> None:
-    """The real server with clients in a process of their own, who have the rids that the core was given."""
+    """The real server with clients in another process, which have the rids that the core was given."""
     submits: list[m.Submit] = []
     gateway = Gateway(lambda message: submits.append(message) if isinstance(message, m.Submit) else None)
     settings = HttpConfig(

@@ -115,7 +115,7 @@ class Engine:
 
 
 def stretched(model: Path, folder: Path, num_positions: int) -> Path:
-    """A copy of a model that declares a longer context. What it says there is nonsense, but it takes as long."""
+    """A copy of a model that declares a longer context. Its output there is nonsense, but takes as long."""
     shutil.copytree(model, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"max_position_embeddings": num_positions}

@@ -40,7 +40,7 @@ class Slope(NamedTuple):
 
 
 class Looks:
-    """What processes held after so many requests."""
+    """What processes held after a number of requests."""
 
     def __init__(self) -> None:
         self._nums: list[int] = []
@@ -155,7 +155,7 @@ async def send(server: OwnServer, first: int, num: int) -> int:
 
 
 async def watch(server: OwnServer, num_requests: int, num_looks: int) -> Looks:
-    """Looks while so many requests are served."""
+    """Measures while requests are served."""
     looks = Looks()
     step, i = num_requests // num_looks, 1
     for look in range(-_WARM_UP, num_looks + 1):

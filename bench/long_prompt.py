@@ -66,7 +66,7 @@ class Streams:
 
 
 def plain_ms(engine: Engine, batch: list[list[int]], seconds: float) -> float:
-    """The streams' median inter-token latency with nothing beside them."""
+    """The streams' median inter-token latency without other requests."""
     streams = Streams(engine, batch)
     streams.run(time.perf_counter() + seconds / 2)  # every stream is past its prompt
     started = time.perf_counter()
@@ -91,7 +91,7 @@ def measure(engine: Engine, batch: list[list[int]], prompt: list[int]) -> tuple[
 def main(argv: list[str] | None = None) -> None:
     """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    flags.add_argument("--streams", type=int, default=32, help="streams beside the prompt")
+    flags.add_argument("--streams", type=int, default=32, help="other streams")
     flags.add_argument("--prompt-len", type=int, default=32768, help="tokens of the long prompt")
     flags.add_argument("--times", type=float, default=3.0, help="the target, in latencies of the streams alone")
     flags.add_argument("--threads", type=int, default=1, help="torch threads")

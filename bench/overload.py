@@ -35,7 +35,7 @@ def work(num: int, num_tokens: int) -> list[bytes]:
 
 
 async def best_rate(server: OwnServer, num: int, num_tokens: int, concurrencies: Sequence[int]) -> float:
-    """Requests a second that are served when only so many come at a time."""
+    """Requests per second when only so many are open at a time."""
     best = 0.0
     for concurrency in concurrencies:
         began = time.monotonic()
@@ -130,14 +130,14 @@ async def measure(arguments: argparse.Namespace, row: Row) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark. 1 if a promise was broken."""
+    """Returns 1 if a guarantee was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000, help="at once")
     parser.add_argument("--tokens", type=int, default=16, help="of each")
     parser.add_argument("--unloaded", type=int, default=1000, help="requests to find the best rate with")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 128, 256], help="at which it is looked for")
     parser.add_argument("--queue", type=int, help="--max-queued-requests of the server (default: its own)")
-    parser.add_argument("--repeat", type=int, default=3, help="repetitions, each with a server of its own")
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions, each with its own server")
     parser.add_argument("--json", type=Path, default=Path("bench/results/overload.json"), help="where to write")
     arguments = parser.parse_args(argv)
     facts, row = machine(), Row(f"{arguments.requests} at once")

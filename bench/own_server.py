@@ -34,7 +34,7 @@ class Holding(NamedTuple):
 
 
 def holding(process: psutil.Process) -> Holding:
-    """What it holds now. Raises psutil.Error if it is gone."""
+    """What it holds now. Raises psutil.Error if the process has ended."""
     with process.oneshot():
         return Holding(process.memory_full_info().uss, process.num_fds(), process.num_threads())
 
@@ -69,7 +69,7 @@ class OwnServer:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def load(self) -> dict[str, float]:
-        """/load: rows, queue and KV memory, as the core last told them."""
+        """/load: rows, queue and KV memory, as the core last reported them."""
         with urllib.request.urlopen(f"http://{HOST}:{self.port}/load", timeout=10) as response:
             return dict(json.load(response))
 
@@ -130,7 +130,7 @@ class Answer(NamedTuple):
 
     @property
     def is_refusal(self) -> bool:
-        """Sent away in good form: it is told when to come again."""
+        """Refused correctly: with a Retry-After."""
         return self.status in (429, 503) and b"\r\nretry-after: " in self.head.lower()
 
 
@@ -143,7 +143,7 @@ def request_bytes(path: str, body: dict[str, object] | None = None) -> bytes:
 
 
 def completion(num_tokens: int, *, is_stream: bool = False, prompt: str = "hello") -> bytes:
-    """A request for exactly so many tokens."""
+    """A request for exactly `num_tokens` tokens."""
     body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": is_stream}
     return request_bytes("/v1/completions", body)
 

@@ -55,7 +55,7 @@ def overhead(*, num_streams: int, num_tokens: int, step_ms: float, num_single: i
 
 
 async def _one_token_ms(url: str, num: int) -> float:
-    """The median of so many requests for one token, one after another."""
+    """The median of several requests for one token, one after another."""
     seconds = []
     headers = {"Content-Type": "application/json"}
     async with aiohttp.ClientSession() as session:
@@ -104,7 +104,7 @@ def kills(*, num_streams: int, num_tokens: int, num_rounds: int) -> Row:
 
 
 async def killed_beneath(router: Process, victim: Process, asked: Sequence[tuple[str, Body]], after: int) -> list[Told]:
-    """The streams, and the victim killed when so many events have come in."""
+    """Runs the streams, and kills the victim after a number of events."""
     count = [0]
     reading = asyncio.ensure_future(read_streams(router.url, asked, count))
     while count[0] < after and not reading.done():

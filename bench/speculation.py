@@ -22,7 +22,7 @@ TEXTS = {
     "what the model says, sampled": SamplingParams(temperature=1, seed=3),
     "eight tokens at random": SamplingParams(
         temperature=30, seed=5, logit_bias=_EIGHT
-    ),  # all was said, nothing repeats
+    ),  # the answer is new text without repetition
     "any tokens at random": SamplingParams(temperature=100, seed=3),
 }
 

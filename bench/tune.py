@@ -36,8 +36,8 @@ class Family:
 
     kernel: str
     bucket: tuple[int, ...]
-    candidates: tuple[Options, ...]  # beside the rule
-    measure: Callable[[], list[float]]  # microseconds of some uses, with what the table says by then
+    candidates: tuple[Options, ...]  # besides the default rule
+    measure: Callable[[], list[float]]  # microseconds of some uses, with the table so far
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ class Figure:
     unit: str
     least: float | None = None  # the target
     most: float | None = None
-    is_proof: bool = False  # of something that is right or wrong on any machine; the others say how fast this one is
+    is_proof: bool = False  # of something that is right or wrong on any machine; other figures measure speed
 
     @property
     def target(self) -> str:
@@ -39,7 +39,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one part came to."""
+    """The outcome of one part."""
 
     part: str
     title: str

@@ -20,7 +20,7 @@ class Part:
     name: str
     title: str
     module: str  # of this package
-    seconds: float  # that it may take on an H200, guessed generously: with less left it does not begin
+    seconds: float  # that it may take on an H200, a generous estimate: with less time left it does not start
     function: str = "measure"
     model: str = ""
     needs: tuple[str, ...] = ()  # modules beyond torch, Triton, numpy and msgspec
@@ -58,7 +58,7 @@ PARTS = (
 
 
 def lines(part: Part, setting: Setting) -> Iterator[dict[str, object]]:
-    """What a part writes: {"figure": …} for each, and {"skipped": why} if it cannot go on here."""
+    """What a part writes: {"figure": …} for each, and {"skipped": why} if it cannot run here."""
     from ...errors import ConfigError
 
     measure: Callable[[Setting], Iterator[Figure]]

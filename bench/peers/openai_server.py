@@ -27,7 +27,7 @@ _HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])

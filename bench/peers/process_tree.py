@@ -94,7 +94,7 @@ class ProcessTree:
         _, left = psutil.wait_procs(others, timeout=1.0)
         for process in left:
             with contextlib.suppress(psutil.Error):
-                process.kill()  # refuses a pid that has been given to somebody else
+                process.kill()  # refuses a pid that another process has got
         self._process.kill()
         self._process.wait()
         psutil.wait_procs(left, timeout=5.0)
