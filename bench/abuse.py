@@ -211,9 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parts = ("vanish", "stalled", "heads", "idle")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="parts to run")
-    parser.add_argument(
-        "--clients", type=int, default=200, help="clients that disconnect or send slow heads, up to 256"
-    )
+    parser.add_argument("--clients", type=int, default=200, help="that disconnect or send slow heads; at most 256")
     parser.add_argument("--stalled", type=int, default=16, help="streams whose client does not read")
     parser.add_argument("--readers", type=int, default=8, help="other streams, whose speed is measured")
     parser.add_argument("--tokens", type=int, default=400, help="of each of these")

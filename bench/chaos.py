@@ -81,7 +81,7 @@ class Server:
         return next(self._of_kind(kind))
 
     def has(self, kind: str) -> bool:
-        """Whether a worker runs, and is not only starting."""
+        """Whether such a process runs, and is not only starting."""
         return next(self._of_kind(kind), None) is not None
 
     def _of_kind(self, kind: str) -> Iterator[psutil.Process]:

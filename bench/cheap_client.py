@@ -15,8 +15,8 @@ _LOOK_S = 0.01  # between polls of the sockets; all that has arrived is read at 
 
 
 def read_streams(host: str, port: int, body: bytes, num_streams: int) -> tuple[float, float, list[bytes]]:
-    """Sends the same request on each connection. Returns the seconds from the first to the last byte, the CPU seconds of
-    this process, and the answers."""
+    """Sends the same request on each connection. Returns the seconds from the first to the last byte, the CPU seconds
+    of this process, and the answers."""
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
     sockets = {s.fileno(): s for s in (socket.create_connection((host, port)) for _ in range(num_streams))}

@@ -240,7 +240,7 @@ class Report:
     wrong: list[str] = field(default_factory=list)  # a sentence each
 
     def note(self, request: Request, received: bytes, seconds: float) -> list[str]:
-        """Counts a request, and yields what is wrong with its answer."""
+        """Counts a request, and returns what is wrong with its answer."""
         tally = self.tallies.setdefault(request.label, Tally())
         tally.slowest_s = max(tally.slowest_s, seconds)
         statuses = [status for status, _, _ in answers(received) if status != 100]

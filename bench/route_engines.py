@@ -1,4 +1,4 @@
-"""Real engines and routers, streams through them, and the output of these streams: for `bench/route.py` and the tests."""
+"""Real engines and routers, streams through them, and their output: for `bench/route.py` and the tests."""
 
 import asyncio
 import contextlib

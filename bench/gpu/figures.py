@@ -1,4 +1,4 @@
-"""A measured number, its target, and the outcome. Plain Python: the parent process of the parts does not import torch."""
+"""A measured number, its target, and the outcome. Plain Python: the parts' parent process does not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -62,8 +62,8 @@ class Stepper:
         samples: bool = True,
         copied_to: int | None = None,
     ) -> StepPlan:
-        """The rows from `first` on compute `counts` positions each, and sample. copied_to: a row that gets the blocks of
-        row 0 before."""
+        """The rows from `first` on compute `counts` positions each, and sample. copied_to: a row that first gets the
+        blocks of row 0."""
         self._num_steps += 1
         num = len(counts)
         rows, columns = ids_to_bytes(list(range(first, first + num))), ids_to_bytes(list(counts))
