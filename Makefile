@@ -1,28 +1,30 @@
-# Two commands: `make serve` answers, `make test` proves. Both make what they need in .venv.
-#   PYTHON=python3.12 make test    another interpreter        ARGS="--port 9000" make serve    flags for the server
+# `make serve` runs the server, `make test` runs the tests. Both install what they need into .venv.
+#   PYTHON=python3.12 make test         uses another interpreter
+#   ARGS="--port 9000" make serve       passes flags to the server
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# pip's own compilation of .pyc files must not be switched off, or every import of torch takes four times as long.
+# pip must compile .pyc files, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: help serve check test test-long test-clients test-agents test-browser lint types bench stress kernels docs dist clean
 
 help:
-	@echo "make serve   start the server on the demo model and print a curl line to try"
-	@echo "make check   ruff, mypy and the tests that take milliseconds, for the inner loop"
-	@echo "make test    ruff, mypy and the tests"
-	@echo "make test-long     the tests that take longest"
-	@echo "make test-clients  the tests with other people's clients, which it installs"
-	@echo "make test-agents   the tests with coding agents, which it installs: 640 MB"
-	@echo "make test-browser  the web page's tests, with playwright and the machine's Chromium"
-	@echo "make bench   the benchmarks, into bench/results/"
-	@echo "make stress  the programs that try to break a server, into tests/stress/results/"
-	@echo "make kernels compiled Triton kernels, which make dist then puts into the wheel"
-	@echo "make docs    the documentation as a site, into build/site"
-	@echo "make dist    wheel and sdist, into dist/, and checks them: it installs the wheel and serves with it"
+	@echo "make serve         start the server with the demo model and print a curl command to try"
+	@echo "make check         run ruff, mypy and the fast tests"
+	@echo "make test          run ruff, mypy and the tests, without the slowest"
+	@echo "make test-long     run the slowest tests"
+	@echo "make test-clients  install third-party clients and run the tests with them"
+	@echo "make test-agents   install coding agents (640 MB) and run the tests with them"
+	@echo "make test-browser  run the web page's tests, with playwright and the installed Chromium"
+	@echo "make bench         run the benchmarks and write bench/results/"
+	@echo "make stress        run the programs that try to break a server and write tests/stress/results/"
+	@echo "make kernels       compile the Triton kernels that make dist puts into the wheel"
+	@echo "make docs          build the documentation as a site in build/site"
+	@echo "make dist          build wheel and sdist in dist/, and check them by serving from the installed wheel"
+	@echo "make clean         remove .venv, the builds and the caches"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -62,7 +64,7 @@ test-long: $(VENV)/.dev
 test-clients: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-clients.txt
 	$(PIP) install --no-deps -r tests/e2e/requirements-clients-alone.txt
-	if command -v npm; then cd tests/e2e/node && npm ci; else echo "There is no npm: its clients are skipped."; fi
+	if command -v npm; then cd tests/e2e/node && npm ci; else echo "npm is not installed: the tests with Node.js clients are skipped."; fi
 	$(BIN)/python -m pytest -m clients -rs $(ARGS)
 
 test-agents: $(VENV)/.dev

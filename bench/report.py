@@ -1,4 +1,4 @@
-"""What every benchmark shares: repeated measurements, the machine they were made on, a table and a JSON file."""
+"""What every benchmark shares: repeated measurements, facts about the machine, a table and a JSON file."""
 
 import datetime
 import json

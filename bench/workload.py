@@ -1,4 +1,4 @@
-"""The requests that the benchmarks send: fixed prompts, fixed lengths, the same for everyone."""
+"""The requests that the benchmarks send: fixed prompts and fixed lengths, the same for every engine."""
 
 import argparse
 import random
@@ -48,7 +48,7 @@ def prompts(folder: Path, num: int, num_tokens: int, seed: int = 0) -> list[list
 
 
 def parser(description: str | None, *, json: str) -> argparse.ArgumentParser:
-    """The flags that say what to send and how often. `json`: where the results go by default."""
+    """The flags for what to send and how often. `json`: the default path of the results."""
     flags = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flags.add_argument("--model", default="", help="a folder or Hub name; empty: the demo model")
     flags.add_argument("--num-prompts", type=int, default=16, help="requests")
@@ -62,7 +62,7 @@ def parser(description: str | None, *, json: str) -> argparse.ArgumentParser:
 
 
 def settings(arguments: argparse.Namespace, name: str) -> dict[str, object]:
-    """What a results file says of the flags it was made with."""
+    """The flags, for a results file."""
     given = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
     return given | {"model": name}
 

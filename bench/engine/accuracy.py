@@ -1,10 +1,10 @@
-"""What cheaper arithmetic costs in accuracy, and what it saves: `--quantization int8` and a bfloat16 KV cache.
+"""What cheaper arithmetic (`--quantization int8`, a bfloat16 KV cache) costs in accuracy, and what it saves.
 
     python -m pagewire.bench.engine.accuracy --model '' build/peers/qwen3-0.6b
 
-The model writes texts at temperature 1 in float32. Every way of computing then reads them and says how likely each
-token is: perplexity on the texts, the mean distance of the tokens' log-probabilities to those in float32, and how often
-the most likely token is the same. On random weights probabilities are nearly even, so only the distance says something.
+The model generates texts at temperature 1 in float32. Each kind of arithmetic then scores these texts: perplexity, the
+mean distance of the tokens' log-probabilities to those in float32, and how often the most likely token is the same.
+With random weights probabilities are nearly even, so only the distance is meaningful.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def read(llm: LLM, texts: Sequence[Sequence[int]]) -> list[tuple[float, int]]:
 
 
 def compare(model: str, given: argparse.Namespace) -> list[Row]:
-    """A row for each way of one model."""
+    """A row for each kind of arithmetic of one model."""
     folder, name = locate(model, None)
     vocab_size = read_spec(folder).vocab_size
     options = {"dtype": "float32", "kv_cache_memory": "2G", "max_model_len": given.length + 64}

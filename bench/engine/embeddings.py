@@ -1,4 +1,4 @@
-"""Texts a second of an embedding model: `LLM.embed` with all texts at once, beside transformers alone.
+"""Texts per second of an embedding model: `LLM.embed` with all texts at once, compared with transformers alone.
 
 transformers gets batches of 32 texts sorted by length, as sentence-transformers makes them; both get token ids. Weights
 are random, of the shape of all-MiniLM-L6-v2 (an encoder) or of a small Qwen3 (a decoder, which takes the paged path).
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--num-texts", type=int, default=256)
-    flags.add_argument("--longest", type=int, default=200, help="tokens; lengths are drawn evenly on a log scale")
+    flags.add_argument("--longest", type=int, default=200, help="tokens; lengths are log-uniform")
     flags.add_argument("--threads", type=int, default=2)
     flags.add_argument("--repeat", type=int, default=5)
     flags.add_argument("--json", type=Path, default=Path("bench/results/embeddings.json"))

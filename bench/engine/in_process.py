@@ -1,6 +1,6 @@
-"""An engine in this process, and a clock on every request: for benchmarks of the scheduler and the KV cache.
+"""An engine in this process, with the times of every request: for benchmarks of the scheduler and the KV cache.
 
-There is no socket between a plan and its tokens, so what is measured is the engine's own doing. One thread does it all:
+There is no socket between a plan and its tokens, so only the engine itself is measured. Everything runs in one thread:
 a token's time is when its text is ready.
 """
 
@@ -113,7 +113,7 @@ class Engine:
 
 
 def stretched(model: Path, folder: Path, num_positions: int) -> Path:
-    """A copy of a model that declares a longer context. What it says there is nonsense, but it takes as long."""
+    """A copy of a model that declares a longer context. Its output there is nonsense, but takes as long."""
     shutil.copytree(model, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"max_position_embeddings": num_positions}

@@ -1,9 +1,9 @@
-"""How many requests get other tokens in company than alone, for each way of computing that flags can ask for.
+"""Counts the requests whose tokens change when other requests run, for each kind of arithmetic that flags select.
 
     python -m pagewire.bench.engine.invariance --model '' FOLDER
 
 Seeded requests of several lengths are served one by one and then all at once, with a token budget so small that their
-prompts are cut into chunks between the others' tokens. docs/same-tokens.md says where they should be the same.
+prompts are cut into chunks between the others' tokens. docs/same-tokens.md says where tokens should be the same.
 """
 
 import argparse

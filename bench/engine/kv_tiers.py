@@ -1,5 +1,5 @@
-"""What tiers behind the device's KV cache are worth: hit rate and time to first token against their size, and whether
-loading a prefix from the host beats computing it again.
+"""What KV tiers gain: hit rate and time to first token against their size, and whether loading a prefix from host
+memory is faster than computing it again.
 
 `python -m pagewire.bench.engine.kv_tiers` sends one request after another, each a long prefix that many share, drawn as
 words are (the r-th most popular with weight 1/r), and an end of its own. All prefixes together need four times the
@@ -7,7 +7,7 @@ device's pool. A host tier or a disk tier of growing size stands behind it; ever
 each prefix was seen once. Then it sends prompts that were all seen and are all gone from the device, and compares their
 time to first token with and without a host tier. It prints both tables, writes JSON and draws two figures.
 
-What is read from "disk" usually comes from the kernel's page cache, as it does in service when memory is left.
+Reads from "disk" usually come from the kernel's page cache, as in service when memory is left.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""What one very long prompt does to the streams beside it, with and without `--itl-target-ms`.
+"""What one very long prompt does to other streams, with and without `--itl-target-ms`.
 
 `python -m pagewire.bench.engine.long_prompt` keeps 32 streams going and sends a prompt of 32k tokens into them. It
 prints the streams' inter-token latency while the prompt is computed and the prompt's time to first token, says whether
 the 99th percentile stayed within 1.3 times the target, writes JSON and draws the distribution.
 
-The target is `--times` times the streams' own latency without any prompt, which is measured first: it follows the
-machine, and it leaves room, since a step that computes some of the prompt always costs more than one that does not.
-The model is the demo model with a longer declared context. Each stream is a row of short requests, so that what they
-read stays the same while the prompt is computed.
+The target is `--times` times the streams' own latency without any prompt, which is measured first. It therefore fits
+the machine and leaves room, because a step with a part of the prompt always costs more than one without. The model is
+the demo model with a longer declared context. Each stream is a series of short requests, so that the KV that it reads
+has the same size while the prompt is computed.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Streams:
 
 
 def plain_ms(engine: Engine, batch: list[list[int]], seconds: float) -> float:
-    """The streams' median inter-token latency with nothing beside them."""
+    """The streams' median inter-token latency without other requests."""
     streams = Streams(engine, batch)
     streams.run(time.perf_counter() + seconds / 2)  # every stream is past its prompt
     started = time.perf_counter()
@@ -91,7 +91,7 @@ def measure(engine: Engine, batch: list[list[int]], prompt: list[int]) -> tuple[
 def main(argv: list[str] | None = None) -> None:
     """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    flags.add_argument("--streams", type=int, default=32, help="streams beside the prompt")
+    flags.add_argument("--streams", type=int, default=32, help="other streams")
     flags.add_argument("--prompt-len", type=int, default=32768, help="tokens of the long prompt")
     flags.add_argument("--times", type=float, default=3.0, help="the target, in latencies of the streams alone")
     flags.add_argument("--threads", type=int, default=1, help="torch threads")

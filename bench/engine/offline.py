@@ -1,4 +1,4 @@
-"""Throughput without HTTP: `LLM.generate` with all prompts at once and one after another, beside transformers.
+"""Throughput without HTTP: `LLM.generate` with all prompts at once and one after another, compared with transformers.
 
 `python -m pagewire.bench.engine.offline` prints a table (median, smallest and largest of the repetitions) and writes
 JSON.

@@ -1,10 +1,10 @@
-"""What the scheduling policies do to two kinds of users as load grows: fcfs, priority and fair.
+"""What the scheduling policies fcfs, priority and fair do to two kinds of users as load grows.
 
 `python -m pagewire.bench.engine.policies` sends two tenants' requests at random times (Poisson): *chat*, short prompts
 and short answers at priority 0, and *batch*, longer ones at priority 1 that make up three quarters of the tokens. Every
 policy gets the same requests at the same times. It prints, writes and draws throughput and the 99th percentiles of time
-to first token and of whole requests, for each tenant, against the offered load, which is given in shares of what the
-engine can do: the rate at which it finishes the same mix when all of it waits from the start.
+to first token and of whole requests, for each tenant, against the offered load. Load 1 is the rate at which the engine
+finishes the same mix when all of it waits from the start.
 """
 
 import argparse

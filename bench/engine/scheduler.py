@@ -1,4 +1,4 @@
-"""What the scheduler costs the core a step: `plan` and `apply` of N decoding rows, without any device.
+"""What the scheduler costs the core per step: `plan` and `apply` of N decoding rows, without a device.
 
 `python -m pagewire.bench.engine.scheduler` prints microseconds of CPU time a step (median and spread over repetitions).
 """

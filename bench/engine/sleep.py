@@ -1,4 +1,4 @@
-"""What sleep gives back: the resident memory of an engine with a full KV cache, asleep, and awake again.
+"""What sleep releases: the resident memory of an engine with a full KV cache, asleep, and awake again.
 
 `python -m pagewire.bench.engine.sleep` puts an engine in this process to sleep in the middle of its requests, and
 checks that their tokens are those of the same engine left alone. `--model FOLDER` for another model than the demo.

@@ -1,5 +1,5 @@
-"""`--speculative ngram` beside no speculation, in turns, on texts that repeat themselves more and less. The tokens must
-be the same; the time need not.
+"""`--speculative ngram` compared with no speculation, alternately, on texts with more and less repetition. The tokens
+must be the same; only the time may differ.
 
     python -m pagewire.bench.engine.speculation --requests 1 64
 """
@@ -22,7 +22,7 @@ TEXTS = {
     "what the model says, sampled": SamplingParams(temperature=1, seed=3),
     "eight tokens at random": SamplingParams(
         temperature=30, seed=5, logit_bias=_EIGHT
-    ),  # all was said, nothing repeats
+    ),  # the answer is new text without repetition
     "any tokens at random": SamplingParams(temperature=100, seed=3),
 }
 

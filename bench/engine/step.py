@@ -1,4 +1,4 @@
-"""The worker's step alone: no other process, no HTTP, nothing scheduled. What a kernel is worth shows here first.
+"""The worker's step alone: no other process, no HTTP, no scheduler. It shows first what a kernel gains.
 
 python -m pagewire.bench.engine.step --model build/peers/qwen3-0.6b --rows 1 32 --context 256 --prefill 128
 """

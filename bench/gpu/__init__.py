@@ -1,1 +1,1 @@
-"""What a GPU has to prove and to show; `verify.sh` is the one command. `docs/performance.md` has the targets."""
+"""What must be proven and measured on a GPU; `verify.sh` is the one command. `docs/performance.md` has the targets."""

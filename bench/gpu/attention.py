@@ -1,4 +1,4 @@
-"""Attention over the paged cache: how much of the device's bandwidth decoding gets, and how many operations prompts."""
+"""Attention over the paged cache: the share of the device's bandwidth for decode, and of its operations for prompts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -122,7 +122,6 @@ class Cached:
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """See the head of the file."""
     queue = setting.open_queue()
     head_dim, block_size = setting.choose((128, 64), (16, 16))
     copied = copy_gbs(queue, num_bytes=setting.choose(1 << 30, 1 << 16))

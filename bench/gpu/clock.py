@@ -1,4 +1,4 @@
-"""How long kernels take, by events of the queue they are put into."""
+"""Measures kernels with events of the queue into which they are put."""
 
 import statistics
 from collections.abc import Callable, Sequence

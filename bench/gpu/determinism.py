@@ -1,5 +1,5 @@
-"""Kernels in which the last program to arrive adds up what the others left: launched a great many times, always the
-same bits. An order that depends on who came first, or a number read before it was written, would show."""
+"""Kernels in which the last program to finish adds up the results of the others: many launches must give the same bits.
+An order that depends on which program finishes first, or a read before a write, would show."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -35,7 +35,6 @@ def count_differences(queue: Queue, out: Tensor, work: Work, *, times: int, a_re
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """See the head of the file."""
     queue = setting.open_queue()
     times, a_recording = setting.choose((100_000, 50), (4, 2))
     many = setting.choose([1, 255, 256, 257, 1000, 2500, 4096, 4096], [3, 33, 40])

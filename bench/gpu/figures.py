@@ -1,4 +1,4 @@
-"""A measured number, what it should be, and what came of it. Plain Python: the parent of the parts imports no torch."""
+"""A measured number, its target, and the outcome. Plain Python: the parts' parent process does not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +19,7 @@ class Figure:
     unit: str
     least: float | None = None  # the target
     most: float | None = None
-    is_proof: bool = False  # of something that is right or wrong on any machine; the others say how fast this one is
+    is_proof: bool = False  # of something that is right or wrong on any machine; other figures measure speed
 
     @property
     def target(self) -> str:
@@ -39,7 +39,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one part came to."""
+    """The outcome of one part."""
 
     part: str
     title: str

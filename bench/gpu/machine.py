@@ -1,4 +1,4 @@
-"""What explains a figure: the device, its driver, the versions, the commit. Imports no torch."""
+"""Facts that explain a figure: the device, its driver, the versions, the commit. Does not import torch."""
 
 import datetime
 import os
@@ -34,7 +34,7 @@ def machine() -> dict[str, object]:
 
 
 def device() -> dict[str, str]:
-    """What nvidia-smi says of the first GPU, clocks at this moment; nothing without one."""
+    """What nvidia-smi reports of the first GPU, with its present clocks; nothing without one."""
     answer = _output("nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader", "--id=0")
     return dict(zip(_ASKED, (value.strip() for value in answer.split(",")), strict=False)) if answer else {}
 

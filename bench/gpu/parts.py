@@ -1,6 +1,5 @@
-"""The parts of the verification, the cheapest and most telling first. Each is a process of its own, so that one which
-breaks the device's context, hangs or runs out of memory spoils no other: `python -m pagewire.bench.gpu.parts NAME`.
-"""
+"""The parts of the verification, cheapest and most informative first. Each runs in its own process, so that a part that
+breaks the device's context, hangs or runs out of memory affects no other: `python -m pagewire.bench.gpu.parts NAME`."""
 
 import argparse
 import importlib
@@ -21,7 +20,7 @@ class Part:
     name: str
     title: str
     module: str  # of this package
-    seconds: float  # that it may take on an H200, guessed generously: with less left it does not begin
+    seconds: float  # that it may take on an H200, a generous estimate: with less time left it does not start
     function: str = "measure"
     model: str = ""
     needs: tuple[str, ...] = ()  # modules beyond torch, Triton, numpy and msgspec
@@ -59,7 +58,7 @@ PARTS = (
 
 
 def lines(part: Part, setting: Setting) -> Iterator[dict[str, object]]:
-    """What a part writes: {"figure": …} for each, and {"skipped": why} if it cannot go on here."""
+    """What a part writes: {"figure": …} for each, and {"skipped": why} if it cannot run here."""
     from ...errors import ConfigError
 
     measure: Callable[[Setting], Iterator[Figure]]

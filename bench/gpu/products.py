@@ -1,4 +1,4 @@
-"""Matrix products, and what a launch costs: small products and experts by bandwidth, large ones by operations."""
+"""Matrix products and launch costs: small products and experts by bandwidth, large ones by operations."""
 
 import time
 from collections.abc import Iterator
@@ -100,7 +100,6 @@ def moe_us(queue: Queue, *, tokens: int, num_experts: int, top_k: int, hidden: i
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """See the head of the file."""
     queue = setting.open_queue()
     yield from _launches(queue, setting.choose(100, 3))
     for n, k in setting.choose(SHAPES, ((32, 64),)):

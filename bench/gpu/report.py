@@ -1,4 +1,4 @@
-"""One JSON with everything, and one table in Markdown for people."""
+"""One JSON file with everything, and one Markdown table."""
 
 import json
 from collections import Counter

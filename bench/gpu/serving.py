@@ -1,4 +1,4 @@
-"""The whole chain over HTTP: how much of the rate without it is left, the time to a first token, and the start."""
+"""The whole chain over HTTP: its share of the rate without HTTP, the time to first token, and the start."""
 
 import os
 import shutil

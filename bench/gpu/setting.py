@@ -1,4 +1,4 @@
-"""Where a part runs and how large its work is: on a GPU in full, or tiny on a CPU to see that its program is right."""
+"""Where a part runs and how large its work is: full size on a GPU, or tiny on a CPU to test the program."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""The worker's step: how long it takes, what lies idle between steps, and what memory it took of what was said.
+"""The worker's step: its duration, the idle time between steps, and the memory used compared with the calculated one.
 
-Plans are launched as the worker is sent them, one ahead of the device. The context of one row is computed; those of the
-others are copies of it, which take as long to read.
+Plans are launched as the worker receives them, one ahead of the device. The context of one row is computed; those of
+the others are copies, which take as long to read.
 """
 
 import statistics
@@ -26,7 +26,7 @@ _GAP_US = 50
 
 
 class Stepper:
-    """A runner, and plans for it. Rows that decode are opened once and go on."""
+    """A runner, and plans for it. Rows that decode are opened once and continue."""
 
     def __init__(self, setting: Setting, *, max_len: int, rows: int, **flags: object) -> None:
         config = prepare(convert({**setting.flags(), "max_model_len": max_len, "max_num_seqs": rows, **flags}))
@@ -59,8 +59,8 @@ class Stepper:
         samples: bool = True,
         copied_to: int | None = None,
     ) -> StepPlan:
-        """The rows from `first` on compute so many positions each, and draw. copied_to: a row that gets the blocks of
-        row 0 before."""
+        """The rows from `first` on compute `counts` positions each, and sample. copied_to: a row that first gets the
+        blocks of row 0."""
         self._num_steps += 1
         num = len(counts)
         rows, columns = ids_to_bytes(list(range(first, first + num))), ids_to_bytes(list(counts))
@@ -82,7 +82,7 @@ class Stepper:
         return results
 
     def decode_ms(self, rows: int, context: int, num: int) -> float:
-        """Mean of `num` steps of so many rows, which begin after `context` positions."""
+        """Mean of `num` steps of the rows, which begin after `context` positions."""
         self.run([self.plan([context - 1], [self.opened(0, context, 0)], samples=False)])
         for row in range(1, rows):
             self.run([self.plan([], [self.opened(row, context, context - 1)], copied_to=row)])
@@ -107,7 +107,6 @@ class Stepper:
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """See the head of the file."""
     model, context = setting.model, setting.choose(1024, 16)
     num, many = setting.choose((200, 256), (2, 2))
     max_len, most_tokens = setting.choose((1280, 2048), (40, 16))
@@ -124,7 +123,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
 
 
 def _of_device(stepper: Stepper, rows: int, context: int) -> Iterator[Figure]:
-    """What only a GPU has: time of its own, and memory of its own."""
+    """What only a GPU has: its own clock and its own memory."""
     import torch
 
     memory = stepper.runner.memory
@@ -144,14 +143,14 @@ def _of_device(stepper: Stepper, rows: int, context: int) -> Iterator[Figure]:
 
 
 def probe(setting: Setting) -> Iterator[Figure]:
-    """Whether a row has the same logits, bit by bit, alone and in company, with --deterministic."""
+    """Whether a row has the same logits, bit by bit, alone and with other rows, with --deterministic."""
     context, sizes, pieces = setting.choose((512, (1, 7, 64), 4), (8, (2,), 2))
     max_len, most_tokens = setting.choose((1024, 2048), (16, 8))
     flags: dict[str, object] = {"deterministic": True, "max_num_batched_tokens": most_tokens}
     stepper = Stepper(setting, max_len=max_len, rows=max(sizes), **flags)
 
     def seen(rows: int, pieces: int) -> RowLogprobs:
-        """Of row 0, after prompts were computed in so many pieces each."""
+        """Logits of row 0, after the prompts were computed in pieces."""
         for row in range(rows):
             for piece in range(pieces):
                 opens = [] if piece else [stepper.opened(row, context, 0, logprobs=20)]

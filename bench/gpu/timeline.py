@@ -1,4 +1,4 @@
-"""When the device worked, as torch's profiler saw it."""
+"""When the device was busy, from torch's profiler."""
 
 import json
 import tempfile

@@ -1,10 +1,10 @@
-"""Measures on a GPU which options its kernels are best launched with: the tuning that no server does while it serves.
+"""Measures on a GPU which launch options are best for its kernels. Servers do not tune while they run.
 
     python -m pagewire.bench.gpu.tune                  # prints what is best, and keeps everything that was measured
     python -m pagewire.bench.gpu.tune --only small_product --write
 
-`--write` puts options that are clearly better than the rules of the kernels into `kernels/triton/tuned.py`. Afterwards
-the tests of the kernels have to pass with them, and golden.json is to be made anew (see CONTRIBUTING.md).
+`--write` puts options that are clearly better than the kernels' default rules into `kernels/triton/tuned.py`.
+Afterwards the tests of the kernels must pass with them, and golden.json must be generated again (see CONTRIBUTING.md).
 """
 
 import argparse
@@ -36,8 +36,8 @@ class Family:
 
     kernel: str
     bucket: tuple[int, ...]
-    candidates: tuple[Options, ...]  # beside the rule
-    measure: Callable[[], list[float]]  # microseconds of some uses, with what the table says by then
+    candidates: tuple[Options, ...]  # besides the default rule
+    measure: Callable[[], list[float]]  # microseconds of some uses, with the table so far
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
-"""Proves on a GPU what only a GPU can show, and measures it against the targets, in at most nine minutes.
+"""Runs on a GPU the proofs that only a GPU can give, and measures against the targets, in at most nine minutes.
 
     bench/gpu/verify.sh                        # on a machine with a GPU; writes into bench/results/gpu
-    bench/gpu/verify.sh --smoke                # the same program, tiny and on a CPU, to see that it runs
+    bench/gpu/verify.sh --smoke                # the same program, tiny and on a CPU, to test that it runs
     bench/gpu/verify.sh --only attention tests
 
-Parts that the time is too short for are named as skipped; a part that fails does not end the others. The answer is 1 if
-something was wrong, 0 if everything is right, fast enough or not.
+Parts for which there is no time are reported as skipped. A part that fails does not stop the others. The exit code is 1
+if a result was wrong, and 0 if all results are right, whether the speed is sufficient or not.
 """
 
 import argparse

@@ -37,7 +37,7 @@ _MAKERS: dict[str, Callable[[str], Peer]] = {
     "floor": Floor,
 }
 PEERS = ("pagewire", "pagewire-int8", "vllm", *_MAKERS)
-_KV_BYTES = 2 << 30  # for everyone who lets one say
+_KV_BYTES = 2 << 30  # for every peer that allows it to be set
 
 
 def make_peer(name: str, at: dict[str, str], flags: Mapping[str, Sequence[str]]) -> Peer:
@@ -83,7 +83,7 @@ def measure(peer: Peer, folder: Path, work: Sequence[Workload], rows: dict[tuple
         folder=folder,
         converted=peer.convert(folder),
         num_streams=max(len(requests) for requests in made.values()),
-        max_len=max(lengths) + 16,  # nobody shall stop short of the last token
+        max_len=max(lengths) + 16,  # no peer may stop before the last token
         kv_bytes=_KV_BYTES,
         log=folder / "logs" / f"{peer.name}.log",
     )

@@ -11,7 +11,7 @@ CONVERT_TIMEOUT_S = 900.0
 
 
 class PeerError(Exception):
-    """A peer that did not do what it was asked; one sentence. The others go on without it."""
+    """A peer failed; one sentence. The others continue without it."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Stream:
-    """What became of a request. Times are seconds of one clock for all streams of a run."""
+    """The outcome of a request. Times are seconds of one clock for all streams of a run."""
 
     sent: float
     times: list[float]  # of what arrived: one token each, or a few where a server puts them into one event
@@ -39,7 +39,7 @@ class Load:
     converted: Path  # what `Peer.convert` made of it
     num_streams: int  # most at once
     max_len: int  # longest prompt + output, in tokens
-    kv_bytes: int  # room for KV, where a peer lets one say
+    kv_bytes: int  # for KV, if the peer allows it to be set
     log: Path  # where its output goes
 
 

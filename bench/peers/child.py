@@ -43,7 +43,7 @@ def serve(make: Callable[[Settings], Engine], arguments: Sequence[str]) -> None:
         came = time.perf_counter()
         try:
             times = engine.run([(prompt, num_tokens) for prompt, num_tokens in json.loads(line)])
-        except Exception as error:  # whatever it is, the other side shall say it
+        except Exception as error:  # the parent process reports it, whatever it is
             replies.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
         else:
             replies.write(json.dumps({"times": [[t - came for t in stream] for stream in times]}) + "\n")

@@ -1,8 +1,8 @@
 """The whole chain over HTTP: N streams at once against the same N one after another.
 
-`python -m pagewire.bench.serve` starts a server (or takes `--url`), streams completions with a small client of its own,
-and prints time to first token, inter-token latency and tokens a second. transformers' `generate`, without HTTP, stands
-in the same table.
+`python -m pagewire.bench.serve` starts a server (or uses `--url`), streams completions with its own small client, and
+prints time to first token, inter-token latency and tokens per second. The table also has transformers' `generate`,
+without HTTP.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a token costs outside of the worker: the real processes with a null worker, and many streams at once over HTTP.
+"""What a token costs outside the worker: the real processes with a null worker, and many streams at once over HTTP.
 
 `python -m pagewire.bench.serve.frontend` starts api, tokenizer, core and detokenizer with `null_worker` in the worker's
 place, reads chat completions with `cheap_client`, checks every text, and prints tokens a second and CPU time a token by

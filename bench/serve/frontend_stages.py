@@ -1,7 +1,7 @@
 """Where a token's time goes, stage by stage: the parts of core, detokenizer and api, one after another in one process.
 
-What the processes of `frontend` take beyond that is waking up, mailboxes, colder caches, and the beginnings and ends of
-requests.
+The processes of `frontend` take longer than these stages because of wake-ups, mailboxes, colder caches, and the
+beginnings and ends of requests.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def measure(folder: Path, ids: range, *, num_streams: int, num_tokens: int) -> d
 
 
 def _core(config: EngineConfig, ids: range, stages: Stages, num_streams: int, num_tokens: int) -> list[bytes]:
-    """What the core tells the detokenizer."""
+    """The messages of the core to the detokenizer."""
     plans: deque[bytes] = deque()
     told: list[bytes] = []
     places = {"worker": plans, "detokenizer": told, "api": []}
@@ -80,7 +80,7 @@ def _core(config: EngineConfig, ids: range, stages: Stages, num_streams: int, nu
 
 
 def _detokenizer(config: EngineConfig, batches: list[bytes], stages: Stages) -> list[bytes]:
-    """What the detokenizer tells the api."""
+    """The messages of the detokenizer to the api."""
     told: list[bytes] = []
     actor = DetokenizerActor(config)
     actor.start(lambda receiver, message: told.append(encode(message)))
@@ -92,7 +92,7 @@ def _detokenizer(config: EngineConfig, batches: list[bytes], stages: Stages) -> 
 
 
 class _HalfMute(BoundedHttp):
-    """Writes only while it is told to: the difference is what writing costs."""
+    """Writes only while it is enabled: the difference is what writing costs."""
 
     is_writing = True
 
@@ -102,7 +102,7 @@ class _HalfMute(BoundedHttp):
 
 
 async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_streams: int) -> None:
-    """The real server with clients in a process of their own, who have the rids that the core was given."""
+    """The real server with clients in another process, which have the rids that the core was given."""
     submits: list[m.Submit] = []
     gateway = Gateway(lambda message: submits.append(message) if isinstance(message, m.Submit) else None)
     http = HttpConfig(listen=ListenOptions())

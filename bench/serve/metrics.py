@@ -1,4 +1,4 @@
-"""What observing costs: a page of /metrics, beside the same page by prometheus_client, and the counting of one step.
+"""What observability costs: writing a page of /metrics, compared with prometheus_client, and counting one step.
 
 `python -m pagewire.bench.serve.metrics` prints microseconds of CPU time (median and spread over repetitions).
 """

@@ -1,5 +1,5 @@
-"""A worker without a device: every row's next token is the next id of a counter. It stands behind real processes, so
-that what a token costs outside of the worker can be measured.
+"""A worker without a device: every row's next token is the next id of a counter. It measures, with the other real
+processes, what a token costs outside the worker.
 
 `python -m pagewire.bench.serve.null_worker WORKER_ADDRESS CORE_ADDRESS`; see `frontend`.
 """

@@ -49,7 +49,7 @@ def overhead(*, num_streams: int, num_tokens: int, step_ms: float, num_single: i
 
 
 async def _one_token_ms(url: str, num: int) -> float:
-    """The median of so many requests for one token, one after another."""
+    """The median of several requests for one token, one after another."""
     seconds = []
     headers = {"Content-Type": "application/json"}
     async with aiohttp.ClientSession() as session:

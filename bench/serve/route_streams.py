@@ -17,7 +17,7 @@ Body = dict[str, Any]
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What one stream said, choice by choice."""
+    """The output of one stream, choice by choice."""
 
     texts: list[str]
     token_ids: list[list[int]]
@@ -28,8 +28,8 @@ class Told(msgspec.Struct, frozen=True):
 
 
 def bodies(num: int, num_tokens: int) -> list[tuple[str, Body]]:
-    """(path, body) of so many streams: half greedy, half drawn with a seed; most of chat, some with two choices, with
-    log-probabilities, with stop strings or a grammar, some that say their token ids; some of messages and responses."""
+    """(path, body) of streams: half greedy, half sampled with a seed; most of chat, some with two choices, with
+    log-probabilities, with stop strings or a grammar, some with token ids; some of messages and responses."""
     rng = random.Random(num)
     found = []
     for i in range(num):
@@ -118,7 +118,7 @@ async def read_streams(url: str, asked: Sequence[tuple[str, Body]], count: list[
 
 
 def differences(expected: Sequence[Told], told: Sequence[Told]) -> list[str]:
-    """One line for each stream that failed or said something else."""
+    """One line for each stream that failed or differed."""
     found = []
     for i, (want, got) in enumerate(zip(expected, told, strict=True)):
         if got.error is not None:

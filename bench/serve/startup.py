@@ -1,4 +1,4 @@
-"""From the command to the first answer of /v1/models, beside `python -c "import torch"`.
+"""The time from the command to the first answer of /v1/models, compared with `python -c "import torch"`.
 
 `python -m pagewire.bench.serve.startup` runs both in turn and prints medians and the ratio. The bar is 1.5 times two
 imports.

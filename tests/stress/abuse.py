@@ -1,16 +1,16 @@
-"""Clients that behave badly, and what their neighbours and the server notice of it.
+"""Measures what badly behaved clients cost the server and other clients.
 
 `python -m pagewire.tests.stress.abuse` plays four parts, one after another:
 
 - vanish: 200 clients close or reset their connections in the middle of streams and plain answers. Rows, queue and KV
-  memory have to be free within two seconds, and as many descriptors as before have to be open.
-- stalled: some clients stop reading their streams. The pace of others beside them must not fall by more than a tenth
-  against the same number of clients that read, and no stalled stream may hold more than 1 MB of memory.
-- heads: connections that send the head of a request a byte at a time. Each has to be closed at the limit, and requests
-  beside them to be answered.
-- idle: 10,000 connections that say nothing. They must not cost 200 MB, and requests must take as long as before.
+  memory must be free within two seconds, and as many descriptors as before must be open.
+- stalled: some clients stop reading their streams. Other streams must not slow down by more than a tenth compared with
+  the same number of clients that read, and no stalled stream may hold more than 1 MB of memory.
+- heads: connections that send the head of a request one byte at a time. Each must be closed at the limit, and other
+  requests must be answered.
+- idle: 10,000 connections that send nothing. They must take less than 200 MB, and requests must take as long as before.
 
-It prints a table for each, writes JSON, and ends with exit code 1 if a promise was broken.
+It prints a table for each part, writes JSON, and ends with exit code 1 if a guarantee was broken.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from ...tools.servers import MB, Server
 from .client import ask, closed_loop, completion, connect, leave, serving
 
 FREE_LIMIT_S = 2.0
-MAX_SLOWDOWN = 1.1  # of a median beside stalled readers
+MAX_SLOWDOWN = 1.1  # of the median, with stalled readers
 MAX_STALLED_MB = 1.0
 HEAD_SLACK_S = 2.0  # over --head-timeout-s
 MAX_IDLE_MB = 200.0
@@ -74,7 +74,7 @@ async def vanish(server: Server, row: Row, num: int) -> list[str]:
 
 
 def unsent_bytes(port: int) -> int:
-    """What the kernel holds of what was sent from this port, over all its connections."""
+    """Bytes that the kernel buffers for all connections of this port."""
     local = f":{port:04X}"
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(int(fields[4].partition(":")[0], 16) for fields in lines if fields[1].endswith(local))
@@ -213,12 +213,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program. 1 if a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parts = ("vanish", "stalled", "heads", "idle")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="what to play")
-    parser.add_argument("--clients", type=int, default=200, help="that vanish, or send slow heads; at most 256")
-    parser.add_argument("--stalled", type=int, default=16, help="streams that nobody reads")
-    parser.add_argument("--readers", type=int, default=8, help="streams beside them whose pace is measured")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="parts to run")
+    parser.add_argument("--clients", type=int, default=200, help="that disconnect or send slow heads; at most 256")
+    parser.add_argument("--stalled", type=int, default=16, help="streams whose client does not read")
+    parser.add_argument("--readers", type=int, default=8, help="other streams, whose speed is measured")
     parser.add_argument("--tokens", type=int, default=400, help="of each of these")
-    parser.add_argument("--rounds", type=int, default=3, help="with and without such neighbours, in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds with and without stalled streams, in turn")
     parser.add_argument("--head-timeout-s", type=float, default=10.0, help="the server's")
     parser.add_argument("--idle", type=int, default=10_000, help="connections that say nothing")
     parser.add_argument("--requests", type=int, default=100, help="beside them, one after another")

@@ -1,4 +1,4 @@
-"""Kills and freezes the processes of a server beneath open streams, and compares every stream with an undisturbed run.
+"""Kills and freezes the processes of a server under open streams, and compares every stream with an undisturbed run.
 
 `python -m pagewire.tests.stress.chaos` records what its streams are told when nothing happens. Then, for each kind of
 process and each signal, it opens the same streams again and again, signals one process of that kind when all of them
@@ -36,10 +36,10 @@ KINDS = ("tokenizer", "detokenizer", "core", "grammar", "worker", "api")
 NOTHING = "nothing"  # a round in which no process is touched: what the instrument sees then is its own
 _MAX_DEATHS = 5  # of one server: more in a minute would end it
 _PAUSE_S = 0.25  # a shorter time without a token is no interruption
-_NEWCOMER_S = 0.2  # between newcomers
+_NEWCOMER_S = 0.2  # between new requests
 _NEWCOMER_LIMIT_S = 40.0
 _READY_S = 0.05  # between looks at /ready
-_REACTION_S = 0.5  # how long after a death its effects may begin to show
+_REACTION_S = 0.5  # within which the effects of a death begin
 _API_LIMIT_S = 3.0  # after it connections have to work again
 _NEWCOMER = {"prompt": "Count from 1 to 3\n", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
@@ -51,14 +51,14 @@ class Outage:
     began: float  # the signal; of a SIGSTOP the moment when it counts as a hang
     unready: list[float] = field(default_factory=list)  # when /ready was not 200
     ready_at: float | None = None  # when it was 200 again; None: never seen otherwise
-    waits_s: list[float] = field(default_factory=list)  # of newcomers that were served
-    num_refused: int = 0  # newcomers that were told to come again
-    wrong: list[str] = field(default_factory=list)  # what other newcomers got
-    first_answer_at: float | None = None  # to a newcomer that came after the signal
+    waits_s: list[float] = field(default_factory=list)  # of new requests that were served
+    num_refused: int = 0  # new requests that got 503 with Retry-After
+    wrong: list[str] = field(default_factory=list)  # what other new requests got
+    first_answer_at: float | None = None  # to a request that was sent after the signal
 
 
 async def watch_ready(server: Server, outage: Outage) -> None:
-    """Looks at /ready until cancelled."""
+    """Polls /ready until cancelled."""
     while True:
         asked = time.monotonic()
         status, _, _ = await ask(HOST, server.port, "GET", "/ready", None, 1.0)
@@ -71,8 +71,8 @@ async def watch_ready(server: Server, outage: Outage) -> None:
 
 
 async def send_newcomers(server: Server, outage: Outage, expected: bytes | None, forgiven_until: float) -> None:
-    """A short request now and then until cancelled; those on the way are waited for. Broken connections are forgiven
-    to requests that were sent before `forgiven_until`. expected: what they are to be told, if that is known."""
+    """Sends short requests until cancelled, then waits for the open ones. Broken connections are allowed for requests
+    that were sent before `forgiven_until`. expected: the answer, if it is known."""
 
     async def one() -> None:
         sent = time.monotonic()
@@ -96,7 +96,7 @@ async def send_newcomers(server: Server, outage: Outage, expected: bytes | None,
 
 
 def text_of(body: bytes) -> bytes:
-    """What a newcomer was told, without ids and times."""
+    """The answer to a new request, without ids and times."""
     return body.partition(b'"choices":')[2].partition(b'"usage":')[0]
 
 
@@ -109,7 +109,7 @@ class Experiment:
     num_tokens: int
     rng: random.Random
     expected: list[Answer] = field(default_factory=list)  # of the undisturbed run
-    newcomer: bytes | None = None  # its text; None: tokens may depend on what else is served
+    newcomer: bytes | None = None  # a new request's text; None: tokens may depend on what else is served
     complaints: list[str] = field(default_factory=list)
 
     def open_streams(self, server: Server) -> tuple[list[Answer], list[asyncio.Task[None]]]:
@@ -122,7 +122,7 @@ class Experiment:
         return answers, reads
 
     async def undisturbed(self, server: Server) -> None:
-        """Records what the streams and a newcomer are told. Raises SystemExit if that goes wrong already."""
+        """Records the output of the streams and of a new request. Raises SystemExit if it is wrong already."""
         self.expected, reads = self.open_streams(server)
         await asyncio.gather(*reads)
         if failures := [answer.failure for answer in self.expected if answer.failure]:
@@ -134,7 +134,7 @@ class Experiment:
         self.newcomer = text_of(body)
 
     async def round(self, server: Server, kind: str, signum: signal.Signals) -> dict[str, float]:
-        """One signal beneath open streams; its figures."""
+        """Sends one signal under open streams and returns the figures."""
         answers, reads = self.open_streams(server)
         enough = self.rng.randint(3, max(3, self.num_tokens * 2 // 3))
         while any(not answer.ended for answer in answers):
@@ -163,7 +163,7 @@ class Experiment:
         for result in await asyncio.gather(*watches, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
-        if kind == "api" and outage.first_answer_at is not None:  # its /ready may hang instead of saying anything
+        if kind == "api" and outage.first_answer_at is not None:  # its /ready may hang
             outage.ready_at = max(outage.first_answer_at, outage.ready_at or 0.0)
         figures = self._figures(outage, signalled, sequences) | await self._verdict(server, kind, answers, outage)
         if victim is not None and victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
@@ -172,7 +172,7 @@ class Experiment:
         return figures
 
     async def _wait_until_back(self, server: Server, outage: Outage) -> None:
-        """Until newcomers are served, and /ready is 200 again if it has been anything else within the reaction time."""
+        """Until new requests are served, and /ready is 200 again if it was not 200 within the reaction time."""
         deadline = time.monotonic() + _NEWCOMER_LIMIT_S
         while server.process.poll() is None and time.monotonic() < deadline:
             is_late = time.monotonic() > outage.began + _REACTION_S
@@ -224,13 +224,13 @@ class Experiment:
         return {"failed": len(failures), "differing": len(differences), "wrong": len(wrong)}
 
     def complain(self, what: str) -> None:
-        """To the person who looks, and for the file."""
+        """A row for the table and for the file."""
         print(what, file=sys.stderr, flush=True)
         self.complaints.append(what)
 
 
 async def num_running(server: Server) -> float | None:
-    """Sequences that run or wait once it has had two seconds to become idle. None: nobody answers."""
+    """Sequences that run or wait, after up to two seconds to become idle. None: the server does not answer."""
     total = None
     for _ in range(20):
         _, _, body = await ask(HOST, server.port, "GET", "/metrics", None, 5.0)
@@ -259,8 +259,8 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the program."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flags.add_argument("--rounds", type=int, default=20, help="of each kind and signal")
-    flags.add_argument("--kinds", default=",".join(KINDS), help=f"of processes; {NOTHING}: none is touched")
-    flags.add_argument("--signals", default="KILL,STOP", help="what they get")
+    flags.add_argument("--kinds", default=",".join(KINDS), help=f"kinds of processes; {NOTHING}: no signal")
+    flags.add_argument("--signals", default="KILL,STOP", help="signals to send")
     flags.add_argument("--streams", type=int, default=64, help="open at once")
     flags.add_argument("--tokens", type=int, default=256, help="of each sequence")
     flags.add_argument("--hang-timeout", type=float, default=2.0, help="the server's, in rounds with STOP")

@@ -1,7 +1,7 @@
 """The streams of `chaos`: what is asked, what each has said and when, and whether two answers are the same.
 
-The client is one of our own because it has to know what other clients hide: when every token came, and whether an
-answer ended as it should, with one finish reason a choice, a usage, and `[DONE]`.
+The client is our own because other clients hide what it must know: when each token arrived, and whether an answer ended
+correctly, with one finish reason per choice, a usage, and `[DONE]`.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 
 from ...bench.workload import conversations
 
-SILENCE_LIMIT_S = 60.0  # no byte for so long is a hang
+SILENCE_LIMIT_S = 60.0  # a stream without a byte for this long hangs
 _LOGPROB_TOLERANCE = 1e-3  # KV that was computed again in one piece may differ in its last bits
 
 
@@ -53,7 +53,7 @@ def requests(num: int, num_tokens: int) -> list[Request]:
 
 
 def _forced_call(num_tokens: int) -> dict[str, Any]:
-    """A call that has to list many numbers, so that it is long."""
+    """A tool call with a long list of numbers."""
     numbers = {"type": "array", "items": {"type": "integer"}, "minItems": num_tokens // 3}
     schema = {"type": "object", "properties": {"numbers": numbers}, "required": ["numbers"]}
     function = {"name": "add", "parameters": schema, "strict": True}
@@ -73,7 +73,7 @@ class Choice:
     times: list[float] = field(default_factory=list, compare=False)  # when ids came
 
     def difference(self, other: "Choice") -> str:
-        """What is not the same. Empty: nothing."""
+        """The differences. Empty: none."""
         for name in ("ids", "text", "calls", "logprob_tokens", "ends"):
             mine, others = getattr(self, name), getattr(other, name)
             if mine != others:
@@ -91,7 +91,7 @@ def _first_difference(mine: "str | list[Any]", others: "str | list[Any]") -> str
 
 
 class Answer:
-    """What a stream has said so far, and in the end whether it ended well."""
+    """The output of a stream so far, and at the end whether it ended correctly."""
 
     def __init__(self, num_choices: int) -> None:
         self.choices = [Choice() for _ in range(num_choices)]
@@ -104,14 +104,14 @@ class Answer:
         return [] if self.ended else [choice for choice in self.choices if not choice.ends]
 
     def difference(self, other: "Answer") -> str:
-        """What is not the same in an answer that ended well. Empty: nothing."""
+        """The differences of an answer that ended correctly. Empty: none."""
         for index, (mine, others) in enumerate(zip(self.choices, other.choices, strict=True)):
             if found := mine.difference(others):
                 return f"choice {index}: {found}"
         return "" if self.usages == other.usages else f"usage: {self.usages} instead of {other.usages}"
 
     def contradiction(self) -> str:
-        """What an answer that ended well tells twice and differently, whatever its tokens are. Empty: nothing."""
+        """Contradictions within an answer that ended correctly, whatever its tokens are. Empty: none."""
         num_ids, counted = sum(len(choice.ids) for choice in self.choices), self.usages[0]["completion_tokens"]
         return "" if num_ids == counted else f"{num_ids} token ids, and a usage of {counted}"
 
@@ -167,7 +167,7 @@ def _logprobs(found: dict[str, Any]) -> Iterator[tuple[Any, float]]:
 
 
 async def read(host: str, port: int, request: Request, answer: Answer) -> None:
-    """Reads one stream into `answer`. What goes wrong is its failure."""
+    """Reads one stream into `answer`. An error becomes its failure."""
     is_done = False
     try:
         async for line in _lines(host, port, request, answer):
@@ -229,7 +229,7 @@ async def ask(
 
 
 def longest_pause(times: list[float], begun_from: float, begun_until: float) -> tuple[float, float]:
-    """Begin and end of the longest time without a token that reached beyond `begun_from` and began before
-    `begun_until`; two equal moments if there is none."""
+    """Begin and end of the longest time without a token that ended after `begun_from` and began before `begun_until`.
+    Two equal times if there is none."""
     pauses = [(a, b) for a, b in pairwise(times) if b > begun_from and a < begun_until]
     return max(pauses, key=lambda pause: pause[1] - pause[0], default=(begun_from, begun_from))

@@ -1,4 +1,4 @@
-"""Requests that no honest client sends, by the thousand, to a real server: its answers, their time, and what is left.
+"""Sends thousands of malformed requests to a real server, and checks its answers, their time, and leaks.
 
 `python -m pagewire.tests.stress.hostile` starts a server on the demo model (or takes `--url`) and sends valid requests
 to which something was done: a value, a field, a header, any byte. It exits with 1 if one was answered with a 5xx, in
@@ -119,7 +119,7 @@ class Request:
 
     label: str
     data: bytes
-    path: str | None  # None: nobody knows any more
+    path: str | None  # None: unknown after a mutation
 
 
 def make_request(seed: int, number: int) -> Request:
@@ -224,7 +224,7 @@ def _mutated_bytes(rng: random.Random, data: bytes) -> bytes:
 
 @dataclass
 class Tally:
-    """What became of the requests of one label."""
+    """The outcomes of the requests with one label."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
@@ -232,13 +232,13 @@ class Tally:
 
 @dataclass
 class Report:
-    """What became of all of them."""
+    """The outcomes of all requests."""
 
     tallies: dict[str, Tally] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)  # a sentence each
 
     def note(self, request: Request, received: bytes, seconds: float) -> list[str]:
-        """Counts one, and says what is wrong with its answer."""
+        """Counts a request, and returns what is wrong with its answer."""
         tally = self.tallies.setdefault(request.label, Tally())
         tally.slowest_s = max(tally.slowest_s, seconds)
         statuses = [status for status, _, _ in answers(received) if status != 100]
@@ -349,7 +349,7 @@ def children(pid: int) -> str:
 
 
 def leftovers(url: str) -> dict[str, float]:
-    """What is still held, after a while for it to go."""
+    """What is still held, after some time to release it."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     while True:
@@ -364,7 +364,7 @@ def leftovers(url: str) -> dict[str, float]:
 
 
 def run(url: str, pid: int, arguments: argparse.Namespace) -> Report:
-    """Sends them and looks at what is left."""
+    """Sends the requests and checks for leaks."""
     report, before = Report(), children(pid)
     asyncio.run(send_all(url, arguments, report))
     try:

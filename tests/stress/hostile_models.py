@@ -1,4 +1,4 @@
-"""Model folders that are damaged or lie, one way each: every one is refused in one sentence, or served.
+"""Loads damaged or inconsistent model folders: each must be refused in one sentence, or served.
 
 `python -m pagewire.tests.stress.hostile_models` changes copies of the demo model, whole and in shards, loads each in a
 process that has ten seconds for it, and asks it for a few tokens; some it gives to the real command as well. It ends
@@ -28,9 +28,9 @@ from ...engine.checkpoint.source import DEMO_MODEL
 from ...tools.servers import Server, ServerError
 
 LIMIT_S = 10.0
-SERVE_LIMIT_S = 60.0  # of the command, which imports much, beside whatever else the machine does
+SERVE_LIMIT_S = 60.0  # of the command, which imports much, on a busy machine
 _START_LIMIT_S = 60.0
-_JUDGE_BYTES = 6 << 30  # that one may allocate: who believes a header's sizes asks for more
+_JUDGE_BYTES = 6 << 30  # that a process may allocate: one that trusts a header's sizes asks for more
 _JSON_FILES = ("config.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _VALUES: tuple[object, ...] = (
     None, True, False, -1, 0, 1, 2, 3, 7, 1000, 2**20, 2**31, 2**63, 10**30, 0.5, -0.0, 1e-300, 1e308,
@@ -55,7 +55,7 @@ Change = Callable[[Path, random.Random], str]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a folder."""
+    """The outcome of loading a folder."""
 
     kind: str  # served, refused; anything else is a fault
     text: str = ""
@@ -130,7 +130,7 @@ def _weights(folder: Path, rng: random.Random) -> Path:
 
 
 def _change_header(folder: Path, rng: random.Random) -> str:
-    """A safetensors header says something else of its tensors."""
+    """A safetensors header describes its tensors wrongly."""
     file = _weights(folder, rng)
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -223,7 +223,7 @@ def _change_index(folder: Path, rng: random.Random) -> str:
 
 
 def _change_kind(folder: Path, rng: random.Random) -> str:
-    """Something that is no file lies where one should be."""
+    """Something other than a regular file is in place of a file."""
     file = folder / rng.choice([*_JSON_FILES, _weights(folder, rng).name, "chat_template.jinja"])
     file.unlink(missing_ok=True)
     how = rng.choice(("gone", "folder", "pipe", "endless", "dangling", "loop", "unreadable"))
@@ -265,7 +265,7 @@ CHANGES: tuple[Change, ...] = (
 
 
 def make_mutant(bases: list[Path], folder: Path, seed: int, number: int) -> str:
-    """Writes mutant `number` of this seed into `folder`, which is made anew. Returns what is wrong with it."""
+    """Writes mutant `number` of this seed into `folder`, which is created again. Returns what is wrong with it."""
     rng = random.Random(f"{seed} {number}")
     base = bases[number % len(bases)]
     shutil.rmtree(folder, ignore_errors=True)

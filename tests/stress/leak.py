@@ -42,7 +42,7 @@ class Slope(NamedTuple):
 
 
 class Looks:
-    """What processes held after so many requests."""
+    """What processes held after a number of requests."""
 
     def __init__(self) -> None:
         self._nums: list[int] = []

@@ -1,4 +1,4 @@
-"""Far more requests at once than a server has rows: who is answered, how fast, and what it costs.
+"""Sends far more requests at once than a server has rows: which are answered, how fast, and at what cost.
 
 `python -m pagewire.tests.stress.overload` measures the best rate of short completions when nobody has to be sent away.
 Then it sends 2,000 of them, half of them streams, each on a connection of its own and all at once. Every one has to be
