@@ -70,7 +70,7 @@ class Looks:
 
 
 def without_step(counts: Sequence[int]) -> list[int]:
-    """The same without the largest of its steps, which may be a helper process that was started when it was needed, and
+    """The same without the largest of its steps, which may be a sandbox process that was started when needed, and
     shows in the slope if it comes in the very middle."""
     steps = [after - before for before, after in pairwise(counts)]
     at = max(range(len(steps)), key=steps.__getitem__)
