@@ -318,7 +318,7 @@ def test_a_request_that_engines_fail_of_is_given_up(stack: ExitStack, fields: di
     router = stack.enter_context(Routed(*engines))
     answer = router.complete(**fields, temperature=0)
     error = answer.json["error"] if not fields else answer.events[-1]["error"]
-    assert error["code"] == "engine_unavailable" and "Two engines have gone" in error["message"]
+    assert error["code"] == "engine_unavailable" and "2 engines were lost" in error["message"]
     assert sorted(num_asked(engines)) == [0, 1, 1]
 
 
