@@ -1,15 +1,15 @@
-"""How one of our processes starts another: with its own interpreter, which imports from where we do and nowhere else.
+"""How a process starts another one: with the same interpreter and the same import path.
 
-`python -m` would look into the working folder first. That may be a model's, where a torch.py may lie.
+Plain `python -m` would import from the working folder first, which may be a model's folder with a torch.py.
 """
 
 import os
 import sys
 
 COMMAND = (sys.executable, "-P", "-m")
-"""In front of a module's name."""
+"""The command line before a module's name."""
 
 
 def environment() -> dict[str, str]:
-    """This process's own, for a process that is started with `COMMAND`."""
+    """The environment for a process that is started with `COMMAND`."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
