@@ -1,4 +1,4 @@
-"""Throughput without HTTP: `LLM.generate` with all prompts at once and one after another, beside transformers.
+"""Throughput without HTTP: `LLM.generate` with all prompts at once and one after another, compared with transformers.
 
 `python -m pagewire.bench.engine.offline` prints a table (median, smallest and largest of the repetitions) and writes
 JSON.
@@ -17,7 +17,6 @@ from ..workload import Transformers, parser, prompts, settings
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = parser(__doc__, json="bench/results/offline.json")
     arguments = flags.parse_args(argv)
     folder, name = locate(arguments.model, None)

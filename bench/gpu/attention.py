@@ -122,7 +122,6 @@ class Cached:
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """See the head of the file."""
     queue = setting.open_queue()
     head_dim, block_size = setting.choose((128, 64), (16, 16))
     copied = copy_gbs(queue, num_bytes=setting.choose(1 << 30, 1 << 16))

@@ -35,7 +35,6 @@ def count_differences(queue: Queue, out: Tensor, work: Work, *, times: int, a_re
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """See the head of the file."""
     queue = setting.open_queue()
     times, a_recording = setting.choose((100_000, 50), (4, 2))
     many = setting.choose([1, 255, 256, 257, 1000, 2500, 4096, 4096], [3, 33, 40])

@@ -20,7 +20,6 @@ _MAX_ERROR = 1.25  # of transformers' own
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """See the head of the file."""
     sys.path.insert(0, str(ROOT / "tests"))
     checkpoints: Any = importlib.import_module("checkpoints")
     driving: Any = importlib.import_module("runner_driver")

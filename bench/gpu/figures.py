@@ -23,7 +23,6 @@ class Figure:
 
     @property
     def target(self) -> str:
-        """For people."""
         if self.least is not None:
             return f"≥ {self.least:g}"
         return "" if self.most is None else f"≤ {self.most:g}"

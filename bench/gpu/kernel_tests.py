@@ -17,7 +17,6 @@ _PROCESSES = "8"  # compiling is what takes long
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """See the head of the file."""
     report = setting.scratch / "tests.xml"
     command = [sys.executable, "-m", "pytest", *setting.choose(_FOLDERS, _FILES), f"--ignore={_NO_GPU}"]
     command += ["-p", "no:cacheprovider", f"--junitxml={report}"]

@@ -76,7 +76,6 @@ def _end(number: int, frame: object) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs one part."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("name", choices=[part.name for part in PARTS])
     flags.add_argument("--lines", type=Path, required=True, help="a file for what it finds")

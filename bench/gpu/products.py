@@ -100,7 +100,6 @@ def moe_us(queue: Queue, *, tokens: int, num_experts: int, top_k: int, hidden: i
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """See the head of the file."""
     queue = setting.open_queue()
     yield from _launches(queue, setting.choose(100, 3))
     for n, k in setting.choose(SHAPES, ((32, 64),)):

@@ -110,7 +110,6 @@ class Stepper:
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """See the head of the file."""
     model, context = setting.model, setting.choose(1024, 16)
     num, many = setting.choose((200, 256), (2, 2))
     max_len, most_tokens = setting.choose((1280, 2048), (40, 16))

@@ -46,7 +46,6 @@ def offline_rate(setting: Setting, batch: Sequence[Request], *, max_len: int, ma
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """See the head of the file."""
     num, lengths = setting.choose((256, (100, 1024)), (4, (8, 24)))
     batch = requests(setting, num, lengths, lengths)
     rate = offline_rate(setting, batch, max_len=setting.choose(2048, 64), max_seqs=num)

@@ -168,7 +168,6 @@ def _text(kernel: str, bucket: tuple[int, ...]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Tunes."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--smoke", action="store_true", help="in Triton's interpreter, to see that the program runs")
     flags.add_argument("--only", nargs="+", metavar="KERNEL", help="these kernels")

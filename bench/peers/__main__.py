@@ -172,7 +172,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
     given = _arguments(argv)
     facts = machine()
     times = 1 if given.quick else given.repeat

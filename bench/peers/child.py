@@ -26,8 +26,6 @@ class Settings:
 
 
 class Engine(Protocol):
-    """Runs requests."""
-
     def run(self, requests: Sequence[tuple[list[int], int]]) -> list[list[float]]:
         """Per request, `time.perf_counter` at each of its tokens. Greedy, no end at an eos."""
 

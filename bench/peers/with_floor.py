@@ -17,8 +17,6 @@ _COLUMNS = 4096  # float32 numbers; long rows, so that a thread reads in one run
 
 
 class Floor:
-    """In the environment of `python`."""
-
     name = "floor"
 
     def __init__(self, python: str) -> None:
@@ -55,5 +53,4 @@ class _Engine:
 
 
 def child(arguments: Sequence[str]) -> None:
-    """The child's side."""
     serve(_Engine, arguments)

@@ -50,5 +50,4 @@ class _Engine:
 
 
 def child(arguments: Sequence[str]) -> None:
-    """The child's side."""
     serve(_Engine, arguments)

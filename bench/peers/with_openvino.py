@@ -15,8 +15,6 @@ from .in_child import InChild, has_modules
 
 
 class OpenVino:
-    """In the environment of `python`."""
-
     name = "openvino"
 
     def __init__(self, python: str) -> None:
@@ -85,5 +83,4 @@ class _Engine:
 
 
 def child(arguments: Sequence[str]) -> None:
-    """The child's side."""
     serve(_Engine, arguments)

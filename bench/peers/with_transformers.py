@@ -13,8 +13,6 @@ from .in_child import InChild, has_modules
 
 
 class Transformers:
-    """In the environment of `python`."""
-
     name = "transformers"
 
     def __init__(self, python: str) -> None:
@@ -73,5 +71,4 @@ class _Clock:
 
 
 def child(arguments: Sequence[str]) -> None:
-    """The child's side."""
     serve(_Engine, arguments)

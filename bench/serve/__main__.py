@@ -64,7 +64,6 @@ async def stream(url: str, model: str, prompt: list[int], num_tokens: int) -> li
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = parser(__doc__, json="bench/results/serve.json")
     flags.add_argument("--url", default="", help="a running server; empty: start one")
     arguments = flags.parse_args(argv)

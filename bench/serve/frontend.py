@@ -99,7 +99,6 @@ def stream(engine: Engine, row: Row, *, num_streams: int, num_tokens: int, text:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="", help="a folder or Hub name; empty: the demo model")
     parser.add_argument("--streams", type=int, default=256, help="at once")

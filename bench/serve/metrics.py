@@ -51,7 +51,6 @@ class Parsed(Collector):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="repetitions")
     parser.add_argument("--json", type=Path, default=Path("bench/results/metrics.json"), help="where to write")

@@ -107,7 +107,6 @@ def wait_until_all_ready(router: Server, num: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--streams", type=int, default=64, help="at once")
     parser.add_argument("--tokens", type=int, default=300, help="of each stream")

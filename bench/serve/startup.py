@@ -34,7 +34,6 @@ def first_answer_s(model: str = "") -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="", help="a folder or Hub name; empty: the demo model")
     parser.add_argument("--repeat", type=int, default=5, help="repetitions")

@@ -50,7 +50,6 @@ async def until(reached: Callable[[], bool], what: str) -> None:
 
 
 async def vanish(server: Server, row: Row, num: int) -> list[str]:
-    """See the head of the file."""
     await closed_loop(server.port, [completion(8, is_stream=bool(i % 2)) for i in range(16)], 8, _LIMIT_S)  # warms up
     server.wait_idle()
     before = server.holdings()["api"].num_fds
@@ -131,8 +130,6 @@ async def stalled(server: Server, row: Row, num_others: int, num: int, num_token
 
 
 async def heads(server: Server, row: Row, num: int, limit_s: float) -> list[str]:
-    """See the head of the file."""
-
     async def drip(connection: socket.socket) -> float:
         loop, began = asyncio.get_running_loop(), time.monotonic()
         closed = asyncio.create_task(loop.sock_recv(connection, 1))

@@ -256,7 +256,6 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the program."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flags.add_argument("--rounds", type=int, default=20, help="of each kind and signal")
     flags.add_argument("--kinds", default=",".join(KINDS), help=f"of processes; {NOTHING}: none is touched")

@@ -380,7 +380,6 @@ def run(url: str, pid: int, arguments: argparse.Namespace) -> Report:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--url", help="a server that runs already, without keys")
     parser.add_argument("--count", type=int, default=10_000, help="requests")
@@ -392,7 +391,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the program."""
     arguments = parse(argv)
     started = time.monotonic()
     with ExitStack() as stack:

@@ -386,7 +386,6 @@ def verdicts(bases: list[Path], scratch: Path, seed: int, numbers: range) -> Ite
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs them. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="mutants")
     parser.add_argument("--first", type=int, default=0, help="number of the first mutant")
