@@ -176,9 +176,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder to write to")
     parser.add_argument("--like", choices=SHAPES, default="qwen3-0.6b", help="model size (default: %(default)s)")
-    parser.add_argument(
-        "--weights", action="store_true", help="also write random weights, which other engines need"
-    )
+    parser.add_argument("--weights", action="store_true", help="also write random weights, which other engines need")
     arguments = parser.parse_args(argv)
     make_checkpoint(arguments.folder, arguments.like, weights=arguments.weights)
     print(f"{arguments.folder}: {arguments.like}; try: pagewire serve {arguments.folder} --load-format dummy")

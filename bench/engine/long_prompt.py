@@ -91,9 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flags.add_argument("--streams", type=int, default=32, help="number of streams")
     flags.add_argument("--prompt-len", type=int, default=32768, help="tokens of the long prompt")
-    flags.add_argument(
-        "--times", type=float, default=3.0, help="the target, in latencies of the streams alone"
-    )
+    flags.add_argument("--times", type=float, default=3.0, help="the target, in latencies of the streams alone")
     flags.add_argument("--threads", type=int, default=1, help="torch threads")
     flags.add_argument("--repeat", type=int, default=3, help="repetitions")
     flags.add_argument("--json", type=Path, default=Path("bench/results/long_prompt.json"), help="where to write")
