@@ -59,7 +59,7 @@ FINE = b'HTTP/1.1 400 Bad Request\r\n\r\n{"error":{"message":"m","type":"t","par
         (lambda fine: fine.replace(b"400", b"500"), "answered 500"),
         (lambda fine: fine.replace(b'"code"', b'"kode"'), "shape"),
         (lambda fine: fine.partition(b"{")[0], "shape"),
-        (lambda fine: fine.replace(b'"m"', b'"<X object at 0x7f>"'), "insides"),
+        (lambda fine: fine.replace(b'"m"', b'"<X object at 0x7f>"'), "internals"),
         (lambda fine: fine.partition(b"{")[0] + b'{"type":"error","error":{"type":"t","message":"m"}}', "shape"),
         (lambda fine: b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: [DONE]\n\n", None),
         (lambda fine: b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {}\n\n", "no end"),
