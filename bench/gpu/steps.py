@@ -1,7 +1,7 @@
-"""The worker's step: how long it takes, what lies idle between steps, and what memory it took of what was said.
+"""The worker's step: its duration, the idle time between steps, and its memory compared with the forecast.
 
-Plans are launched as the worker is sent them, one ahead of the device. The context of one row is computed; those of the
-others are copies of it, which take as long to read.
+Plans are launched as the worker gets them, one ahead of the device. The context of one row is computed; the other rows
+get copies of its blocks, which take as long to read.
 """
 
 import statistics

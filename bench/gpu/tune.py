@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table = {key: options for key, options in TUNED.items() if key not in {(f.kernel, f.bucket) for f in found}}
         table |= {(each.kernel, each.bucket): each.best for each in found if each.best}
         TABLE.write_text(rewritten(TABLE.read_text(), dict(sorted(table.items()))))
-        print(f"{TABLE}: {len(table)} entries; now run the tests of the kernels, and make golden.json anew")
+        print(f"{TABLE}: {len(table)} entries; now run the tests of the kernels, and generate golden.json again")
 
 
 if __name__ == "__main__":
