@@ -1,7 +1,6 @@
 """pagewire: an LLM serving engine made of small processes.
 
-Importing the package costs nothing: `LLM` and its parameters are loaded on first use, so that the processes which do
-not need torch never see it.
+Public names are imported on first use, so that processes which do not need torch do not import it.
 """
 
 from importlib import import_module

@@ -1,13 +1,13 @@
 """Every error that pagewire raises or reports on purpose.
 
-    PagewireError                     one clear sentence; `str(e)` is fit for a person
-    ├── ConfigError                   a flag, a folder or a file that cannot be used: exit code 2
-    │   └── UnsupportedModel          a checkpoint that is sound, of a model that pagewire cannot serve
-    ├── CheckpointError               the checkpoint's files contradict themselves or the model: exit code 2
-    ├── StartError                    a process did not come up: exit code 1
-    └── RequestError(kind)            one request is refused or failed; the engine is unharmed
+    PagewireError                     `str(e)` is one clear sentence
+    ├── ConfigError                   a flag, folder or file cannot be used: exit code 2
+    │   └── UnsupportedModel          the checkpoint is valid, but pagewire cannot serve this model
+    ├── CheckpointError               the checkpoint's files are damaged or inconsistent: exit code 2
+    ├── StartError                    a process did not become ready: exit code 1
+    └── RequestError(kind)            one request is refused or failed; other requests are not affected
 
-`ErrorKind` is what travels over IPC in `Failed`; the HTTP edge turns it into a status and OpenAI's error object.
+`Failed` carries the `ErrorKind` over IPC; the api turns it into an HTTP status and OpenAI's error object.
 """
 
 from typing import Literal
@@ -17,17 +17,17 @@ ErrorKind = Literal[
     "context_length_exceeded",  # the prompt does not fit the model's context or the KV cache: 400
     "queue_full",  # the waiting queue is at its bound: 429
     "unavailable",  # a part of the engine is starting, stopping or gone: 503
-    "internal",  # our own fault: 500
+    "internal",  # a bug: 500
 ]
 
-
-_MAX_CHARS = 1000  # of a sentence: what it quotes may have any length
+_MAX_CHARS = 1000  # of a message, because what it quotes may have any length
 
 
 class PagewireError(Exception):
     """Base of all errors raised on purpose. `str()` is one sentence that says what to do.
 
-    It may quote a file or a request, so what would move a terminal's cursor or break a log's line is escaped."""
+    The message may quote a file or a request, so control characters are escaped: they could move a terminal's cursor
+    or begin a new line in a log."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -43,7 +43,7 @@ class ConfigError(PagewireError):
 
 
 class UnsupportedModel(ConfigError):
-    """reason: a clause that names the mechanism which is missing, without a full stop."""
+    """`reason`: a clause that names the missing mechanism, without a full stop."""
 
     def __init__(self, architecture: str, reason: str) -> None:
         super().__init__(f"{architecture} cannot be served: {reason}.")
@@ -58,11 +58,11 @@ class StartError(PagewireError):
 
 
 class RequestError(PagewireError):
-    """One request is refused or has failed; nothing else is affected."""
+    """One request is refused or has failed; other requests are not affected."""
 
     def __init__(self, kind: ErrorKind, detail: str, *, param: str = "", num_tokens: int = 0) -> None:
-        """`param`: the field of the request that is at fault, if one is. `num_tokens`: of a prompt that is too long,
-        if they were counted."""
+        """`param`: the invalid field of the request, if there is one. `num_tokens`: length of a prompt that is too
+        long, if it is known."""
         super().__init__(detail)
         self.kind: ErrorKind = kind
         self.param = param
@@ -70,6 +70,6 @@ class RequestError(PagewireError):
 
 
 def prompt_too_long(max_model_len: int, why: str, *, num_tokens: int = 0) -> RequestError:
-    """`why`: what follows "However,". Clients know an overflow by the sentence that it begins with."""
+    """`why`: the clause after "However,". Clients recognise the error by its first sentence, which is OpenAI's."""
     detail = f"This model's maximum context length is {max_model_len} tokens. However, {why}. Shorten the prompt."
     return RequestError("context_length_exceeded", detail, num_tokens=num_tokens)

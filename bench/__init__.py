@@ -1,1 +1,1 @@
-"""What measures speed, by subject: `serve` over HTTP, `engine` without it, `gpu`, and `peers` beside other engines."""
+"""Benchmarks: `serve` over HTTP, `engine` without HTTP, `gpu`, and `peers` in comparison with other engines."""

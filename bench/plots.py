@@ -1,4 +1,4 @@
-"""The benchmarks' figures: one PNG each, drawn by the script that measured it."""
+"""The figures of the benchmarks, as PNG files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ _STYLE: Any = {  # mypy: the keys are a long Literal
 def distribution(
     path: Path, title: str, unit: str, values: Mapping[str, Sequence[float]], *, marks: Mapping[str, float]
 ) -> None:
-    """For each name, which share of its values is larger than x, both on logarithmic axes: the tail is what matters."""
+    """For each name, the share of values larger than x, on two logarithmic axes, which show the tail."""
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
         for color, (name, numbers) in zip(_COLORS, values.items(), strict=False):
@@ -47,7 +47,7 @@ def distribution(
 def dots(
     path: Path, title: str, unit: str, values: Mapping[str, Sequence[float]], *, marks: Mapping[str, float]
 ) -> None:
-    """A line for each name, and on it a dot for each of its values."""
+    """A line for each name with a dot for each of its values."""
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6.5, 1.5 + 0.3 * len(values)), layout="constrained")
         for line, numbers in enumerate(values.values()):
@@ -71,7 +71,7 @@ def panels(
     *,
     log: Sequence[str] = (),
 ) -> None:
-    """A panel for each column, and in it a line for each name: medians over `xs`, the spread shaded.
+    """A panel for each column with a line for each name: medians over `xs`, the range shaded.
 
     `lines`: name → a row for each x. `log`: columns on a logarithmic axis.
     """

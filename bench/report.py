@@ -1,4 +1,4 @@
-"""What every benchmark shares: repeated measurements, facts about the machine, a table and a JSON file."""
+"""Shared by all benchmarks: repeated measurements, facts of the machine, a table and a JSON file."""
 
 import datetime
 import json
@@ -10,35 +10,34 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-# By which products may be fast, as /proc/cpuinfo names them.
+# Instruction sets that matrix products may use, as /proc/cpuinfo names them.
 _INSTRUCTIONS = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimddp", "bf16", "i8mm"}
 
 
 @dataclass
 class Row:
-    """One way of doing the work: its figures, each measured several times."""
+    """One measured case: its figures, each measured several times."""
 
     name: str
-    figures: dict[str, list[float]] = field(default_factory=dict)  # column, with its unit → one value a repetition
+    figures: dict[str, list[float]] = field(default_factory=dict)  # column, with its unit → one value per repetition
 
     def add(self, **values: float) -> None:
-        """One repetition."""
+        """Adds the values of one repetition."""
         for column, value in values.items():
             self.figures.setdefault(column, []).append(value)
 
     def median(self, column: str) -> float:
-        """The column's median."""
         return statistics.median(self.figures[column])
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` % of the values do not exceed."""
+    """The smallest of the values that at least `percent` % of them do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -(-int(len(ordered) * percent) // 100) - 1))]
 
 
 def machine() -> dict[str, object]:
-    """The machine and the versions, as far as they explain a figure."""
+    """The machine and the versions of packages."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -60,7 +59,7 @@ def machine() -> dict[str, object]:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Median and, after it, the smallest and largest value of each column."""
+    """Prints the median, smallest and largest value of each column."""
     columns = list(dict.fromkeys(column for row in rows for column in row.figures))
     cells = [["", *columns]]
     for row in rows:
@@ -81,14 +80,14 @@ def print_table(rows: Sequence[Row]) -> None:
 def write_json(
     path: Path, title: str, rows: Sequence[Row], facts: dict[str, object], settings: dict[str, object]
 ) -> None:
-    """Everything that was measured, and on what."""
+    """Writes all measured values with the machine and the settings."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"title": title, "machine": facts, "settings": settings, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def repeat(times: int, *measures: Callable[[], None]) -> None:
-    """Runs the measurements in turn, `times` rounds, so that a noisy moment meets them all."""
+    """Runs all measurements in turn, `times` times, so that noise affects all of them."""
     for _ in range(times):
         for measure in measures:
             measure()

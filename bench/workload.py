@@ -1,4 +1,4 @@
-"""The requests that the benchmarks send: fixed prompts and fixed lengths, the same for every engine."""
+"""The requests of the benchmarks: fixed prompts and lengths, the same for every engine."""
 
 import argparse
 import random
@@ -48,14 +48,14 @@ def prompts(folder: Path, num: int, num_tokens: int, seed: int = 0) -> list[list
 
 
 def parser(description: str | None, *, json: str) -> argparse.ArgumentParser:
-    """The flags for what to send and how often. `json`: the default path of the results."""
+    """The flags for the requests and repetitions. `json`: default path of the results."""
     flags = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flags.add_argument("--model", default="", help="a folder or Hub name; empty: the demo model")
-    flags.add_argument("--num-prompts", type=int, default=16, help="requests")
+    flags.add_argument("--num-prompts", type=int, default=16, help="number of requests")
     flags.add_argument("--input-len", type=int, default=64, help="prompt tokens of each")
     flags.add_argument("--output-len", type=int, default=64, help="output tokens of each")
     flags.add_argument("--dtype", default="float32", choices=("bfloat16", "float32"), help="of weights and KV")
-    flags.add_argument("--threads", type=int, default=1, help="torch threads, for everyone in the table")
+    flags.add_argument("--threads", type=int, default=1, help="torch threads, for every engine in the table")
     flags.add_argument("--repeat", type=int, default=5, help="repetitions")
     flags.add_argument("--json", type=Path, default=Path(json), help="where to write the results")
     return flags
@@ -68,7 +68,7 @@ def settings(arguments: argparse.Namespace, name: str) -> dict[str, object]:
 
 
 class Transformers:
-    """transformers' `generate` on the same checkpoint: what one would use without an engine."""
+    """transformers' `generate` on the same checkpoint, as the baseline without an engine."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         import torch
@@ -79,7 +79,7 @@ class Transformers:
         self._model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
     def generate(self, batch: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Greedy, exactly `num_tokens` each; all prompts of a batch have one length."""
+        """Generates greedily, exactly `num_tokens` each; all prompts of a batch must have the same length."""
         ids = self._torch.tensor([list(prompt) for prompt in batch])
         with self._torch.inference_mode():
             self._model.generate(

@@ -1,10 +1,10 @@
 """`EngineClient`: token ids in, token ids out, over IPC to the core of an engine. No HTTP and no tokenizer.
 
-Connects to a running engine (`--client-address`) or starts one for itself. Everything happens on the event loop of the
-caller. What travels is described in docs/ipc-protocol.md.
+It connects to a running engine (`--client-address`) or starts one of its own, and runs on the caller's event loop.
+docs/ipc-protocol.md describes the protocol.
 
-A connection that breaks is made again, and what was open goes on after the last token that arrived: a token depends on
-its prompt, its seed and its position only, so the caller sees no seam.
+If the connection breaks, the client reconnects and open requests continue after the last token that arrived. The
+caller sees no difference, because a token depends only on its prompt, seed and position.
 """
 
 import asyncio
@@ -44,34 +44,34 @@ from ..ipc.messages import Cancel, Constraint, Failed, Limits, Sampling, Snapsho
 from ..ipc.zmq_channel import ZmqContext, ZmqDealer, read_keys
 from ..procs import interpreter
 
-WINDOW = 64  # `News` on the way
-MAX_LOSSES = 2  # more of the engine, until a request that got nothing meanwhile is taken for the reason
-SILENCE_LIMIT_S = 3.0  # the core is heard twice a second
-_DOUBT_S = 1.0  # of silence, after which we ask: a core that took the place of ours says that it does not know us
-_STOP_LIMIT_S = 30.0  # for an engine of one's own to end
+WINDOW = 64  # `News` messages that the engine may send before one of them is acknowledged
+MAX_LOSSES = 2  # times a request is resumed without a new token before it is blamed for the loss of the engine
+SILENCE_LIMIT_S = 3.0  # the core sends a message twice a second
+_DOUBT_S = 1.0  # silence after which we send an `Ack`: a core that replaced ours answers that it has no such session
+_STOP_LIMIT_S = 30.0  # for our own engine to exit
 _TICK_S = 0.25
 _HELLO_AGAIN_S = 1.0
-_MAX_UNSENT = 10_000  # messages that the engine has not taken yet
+_MAX_UNSENT = 10_000  # queued messages that the socket has not accepted yet
 
 log = logging.getLogger("pagewire.client")
 _generate: Decoder[Generate] = Decoder(Generate)
 
 
 class Generation:
-    """The sequences of one prompt. Iterate over it for their news, as (choice, `Tokens`); one reader.
+    """The sequences of one prompt. Iterating yields their output as (choice, `Tokens`); only one task may read it.
 
-    What is not read is put together, so a slow reader gets more at once. Leaving an `async with` block cancels what is
-    open."""
+    Output that has not been read is merged, so a slow reader gets larger pieces. Leaving an `async with` block cancels
+    the open sequences."""
 
     def __init__(self, client: "EngineClient", request: Generate) -> None:
         self._client = client
         self._request = request
-        self._ids = [array("i") for _ in range(request.n)]  # that arrived
+        self._ids = [array("i") for _ in range(request.n)]  # all that have arrived, by choice
         self._open = set(range(request.n))
         self._cancelled: set[int] = set()  # choices
-        self._num_losses = 0  # engines lost since its last news
+        self._num_losses = 0  # engines lost since its last token
         self._scored = False  # prompt log-probabilities have arrived
-        self._news: dict[int, Tokens] = {}  # by choice; not read yet
+        self._unread: dict[int, Tokens] = {}  # by choice
         self._error: RequestError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -79,8 +79,8 @@ class Generation:
         return self
 
     async def __anext__(self) -> tuple[int, Tokens]:
-        """The next news. Raises RequestError if the engine refuses the request or fails, once all news is read."""
-        while not self._news:
+        """Raises RequestError if the engine refuses the request or fails, after all output has been read."""
+        while not self._unread:
             if self._error is not None:
                 raise self._error
             if not self._open:
@@ -91,8 +91,8 @@ class Generation:
                 await self._waiter
             finally:
                 self._waiter = None
-        choice = next(iter(self._news))
-        return choice, self._news.pop(choice)
+        choice = next(iter(self._unread))
+        return choice, self._unread.pop(choice)
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,13 +103,13 @@ class Generation:
         self.cancel()
 
     async def ids(self) -> list[list[int]]:
-        """Waits for the end; the output of each choice. Raises RequestError."""
+        """Waits for the end and returns the output ids of each choice. Raises RequestError."""
         async for _ in self:
             pass
         return [ids.tolist() for ids in self._ids]
 
     def cancel(self, choice: int | None = None) -> None:
-        """Ends what is open, or one choice: its last news has the finish reason "abort". Harmless when nothing is."""
+        """Cancels all open choices, or one; the last `Tokens` of each has the finish reason "abort"."""
         choices = (self._open if choice is None else self._open & {choice}) - self._cancelled
         if choices:
             self._cancelled |= choices
@@ -121,13 +121,12 @@ class Generation:
         self._scored |= tokens.prompt_logprobs is not None
         if tokens.finish is not None:
             self._open.discard(choice)
-        before = self._news.get(choice)
-        self._news[choice] = tokens if before is None else join_tokens(before, tokens)
+        before = self._unread.get(choice)
+        self._unread[choice] = tokens if before is None else join_tokens(before, tokens)
         self._wake()
 
     def _fail(self, error: RequestError) -> None:
-        """The first error stands."""
-        self._error = self._error or error
+        self._error = self._error or error  # the first one is reported
         self._open.clear()
         self._wake()
 
@@ -135,8 +134,8 @@ class Generation:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _again(self) -> list[Generate]:
-        """What is to be asked of an engine that does not know of it."""
+    def _resumption(self) -> list[Generate]:
+        """The requests with which another engine continues the open choices."""
         request, sampling = self._request, self._request.sampling
         if not any(self._ids) and len(self._open) == request.n:
             return [request]
@@ -153,7 +152,7 @@ class Generation:
 
 
 class EngineClient:
-    """One connection to an engine core, made again when it breaks. Made by `connect` or `start`."""
+    """One connection to an engine core, which is renewed when it breaks. Create it with `connect` or `start`."""
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class EngineClient:
         process: asyncio.subprocess.Process | None = None,
         folder: Path | None = None,
     ) -> None:
-        """For `connect` and `start`, which also wait until the engine answers."""
+        """Called by `connect` and `start`, which also wait until the engine answers."""
         self._address = address
         self._name = name
         self._reconnect_s = reconnect_s
@@ -179,9 +178,9 @@ class EngineClient:
         self._facts: Welcome | None = None
         self._seq = 0  # of the last News
         self._acked = 0
-        self._heard_at = self._said_at = time.monotonic()  # the engine's last word; our last Hello
-        self._lost_at: float | None = self._heard_at  # since when there is no session
-        self._generations: dict[int, Generation] = {}  # by rid, of every sequence that is open
+        self._heard_at = self._said_at = time.monotonic()  # the engine's last message; our last Hello
+        self._lost_at: float | None = self._heard_at  # when the session ended; None while there is one
+        self._generations: dict[int, Generation] = {}  # by rid, for every open sequence
         self._next_rid = 1
         self._snapshots: list[asyncio.Future[Snapshot]] = []
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -200,17 +199,17 @@ class EngineClient:
         timeout_s: float = 10.0,
         reconnect_s: float = 30.0,
     ) -> Self:
-        """To an engine that was started with `--client-address`. `name`: for its log, and the tenant of requests that
-        name none. `reconnect_s`: how long a lost engine is looked for before what is open fails.
+        """Connects to an engine that was started with `--client-address`. `name`: shown in the engine's log, and the
+        default tenant of requests. `reconnect_s`: how long to retry a lost engine before open requests fail.
 
-        Raises StartError if nobody answers in time, ConfigError for an address that is none."""
+        Raises StartError if no engine answers within `timeout_s`, ConfigError if the address is invalid."""
         client = cls(address, key_file=None if key_file is None else Path(key_file), name=name, reconnect_s=reconnect_s)
         await client._wait_welcome(timeout_s)
         return client
 
     @classmethod
     async def start(cls, model: str = "", **options: object) -> Self:
-        """Starts an engine of one's own that ends with this client or this process. `options`: the fields of `Config`.
+        """Starts an engine that ends with this client or this process. `options`: fields of `Config`.
 
         Raises ConfigError, StartError."""
         folder = Path(tempfile.mkdtemp(prefix="pagewire-client-"))
@@ -225,7 +224,7 @@ class EngineClient:
             "pagewire.procs.embedded",
             env=interpreter.environment(interpreter.HUB_TOKENS),
             stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is this process's own affair
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the engine
         )
         assert process.stdin is not None and config.engine.client_address is not None
         process.stdin.write(msgspec.json.encode(config) + b"\n")
@@ -235,7 +234,7 @@ class EngineClient:
 
     @property
     def facts(self) -> Welcome:
-        """What the engine is: its model, its longest context, its vocabulary."""
+        """The engine's model, longest context, vocabulary size and eos ids."""
         assert self._facts is not None
         return self._facts
 
@@ -251,36 +250,34 @@ class EngineClient:
         tenant: str = "",
         constraint: Constraint | None = None,
     ) -> Generation:
-        """Asks for `n` sequences of one prompt. Without `sampling`, at temperature 1 with a seed of their own.
+        """Requests `n` sequences of one prompt. Default `sampling`: temperature 1 and a random seed.
 
-        Raises RequestError if a value is out of bounds, or the engine is gone or takes nothing."""
+        Raises RequestError if a value is out of bounds, the client is closed, or the queue to the engine is full."""
         if self._closed:
             raise RequestError("unavailable", "The client is closed.")
         if len(self._unsent) >= _MAX_UNSENT:
-            raise RequestError("queue_full", "The engine does not take what is sent to it.")
+            raise RequestError("queue_full", f"{len(self._unsent)} messages wait for the engine; send fewer at once.")
         sampling = sampling or Sampling(seed=secrets.randbits(62))
-        if (
-            len(prompt_ids) > self.facts.max_model_len
-        ):  # however long: what is too long to be sent breaks the connection
-            num = len(prompt_ids)
+        # Checked here because a message beyond the size limit would break the connection.
+        if (num := len(prompt_ids)) > self.facts.max_model_len:
             raise prompt_too_long(self.facts.max_model_len, f"the prompt has {num} tokens", num_tokens=num)
         try:
             data = ids_to_bytes(list(prompt_ids))
             request = Generate(
                 self._next_rid, n, data, sampling, limits or Limits(), priority, salt, tenant, constraint=constraint
             )
-            request = _generate.decode(encode(request))  # in bounds, as the engine will see it
+            request = _generate.decode(encode(request))  # checks the bounds of all fields
         except (*DecodeError, OverflowError, TypeError) as error:
             raise RequestError("invalid_request", f"{error}.") from error
         self._next_rid += n
         generation = Generation(self, request)
         self._generations.update(dict.fromkeys(range(request.rid, request.rid + n), generation))
-        if self._is_welcome:  # else the welcome brings it along
+        if self._is_welcome:  # otherwise it is sent when the session begins
             self._send(request)
         return generation
 
     async def snapshot(self) -> Snapshot:
-        """The engine's gauges and counters, within half a second. Raises RequestError if it is gone."""
+        """The engine's next gauges and counters, which it sends twice a second. Raises RequestError if it is lost."""
         if self._closed:
             raise RequestError("unavailable", "The client is closed.")
         future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
@@ -288,7 +285,7 @@ class EngineClient:
         return await future
 
     async def close(self) -> None:
-        """Cancels what is open, leaves, and ends the engine if it was started for this client."""
+        """Cancels open requests, disconnects, and ends the engine if it was started by this client."""
         if self._closed:
             return
         if self._is_welcome:
@@ -334,8 +331,7 @@ class EngineClient:
             raise
 
     def _connect(self) -> None:
-        """A new connection: what the old one still brings is of no use."""
-        if self._socket is not None:
+        if self._socket is not None:  # a new socket, so that no message of the old session arrives in the new one
             self._socket.close()
         self._is_welcome = False
         self._unsent.clear()
@@ -353,17 +349,17 @@ class EngineClient:
         self._connect()
 
     async def _tick(self) -> None:
-        """Looks for what does not come as a message."""
+        """Detects what no message reports: exit of the engine's process, silence, timeouts."""
         while True:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
             if self._process is not None and self._process.returncode is not None:
-                reason = f"The engine has ended with exit code {self._process.returncode}."
+                reason = f"The engine's process ended with exit code {self._process.returncode}."
                 if not self._first.done():
                     self._first.set_exception(StartError(reason))
                 self._fail_all(RequestError("unavailable", reason))
             if self._is_welcome and now - self._heard_at > SILENCE_LIMIT_S:
-                self._lose("It is silent.")
+                self._lose(f"It has not sent anything for {SILENCE_LIMIT_S:g} s.")
             elif self._is_welcome and now - self._heard_at > _DOUBT_S:
                 self._send(Ack(self._seq))
             elif not self._is_welcome and now - self._said_at > _HELLO_AGAIN_S and self._goodbye:
@@ -393,14 +389,15 @@ class EngineClient:
             while self._unsent:
                 self._socket.send(self._unsent[0])
                 self._unsent.popleft()
-        asyncio.get_running_loop().call_soon(self._receive)  # sending may have swallowed the word of an arrival
+        # Sending may consume ZeroMQ's edge-triggered event for a message that has arrived.
+        asyncio.get_running_loop().call_soon(self._receive)
 
     def _receive(self) -> None:
         while not self._closed and self._socket is not None and (data := self._socket.receive()) is not None:
             try:
                 message = self._decoder.decode(data)
             except DecodeError as error:
-                return self._lose(f"It sent bytes that are no message ({error}).")
+                return self._lose(f"It sent an invalid message ({error}).")
             self._heard_at = time.monotonic()
             match message:
                 case Welcome():
@@ -414,13 +411,13 @@ class EngineClient:
                     self._snapshots.clear()
                 case News():
                     if message.seq != self._seq + 1:
-                        return self._lose(f"News {self._seq + 1} was lost.")
+                        return self._lose(f"News {self._seq + 1} is missing: {message.seq} arrived.")
                     self._hear(message)
                 case _:
                     assert_never(message)
 
     def _enter(self, welcome: Welcome) -> None:
-        """A session is open: what is under way goes on in it."""
+        """A session begins: resumes the open requests in it."""
         known, self._facts = self._facts, welcome
         self._is_welcome, self._lost_at, self._goodbye = True, None, ""
         if not self._first.done():
@@ -433,16 +430,18 @@ class EngineClient:
             if not generation._open:
                 pass
             elif generation._scored:
-                self._end(generation, RequestError("unavailable", "The engine was lost while a prompt was scored."))
+                reason = "The engine was lost, and a request with prompt log-probabilities cannot be resumed."
+                self._end(generation, RequestError("unavailable", reason))
             elif generation._num_losses >= MAX_LOSSES:
-                self._end(generation, RequestError("unavailable", "The engine was lost over it again and again."))
+                reason = f"The engine was lost {MAX_LOSSES + 1} times in a row during this request."
+                self._end(generation, RequestError("unavailable", reason))
             else:
                 generation._num_losses += 1
-                for request in generation._again():
+                for request in generation._resumption():
                     self._send(request)
 
     def _part(self, reason: str) -> None:
-        """The engine has ended the session, or refuses one."""
+        """The engine ended the session, or refused to begin one."""
         if not self._is_welcome and not self._first.done():
             self._goodbye = reason
             self._said_at = time.monotonic()
@@ -473,7 +472,7 @@ class EngineClient:
         generation._take(tokens.rid - generation._request.rid, tokens)
 
     def _on_failed(self, failed: Failed) -> None:
-        """One of its sequences has failed: the others have no reader any more."""
+        """One sequence failed: ends its whole generation, whose reader gets the error."""
         generation = self._generations.get(failed.rid)
         if generation is not None:
             generation._open.discard(failed.rid - generation._request.rid)

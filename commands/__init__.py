@@ -1,1 +1,1 @@
-"""What the `pagewire` command does besides serving. Each file is one subcommand, or what several of them share."""
+"""The subcommands of `pagewire` other than serve, one file each, and the code that several of them use."""

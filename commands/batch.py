@@ -1,9 +1,9 @@
-"""Answers the requests of a file, in OpenAI's batch format, into another; a run that was cut short goes on.
+"""Answers the requests of a file in OpenAI's batch format into another file. Run it again to continue an earlier run.
 
 Each line of IN is {"custom_id", "method", "url", "body"}; each line of OUT is {"id", "custom_id", "response", "error"}
-with the same custom_id, in the order in which the answers came. OUT only ever holds final answers: requests that have a
-line there are not sent again. A request that the server refuses is answered with that refusal; one that met a server
-that was busy, gone or broken is tried again, and in the end left out.
+with the same custom_id, in the order in which the answers arrived. OUT holds only final answers: requests that have a
+line there are not sent again. If the server refuses a request, the refusal is its answer. If the server is busy or
+fails, the request is retried, and left out after the last attempt.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import msgspec
 
@@ -35,16 +35,15 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
-    parser.add_argument("input", metavar="IN", help="requests, one JSON object a line")
-    parser.add_argument("output", metavar="OUT", help="answers, one JSON object a line; what is there is kept")
+    parser.add_argument("input", metavar="IN", help="requests, one JSON object per line")
+    parser.add_argument("output", metavar="OUT", help="answers, one JSON object per line; existing ones are kept")
     add_client_flags(parser)
-    parser.add_argument("--model", default=None, help="a folder or Hub name to start a server for")
-    parser.add_argument("--concurrency", type=int, default=64, help="most requests under way at once (default: 64)")
+    parser.add_argument("--model", default=None, help="start a server for this folder or Hub name")
+    parser.add_argument("--concurrency", type=int, default=64, help="most open requests (default: 64)")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit code: 1 if requests were left without an answer."""
+    """Returns the exit code: 1 if some requests got no answer."""
     if arguments.concurrency < 1:
         raise ConfigError("--concurrency must be at least 1.")
     source, target = Path(arguments.input), Path(arguments.output)
@@ -55,20 +54,20 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"all {len(ids)} requests are answered in {target}", file=sys.stderr)
             return 0
         if done:
-            print(f"going on: {len(done)} of {len(ids)} requests are answered in {target}", file=sys.stderr)
+            print(f"continuing: {len(done)} of {len(ids)} requests are answered in {target}", file=sys.stderr)
         try:
             with find_server(arguments) as server:
                 return _Run(server, out, source, target, ids, done).run(arguments.concurrency)
         except KeyboardInterrupt:
             print(
-                f"\npagewire: interrupted. What {target} holds is kept; run the command again to go on.",
+                f"\npagewire: interrupted. The answers in {target} are kept; run the command again to continue.",
                 file=sys.stderr,
             )
             raise
 
 
 def read_requests(source: Path) -> Iterator[BatchRequest]:
-    """The lines of a batch file. Raises ConfigError that names the line."""
+    """The requests of a batch file. Raises ConfigError naming the line."""
     try:
         with source.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -84,19 +83,19 @@ def read_requests(source: Path) -> Iterator[BatchRequest]:
 
 
 def _check(source: Path) -> set[str]:
-    """Every custom_id. Raises ConfigError, before anything was sent, for what is wrong with any line."""
+    """Checks all lines before any request is sent. Returns every custom_id. Raises ConfigError."""
     ids: set[str] = set()
     for request in read_requests(source):
         if request.custom_id in ids:
-            raise ConfigError(f"{source}: custom_id {request.custom_id!r} stands there twice.")
+            raise ConfigError(f"{source}: custom_id {request.custom_id!r} occurs twice; give each request its own.")
         ids.add(request.custom_id)
     if not ids:
-        raise ConfigError(f"{source} holds no request.")
+        raise ConfigError(f"{source} contains no requests.")
     return ids
 
 
 def _open(target: Path) -> IO[bytes]:
-    """The output, for this run alone. Raises ConfigError."""
+    """The output file, locked for this run. Raises ConfigError."""
     try:
         file = target.open("a+b")
     except OSError as error:
@@ -105,12 +104,12 @@ def _open(target: Path) -> IO[bytes]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        raise ConfigError(f"Another run is writing {target}.") from error
+        raise ConfigError(f"Another run is writing {target}; wait for it, or choose another OUT.") from error
     return file
 
 
 def _finished(out: IO[bytes], target: Path) -> set[str]:
-    """The custom_ids that have an answer. A last line that was cut short is taken away. Raises ConfigError."""
+    """The custom_ids that have an answer. Removes an incomplete last line. Raises ConfigError."""
     out.seek(0)
     ids: set[str] = set()
     whole = 0
@@ -122,12 +121,12 @@ def _finished(out: IO[bytes], target: Path) -> set[str]:
         try:
             ids.add(msgspec.json.decode(line, type=_Done).custom_id)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{target}, line {number}, is no answer of a batch; choose another OUT.") from error
+            raise ConfigError(f"{target}, line {number}, is not an answer of a batch; choose another OUT.") from error
     return ids
 
 
 class _Run:
-    """One run: a thread reads requests, some send them, and the main one writes what they bring."""
+    """One run: one thread reads requests, several send them, and the main thread writes the answers."""
 
     def __init__(
         self, server: RemoteServer, out: IO[bytes], source: Path, target: Path, ids: set[str], done: set[str]
@@ -148,7 +147,7 @@ class _Run:
         todo: queue.Queue[BatchRequest | None] = queue.Queue(2 * concurrency)  # the file may be larger than memory
         answers: queue.Queue[tuple[str, bytes | str]] = queue.Queue()
         for target in (lambda: self._read(todo, concurrency), *[lambda: self._send(todo, answers)] * concurrency):
-            threading.Thread(target=target, daemon=True).start()  # an interrupt must not wait for long answers
+            threading.Thread(target=target, daemon=True).start()  # daemon: an interrupt does not wait for open requests
         with tqdm(total=len(self._ids), initial=len(self._done), unit="request", file=sys.stderr) as bar:
             for _ in range(num_left):
                 custom_id, answer = answers.get()
@@ -164,7 +163,7 @@ class _Run:
         custom_id, why = self._left_out[0]
         print(
             f"pagewire: {len(self._left_out)} of {len(self._ids)} requests got no answer; the first is {custom_id!r}: "
-            f"{why}. Run the command again to go on.",
+            f"{why}. Run the command again to continue.",
             file=sys.stderr,
         )
         return 1
@@ -187,7 +186,7 @@ class _Run:
         connection.close()
 
     def _ask(self, connection: http.client.HTTPConnection, request: BatchRequest) -> bytes:
-        """The line for the output. Raises PagewireError when there is no final answer to be had."""
+        """The line for the output. Raises PagewireError if no attempt got a final answer."""
         data = msgspec.json.encode(request.body)
         pause, why = _FIRST_PAUSE_S, ""
         for attempt in range(_ATTEMPTS):
@@ -199,7 +198,7 @@ class _Run:
                 response = connection.getresponse()
                 body = response.read()
             except (OSError, http.client.HTTPException) as error:
-                connection.close()  # opened again by the next request
+                connection.close()  # the next request opens it again
                 why = str(error) or type(error).__name__
                 continue
             status = response.status
@@ -213,7 +212,6 @@ class _Run:
 
 def _json(body: bytes) -> object:
     try:
-        found: object = json.loads(body)
+        return cast(object, json.loads(body))
     except ValueError:
         return None
-    return found

@@ -1,6 +1,6 @@
-"""A client of an OpenAI-compatible server, and a server of our own where there is none.
+"""A client of an OpenAI-compatible server, which starts a server if none is running.
 
-Uses the standard library's HTTP client, so that the commands start at once. Used by chat, complete, top and run-batch.
+It uses the standard library's HTTP client, because the commands start faster without an HTTP package.
 """
 
 import argparse
@@ -26,26 +26,25 @@ _START_TIMEOUT_S = 600.0
 
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    """`--url`, `--api-key` and `--cacert`."""
     parser.add_argument(
         "--url",
-        help="server to talk to: http:// or https://, or unix:PATH of its socket "
+        help="the server's address: http:// or https://, or unix:PATH of its socket "
         f"(default: {DEFAULT_URL} if one answers there)",
     )
-    parser.add_argument("--api-key", default=None, help="key of that server (also PAGEWIRE_API_KEY)")
-    parser.add_argument("--cacert", metavar="FILE", default=None, help="certificates by which to know an https server")
+    parser.add_argument("--api-key", default=None, help="API key of the server (default: PAGEWIRE_API_KEY)")
+    parser.add_argument("--cacert", metavar="FILE", default=None, help="CA certificates that verify an https server")
 
 
 class RemoteServer:
-    """An OpenAI-compatible server to talk to."""
+    """An OpenAI-compatible server."""
 
     def __init__(self, url: str, api_key: str | None, cacert: str | None = None) -> None:
-        """`cacert`: a file of certificates; default: the system's. Raises PagewireError."""
+        """`cacert`: a file of CA certificates; default: the system's. Raises PagewireError."""
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         is_file = parts.scheme == "unix" and parts.path and not parts.netloc
         if not is_file and (parts.scheme not in ("http", "https") or not parts.hostname):
-            raise PagewireError(f"{url} is no address of a server; write http://host:port, or unix:/path.")
+            raise PagewireError(f"{url} is not a server's address; write http://host:port, or unix:/path.")
         self._parts = parts
         try:
             self._tls = ssl.create_default_context(cafile=cacert) if parts.scheme == "https" else None
@@ -56,7 +55,7 @@ class RemoteServer:
             self.headers["Authorization"] = f"Bearer {api_key}"
 
     def connect(self, timeout_s: float | None = None) -> http.client.HTTPConnection:
-        """A connection that is opened with its first request."""
+        """A connection, which opens with its first request."""
         if self._parts.scheme == "unix":
             return _UnixConnection(self._parts.path, timeout_s)
         host, port = self._parts.hostname or "", self._parts.port
@@ -65,13 +64,13 @@ class RemoteServer:
         return http.client.HTTPConnection(host, port, timeout=timeout_s)
 
     def path(self, path: str) -> str:
-        """`path` below the server's address, which may end in /v1 as OpenAI's clients write it."""
+        """`path` below the path of the server's address, which may end in /v1 as in OpenAI's clients."""
         return path if self._parts.scheme == "unix" else self._parts.path.removesuffix("/v1") + path
 
     def request(
         self, method: str, path: str, body: object = None, timeout_s: float | None = None
     ) -> http.client.HTTPResponse:
-        """Sends one request. The caller closes the response, and the connection with it. Raises PagewireError."""
+        """Sends one request. The caller closes the response, which also closes the connection. Raises PagewireError."""
         connection = self.connect(timeout_s)
         data = None if body is None else json.dumps(body)
         try:
@@ -82,7 +81,7 @@ class RemoteServer:
             raise PagewireError(f"No server answers at {self.url}: {str(error) or type(error).__name__}.") from error
 
     def answers(self) -> bool:
-        """Whether it is there and healthy."""
+        """Whether the server is healthy."""
         try:
             with self.request("GET", "/health", timeout_s=2.0) as response:
                 return response.status == 200
@@ -90,19 +89,21 @@ class RemoteServer:
             return False
 
     def get(self, path: str) -> bytes:
-        """The body of an answer. Raises PagewireError, with the server's own words if it has any."""
+        """The body of an answer. Raises PagewireError, with the server's message if there is one."""
         with self.request("GET", path, timeout_s=10.0) as response:
             return checked(response)
 
     def model(self) -> str:
-        """The first model it serves."""
+        """The name of the first model that it serves. Raises PagewireError."""
         try:
             return str(json.loads(self.get("/v1/models"))["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise PagewireError(f"{self.url} does not say which model it serves: is it an OpenAI server?") from error
+            raise PagewireError(
+                f"{self.url} does not list its models; check that it is an OpenAI-compatible server."
+            ) from error
 
     def events(self, path: str, body: dict[str, object]) -> Generator[dict[str, object]]:
-        """The objects of a streamed answer as they come; the last may carry `usage`. Leaving the iterator ends the
+        """The objects of a streamed answer as they arrive; the last may have `usage`. Closing the iterator ends the
         request. Raises PagewireError."""
         wanted = body | {"stream": True, "stream_options": {"include_usage": True}}
         with self.request("POST", path, wanted) as response:
@@ -118,7 +119,7 @@ class RemoteServer:
                         raise PagewireError(error_message(event) or "The server failed.")
                     yield event
             if not is_done:
-                raise PagewireError("The server has ended the answer before it was whole.")
+                raise PagewireError("The server ended the answer before it was complete.")
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -127,7 +128,6 @@ class _UnixConnection(http.client.HTTPConnection):
         self._file = file
 
     def connect(self) -> None:
-        """See `HTTPConnection`."""
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._file)
@@ -141,7 +141,7 @@ def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def checked(response: http.client.HTTPResponse) -> bytes:
-    """The body. Raises PagewireError with the server's own words if it is an error."""
+    """The body. If it is an error, raises PagewireError with the server's message."""
     body = response.read()
     if response.status == 200:
         return body
@@ -153,14 +153,15 @@ def checked(response: http.client.HTTPResponse) -> bytes:
 
 
 def named_server(arguments: argparse.Namespace) -> RemoteServer:
-    """The one that the flags of `add_client_flags` name, or the one that runs here. Raises PagewireError."""
+    """The server that the flags of `add_client_flags` name; default: `DEFAULT_URL`. Raises PagewireError."""
     key = arguments.api_key or os.environ.get("PAGEWIRE_API_KEY")
     return RemoteServer(arguments.url or DEFAULT_URL, key, arguments.cacert)
 
 
 @contextlib.contextmanager
 def find_server(arguments: argparse.Namespace) -> Iterator[RemoteServer]:
-    """The server that was named, the one that runs here, or a new one that ends with the command. Raises StartError."""
+    """The server that `--url` names, the one at `DEFAULT_URL`, or a new one that ends with the command. Raises
+    StartError."""
     server = named_server(arguments)
     if arguments.url is not None or (arguments.model is None and server.answers()):
         yield server
@@ -176,7 +177,7 @@ def _own_server(model: str | None) -> Iterator[RemoteServer]:
         port = probe.getsockname()[1]
     command = [*interpreter.COMMAND, "pagewire", "serve", *([model] if model else []), "--port", str(port)]
     print("starting a server …", file=sys.stderr)
-    # What it says goes to a file: nobody would read a pipe, and a full one would stop it.
+    # Its output goes to a file: a pipe that is not read would fill up and block it.
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""Prints the script by which a shell completes this command, its flags and their values."""
+"""Prints a shell script that completes the subcommands, flags and values of `pagewire`."""
 
 import argparse
 
@@ -12,12 +12,11 @@ _FOLDERS = ("model",)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
     parser.add_argument("shell", choices=tuple(_HELP), help="; ".join(_HELP.values()))
 
 
 def main(parser: argparse.ArgumentParser, shell: str) -> int:
-    """Prints the script. `parser`: of the whole command. Returns the exit code."""
+    """`parser`: of the whole command. Returns the exit code."""
     import shtab
 
     _complete_paths(parser)
@@ -26,7 +25,6 @@ def main(parser: argparse.ArgumentParser, shell: str) -> int:
 
 
 def _complete_paths(parser: argparse.ArgumentParser) -> None:
-    """Tells shtab which arguments are files and folders."""
     import shtab
 
     for action in parser._actions:

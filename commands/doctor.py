@@ -1,6 +1,6 @@
-"""Checks what a server needs here: Python, torch and triton, the device, memory, port, folders and a model.
+"""Checks what a server needs on this machine: packages, device, memory, port, folders and a model.
 
-Each line says what was found; one that is not well says what to do. The exit code is 1 if something would not work.
+Each line reports a finding; a problem comes with advice. The exit code is 1 if a server would not work.
 """
 
 import argparse
@@ -31,21 +31,22 @@ _MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 class Finding:
     """One line of the report."""
 
-    level: Literal["ok", "note", "bad"]  # note: it works, and could be better
+    level: Literal["ok", "note", "bad"]  # note: it works, but could be better
     subject: str
     found: str
     advice: str = ""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="a folder or Hub name to look at as well")
-    parser.add_argument("--host", default="127.0.0.1", help="the address that serve is to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="the port that serve is to listen on (default: 8000)")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default="", help="a folder or Hub name (default: the demo model)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="the --host of serve (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="the --port of serve (default: 8000)")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit code."""
+    """Returns the exit code."""
     machine = machine_facts()
     checks: list[Callable[[], Iterator[Finding]]] = [
         check_software,
@@ -62,12 +63,12 @@ def main(arguments: argparse.Namespace) -> int:
             if finding.advice:
                 print(f"      → {finding.advice}")
             num_bad += finding.level == "bad"
-    print(f"{num_bad} thing{'s' * (num_bad != 1)} to mend" if num_bad else "everything that serve needs is here")
+    print(f"{num_bad or 'no'} problem{'s' * (num_bad != 1)} found")
     return 1 if num_bad else 0
 
 
 def check_software() -> Iterator[Finding]:
-    """Python, the packages, and whether torch and triton belong together."""
+    """Python, the packages, and whether the versions of torch and triton match."""
     yield Finding("ok", "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     missing = []
     for line in requires("pagewire") or ():
@@ -82,16 +83,16 @@ def check_software() -> Iterator[Finding]:
     wanted = wanted_triton(requires("torch") or [])
     pair = f"{torch}, triton {triton or 'none'}"
     if wanted is None:
-        yield Finding("ok", "torch", f"{pair}; this build of torch asks for no triton")
+        yield Finding("ok", "torch", f"{pair}; this build of torch requires no triton")
     elif triton == wanted:
-        yield Finding("ok", "torch", f"{pair}, which belong together")
+        yield Finding("ok", "torch", f"{pair}, which match")
     else:
         level: Literal["note", "bad"] = "bad" if Path("/dev/nvidiactl").exists() else "note"
-        yield Finding(level, "torch", f"{pair}, but it was built with {wanted}", f"pip install triton=={wanted}")
+        yield Finding(level, "torch", f"{pair}, but torch requires {wanted}", f"pip install triton=={wanted}")
 
 
 def wanted_triton(requirements: list[str]) -> str | None:
-    """The version of triton that this torch was made with, from its own metadata; None if it asks for none."""
+    """The version of triton in torch's requirements; None if there is none."""
     for line in requirements:
         if found := re.match(r"triton\s*\(?==\s*([\w.+]+)", line):
             return found[1]
@@ -106,14 +107,14 @@ def _version(package: str) -> str | None:
 
 
 def check_device(machine: MachineFacts) -> Iterator[Finding]:
-    """GPU with driver, or the CPU with its kernels."""
+    """The GPU with its driver, or the CPU with its kernels."""
     has_node = Path("/dev/nvidiactl").exists()
     if has_node:
         yield from _check_gpu()
     else:
         yield Finding("ok", "GPU", "no NVIDIA device; the model runs on the CPU")
     has = [name for name, is_there in (("bfloat16", machine.has_bfloat16), ("AMX", machine.has_amx)) if is_there]
-    found = f"{machine.num_cores} cores that may be used, {' and '.join(has) or 'no bfloat16'} instructions"
+    found = f"{machine.num_cores} usable cores, {' and '.join(has) or 'no bfloat16'} instructions"
     yield Finding("ok", "CPU", found)
     if not has_node:
         yield _check_kernels(machine)
@@ -139,21 +140,21 @@ def _check_gpu() -> Iterator[Finding]:
             yield Finding("ok", f"GPU {index}", f"{text}, {_size(free)} of {_size(total)} free")
             if (major, minor) < (8, 0):
                 yield Finding(
-                    "note", f"GPU {index}", "older than compute 8.0", "the kernels are made for 8.0 and newer"
+                    "note", f"GPU {index}", "older than compute 8.0", "the kernels are written for 8.0 and newer"
                 )
             elif free < total // 2:
                 yield Finding(
                     "note",
                     f"GPU {index}",
-                    "others hold most of its memory",
+                    "other processes use most of its memory",
                     "end them, or lower --gpu-memory-utilization",
                 )
     elif cuda is None:
         advice = "install a CUDA build: pip install torch --index-url https://download.pytorch.org/whl/cu130"
-        yield Finding("bad", "GPU", f"there is one (driver {name}), but this torch is built for CPUs", advice)
+        yield Finding("bad", "GPU", f"found (driver {name}), but this torch is built for CPUs", advice)
     else:
-        why = str(said[0].message).splitlines()[0] if said else "torch does not say why"
-        advice = "is the driver as new as this CUDA asks for, and CUDA_VISIBLE_DEVICES not empty? try nvidia-smi"
+        why = str(said[0].message).splitlines()[0] if said else "torch gives no reason"
+        advice = "check with nvidia-smi that the driver supports this CUDA, and that CUDA_VISIBLE_DEVICES is not empty"
         yield Finding("bad", "GPU", f"driver {name} does not work with torch's CUDA {cuda}: {why}", advice)
 
 
@@ -163,8 +164,8 @@ def _check_kernels(machine: MachineFacts) -> Finding:
     cc = compiler()
     if cc is None or not machine.has_compiler:
         advice = (
-            "install gcc or clang: the kernels for this CPU are two to four times as fast, and --deterministic needs "
-            "them"
+            "install gcc or clang: the compiled kernels for this CPU are two to four times as fast, and "
+            "--deterministic needs them"
         )
         return Finding("note", "C compiler", "none; torch's own kernels are used", advice)
     try:
@@ -177,20 +178,20 @@ def _check_kernels(machine: MachineFacts) -> Finding:
 
 
 def check_memory(machine: MachineFacts) -> Iterator[Finding]:
-    """Memory and descriptors."""
+    """Memory and file descriptors."""
     free = free_memory()
     level: Literal["ok", "note"] = "ok" if free > 2 << 30 else "note"
-    advice = "" if level == "ok" else "end other programs, or choose a small model and --kv-cache-memory"
+    advice = "" if level == "ok" else "end other programs, or choose a small model and a small --kv-cache-memory"
     yield Finding(level, "memory", f"{_size(free)} free of {_size(machine.memory_bytes)}", advice)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= _FEW_FILES:
-        yield Finding("ok", "open files", f"up to {'any number' if hard == resource.RLIM_INFINITY else hard}")
+        yield Finding("ok", "open files", "unlimited" if hard == resource.RLIM_INFINITY else f"at most {hard}")
     else:
-        yield Finding("note", "open files", f"at most {hard}, one a connection", "raise it: ulimit -Hn 65536")
+        yield Finding("note", "open files", f"at most {hard}; each connection needs one", "raise it: ulimit -Hn 65536")
 
 
 def free_memory() -> int:
-    """Bytes that this machine has, and this process's control group still allows."""
+    """Bytes that are available on this machine and within the limit of this process's control group."""
     free = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -199,12 +200,12 @@ def free_memory() -> int:
         group = Path("/sys/fs/cgroup")
         used = int((group / "memory.current").read_text())
         return min(free, max(0, int((group / "memory.max").read_text()) - used))
-    except (OSError, ValueError):  # no such group, or "max"
+    except (OSError, ValueError):  # no control group, or its limit is "max"
         return free
 
 
 def check_folders() -> Iterator[Finding]:
-    """Where sockets and compiled kernels go."""
+    """The folders of sockets and of downloaded models."""
     from ..ipc.zmq_channel import make_run_folder, remove_run_folder
 
     try:
@@ -219,7 +220,7 @@ def check_folders() -> Iterator[Finding]:
 
 
 def check_port(host: str, port: int) -> Iterator[Finding]:
-    """Whether serve could listen."""
+    """Whether serve could listen on the port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -233,8 +234,8 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
 
 
 def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
-    """The model: configuration, tokenizer, chat template, weights, and whether serve would take it. Nothing is
-    downloaded."""
+    """The model's configuration, tokenizer, chat template and weights, and whether serve supports it. Downloads
+    nothing."""
     from ..config.resolve import resolve
     from ..engine.checkpoint.spec import read_spec
     from ..engine.runner.forecast import forecast
@@ -262,11 +263,11 @@ def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
         yield Finding("bad", "model", str(error), "choose a model of another architecture")
         return
     except PagewireError as error:
-        yield Finding("bad", "model", str(error), "is this the folder of a whole checkpoint?")
+        yield Finding("bad", "model", str(error), "check that the folder holds a complete checkpoint")
         return
     room = free_memory()
     if not machine.has_gpu and facts.weight_bytes > room:
-        found = f"{_size(facts.weight_bytes)} of weights, and {_size(room)} of memory are free"
+        found = f"{_size(facts.weight_bytes)} of weights, but only {_size(room)} of memory are free"
         yield Finding("bad", "model", found, "choose a smaller model, or --quantization int8")
 
 
@@ -279,15 +280,15 @@ def _check_text(folder: Path) -> Iterator[Finding]:
     template = load_chat_template(folder, tokenizer)
     try:
         template.encode(tokenizer, messages=b'[{"role":"user","content":"Hello"}]')
-        yield Finding("ok", "tokenizer", f"{tokenizer.vocab_size:,} tokens, and a chat template that renders")
+        yield Finding("ok", "tokenizer", f"{tokenizer.vocab_size:,} tokens, with a working chat template")
     except RequestError as error:
         yield Finding(
-            "note", "tokenizer", f"{tokenizer.vocab_size:,} tokens; {error}", "completions work, chat does not"
+            "note", "tokenizer", f"{tokenizer.vocab_size:,} tokens; {error}", "use completions; chat does not work"
         )
 
 
 def _check_weights(folder: Path) -> Iterator[Finding]:
-    """Whole files, by their headers. Raises ConfigError."""
+    """Checks the sizes of the files against their headers. Raises ConfigError."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} has no safetensors files.")
@@ -297,13 +298,13 @@ def _check_weights(folder: Path) -> Iterator[Finding]:
     if index.exists():
         named = set(re.findall(r'"([^"/]+\.safetensors)"', index.read_text()))
         if missing := sorted(named - {file.name for file in files}):
-            raise ConfigError(f"{folder} lacks {missing[0]}, which its index names.")
+            raise ConfigError(f"{folder} lacks {missing[0]}, which its index names; download it.")
     total = sum(file.stat().st_size for file in files)
-    yield Finding("ok", "weights", f"{len(files)} file{'s' * (len(files) != 1)}, {_size(total)}, none cut short")
+    yield Finding("ok", "weights", f"{len(files)} file{'s' * (len(files) != 1)}, {_size(total)}, all complete")
 
 
 def _check_file(file: Path) -> None:
-    """Raises ConfigError for a file that ends too early."""
+    """Raises ConfigError if the file is shorter than its header says."""
     import msgspec
 
     class Entry(msgspec.Struct):
@@ -317,9 +318,9 @@ def _check_file(file: Path) -> None:
             header.pop("__metadata__", None)
             ends = [msgspec.json.decode(raw, type=Entry).data_offsets[1] for raw in header.values()]
         except msgspec.DecodeError:
-            raise ConfigError(f"{file} is no safetensors file, or cut short.") from None
+            raise ConfigError(f"{file} is truncated, or not a safetensors file; download it again.") from None
     if 8 + length + max(ends, default=0) > file.stat().st_size:
-        raise ConfigError(f"{file} is cut short; fetch it again.")
+        raise ConfigError(f"{file} is truncated; download it again.")
 
 
 def _size(num_bytes: int) -> str:

@@ -1,6 +1,6 @@
-"""What /metrics says, read at two times: rates, and how long things took between them.
+"""Rates and quantiles from two readings of /metrics, for `pagewire top`.
 
-Names are taken without their prefix, so `vllm:` serves as well as `pagewire:`. Used by `pagewire top`.
+Names are used without their prefix, `pagewire:` or `vllm:`.
 """
 
 import math
@@ -14,20 +14,20 @@ _PREFIXES = ("pagewire:", "vllm:")
 
 @dataclass
 class Reading:
-    """One look. Samples of several models or processes are added up."""
+    """One reading. Samples of several models or processes are added up."""
 
-    at: float  # seconds of a clock that never goes back
+    at: float  # seconds of a monotonic clock
     values: dict[str, float] = field(default_factory=dict)  # sample name → value
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # histogram → bound → samples at or below it
-    by_label: dict[str, dict[str, float]] = field(default_factory=dict)  # sample name → its second label → value
+    by_label: dict[str, dict[str, float]] = field(default_factory=dict)  # "name/label" → label's value → value
 
     def get(self, name: str) -> float:
-        """0 for what the server does not tell."""
+        """0 if the server does not have the metric."""
         return self.values.get(name, 0.0)
 
 
 def read(text: str, at: float) -> Reading:
-    """Parses a page of /metrics. Raises ValueError if it is none."""
+    """Parses a page of /metrics. Raises ValueError if it is invalid."""
     reading = Reading(at)
     for family in text_string_to_metric_families(text):
         prefix = next((p for p in _PREFIXES if family.name.startswith(p)), None)
@@ -52,15 +52,15 @@ def _own_labels(labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def rate(before: Reading, now: Reading, name: str) -> float:
-    """How fast a counter grows, in 1/s. A server that was started again counts from nothing."""
+    """Increase of a counter in 1/s. If the server was restarted in between, the counter began at 0."""
     seconds = now.at - before.at
     grown = now.get(name) - before.get(name)
     return max(0.0, grown if grown >= 0 else now.get(name)) / seconds if seconds > 0 else 0.0
 
 
 def quantile(before: Reading, now: Reading, name: str, q: float) -> float | None:
-    """The value below which the share `q` of a histogram's new samples lies, linear within its bucket as in
-    Prometheus' histogram_quantile. None without new samples."""
+    """The `q` quantile of a histogram's new samples, interpolated linearly within a bucket as Prometheus'
+    histogram_quantile does. None without new samples."""
     old, new = before.buckets.get(name, {}), now.buckets.get(name, {})
     bounds = sorted(new)
     counts = [new[bound] - old.get(bound, 0.0) for bound in bounds]

@@ -1,4 +1,4 @@
-"""`pagewire chat` and `pagewire complete`: a client in the terminal, over the same HTTP as everyone else."""
+"""`pagewire chat` and `pagewire complete`: HTTP clients for the terminal."""
 
 import argparse
 import contextlib
@@ -15,36 +15,35 @@ _GREETING = "You are talking to {model} at {url}. /help lists the commands, Ctrl
 _HELP = """\
 /new            forget the conversation
 /retry          answer the last question again
-/system TEXT    open the conversation with this system message; it starts anew
-/set NAME VALUE a parameter of the request, such as /set temperature 0.7; without a value: back to the server's
+/system TEXT    start a new conversation with this system message
+/set NAME VALUE set a parameter of requests, such as /set temperature 0.7; without VALUE: use the server's default
 /save FILE      write the conversation to a file, as JSON
 /exit           end, as Ctrl-D does
-Ctrl-C ends an answer; \"\"\" begins and ends a text of several lines."""
+Ctrl-C stops an answer; \"\"\" begins and ends a text of several lines."""
 _QUOTES = '"""'
 
 
 def add_flags(chat: argparse.ArgumentParser, complete: argparse.ArgumentParser) -> None:
-    """The flags of both commands."""
     for command in (chat, complete):
         add_client_flags(command)
-        command.add_argument("--max-tokens", type=int, default=None, help="longest answer in tokens")
-        command.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token (default)")
-    chat.add_argument("--system", default=None, help="system message that opens the conversation")
+        command.add_argument("--max-tokens", type=int, default=None, help="most tokens of an answer")
+        command.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    chat.add_argument("--system", default=None, help="system message at the start of the conversation")
     chat.add_argument(
-        "model", metavar="MODEL", nargs="?", default=None, help="a folder or Hub name to start a server for"
+        "model", metavar="MODEL", nargs="?", default=None, help="start a server for this folder or Hub name"
     )
-    complete.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text to go on from; default: standard input")
-    complete.add_argument("--model", default=None, help="a folder or Hub name to start a server for")
+    complete.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text to continue; default: standard input")
+    complete.add_argument("--model", default=None, help="start a server for this folder or Hub name")
 
 
 def chat(arguments: argparse.Namespace) -> int:
-    """Runs `chat`. Returns the exit code."""
+    """Returns the exit code."""
     with find_server(arguments) as server:
         return _Conversation(server, _options(server, arguments), arguments.system).run()
 
 
 def complete(arguments: argparse.Namespace) -> int:
-    """Runs `complete`. Returns the exit code."""
+    """Returns the exit code."""
     with find_server(arguments) as server:
         prompt = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
         options = {"max_tokens": 128} | _options(server, arguments)
@@ -67,7 +66,7 @@ def _choices(event: dict[str, object]) -> list[dict[str, object]]:
 
 
 class _Conversation:
-    """One talk. Reads lines, prints answers; what is for the person and not of the answer goes to stderr."""
+    """Reads lines and prints answers. Everything that is not an answer goes to stderr."""
 
     def __init__(self, server: RemoteServer, options: dict[str, object], system: str | None) -> None:
         self._server = server
@@ -77,7 +76,7 @@ class _Conversation:
         self._start(system)
 
     def run(self) -> int:
-        """Until the end of the input. Returns the exit code."""
+        """Runs until the input ends. Returns the exit code."""
         if self._is_tty:
             import readline  # line editing and history for input()
 
@@ -89,7 +88,7 @@ class _Conversation:
             except EOFError:
                 return 0
             except KeyboardInterrupt:
-                _tell("\n(Ctrl-D ends)")
+                _tell("\n(Ctrl-D quits)")
                 continue
             command, _, rest = text.partition(" ")
             if command == "/exit":
@@ -157,7 +156,7 @@ class _Conversation:
             _tell("\n(interrupted)")
 
     def _show(self) -> str:
-        """Prints an answer as it comes. Returns its text, without the reasoning before it."""
+        """Prints an answer as it arrives. Returns its text without the reasoning."""
         answer, is_dim, has_tools = "", False, False
         asked, first, num_tokens = time.monotonic(), 0.0, 0
         shows_dim = sys.stdout.isatty()
@@ -171,7 +170,7 @@ class _Conversation:
                     piece = str(delta.get("content") or "")
                     has_tools = has_tools or bool(delta.get("tool_calls"))
                     first = first or (time.monotonic() if thought or piece else 0.0)
-                    if thought and shows_dim:  # piped, only the answer counts
+                    if thought and shows_dim:  # without a terminal, only the answer is printed
                         print(("" if is_dim else "\033[2m") + thought, end="", flush=True)
                         is_dim = True
                     if piece:
@@ -180,7 +179,7 @@ class _Conversation:
                     answer += piece
         print("\033[0m" if is_dim else "")
         if has_tools:
-            _tell("(the model has called a tool; there are none here)")
+            _tell("(the model called a tool, which this command cannot run)")
         if self._is_tty and first and num_tokens:
             after = time.monotonic() - first
             speed = f", {(num_tokens - 1) / after:.0f} tokens/s" if num_tokens > 1 and after > 0 else ""

@@ -1,4 +1,4 @@
-"""Shows which ids a text becomes, or which text ids become. Needs no server and no weights."""
+"""Shows the token ids of a text, or the text of token ids. Needs no server and no weights."""
 
 import argparse
 import json
@@ -9,20 +9,19 @@ from ..errors import ConfigError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
     parser.add_argument(
-        "text", metavar="TEXT", nargs="*", help="the text, or ids with --decode; default: standard input"
+        "text", metavar="TEXT", nargs="*", help="the text, or token ids with --decode; default: standard input"
     )
     parser.add_argument("--model", default="", help="a folder or Hub name (default: the demo model)")
     parser.add_argument("--revision", default=None, help="branch, tag or commit of a Hub model")
-    parser.add_argument("--decode", action="store_true", help="from ids to text")
-    parser.add_argument("--chat", action="store_true", help="the text is a user's message: show what the model reads")
-    parser.add_argument("--no-special-tokens", action="store_true", help="no BOS or EOS around the text")
+    parser.add_argument("--decode", action="store_true", help="convert token ids to text")
+    parser.add_argument("--chat", action="store_true", help="the text is a user's message: apply the chat template")
+    parser.add_argument("--no-special-tokens", action="store_true", help="do not add BOS or EOS")
     parser.add_argument("--format", choices=("table", "ids", "count", "json"), default="table", help="default: table")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit code."""
+    """Returns the exit code."""
     from ..engine.text.tokenizer import load_tokenizer
 
     folder, _ = locate(arguments.model, arguments.revision, weights=False)
@@ -53,9 +52,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _ids(text: str, vocab_size: int) -> list[int]:
-    """Numbers with blanks or commas between them. Raises ConfigError."""
+    """Parses numbers separated by blanks or commas. Raises ConfigError."""
     words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
     for word in words:
         if not word.isascii() or not word.isdigit() or int(word) >= vocab_size:
-            raise ConfigError(f"{word!r} is no token id of this model; they go from 0 to {vocab_size - 1}.")
+            raise ConfigError(f"{word!r} is not a token id of this model; ids are 0 to {vocab_size - 1}.")
     return [int(word) for word in words]

@@ -1,4 +1,4 @@
-"""Shows what a running server does, once a second: requests, memory, speed and latencies, from its /metrics."""
+"""Shows a running server's requests, memory, speed and latencies, read from its /metrics every second."""
 
 import argparse
 import contextlib
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-_WINDOW_S = 10.0  # what latencies are taken over
+_WINDOW_S = 10.0  # of the latencies
 _HISTORY = 60  # readings in the curve
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _LATENCIES = (
@@ -33,14 +33,13 @@ _LATENCIES = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the command."""
     add_client_flags(parser)
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between looks (default: 1)")
-    parser.add_argument("--once", action="store_true", help="look twice, print once and end; for scripts")
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds between readings (default: 1)")
+    parser.add_argument("--once", action="store_true", help="take two readings, print them and exit; for scripts")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit code."""
+    """Returns the exit code."""
     if not 0.1 <= arguments.interval <= 3600:
         raise ConfigError("--interval must be between 0.1 and 3600 seconds.")
     server = named_server(arguments)
@@ -61,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _watch(screen: "Screen", look: Callable[[], None], interval: float) -> int:
-    """Until q or Ctrl-C. A server that is away for a while is waited for."""
+    """Runs until q or Ctrl-C. While the server does not answer, shows the error and goes on reading."""
     from rich.console import Console
     from rich.live import Live
 
@@ -82,7 +81,7 @@ def _watch(screen: "Screen", look: Callable[[], None], interval: float) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """What waits so many seconds for a key; \"\" without one."""
+    """A function that waits a number of seconds for a key; it returns \"\" if none was pressed."""
     if not sys.stdin.isatty():
         yield _sleep
         return
@@ -108,24 +107,22 @@ def _is_ready(timeout_s: float) -> bool:
 
 
 class Screen:
-    """What is shown, from the readings so far."""
+    """The display, rendered from the readings so far."""
 
     def __init__(self, url: str, model: str) -> None:
         self._url = url
         self._model = model
         self._readings: deque[Reading] = deque(maxlen=2 * _HISTORY)
-        self._speeds: deque[float] = deque(maxlen=_HISTORY)  # generated tokens a second, between two readings each
-        self.trouble: str | None = None  # why there is no newer reading
+        self._speeds: deque[float] = deque(maxlen=_HISTORY)  # generated tokens per second, between consecutive readings
+        self.trouble: str | None = None  # why the last reading failed
 
     def add(self, reading: Reading) -> None:
-        """The newest."""
         if self._readings:
             self._speeds.append(rate(self._readings[-1], reading, "generation_tokens_total"))
         self._readings.append(reading)
         self.trouble = None
 
     def render(self) -> "RenderableType":
-        """For rich."""
         from rich.console import Group
         from rich.panel import Panel
         from rich.text import Text
@@ -139,7 +136,7 @@ class Screen:
         return Panel(Group(*parts), title=f"{self._model} at {self._url}", subtitle="q ends", title_align="left")
 
     def _window(self) -> Reading:
-        """The oldest reading that still counts for latencies."""
+        """The oldest reading within `_WINDOW_S`."""
         newest = self._readings[-1].at
         return next(reading for reading in self._readings if reading.at >= newest - _WINDOW_S or reading.at == newest)
 
@@ -208,13 +205,13 @@ def _bar(share: float, width: int = 40) -> str:
 
 
 def curve(values: list[float]) -> str:
-    """A line of blocks, the highest for the largest value."""
+    """A line chart of block characters; the highest stands for the largest value."""
     most = max(values, default=0.0) or 1.0
     return "".join(_BLOCKS[round(value / most * (len(_BLOCKS) - 1))] for value in values)
 
 
 def duration(seconds: float | None) -> str:
-    """1.2 ms, 340 ms, 2.5 s; a dash for none."""
+    """Such as 1.2 ms, 340 ms, 2.5 s; a dash for None."""
     if seconds is None:
         return "-"
     if seconds < 1:

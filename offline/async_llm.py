@@ -1,5 +1,5 @@
-"""`AsyncLLM`: the offline API for programs with an event loop. Core and workers are processes of their own; texts
-become ids, and ids texts, in the caller's.
+"""`AsyncLLM`: the offline API for programs with an event loop. The core and the workers are separate processes; the
+tokenizer and the detokenizer run in the caller's process.
 
     async with AsyncLLM("Qwen/Qwen3-0.6B") as llm:
         async for output in llm.generate("Hello", SamplingParams(max_tokens=64)):
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
 
 class AsyncLLM:
-    """A model in processes of its own, which end with an `async with` block, `close`, or this process."""
+    """A model in separate processes, which end with the `async with` block, `close`, or this process."""
 
     def __init__(self, model: str = "", **options: object) -> None:
-        """As `LLM`; nothing is started yet. Raises ConfigError."""
+        """The arguments are those of `LLM`. `start` loads the model. Raises ConfigError."""
         self._model = model
         self._options = options
         self._config = from_options("AsyncLLM", {**options, "model": model})
         self._client: EngineClient | None = None
-        self._heard: list[Message] = []  # what the actors have posted since it was last looked at
+        self._posted: list[Message] = []  # by tokenizer and detokenizer, not handled yet
         self._next_rid = 1
 
     async def start(self) -> None:
@@ -62,11 +62,11 @@ class AsyncLLM:
         self._tokenizer = TokenizerActor(config)
         self._detokenizer = DetokenizerActor(config)
         for actor in (self._tokenizer, self._detokenizer):
-            actor.start(lambda receiver, message: self._heard.append(message))
+            actor.start(lambda receiver, message: self._posted.append(message))
         self._client = await EngineClient.start(self._model, **self._options)
 
     async def close(self) -> None:
-        """Ends the engine; open requests fail."""
+        """Ends the engine. Open requests fail."""
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -83,8 +83,9 @@ class AsyncLLM:
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput]:
-        """Completes one prompt, text or token ids. Yields one object, which has grown each time, and for the last time
-        with `finished`. Closing the iterator cancels the request. Raises RequestError if it is refused or fails."""
+        """Completes one prompt: a text or token ids. Yields the same object each time, with all output so far; the last
+        one has `finished` set. Closing the iterator cancels the request. Raises RequestError if it is refused or
+        fails."""
         if isinstance(prompt, str):
             return self._run(TextPrompt(prompt), prompt, sampling_params, priority)
         return self._run(IdsPrompt(ids_to_bytes(list(prompt))), None, sampling_params, priority)
@@ -100,16 +101,16 @@ class AsyncLLM:
         continue_final_message: bool = False,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
-        """Answers one conversation through the model's chat template. See `generate`."""
+        """Answers one conversation, rendered by the model's chat template. Yields and raises as `generate` does."""
         prompt = chat_prompt(messages, tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
         return self._run(prompt, None, sampling_params, priority)
 
     async def snapshot(self) -> Snapshot:
-        """The engine's gauges and counters. Raises RequestError if it is gone."""
+        """The engine's gauges and counters. Raises RequestError if it is lost."""
         return await self._engine().snapshot()
 
     def get_tokenizer(self) -> "Tokenizer":
-        """The model's own, with `encode` and `decode`."""
+        """The model's tokenizer."""
         from ..engine.text.tokenizer import load_tokenizer
 
         self._engine()
@@ -132,7 +133,7 @@ class AsyncLLM:
         rid = self._next_rid
         self._next_rid += params.n
         self._tokenizer.handle([submit(rid, prompt, params, priority, self._reasoning)])
-        enqueue = self._taken()[0]
+        enqueue = self._take_posted()[0]
         if isinstance(enqueue, Failed):
             raise RequestError(enqueue.kind, enqueue.detail, param=enqueue.param, num_tokens=enqueue.num_tokens)
         assert isinstance(enqueue, Enqueue), enqueue
@@ -146,7 +147,7 @@ class AsyncLLM:
         try:
             async for choice, tokens in generation:
                 self._detokenizer.handle([TokenBatch((replace(tokens, rid=rid + choice),))])
-                for message in self._taken():
+                for message in self._take_posted():
                     match message:
                         case TextBatch(chunks=chunks):
                             for chunk in chunks:
@@ -159,10 +160,10 @@ class AsyncLLM:
                     return
         finally:
             generation.cancel()
-            # The detokenizer forgets what it still knows of them.
+            # Frees the detokenizer's state of sequences that have not ended.
             self._detokenizer.handle([Failed(rid + i, "unavailable", "") for i in range(params.n)])
-            self._heard.clear()
+            self._posted.clear()
 
-    def _taken(self) -> list[Message]:
-        heard, self._heard = self._heard, []
-        return heard
+    def _take_posted(self) -> list[Message]:
+        posted, self._posted = self._posted, []
+        return posted

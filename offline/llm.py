@@ -1,6 +1,6 @@
-"""The offline API: `LLM(model).generate(prompts, SamplingParams(...))`, with the names that vLLM's users know.
+"""The offline API: `LLM(model).generate(prompts, SamplingParams(...))`, with vLLM's names.
 
-The whole pipeline runs inside the calling process; nothing is started and nothing listens.
+The whole engine runs in the calling process, without other processes or sockets.
 """
 
 import sys
@@ -41,17 +41,17 @@ from .sampling_params import SamplingParams, checked, submit
 if TYPE_CHECKING:
     from ..engine.text.tokenizer import Tokenizer
 
-_DEFAULTS = {"pipeline_depth": 1, "max_queued_requests": 2**31, "max_queued_tokens": 2**62}  # a batch may be long
+_DEFAULTS = {"pipeline_depth": 1, "max_queued_requests": 2**31, "max_queued_tokens": 2**62}  # all prompts are queued
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, object]]
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """One candidate of one position."""
+    """One candidate token of one position."""
 
     logprob: float  # natural log
-    rank: int | None  # 1: the best; None: not among those returned
+    rank: int | None  # 1: most likely; None: not among the top candidates
     decoded_token: str
 
 
@@ -64,13 +64,13 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None  # by position: id → candidate
     cumulative_logprob: float | None = None
-    finish_reason: str | None = None  # stop or length
-    stop_reason: str | int | None = None  # the stop string or stop token id
+    finish_reason: str | None = None  # "stop" or "length"
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
 
 
 @dataclass
 class RequestOutput:
-    """What one prompt gave."""
+    """One prompt and its outputs."""
 
     request_id: str
     prompt: str | None
@@ -81,7 +81,7 @@ class RequestOutput:
     finished: bool = False
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """Takes the news of one output."""
+        """Appends more of one output."""
         output = self.outputs[index]
         output.text += chunk.text
         output.token_ids.extend(bytes_to_ids(chunk.ids))
@@ -107,12 +107,12 @@ class LLM:
     """A model in this process."""
 
     def __init__(self, model: str = "", **options: object) -> None:
-        """`model`: a folder or a Hub name; empty: the demo model. `options`: the fields of `Config`, such as
+        """`model`: a folder or a Hub name; empty: the demo model. `options`: fields of `Config`, such as
         `dtype="float32"`, `max_model_len=4096`, `kv_cache_memory="2G"`. Raises ConfigError or CheckpointError."""
         config = from_options("LLM", {**_DEFAULTS, "model": model, **options})
-        self._outputs: dict[int, CompletionOutput] = {}  # rid → where its news goes
-        self._pooled: dict[int, Chunk] = {}  # rid → the answer of a request for a vector
-        self._requests: dict[int, RequestOutput] = {}
+        self._outputs: dict[int, CompletionOutput] = {}  # by rid
+        self._pooled: dict[int, Chunk] = {}  # by rid: the vector of a pooling request
+        self._requests: dict[int, RequestOutput] = {}  # by rid
         self._open: set[int] = set()
         self._failures: list[RequestError] = []
         self._next_rid = 1
@@ -121,7 +121,7 @@ class LLM:
         self._engine = Inline(self._config, on_chunk=self._on_chunk, on_failed=self._on_failed)
 
     def close(self) -> None:
-        """Closes what the engine has open: needed with `kv_connector` and `record_trace`. Leaving a `with` does it."""
+        """Closes the engine, which `kv_connector` and `record_trace` need. Leaving a `with` block also does it."""
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -133,7 +133,7 @@ class LLM:
         self.close()
 
     def get_tokenizer(self) -> "Tokenizer":
-        """The model's own, with `encode` and `decode`."""
+        """The model's tokenizer."""
         from ..engine.text.tokenizer import load_tokenizer
 
         return load_tokenizer(Path(self._config.model.path))
@@ -146,12 +146,12 @@ class LLM:
         priority: Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes one prompt or many (text or token ids), in their order. `priority`: each prompt's, lower goes first
-        (with `scheduling_policy="priority"`). Raises RequestError if one is refused."""
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        many = cast("Sequence[Prompt]", [prompts] if one else prompts)
-        wire = [TextPrompt(p) if isinstance(p, str) else IdsPrompt(ids_to_bytes(list(p))) for p in many]
-        return self._run(wire, [p if isinstance(p, str) else None for p in many], sampling_params, priority, use_tqdm)
+        """Completes one prompt or many (text or token ids); the results are in their order. `priority`: one number for
+        each prompt, the lowest runs first (with `scheduling_policy="priority"`). Raises RequestError if a prompt is
+        refused."""
+        many = _as_list(prompts)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in many]
+        return self._run(_plain_prompts(many), texts, sampling_params, priority, use_tqdm)
 
     def chat(
         self,
@@ -165,7 +165,7 @@ class LLM:
         priority: Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers one conversation or many through the model's chat template. See `generate`."""
+        """Answers one conversation or many, rendered by the model's chat template; otherwise as `generate`."""
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         many = cast("Sequence[Conversation]", [messages] if one else messages)
         wire = [
@@ -175,22 +175,20 @@ class LLM:
         return self._run(wire, [None] * len(wire), sampling_params, priority, use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The `beam_width` best outputs of each prompt. Raises RequestError if one is refused, ValueError."""
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        """The `beam_width` best outputs of each prompt. Raises RequestError if a prompt is refused, ValueError."""
         tokenizer = self.get_tokenizer()
-
         results = []
-        for prompt in cast("Sequence[Prompt]", [prompts] if one else prompts):
+        for prompt in _as_list(prompts):
             ids = tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
             ends = frozenset() if params.ignore_eos else frozenset(self._config.model.eos_token_ids)
             room = max(1, self._engine.scheduler.max_model_len - len(ids))
             search = BeamSearch(ids, replace(params, max_tokens=min(room, params.max_tokens)), ends)
-            draw = SamplingParams(
+            sampling = SamplingParams(
                 temperature=0, max_tokens=1, logprobs=search.num_candidates, ignore_eos=True, detokenize=False
             )
             while beams := search.prompts:
                 outputs = [
-                    request.outputs[0].logprobs or [{}] for request in self.generate(beams, draw, use_tqdm=False)
+                    request.outputs[0].logprobs or [{}] for request in self.generate(beams, sampling, use_tqdm=False)
                 ]
                 search.take([{id: c.logprob for id, c in logprobs[0].items()} for logprobs in outputs])
             result = search.output()
@@ -207,8 +205,8 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector for each prompt, as the model's authors make them; of `dimensions` numbers if it is said.
-        `truncate_prompt_tokens`: what is longer loses its end. Raises RequestError if one is refused."""
+        """One vector for each prompt, pooled as the model's configuration says. `dimensions`: shortens the vectors.
+        `truncate_prompt_tokens`: cuts off the end of longer prompts. Raises RequestError if a prompt is refused."""
         purpose = self._config.model.purpose
         pooling = Pooling(purpose.pooling, purpose.is_normalized, dimensions, truncate_prompt_tokens)
         default = purpose.prompts.get(purpose.default_prompt or "", "")
@@ -217,7 +215,7 @@ class LLM:
     def encode(
         self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None, use_tqdm: bool = True
     ) -> list[PoolingRequestOutput]:
-        """The last hidden state of each token of each prompt. Raises RequestError if one is refused."""
+        """The last hidden state of each token of each prompt. Raises RequestError if a prompt is refused."""
         pooling = Pooling("all", truncate=truncate_prompt_tokens)
         size = self._config.model.purpose.size
         chunks = self._pool(_plain_prompts(prompts), pooling, "encoding", use_tqdm)
@@ -231,8 +229,8 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """How well the texts of each pair fit, by a cross-encoder. One `text_1` stands for as many as there are texts
-        in `text_2`. Raises RequestError if a pair is refused, ValueError if the numbers differ."""
+        """Scores each pair of texts with a cross-encoder. A single `text_1` is paired with every `text_2`. Raises
+        RequestError if a pair is refused, ValueError if the numbers of texts differ."""
         second = [text_2] if isinstance(text_2, str) else list(text_2)
         first = [text_1] if isinstance(text_1, str) else list(text_1)
         if len(first) == 1:
@@ -245,7 +243,7 @@ class LLM:
     def _pool(
         self, prompts: Sequence[TextPrompt | IdsPrompt | PairPrompt], pooling: Pooling, doing: str, use_tqdm: bool
     ) -> list[Chunk]:
-        """The answers, in the order of the prompts."""
+        """The vectors, in the order of the prompts."""
         text = TextSpec(detokenize=False, prompt=True)
         first, self._next_rid = self._next_rid, self._next_rid + len(prompts)
         submits = [
@@ -278,9 +276,9 @@ class LLM:
             submits.append(submit(self._next_rid, prompt, params, rank, self._reasoning))
             self._next_rid += params.n
             results.append(RequestOutput(str(i), text, [], [CompletionOutput(k) for k in range(params.n)]))
-        for order, result in zip(submits, results, strict=True):  # only now, when none of them is refused
+        for request, result in zip(submits, results, strict=True):  # only now: `submit` raises for an invalid one
             for output in result.outputs:
-                rid = order.rid + output.index
+                rid = request.rid + output.index
                 self._outputs[rid], self._requests[rid] = output, result
         try:
             self._work(submits, "generating", use_tqdm)
@@ -290,21 +288,21 @@ class LLM:
         return results
 
     def _work(self, submits: Sequence[Submit], doing: str, use_tqdm: bool) -> None:
-        """Until all have ended. Raises RequestError if one is refused; the others are cancelled then."""
+        """Runs the engine until all have ended. If one is refused, cancels the others and raises RequestError."""
         self._open = {submit.rid + i for submit in submits for i in range(submit.n)}
         self._failures.clear()
         from tqdm import tqdm
 
         with tqdm(total=len(self._open), desc=doing, unit="output", disable=not use_tqdm, file=sys.stderr) as bar:
             self._bar = bar
-            for order in submits:
-                self._engine.post("tokenizer", order)
+            for request in submits:
+                self._engine.post("tokenizer", request)
             self._engine.run(until=lambda: bool(self._failures))
         if self._failures:
             self._engine.post("tokenizer", Cancel(tuple(self._open)))
             self._engine.run()
             raise self._failures[0]
-        assert not self._open, "the engine came to rest with requests open"
+        assert not self._open, "the engine became idle with open requests"
 
     def _on_failed(self, failed: Failed) -> None:
         self._open.discard(failed.rid)
@@ -317,7 +315,7 @@ class LLM:
             self._end(chunk.rid)
             return
         if chunk.rid not in self._outputs:
-            return  # a vector that was cancelled, because another request was refused
+            return  # the end of a cancelled pooling request
         self._requests[chunk.rid].add(self._outputs[chunk.rid].index, chunk)
         if chunk.finish is not None:
             self._end(chunk.rid)
@@ -327,11 +325,16 @@ class LLM:
         self._bar.update(1)
 
 
-def _plain_prompts(prompts: Prompt | Sequence[Prompt], prefix: str = "") -> list[TextPrompt | IdsPrompt]:
-    """`prefix`: what stands before texts."""
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    many = cast("Sequence[Prompt]", [prompts] if one else prompts)
-    return [TextPrompt(prefix + p) if isinstance(p, str) else IdsPrompt(ids_to_bytes(list(p))) for p in many]
+    return cast("Sequence[Prompt]", [prompts] if one else prompts)
+
+
+def _plain_prompts(prompts: Prompt | Sequence[Prompt], prefix: str = "") -> list[TextPrompt | IdsPrompt]:
+    """`prefix`: put before each text."""
+    return [
+        TextPrompt(prefix + p) if isinstance(p, str) else IdsPrompt(ids_to_bytes(list(p))) for p in _as_list(prompts)
+    ]
 
 
 def chat_prompt(
@@ -341,7 +344,6 @@ def chat_prompt(
     add_generation_prompt: bool,
     continue_final_message: bool,
 ) -> ChatPrompt:
-    """A conversation for the model's chat template."""
     encode = msgspec.json.encode
     return ChatPrompt(
         encode(messages),

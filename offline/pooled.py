@@ -1,4 +1,4 @@
-"""What `LLM.embed`, `LLM.score` and `LLM.encode` return, with the names that vLLM's users know."""
+"""What `LLM.embed`, `LLM.score` and `LLM.encode` return, with vLLM's names."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,11 @@ from ..ipc.messages import Chunk, bytes_to_ids
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """The vector of one prompt."""
-
     embedding: list[float]
 
 
 @dataclass(frozen=True)
 class ScoringOutput:
-    """How well a pair of texts fits."""
-
     score: float
 
 
@@ -48,17 +44,15 @@ class PoolingRequestOutput:
 
 
 def embedding(chunk: Chunk) -> EmbeddingRequestOutput:
-    """The answer to one request for a vector."""
     return EmbeddingRequestOutput(_prompt(chunk), EmbeddingOutput(_vector(chunk).tolist()))
 
 
 def score(chunk: Chunk) -> ScoringRequestOutput:
-    """The answer for one pair."""
     return ScoringRequestOutput(_prompt(chunk), ScoringOutput(float(_vector(chunk)[0])))
 
 
 def hidden_states(chunk: Chunk, size: int) -> PoolingRequestOutput:
-    """The answer to one request for the vectors of all tokens; size: of each."""
+    """`size`: of each token's vector."""
     return PoolingRequestOutput(_prompt(chunk), PoolingOutput(_vector(chunk).reshape(-1, size)))
 
 

@@ -1,4 +1,4 @@
-"""What the offline APIs take: how outputs are drawn, when they end and what they keep to."""
+"""Parameters of the offline APIs: sampling, stop conditions and structured outputs."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from ..ipc.messages import ChatPrompt, Constraint, IdsPrompt, Limits, Sampling, 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What outputs keep to: exactly one of these. docs/structured-outputs.md has the rules."""
+    """The constraint of an output: set exactly one field. docs/structured-outputs.md has the rules."""
 
     json: str | Mapping[str, object] | None = None  # a JSON schema
     json_object: bool = False
@@ -24,9 +24,9 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How outputs are drawn and when they end. Bounds are checked when a request is made."""
+    """How outputs are sampled and when they end. Bounds are checked when a request is made."""
 
-    n: int = 1  # outputs a prompt
+    n: int = 1  # outputs per prompt
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: off
@@ -35,17 +35,17 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None  # None: another one each time
+    seed: int | None = None  # None: a random one for each request
     max_tokens: int | None = 16  # None: to the end of the context
-    min_tokens: int = 0  # no eos, stop token or stop string ends an output before
+    min_tokens: int = 0  # before that many, eos, stop tokens and stop strings do not end an output
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
-    allowed_token_ids: Sequence[int] | None = None  # nothing else is drawn
-    bad_words: Sequence[str] | None = None  # texts that are never completed
+    allowed_token_ids: Sequence[int] | None = None  # no other token is sampled
+    bad_words: Sequence[str] | None = None  # texts that no output contains
     structured_outputs: StructuredOutputsParams | None = None
-    truncate_prompt_tokens: int | None = None  # keep so many of the prompt's last; -1: all that fit
-    logprobs: int | None = None  # how many candidates to return beside each token
+    truncate_prompt_tokens: int | None = None  # keep the last n tokens of the prompt; -1: as many as fit
+    logprobs: int | None = None  # number of candidates to return for each token
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -59,8 +59,8 @@ def submit(
     priority: int,
     reasoning: tuple[str, ...],
 ) -> Submit:
-    """A request as the pipeline takes it. `reasoning`: how the model marks it, first its beginning; a chat's format
-    starts after it. Raises ValueError naming the parameter that is out of bounds."""
+    """The message for the engine. `reasoning`: the tags that begin and end the model's reasoning; in a chat, the
+    constraint applies after it. Raises ValueError naming the parameter that is out of bounds."""
     reasoning = reasoning if isinstance(prompt, ChatPrompt) else ()
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
     wire = Submit(
@@ -122,7 +122,7 @@ def _constraint(params: StructuredOutputsParams, reasoning: tuple[str, ...]) -> 
 
 
 def checked(wire: Submit) -> Submit:
-    """The same. Raises ValueError if a field is out of bounds."""
+    """Returns `wire`. Raises ValueError if a field is out of bounds."""
     try:
         return msgspec.convert(msgspec.to_builtins(wire), Submit)
     except msgspec.ValidationError as error:
@@ -130,7 +130,7 @@ def checked(wire: Submit) -> Submit:
 
 
 def _complaint(text: str) -> str:
-    """msgspec's words with the parameter's name, for which they have its place in the message: `$[3][0]`."""
+    """msgspec's message with the parameter's name in place of its position, such as `$[3][0]`."""
     what, _, place = text.partition(" - at `$")
     names: tuple[str, ...] = ("its tag", *Submit.__struct_fields__)
     for index in re.findall(r"\[(\d+)\]", place)[:2]:

@@ -1,5 +1,5 @@
-"""What a launch tells its operator when it is ready: the model, the notes of its processes, what the start took, and a
-first request to try."""
+"""The text that a launch prints when it is ready: the model, notes of its processes, the times of the start, and a
+curl command to try."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,8 +15,8 @@ def announcement(
     *,
     has_keys: bool,
 ) -> str:
-    """`marks`: phases of the start and when they ended, in seconds since its beginning. `timings`: the parts of some of
-    these phases, in seconds. `url`: where the api listens, if this launch has one."""
+    """`marks`: phases of the start with their ends, in seconds since its beginning. `timings`: the seconds of the parts
+    of some phases. `url`: the api's address, if this launch has an api."""
     lines = [
         f"pagewire serves {config.served_model_names[0]} ({config.dtype}, context {config.max_model_len:,} tokens)"
     ]

@@ -1,13 +1,13 @@
-"""The core's door for clients that speak token ids: sessions, their numbers, and how far each may fall behind.
+"""The core's socket for clients that use token ids (`EngineClient`): one session for each connection.
 
-Lives in the core's process and on its loop. The core hands it whatever the scheduler has to tell and gets back what is
-the detokenizer's; what clients ask for comes out as the very messages that the tokenizer sends. Sequences of clients
-have numbers of the engine's own from `CLIENT_RIDS` on, so no client can name what another one has.
+It runs in the core's process, on its event loop. The core passes it the scheduler's outputs and gets back those for the
+detokenizer; requests of clients become the same messages that the tokenizer sends. The engine numbers the sequences of
+clients itself, from `CLIENT_RIDS` on, so that no client can name a sequence of another.
 
-Nobody is waited for. A session has a window: so many `News` may be on the way. Beyond it the news of each sequence is
-put together until the client has acknowledged some; who takes nothing for `STALL_LIMIT_S`, or lets `MAX_BEHIND_BYTES`
-pile up, is told goodbye. A connection that breaks is noticed with the next message for it, at the latest with the next
-beat; what the session had open is cancelled.
+Sending never blocks. A session has a window: the number of `News` that may be unacknowledged. Beyond it the output of
+each sequence is merged until the client acknowledges. A client that takes nothing for `STALL_LIMIT_S`, or lets more
+than `MAX_BEHIND_BYTES` accumulate, gets `Goodbye`. A broken connection is noticed when the next message is sent, at the
+latest with the next snapshot. When a session ends, its open sequences are cancelled.
 """
 
 import asyncio
@@ -55,12 +55,12 @@ from ..ipc.zmq_channel import Keys, PeerGone, ZmqContext
 from .checks import check_ids, check_min_tokens, check_parameters, check_task
 
 CLIENT_RIDS = 1 << 62
-"""The first rid of a client's sequence; those of api processes are smaller."""
+"""The first rid of a client's sequence; rids of api processes are smaller."""
 
 MAX_CLIENTS = 1024
 MAX_BEHIND_BYTES = 16 * 2**20
 STALL_LIMIT_S = 60.0
-_MAX_FRAMES = 256  # taken in before the core has its turn
+_MAX_FRAMES = 256  # messages that one `drain` reads, so that the core's other work is not delayed
 
 log = logging.getLogger("pagewire.clients")
 
@@ -71,18 +71,19 @@ class _Session:
     def __init__(self, peer: bytes, hello: Hello) -> None:
         self.peer = peer
         self.hello = hello
-        self.rids: dict[int, int] = {}  # the client's number → ours, of what has not ended
-        self.num_sent = 0  # News
+        self.rids: dict[int, int] = {}  # the client's rid → ours, of open sequences
+        self.num_sent = 0  # `News` messages
         self.num_acked = 0
-        self.stalled_at: float | None = None  # since when nothing could be sent although there was something
+        self.stalled_at: float | None = None  # when sending first became impossible with output waiting
+        # Output not sent yet, by the client's rid. A rid is in `plain` (only ids) or in `rich`, never in both.
         self.accepted: list[Accepted] = []
-        self.plain: dict[int, bytes] = {}  # the client's number → ids; never one that is in `rich`
+        self.plain: dict[int, bytes] = {}
         self.rich: dict[int, Tokens] = {}
         self.failed: list[Failed] = []
-        self.num_bytes = 0  # of all this
+        self.num_bytes = 0  # of this output, approximately
 
     def add(self, tokens: Tokens) -> None:
-        """More of a sequence."""
+        """More output of a sequence, with the client's rid."""
         rid = tokens.rid
         self.num_bytes += len(tokens.ids) + 8
         for logprobs in (tokens.logprobs, tokens.prompt_logprobs):
@@ -93,7 +94,7 @@ class _Session:
         self.rich[rid] = tokens if before is None else join_tokens(before, tokens)
 
     def add_plain(self, rid: int, ids: bytes) -> None:
-        """More tokens of a sequence and nothing else."""
+        """More token ids of a sequence, without log-probabilities or an end."""
         if rid in self.rich:
             self.add(Tokens(rid, ids))
         else:
@@ -101,7 +102,7 @@ class _Session:
             self.num_bytes += len(ids) + 8
 
     def take(self) -> News:
-        """All of it as the next message."""
+        """The next message, with all output that has not been sent."""
         rids, counts = array("q", self.plain), array("i", [len(ids) // 4 for ids in self.plain.values()])
         ids = b"".join(self.plain.values())
         return News(
@@ -115,7 +116,7 @@ class _Session:
         )
 
     def sent(self) -> None:
-        """What `take` gave is on its way."""
+        """The message of `take` was sent."""
         self.num_sent += 1
         self.stalled_at = None
         self.accepted.clear()
@@ -125,13 +126,12 @@ class _Session:
         self.num_bytes = 0
 
     @property
-    def has_news(self) -> bool:
-        """There is something to send."""
+    def has_output(self) -> bool:
         return bool(self.accepted or self.plain or self.rich or self.failed)
 
 
 class ClientPort:
-    """All sessions of one core. All calls come from the core's thread."""
+    """All sessions of one core. Only the core's thread calls it."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class ClientPort:
         keys: Keys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Binds. Raises ConfigError if the address is none, is open to the network, or cannot be had."""
+        """Binds. Raises ConfigError if the address is invalid, reachable from the network, or not available."""
         self._config = config
         self._clock = clock
         self._context = ZmqContext(keys)
@@ -152,8 +152,9 @@ class ClientPort:
             raise
         self._decoder: Decoder[ToPort] = Decoder(ToPort)
         self._sessions: dict[bytes, _Session] = {}
-        # Our rid, of what the scheduler has not ended → whose, and the client's number; None: that client has left.
+        # Our rid of an open sequence → its session and the client's rid; None: the session has ended.
         self._owners: dict[int, tuple[_Session, int] | None] = {}
+        self._asked: list[Enqueue | Cancel] = []  # for the scheduler; each public method returns and empties it
         self._next_rid = CLIENT_RIDS
         self._welcome: Welcome | None = None
         self._wake: Callable[[], object] | None = None
@@ -161,8 +162,8 @@ class ClientPort:
     # ── from clients ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, max_model_len: int, wake: Callable[[], None]) -> None:
-        """The engine can serve. From now on `wake` is called on the running loop, if there is one, when `drain` may
-        have something."""
+        """The engine is ready: begins to accept sessions. From now on `wake` is called on the running loop, if there
+        is one, when a message may have arrived for `drain`."""
         config = self._config
         self._welcome = Welcome(
             PROTOCOL,
@@ -174,84 +175,90 @@ class ClientPort:
         )
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # whoever runs the actors calls
+        except RuntimeError:  # no loop: the caller calls `drain` itself
             return
         self._socket.subscribe(loop, wake)
         self._wake = lambda: loop.call_soon(wake)
 
     def drain(self) -> list[Enqueue | Cancel]:
-        """What clients ask of the engine, in order."""
-        asked: list[Enqueue | Cancel] = []
+        """Reads up to `_MAX_FRAMES` messages. Returns what clients request of the engine, in order."""
         for _ in range(_MAX_FRAMES):
             frames = self._socket.receive()
             if frames is None:
-                return asked
-            self._take(frames, asked)
+                return self._take_asked()
+            self._take(frames)
         if self._wake is not None:
-            self._wake()  # others have waited long enough
+            self._wake()  # there may be more
+        return self._take_asked()
+
+    def _take_asked(self) -> list[Enqueue | Cancel]:
+        asked, self._asked = self._asked, []
         return asked
 
-    def _take(self, frames: list[bytes], asked: list[Enqueue | Cancel]) -> None:
+    def _take_cancels(self) -> list[Cancel]:
+        return [message for message in self._take_asked() if isinstance(message, Cancel)]
+
+    def _take(self, frames: list[bytes]) -> None:
         peer = frames[0]
         session = self._sessions.get(peer)
         try:
             if len(frames) != 2:
-                raise msgspec.ValidationError(f"{len(frames) - 1} frames where a message has one")
+                raise msgspec.ValidationError(f"it has {len(frames) - 1} frames instead of one")
             message = self._decoder.decode(frames[1])
         except DecodeError as error:
             why = str(error) if isinstance(error, msgspec.ValidationError) else "it cannot be read"
-            if session is None or len(frames) != 2 or not self._refuse(session, frames[1], why, asked):
-                self._part(peer, f"That is no message of this protocol: {why}.", asked)
+            if session is None or len(frames) != 2 or not self._refuse(session, frames[1], why):
+                self._end_session(peer, f"The message is invalid: {why}.")
             return
         if isinstance(message, Hello):
-            self._greet(peer, message, asked)
+            self._begin_session(peer, message)
             return
         if session is None:
-            self._part(peer, "There is no session: a connection begins with Hello.", asked)
+            self._end_session(peer, "There is no session: send Hello first.")
             return
         match message:
             case Generate():
-                self._generate(session, message, asked)
+                self._generate(session, message)
             case Cancel():
                 if rids := tuple(session.rids[rid] for rid in message.rids if rid in session.rids):
-                    asked.append(Cancel(rids))
+                    self._asked.append(Cancel(rids))
             case Ack():
                 if not session.num_acked <= message.seq <= session.num_sent:
-                    self._part(peer, f"News {message.seq} was acknowledged and never sent.", asked)
+                    self._end_session(peer, f"News {message.seq} was acknowledged and never sent.")
                     return
                 session.num_acked = message.seq
-                self._flush(session, asked)
+                self._flush(session)
             case Bye():
-                self._forget(session, asked)
+                self._forget(session)
             case _:
                 assert_never(message)
 
-    def _greet(self, peer: bytes, hello: Hello, asked: list[Enqueue | Cancel]) -> None:
+    def _begin_session(self, peer: bytes, hello: Hello) -> None:
         assert self._welcome is not None, "drained before it was opened"
         if hello.protocol != PROTOCOL:
-            self._part(peer, f"This engine speaks protocol {PROTOCOL}, not {hello.protocol}.", asked)
+            self._end_session(peer, f"This engine speaks protocol {PROTOCOL}, not {hello.protocol}.")
         elif peer in self._sessions:
-            self._part(peer, "Hello was said twice.", asked)
+            self._end_session(peer, "Hello was sent twice.")
         elif len(self._sessions) >= MAX_CLIENTS:
-            self._part(peer, f"There are {MAX_CLIENTS} clients already.", asked)
+            self._end_session(peer, f"{MAX_CLIENTS} clients are connected, the most allowed; connect again later.")
         elif self._send(peer, self._welcome):
             self._sessions[peer] = _Session(peer, hello)
 
-    def _generate(self, session: _Session, message: Generate, asked: list[Enqueue | Cancel]) -> None:
+    def _generate(self, session: _Session, message: Generate) -> None:
         rids = range(message.rid, message.rid + message.n)
         if any(rid in session.rids for rid in rids):
-            self._part(session.peer, f"Sequence {message.rid} is open already.", asked)
+            self._end_session(session.peer, f"Sequence {message.rid} is open already.")
             return
         try:
             self._check(message)
         except RequestError as error:
             session.failed += [Failed(rid, error.kind, str(error), error.param, error.num_tokens) for rid in rids]
-            self._flush(session, asked)
+            self._flush(session)
             return
         for i, rid in enumerate(rids):
             session.rids[rid] = self._next_rid + i
             self._owners[self._next_rid + i] = (session, rid)
-        asked.append(
+        self._asked.append(
             Enqueue(
                 self._next_rid,
                 message.prompt_ids,
@@ -269,7 +276,7 @@ class ClientPort:
         self._next_rid += message.n
 
     def _check(self, message: Generate) -> None:
-        """What the tokenizer sees to for others. Raises RequestError."""
+        """The checks that the tokenizer does for requests of the api. Raises RequestError."""
         vocab_size = self._config.model.vocab_size
         for field, data in (("prompt_ids", message.prompt_ids), ("resume_ids", message.resume_ids)):
             try:
@@ -280,18 +287,15 @@ class ClientPort:
         check_parameters(vocab_size, message.sampling, message.limits, message.constraint)
         check_min_tokens(self._config.model.eos_token_ids, message.sampling, message.limits)
         if message.resume_ids:
-            room = self._room(message)
-            if message.n > 1 or len(message.resume_ids) // 4 > max(0, room):
+            assert self._welcome is not None
+            longest = self._welcome.max_model_len - len(message.prompt_ids) // 4
+            if message.limits.max_tokens is not None:
+                longest = min(longest, message.limits.max_tokens)
+            if message.n > 1 or len(message.resume_ids) // 4 > max(0, longest):
                 raise RequestError("invalid_request", "resume_ids are the output of one sequence, within max_tokens.")
 
-    def _room(self, message: Generate) -> int:
-        """Most tokens of output."""
-        assert self._welcome is not None
-        room = self._welcome.max_model_len - len(message.prompt_ids) // 4
-        return room if message.limits.max_tokens is None else min(room, message.limits.max_tokens)
-
-    def _refuse(self, session: _Session, data: bytes, why: str, asked: list[Enqueue | Cancel]) -> bool:
-        """Fails the request alone if `data` is one with a value out of bounds."""
+    def _refuse(self, session: _Session, data: bytes, why: str) -> bool:
+        """If `data` is a Generate with a value out of bounds, fails only this request and returns True."""
         try:
             fields = msgspec.msgpack.decode(data)
         except DecodeError:
@@ -302,14 +306,14 @@ class ClientPort:
                 if any(rid in session.rids for rid in rids):
                     return False
                 session.failed += [Failed(rid, "invalid_request", f"Generate: {why}.") for rid in rids]
-                self._flush(session, asked)
+                self._flush(session)
                 return True
         return False
 
     # ── to clients ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def reply(self, message: Accepted | Failed) -> None:
-        """What the scheduler answers at once to a client's request."""
+        """Sends a client the scheduler's answer to its request."""
         owner = self._owners.get(message.rid)
         if isinstance(message, Failed):
             self._end(message.rid)
@@ -322,7 +326,7 @@ class ClientPort:
             session.failed.append(replace(message, rid=rid))
 
     def sort(self, items: list[Item]) -> list[Item]:
-        """Keeps what is the clients' for `flush`. Returns the others', in order."""
+        """Keeps the outputs of clients' sequences for `flush`. Returns the others, in order."""
         if not self._owners:
             return items
         others: list[Item] = []
@@ -342,7 +346,7 @@ class ClientPort:
         return others
 
     def _sort_batch(self, batch: TokenBatch) -> TokenBatch | None:
-        """What is left of it for others."""
+        """The rest of the batch for the detokenizer; None: nothing is left."""
         rids, ids = array("q"), bytearray()
         for rid, data in batch.columns():
             if rid < CLIENT_RIDS:
@@ -362,27 +366,28 @@ class ClientPort:
         return TokenBatch(tuple(rest), rids.tobytes(), bytes(ids)) if rest or rids else None
 
     def flush(self) -> list[Cancel]:
-        """Sends what there is to everyone who has room. What is to be cancelled, as its client is gone."""
-        asked: list[Enqueue | Cancel] = []
+        """Sends the output of all sessions whose windows allow it. Returns the cancellations for sessions that ended
+        because their client is gone or too slow."""
         for session in list(self._sessions.values()):
-            if session.has_news:
-                self._flush(session, asked)
-        self._look_again()
-        return [message for message in asked if isinstance(message, Cancel)]
+            self._flush(session)
+        # Sending may consume ZeroMQ's edge-triggered event for a message that has arrived.
+        if self._wake is not None and self._socket.has_mail():
+            self._wake()
+        return self._take_cancels()
 
     def beat(self, snapshot: Snapshot) -> list[Cancel]:
-        """Tells everyone that the core is alive, and parts with those who are not. See `flush`."""
-        asked: list[Enqueue | Cancel] = []
+        """Sends every client a snapshot, which also shows that the core is alive, and ends the sessions of clients that
+        are gone or stalled. Then flushes; returns what `flush` does."""
         now = self._clock()
         for session in list(self._sessions.values()):
             if session.stalled_at is not None and now - session.stalled_at > STALL_LIMIT_S:
-                self._part(session.peer, f"No news was taken for {STALL_LIMIT_S:g} s.", asked)
+                self._end_session(session.peer, f"The client has taken no output for {STALL_LIMIT_S:g} s.")
             elif not self._send(session.peer, snapshot):
-                self._forget(session, asked)
-        return [*(m for m in asked if isinstance(m, Cancel)), *self.flush()]
+                self._forget(session)
+        return self.flush()
 
-    def _flush(self, session: _Session, asked: list[Enqueue | Cancel]) -> None:
-        if not session.has_news:
+    def _flush(self, session: _Session) -> None:
+        if not session.has_output:
             return
         if session.num_sent - session.num_acked < session.hello.window:
             try:
@@ -390,7 +395,7 @@ class ClientPort:
             except ChannelFull:
                 pass
             except PeerGone:
-                self._forget(session, asked)
+                self._forget(session)
                 return
             else:
                 session.sent()
@@ -398,10 +403,10 @@ class ClientPort:
         if session.stalled_at is None:
             session.stalled_at = self._clock()
         if session.num_bytes > MAX_BEHIND_BYTES:
-            self._part(session.peer, f"More than {MAX_BEHIND_BYTES} bytes of news wait to be taken.", asked)
+            self._end_session(session.peer, f"The client is more than {MAX_BEHIND_BYTES} bytes of output behind.")
 
     def _send(self, peer: bytes, message: ToClient) -> bool:
-        """Whether the peer is still there. One whose queue is full goes without the message."""
+        """Sends a message, or drops it if the peer's queue is full. False: the peer is gone."""
         try:
             self._socket.send(peer, encode(message))
         except ChannelFull:
@@ -411,30 +416,28 @@ class ClientPort:
         return True
 
     def begin_anew(self, lost: Iterable[int]) -> set[int]:
-        """The engine has lost these of our rids, and others' that are of no concern here: parts with those who asked
-        for them, who come back and go on where they were. What is to be cancelled with them."""
-        sessions = {owner[0].peer: owner[0] for rid in lost if (owner := self._owners.get(rid)) is not None}
-        asked: list[Enqueue | Cancel] = []
-        for peer in sessions:
-            self._part(peer, "A part of the engine has died and is replaced.", asked)
-        return {rid for message in asked if isinstance(message, Cancel) for rid in message.rids}
+        """The engine has lost the sequences `lost`, some of which may be the api's. Ends the sessions of the clients'
+        ones: these clients connect again and resume. Returns the rids to cancel."""
+        for peer in {owner[0].peer: None for rid in lost if (owner := self._owners.get(rid)) is not None}:
+            self._end_session(peer, "A part of the engine has died and is replaced.")
+        return {rid for message in self._take_cancels() for rid in message.rids}
 
     # ── sessions end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _part(self, peer: bytes, reason: str, asked: list[Enqueue | Cancel]) -> None:
-        """Says goodbye, whether there is a session or not."""
+    def _end_session(self, peer: bytes, reason: str) -> None:
+        """Sends `Goodbye` and ends the session, if there is one."""
         session = self._sessions.get(peer)
         if session is not None:
-            log.warning("client %s is told goodbye: %s", session.hello.name or "without a name", reason)
-            self._forget(session, asked)
+            log.warning("the session of client %s ends: %s", session.hello.name or "without a name", reason)
+            self._forget(session)
         self._send(peer, Goodbye(reason))
 
-    def _forget(self, session: _Session, asked: list[Enqueue | Cancel]) -> None:
-        """The session is over; what it has open is to be cancelled."""
+    def _forget(self, session: _Session) -> None:
+        """Removes the session and cancels its open sequences."""
         del self._sessions[session.peer]
         if rids := tuple(session.rids.values()):
             self._owners.update(dict.fromkeys(rids))
-            asked.append(Cancel(rids))
+            self._asked.append(Cancel(rids))
 
     def _end(self, rid: int) -> None:
         """A sequence has ended."""
@@ -442,14 +445,9 @@ class ClientPort:
         if owner is not None:
             del owner[0].rids[owner[1]]
 
-    def _look_again(self) -> None:
-        """Sending may have swallowed the word that something has arrived: the descriptor tells of changes only."""
-        if self._wake is not None and self._socket.has_mail():
-            self._wake()
-
     def close(self, reason: str) -> None:
         """Ends every session and frees the address."""
         for peer in list(self._sessions):
-            self._part(peer, reason, [])
+            self._end_session(peer, reason)
         self._socket.close()
         self._context.close()

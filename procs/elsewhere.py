@@ -1,8 +1,9 @@
-"""The parts of this engine that other launches run: which of them are there, which are lost, and who ends before whom.
+"""The actors of this engine that run in other launches: which are connected, which are lost, and which end first.
 
-The supervisors have no connection to each other. Each watches the mailboxes of the others' parts whose addresses it has
-been told, and sends its `Leave` through them. Not every launch knows every address, but each knows that of the core or
-runs it, the core's knows all the core sends to, and the api's knows the tokenizer: so every end gets round.
+Supervisors have no connection to each other. Each watches the mailboxes of the other launches' actors whose addresses
+it was given, and sends its `Leave` to them. Not every launch knows every address, but every launch knows the core's or
+runs the core, the core's launch knows all receivers of the core, and the api's knows the tokenizer. So every launch
+learns that another one ends.
 """
 
 import asyncio
@@ -14,34 +15,34 @@ from ..ipc.watch import ZmqWatch
 from ..ipc.zmq_channel import ZmqContext
 from .topology import ACTORS, RENDEZVOUS, kind
 
-_DEPTHS = {name: depth for depth, name in enumerate(reversed(ACTORS))}  # from the door inwards, as they are stopped
+_DEPTHS = {name: depth for depth, name in enumerate(reversed(ACTORS))}  # in the order of stopping: 0 is the api
 
 
 class Elsewhere:
-    """The parts of the engine that run in other launches, watched by this launch's supervisor."""
+    """The actors of the engine that run in other launches, watched by this launch's supervisor."""
 
     def __init__(self, here: Iterable[str], addresses: Mapping[str, str], *, hang_timeout_s: float) -> None:
-        """`here`: the parts of this launch. `addresses`: of the others, as far as they are known. A part that does not
-        answer for `hang_timeout_s` seconds is lost."""
+        """`here`: the actors of this launch. `addresses`: the known addresses, by actor. An actor that does not answer
+        for `hang_timeout_s` seconds is lost."""
         self._here = tuple(here)
         self._addresses = {name: at for name, at in addresses.items() if name not in (*self._here, RENDEZVOUS)}
         self._hang_timeout_s = hang_timeout_s
         self._watches: dict[str, ZmqWatch] = {}
         self._depth = min((_DEPTHS[kind(name)] for name in self._here), default=0)
-        self.is_leaving = False  # another launch of this engine ends in order, and with it all of them
+        self.is_leaving = False  # another launch of this engine ends in order, so all of them end
 
     def __bool__(self) -> bool:
-        """There are such parts."""
+        """Whether other launches have actors with known addresses."""
         return bool(self._addresses)
 
     def watch(self, context: ZmqContext, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        """Begins to connect to them, and calls `wake` on the loop whenever `look` may find something."""
+        """Connects to them, and calls `wake` on the loop whenever `look` may have something to do."""
         for name, address in self._addresses.items():
             self._watches[name] = context.watch(address, self._hang_timeout_s)
             self._watches[name].subscribe(loop, wake)
 
     def look(self) -> None:
-        """Takes in what has happened to the connections."""
+        """Handles the events of the connections."""
         for watch in self._watches.values():
             watch.look()
 
@@ -52,7 +53,7 @@ class Elsewhere:
                 watch.send(Leave(self._here))
 
     def heard(self, message: Leave, *, is_news: bool) -> None:
-        """Another launch ends in order. `is_news`: this one would have gone on."""
+        """Another launch ends in order. `is_news`: this launch was not ending."""
         if is_news:
             print(
                 f"pagewire: the launch of {', '.join(message.names)} ends, and with it the engine.",
@@ -63,11 +64,12 @@ class Elsewhere:
 
     @property
     def is_awaited(self) -> bool:
-        """There are parts that end before those of this launch when all end in order: they are nearer to the door."""
+        """Whether actors of other launches that stop before those of this launch are still connected."""
         return any(watch.is_up for name, watch in self._watches.items() if self._is_outside(name))
 
     def complaint(self, *, in_order: bool = False) -> str | None:
-        """What is lost, in a sentence. `in_order`: while all end in order, those nearer to the door are not missed."""
+        """Which actors are lost, in a sentence. `in_order`: the engine is stopping, so actors that stop before those
+        of this launch are not reported."""
         lost = [
             name for name, watch in self._watches.items() if watch.is_lost and not (in_order and self._is_outside(name))
         ]
@@ -83,6 +85,5 @@ class Elsewhere:
         return _DEPTHS[kind(name)] < self._depth
 
     def close(self) -> None:
-        """Ends the connections."""
         for watch in self._watches.values():
             watch.close()

@@ -1,7 +1,7 @@
-"""The same actors in one process, for the offline API and for tests: no sockets, no loop, one thread.
+"""The same actors in one process, for the offline API and for tests: no sockets, no event loop, one thread.
 
-Messages go from actor to actor as they are. `run` lets everyone who has mail handle it until nobody has and neither KV
-nor a grammar is on its way; the worker takes one plan at a time.
+Messages are passed as objects. `run` lets each actor handle its messages until there are none and no KV transfer or
+grammar is pending; the worker runs one plan at a time.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ from .grammar_sandbox import Load
 from .tokenizer import TokenizerActor
 from .worker import Worker
 
-_LOOK_S = 0.0005  # between looks at KV transfers or grammars under way, when there is nothing else to do
+_POLL_S = 0.0005  # between polls of pending KV transfers and grammars, when nothing else is to be done
 
 
 class Inline:
-    """tokenizer → core ⇄ worker and grammar → detokenizer; the caller is the api."""
+    """tokenizer → core ⇄ worker and grammar → detokenizer; the caller takes the place of the api."""
 
     def __init__(
         self,
@@ -49,11 +49,13 @@ class Inline:
         progress: Callable[[int, int], None] | None = None,
         grammars: Load = load_grammars,
     ) -> None:
-        """Loads everything. Raises a PagewireError if it cannot."""
+        """Loads the model. Raises PagewireError."""
         if config.tensor_parallel_size > 1:
-            raise ConfigError("Several ranks are several processes: serve the model with --tensor-parallel-size.")
+            raise ConfigError(
+                f"tensor_parallel_size {config.tensor_parallel_size} needs several processes: use AsyncLLM or a server."
+            )
         if config.client_address is not None:
-            raise ConfigError("Nobody could be served at --client-address here: use EngineClient.start, or a server.")
+            raise ConfigError("LLM does not listen at client_address: use EngineClient.start, or a server.")
         self._on_chunk = on_chunk
         self._on_failed = on_failed
         self._mail: dict[str, deque[Message]] = {
@@ -79,15 +81,16 @@ class Inline:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The core's scheduler, for tests and benchmarks that look at its counters."""
+        """The core's scheduler, for tests and benchmarks that read its counters."""
         return self._core.scheduler
 
     def post(self, receiver: str, message: Message) -> None:
-        """See `Post`. The caller posts `Submit` and `Cancel` to the tokenizer."""
+        """The caller posts `Submit` and `Cancel` to the tokenizer."""
         self._mail[receiver].append(message)
 
     def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
-        """Works until nobody has mail and nothing else is under way, or `until()`, which is asked after each step."""
+        """Runs until no messages are left and nothing is pending, or until `until()` is true, which is called after
+        each round."""
         while not until():
             busy = False
             for name, actor in self._actors.items():
@@ -120,18 +123,17 @@ class Inline:
             if busy or any(self._mail.values()):
                 continue
             if self._core.scheduler.asks_again:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
                 self._core.handle([])
             elif self._worker.num_transfers or self._grammar.num_pending:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             else:
                 return
 
     def close(self) -> None:
-        """Ends every actor."""
         try:
             for actor in self._actors.values():
-                # None of them waits for anything, so no loop is needed: the caller may be running one.
+                # `stop` of these actors does not wait, so it runs without a loop; the caller may be running one.
                 with contextlib.suppress(StopIteration):
                     actor.stop(0.0).__await__().__next__()
         finally:

@@ -1,23 +1,24 @@
-"""Tells routers which KV this engine can find again, over ZeroMQ, in the form that vLLM's KV events have.
+"""Publishes which KV blocks this engine's prefix cache holds, over ZeroMQ, in the format of vLLM's KV events.
 
-The core process owns one `KvEventPublisher` and hands it the scheduler's facts after each batch of messages. Sending
-only puts them into a queue of ZeroMQ's. Replays are answered by a thread that sleeps until one is asked for.
+The core process owns one `KvEventPublisher` and passes it the scheduler's events after each batch of messages. Sending
+only puts them into a ZeroMQ queue. A separate thread answers replay requests.
 
 Each batch is a multipart message of three frames on a PUB socket: an empty topic; a number, 8 bytes, big endian,
 counting batches from 0; and msgpack. The msgpack is an array `[ts, events, data_parallel_rank]`: seconds since 1970,
-the events in order, and 0, as there is one core. An event is an array that begins with its name:
+the events in order, and 0, because there is one core. An event is an array that begins with its name:
 
     ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name]
     ["BlockRemoved", block_hashes, medium]
     ["AllBlocksCleared"]
 
-A hash is the last 8 bytes of the block's key as an unsigned number: enough to route by, not enough to read KV by. Both
-fields about LoRA are nil. `medium` is "GPU" for the device's own pool, whatever the device, "CPU" for the host tier,
-and for others the tier's name in capitals; tiers behind the device tell neither tokens (empty) nor parent (nil).
+A hash is the last 8 bytes of the block's key as an unsigned number: enough for routing, not enough to read KV. Both
+LoRA fields are nil. `medium` is "GPU" for the device's own pool (also on a CPU), "CPU" for the host tier, and the
+tier's name in capitals for others. Events of tiers have no token_ids (empty) and no parent (nil).
 
-PUB drops what a subscriber does not take in time. Who sees a gap in the numbers asks the replay socket, a ROUTER, with
-an empty frame and the number from which it wants them (8 bytes, big endian). It gets `[empty, number, msgpack]` for
-each of them that is still among the last 10,000, and at the end the number -1 with an empty frame.
+PUB drops messages for a subscriber that is too slow. A subscriber that sees a gap in the numbers sends the replay
+socket, a ROUTER, an empty frame and the first number that it wants (8 bytes, big endian). It gets
+`[empty, number, msgpack]` for each of these batches that is among the last 10,000, then the number -1 with an empty
+frame.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ from ..engine.core.kv_events import DEVICE, Cleared, KvCacheEvent, Removed, Stor
 from ..errors import ConfigError
 
 NUM_KEPT = 10_000
-"""Batches that can be replayed; also how many one subscriber may be behind before it misses some."""
+"""Batches that can be replayed; also how many are queued for one subscriber before further ones are dropped."""
 
 END = (-1).to_bytes(8, "big", signed=True)
 """The number that ends a replay."""
@@ -68,10 +69,10 @@ class _AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBl
 
 
 class KvEventPublisher:
-    """The sockets. `publish` and `close` belong to one thread, the core's."""
+    """Owns the sockets. Only the core's thread calls `publish` and `close`."""
 
     def __init__(self, *, address: str, replay: str | None = None) -> None:
-        """Binds. Raises ConfigError if an address is none, is open to the network, or cannot be had."""
+        """Binds. Raises ConfigError if an address is invalid, reachable from the network, or not available."""
         _check("--kv-events", address)
         if replay is not None:
             _check("--kv-events-replay", replay)
@@ -89,14 +90,14 @@ class KvEventPublisher:
             raise
 
     def publish(self, events: Sequence[KvCacheEvent]) -> None:
-        """Sends these as one batch; none, no batch. Never blocks."""
+        """Sends the events as one batch, or nothing if there are none. Never blocks."""
         if events:
             batch = _encode((time.time(), [_as_sent(event) for event in events], 0))
             number = self._kept.add(batch)
             self._pub.send_multipart((b"", number.to_bytes(8, "big"), batch))
 
     def close(self) -> None:
-        """Lets subscribers that are there take what is queued, for a moment, and frees the addresses."""
+        """Gives connected subscribers 200 ms to receive what is queued, and frees the addresses."""
         self._pub.close()
         self._context.term()  # also ends the thread
         if self._replays is not None:
@@ -106,7 +107,7 @@ class KvEventPublisher:
 
 
 class _Kept:
-    """The last batches. Any thread."""
+    """The last batches. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,14 +115,14 @@ class _Kept:
         self._next = 0  # number of the next batch
 
     def add(self, batch: bytes) -> int:
-        """Its number."""
+        """Returns the number of the batch."""
         with self._lock:
             self._batches.append(batch)
             self._next += 1
             return self._next - 1
 
     def since(self, number: int) -> tuple[int, list[bytes]]:
-        """(number of the first, the batches from `number` on that are left)."""
+        """The batches from `number` on that are still kept, and the number of the first of them."""
         with self._lock:
             oldest = self._next - len(self._batches)
             first = min(max(number, oldest), self._next)
@@ -135,19 +136,18 @@ class _Replays(threading.Thread):
         super().__init__(name="kv-events-replay", daemon=True)
         self._kept = kept
         self._router = context.socket(zmq.ROUTER)
-        # Room for two replays: ZeroMQ notices that a client reads only every half of it.
+        # Space for two replays, because ZeroMQ updates how far a client has read only after each half of the queue.
         _bind(self._router, address, 2 * (NUM_KEPT + 2), "--kv-events-replay")
         self.start()
 
     def run(self) -> None:
-        """See `Thread`."""
         with contextlib.suppress(zmq.ContextTerminated):
             while True:
                 self._answer(self._router.recv_multipart())
         self._router.close()
 
     def _answer(self, frames: list[bytes]) -> None:
-        """One replay. What is no request gets no answer; a client that does not read loses the rest of it."""
+        """Sends one replay. An invalid request gets no answer; a client that does not read loses the rest."""
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             return
         first, batches = self._kept.since(int.from_bytes(frames[2], "big"))
@@ -185,7 +185,7 @@ def _check(flag: str, address: str) -> None:
     if address.startswith("ipc:///"):
         path = Path(address.removeprefix("ipc://"))
         if path.exists() and not path.is_socket():  # ZeroMQ would replace it
-            raise ConfigError(f"{flag}: {path} exists and is no socket.")
+            raise ConfigError(f"{flag}: {path} exists and is not a socket; choose another path.")
         return
     try:
         url = urlsplit(address)
@@ -193,19 +193,21 @@ def _check(flag: str, address: str) -> None:
     except ValueError:  # a port beyond 65535, a bracket that is not closed
         host = port = None
     if not address.startswith("tcp://") or host is None or not port:
-        raise ConfigError(f"{flag}: {address!r} is no address; write ipc:///path or tcp://127.0.0.1:port.")
+        raise ConfigError(f"{flag}: {address!r} is not an address; write ipc:///path or tcp://127.0.0.1:port.")
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = host == "localhost"
     if not loopback:
-        raise ConfigError(f"{flag}: {address} can be reached from outside, and events tell what users wrote.")
+        raise ConfigError(
+            f"{flag}: {address} can be reached from outside, and events contain what users wrote; use 127.0.0.1."
+        )
 
 
-def _bind(socket: "zmq.SyncSocket", address: str, most_queued: int, flag: str) -> None:
-    """`most_queued`: messages that wait for one peer; further ones are dropped. Raises ConfigError."""
+def _bind(socket: "zmq.SyncSocket", address: str, max_queued: int, flag: str) -> None:
+    """`max_queued`: messages that wait for one peer; further ones are dropped. Raises ConfigError."""
     socket.linger = 200  # ms
-    socket.set_hwm(most_queued)
+    socket.set_hwm(max_queued)
     umask = os.umask(0o077)
     try:
         socket.bind(address)

@@ -1,4 +1,4 @@
-"""Ends a process when its parent is gone."""
+"""Ends a process when its parent has ended."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import threading
 
 
 def end_with_parent() -> None:
-    """Has the kernel kill this process when its parent is gone, where the kernel can."""
+    """Makes the kernel kill this process when its parent ends (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
         import ctypes
 
@@ -15,13 +15,13 @@ def end_with_parent() -> None:
 
 
 def tie_life_to(supervisor_pid: int, lifeline_fd: int) -> None:
-    """Ends this process when the supervisor is gone, whatever either of them is doing.
+    """Ends this process when the supervisor ends, however it ends.
 
-    The kernel's signal also ends a process that is stuck in a long call; the pipe also covers kernels without it.
+    The kernel's signal also ends a process that is stuck in a long call. The pipe also works on kernels without it.
     """
     end_with_parent()
     if os.getppid() != supervisor_pid:
-        os._exit(1)  # it died before prctl
+        os._exit(1)  # the supervisor ended before prctl
 
     def watch() -> None:
         os.read(lifeline_fd, 1)

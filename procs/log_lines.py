@@ -1,8 +1,8 @@
-"""How every process writes its log: one line an event on standard error, whatever the event brings along.
+"""The log format of every process: one line for each event, on standard error.
 
-Control characters are escaped, so nobody outside can begin a line of their own or reach the operator's terminal. Of an
-exception it tells the kind and the place: its words may hold what a user wrote. Our own errors and those of the
-operating system keep their words.
+Control characters are escaped, so that a client can neither begin a line nor control the operator's terminal. An
+exception is logged with its type and place but without its message, which may contain what a user wrote. Messages of
+PagewireError and OSError are kept.
 """
 
 import logging
@@ -18,8 +18,8 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tup
 
 
 def write_log_lines(name: str) -> None:
-    """From now on, as the process `name`. Libraries are heard only where something failed: what they warn of is mostly
-    what anyone can send."""
+    """Sets up logging for the process `name`. Libraries log only errors, because most of their warnings are about input
+    that any client can send."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(name))
     logging.basicConfig(handlers=[handler], level=logging.ERROR)
@@ -27,13 +27,11 @@ def write_log_lines(name: str) -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """See above."""
-
     def __init__(self, name: str) -> None:
         super().__init__(f"%(asctime)s {name}: %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`, which would put an exception on lines of its own."""
+        """Unlike `logging.Formatter`, keeps an exception on the same line."""
         record.message = record.getMessage()
         record.asctime = self.formatTime(record, self.datefmt)
         line = self.formatMessage(record)
@@ -42,7 +40,6 @@ class LineFormatter(logging.Formatter):
         return escaped(line)[:_MAX_CHARS]
 
     def formatException(self, ei: _ExcInfo) -> str:
-        """See `logging.Formatter`."""
         _, error, trace = ei
         if error is None:
             return "no exception"
@@ -53,7 +50,7 @@ class LineFormatter(logging.Formatter):
 
 
 def escaped(text: str) -> str:
-    """The same text on one line: `\\n`, `\\x1b` and `\\u2028` for what is no printable character."""
+    """The text on one line, with escapes such as `\\n`, `\\x1b` and `\\u2028` for characters that cannot be printed."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

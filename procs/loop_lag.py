@@ -1,4 +1,4 @@
-"""How late an event loop comes to what is due: a timer ten times a second that looks at the clock."""
+"""Measures the lag of an event loop: how late a timer fires that is due every 0.1 s."""
 
 import asyncio
 
@@ -8,21 +8,18 @@ _INTERVAL_S = 0.1
 
 
 class LoopLag:
-    """Looks until `stop`."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.seconds = Histogram(SECONDS)
         self._loop = loop
         self._wait()
 
     def stop(self) -> None:
-        """No more looks."""
         self._timer.cancel()
 
     def _wait(self) -> None:
         self._due = self._loop.time() + _INTERVAL_S
-        self._timer = self._loop.call_at(self._due, self._look)
+        self._timer = self._loop.call_at(self._due, self._observe)
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         self.seconds.observe(max(0.0, self._loop.time() - self._due))
         self._wait()

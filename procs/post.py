@@ -1,6 +1,6 @@
-"""The outgoing side of one actor's process: an outbox for each receiver that the topology allows.
+"""The outgoing messages of one actor's process: an outbox for each receiver that the topology allows.
 
-With several api processes, what is for one of them finds it by its rid, and what is for all is sent to all.
+With several api processes, the rid of a message determines which of them gets it; messages without a rid go to all.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ from .topology import apis, link, receivers
 
 
 class Mailman:
-    """An engine that serves only `EngineClient`s has neither api nor detokenizer: what is for them is not sent."""
+    """The outboxes. An engine that serves only `EngineClient`s has no api and no detokenizer: messages for them are
+    dropped."""
 
     def __init__(
         self, name: str, addresses: Mapping[str, str], context: ZmqContext, *, num_ranks: int, num_apis: int
@@ -26,7 +27,6 @@ class Mailman:
         self._apis = [self._outboxes[api] for api in apis(num_apis) if api in self._outboxes]
 
     def post(self, receiver: str, message: Message) -> None:
-        """See `Post`."""
         if receiver in self._absent:
             return
         if receiver == "api" and len(self._apis) > 1:
@@ -49,10 +49,10 @@ class Mailman:
 
 
 def api_index(index: int, epoch: int, num_apis: int) -> int:
-    """What the rids of an api process begin with: of the one that replaces it they are others."""
+    """The high bits of the rids of an api process, above `RID_BITS`; a replacement (`epoch` + 1) has other ones."""
     return epoch * num_apis + index
 
 
 def api_of(rid: int, num_apis: int) -> int:
-    """Which api process a rid belongs to."""
+    """The index of the api process that a rid belongs to."""
     return (rid >> RID_BITS) % num_apis

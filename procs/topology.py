@@ -1,7 +1,7 @@
-"""Who may tell what to whom. This table is the architecture.
+"""Which actor may send which messages to which other actor. This table is the architecture.
 
-Each process connects only to the receivers that its row names; the picture in the README is printed from here
-(`python -m pagewire.procs.topology`), and a test compares both with the mailboxes' unions.
+Each process connects only to the receivers in its rows. `python -m pagewire.procs.topology` prints the README's
+diagram from it, and a test compares the table with the unions of messages that the mailboxes accept.
 """
 
 from ..ipc import client_messages as c
@@ -16,7 +16,7 @@ ACTORS: dict[str, object] = {
     "detokenizer": m.ToDetokenizer,
     "api": m.ToApi,
 }
-"""Name → what its mailbox accepts, in the order of starting; stopping is the other way round."""
+"""Name → the messages that its mailbox accepts, in the order of starting; stopping is in reverse order."""
 
 EDGES: dict[tuple[str, str], tuple[type, ...]] = {
     ("api", "tokenizer"): (m.Submit, m.Cancel, m.Tokenize, m.Detokenize, m.Describe),
@@ -37,18 +37,17 @@ EDGES: dict[tuple[str, str], tuple[type, ...]] = {
 FROM_SUPERVISOR: dict[str, tuple[type, ...]] = {name: (m.Ping, m.Reset, m.Leave, m.Stop) for name in ACTORS} | {
     "api": (m.Serve, m.Ping, m.Reset, m.Restored, m.Swapped, m.Leave, m.Stop)
 }
-"""What the supervisor may tell each actor; `Leave` comes from the supervisor of another launch."""
+"""What the supervisor may send to each actor; `Leave` comes from the supervisor of another launch."""
 
 TO_SUPERVISOR: tuple[type, ...] = (m.Ready, m.Serving, m.Fault, m.Pong, m.Swap, m.Leave)
-"""What every actor may tell the supervisor (`Serving` and `Swap` only the api; `Leave` is passed on)."""
-
+"""What every actor may send to the supervisor (`Serving` and `Swap` only the api; `Leave` is passed on)."""
 
 FROM_CLIENT: tuple[type, ...] = (c.Hello, c.Generate, m.Cancel, c.Ack, c.Bye)
 TO_CLIENT: tuple[type, ...] = (c.Welcome, c.News, m.Snapshot, c.Goodbye)
-"""What an `EngineClient` and the core may tell each other, over a socket of their own (`client_port.py`)."""
+"""What an `EngineClient` and the core may send each other, over a separate socket (`client_port.py`)."""
 
 RENDEZVOUS = "ranks"
-"""Stands among the addresses for the place where the ranks of a tensor-parallel group meet."""
+"""The key, among the addresses of actors, of the address where the ranks of a tensor-parallel group connect."""
 
 
 def workers(num_ranks: int) -> tuple[str, ...]:
@@ -72,17 +71,17 @@ def _several(kind: str, num: int) -> tuple[str, ...]:
 
 
 def kind(name: str) -> str:
-    """What the actor of that name is: a key of `ACTORS`."""
+    """The key in `ACTORS` of the actor with that name, such as worker for worker-1."""
     return name.partition("-")[0]
 
 
 def index(name: str) -> int:
-    """Which of its kind it is; of a worker its rank."""
+    """The number of an actor among those of its kind; for a worker its rank."""
     return int(name.partition("-")[2] or 0)
 
 
 def link(sender: str, receiver: str) -> Link:
-    """Which epoch their messages belong to."""
+    """Which epoch the messages between two actors are checked against."""
     kinds = {kind(sender), kind(receiver)}
     if "supervisor" in kinds:
         return Link.CONTROL
@@ -90,8 +89,8 @@ def link(sender: str, receiver: str) -> Link:
 
 
 def lost_with(name: str, num_ranks: int) -> tuple[str, ...]:
-    """Who has to be replaced when this actor dies: the ranks of a model are nothing without each other, and may be at
-    different steps when their core dies."""
+    """The actors to replace when this one dies. A rank cannot work without the others, and the ranks may be at
+    different steps when their core dies, so all are replaced."""
     ranks = workers(num_ranks)
     if kind(name) == "worker":
         return ranks
@@ -99,7 +98,7 @@ def lost_with(name: str, num_ranks: int) -> tuple[str, ...]:
 
 
 def receivers(sender: str, num_ranks: int, num_apis: int) -> tuple[str, ...]:
-    """Whom an actor may send to. Of the workers only the first one answers the core, but all offer it their memory."""
+    """The actors that an actor may send to. Every worker sends the core a CacheOffer; only the first sends it more."""
     found = [receiver for source, receiver in EDGES if source == kind(sender)]
     if "worker" in found:
         found += workers(num_ranks)[1:]

@@ -1,1 +1,1 @@
-"""A router in front of several engines: one door, and nothing lost when an engine behind it goes."""
+"""A router in front of several engines: one address, and requests continue when an engine behind it is lost."""

@@ -1,6 +1,6 @@
-"""The router's application: what it answers itself, and everything else, which the engines answer.
+"""The router's application: its own endpoints, and everything else, which it passes on to the engines.
 
-The same `Edge` as an engine's stands before it: heads, origins, keys, rates and bodies are checked here once.
+The same `Edge` as in an engine's api checks headers, origins, keys, rates and the size of bodies, here once.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from ..version import __version__
 from .ask import Ask, Upload
 from .config import RouteConfig
 from .engines import EngineState, Fleet
-from .metrics import render, together
+from .metrics import merge_pages, render
 from .relay import Answer, Relay
 
 _ENGINES_PATH = "/admin/engines"
@@ -42,31 +42,29 @@ class Load(Struct, frozen=True):
 
 
 class Change(Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /admin/engines: one of the two."""
+    """The body of POST /admin/engines: exactly one of the two."""
 
     add: str | None = None
     remove: str | None = None
 
 
 class RouterApp:
-    """Everything behind the edge."""
-
     def __init__(self, fleet: Fleet, config: RouteConfig) -> None:
         self._fleet = fleet
         self._config = config
-        self._stats = Stats()  # the edge's
+        self._stats = Stats()  # of the edge
         http = config.http
         self._relay = Relay(fleet, outage_wait_s=http.service.outage_wait, root_path=http.listen.root_path)
-        self._anyone = Account()  # what is open without a key
-        self._open: Counter[Account] = Counter()
-        self._drain_rate = DrainRate(time.monotonic())  # for who is refused here; what an engine says of itself stands
-        self._ends: set[asyncio.Timeout] = set()  # of the open requests: when they are to end
-        self._refusal: str | None = None  # why nothing new is taken
+        self._anyone = Account()  # of requests without a key
+        self._open: Counter[Account] = Counter()  # open requests
+        self._drain_rate = DrainRate(time.monotonic())  # gives Retry-After of the router's own refusals
+        self._ends: set[asyncio.Timeout] = set()  # one for each open request
+        self._refusal: str | None = None  # why new requests are refused
         self._idle = asyncio.Event()
         self._removals: set[asyncio.Task[None]] = set()
 
     def edge(self) -> Edge:
-        """The whole application."""
+        """The whole application, with the edge in front."""
         own = {
             "/health": self.health,
             "/ready": self.ready,
@@ -89,7 +87,7 @@ class RouterApp:
         )
 
     def refuse(self, reason: str) -> None:
-        """From now on, new requests get 503 with this sentence; open ones go on."""
+        """From now on, new requests get 503 with this reason; open ones continue."""
         self._refusal = reason
 
     async def drained(self) -> None:
@@ -99,24 +97,26 @@ class RouterApp:
             await self._idle.wait()
 
     def close(self) -> None:
-        """Ends what is open, in good form."""
+        """Ends open requests: each gets its error."""
         now = asyncio.get_running_loop().time()
         for end in self._ends:
             end.reschedule(now)
 
-    # ── what the engines answer ──────────────────────────────────────────────────────────────────────────────────────
+    # ── endpoints of the engines ─────────────────────────────────────────────────────────────────────────────────────
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Any path that is not the router's own."""
         if scope["path"].startswith("/admin/"):
-            raise HttpError(404, "Ask each engine for this itself.", code="not_found")
+            raise HttpError(
+                404, f"The router does not serve {scope['path']}; send it to each engine.", code="not_found"
+            )
         if self._refusal is not None:
             raise ShuttingDown(self._refusal)
         account: Account = scope["state"].get("account", self._anyone)
         most = self._config.max_open_requests
         if most is not None and self._open[account] >= most:
             raise HttpError(
-                429, f"There are {most} requests open already, and no more may be.", code="rate_limit_exceeded"
+                429, f"{most} requests are open, the most allowed; wait until one ends.", code="rate_limit_exceeded"
             )
         self._open[account] += 1
         self._drain_rate.note(time.monotonic(), is_busy=True)
@@ -137,7 +137,7 @@ class RouterApp:
             self._drain_rate.note(time.monotonic(), is_busy=bool(self._open), num_ended=scope["method"] == "POST")
 
     async def _bounded(self, ask: Ask, scope: Scope, answer: Answer) -> int:
-        """The relay, until the request's time or the server's is over."""
+        """Relays the request until it ends, its time limit is reached, or the router stops."""
         limit_s = self._config.http.clients.request_timeout_s
         end: asyncio.Timeout | None = None
         try:
@@ -155,15 +155,15 @@ class RouterApp:
                 self._ends.discard(end)
             self._idle.set()
 
-    # ── what the router answers ──────────────────────────────────────────────────────────────────────────────────────
+    # ── endpoints of the router ──────────────────────────────────────────────────────────────────────────────────────
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /health: 200 while the router runs; and how its engines are."""
+        """GET /health: 200 while the router runs, with the state of its engines."""
         states = [engine.state() for engine in self._fleet.engines]
         await send_json(send, Health("ok" if any(state.ready for state in states) else "no engine", states))
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /ready: 200 while a new request would be taken."""
+        """GET /ready: 200 while a new request would be accepted."""
         if self._refusal is not None:
             raise ShuttingDown(self._refusal)
         if not any(engine.is_able for engine in self._fleet.engines):
@@ -171,13 +171,13 @@ class RouterApp:
         await send_json(send, {"status": "ready"})
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /load: requests that are open here."""
+        """GET /load: the number of open requests."""
         await send_json(send, Load(len(self._ends), len(self._fleet.engines)))
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /metrics: the router's own, and those of engines that have no port to be asked at."""
+        """GET /metrics: the router's own metrics, and those of engines on Unix sockets."""
         page = render(self._fleet, self._relay.stats, self._stats, num_open=len(self._ends))
-        page += together(await self._fleet.pages())
+        page += merge_pages(await self._fleet.pages())
         await send_body(send, 200, page, content_type=CONTENT_TYPE.encode())
 
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -190,7 +190,7 @@ class RouterApp:
         await send_json(send, [engine.state() for engine in self._fleet.engines])
 
     async def change_engines(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /admin/engines: one more engine, or one less, which keeps what it has until that has ended."""
+        """POST /admin/engines: adds an engine, or removes one after its open requests have ended."""
         self._check_admin()
         try:
             change = msgspec.json.decode(await _read(receive), type=Change)
@@ -206,17 +206,19 @@ class RouterApp:
         elif change.remove is not None:
             engine = self._fleet.find(change.remove)
             if engine is None:
-                raise HttpError(404, "There is no such engine.", code="not_found", param="remove")
+                raise HttpError(
+                    404, f"{change.remove} is not an engine of this router.", code="not_found", param="remove"
+                )
             removal = asyncio.create_task(self._fleet.remove(engine))
             self._removals.add(removal)
             removal.add_done_callback(self._removals.discard)
-            await asyncio.sleep(0)  # so that the answer shows it
+            await asyncio.sleep(0)  # so that the removal has begun and the answer shows it
         await send_json(send, [engine.state() for engine in self._fleet.engines])
 
     def _check_admin(self) -> None:
-        """Whose key it is was checked at the edge, if there are any."""
+        """The edge has checked the key; without admin keys there is no such endpoint."""
         if not self._config.http.admin_keys:
-            raise HttpError(404, "This needs a router that was started with --admin-api-key.", code="not_found")
+            raise HttpError(404, "Start the router with --admin-api-key to use this endpoint.", code="not_found")
 
 
 async def _read(receive: Receive) -> bytes:

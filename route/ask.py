@@ -1,8 +1,8 @@
-"""One request as the router sees it: what it may be sent for again, and how an engine goes on with its stream.
+"""One request in the router: whether it may be sent again, and how another engine continues its stream.
 
-A stream of chat, completions, responses or messages is asked for with token ids and with a seed, so that another engine
-can go on exactly where one broke off; the client sees neither unless it asked for them. Bodies that are no valid
-requests are passed on as they are: to say what is wrong with them is the engine's part.
+The router adds `return_token_ids` and a seed to streams of chat, completions, responses and messages, so that another
+engine can continue exactly where one was lost; the client sees them only if it asked for them. An invalid body is
+passed on unchanged, and the engine answers with the error.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from .typed_journal import TypedJournal
 
 _CHAT_PATHS = ("/v1/chat/completions", "/v1/completions")
 _TYPED_PATHS = ("/v1/responses", "/v1/messages")
-_HOME_PATHS = re.compile(r"/v1/(files|batches)(/|$)")  # what the first engine keeps, files and all
+_HOME_PATHS = re.compile(r"/v1/(files|batches)(/|$)")  # the first engine keeps all files and batches
 _RESPONSE_PATH = re.compile(r"/v1/responses/([^/]{1,128})")
-_UNSAID_OUTPUT = 256  # tokens that a request which names no limit is taken to write
+_DEFAULT_OUTPUT = 256  # estimated output tokens of a request without a limit
 _SEEDS = 2**62
 
 
 class _Fields(Struct):
-    """What is read of a body; of another shape it is the engine's to refuse."""
+    """The fields of a body that the router reads."""
 
     stream: bool | None = None
     n: int | None = None
@@ -52,48 +52,48 @@ class _Fields(Struct):
 
 
 class Upload:
-    """A body that is too large to be kept."""
+    """A body that is too large to be kept; it is streamed to the engine."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self.was_left = False  # its client has gone before the end
+        self.has_client_left = False  # the client disconnected before the end
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """As they come in, once. Raises ClientGone."""
+        """The parts as they arrive; can be iterated once. Raises ClientGone."""
         more = True
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self.was_left = True
+                self.has_client_left = True
                 raise ClientGone
             yield message.get("body", b"")
             more = message.get("more_body", False)
 
 
 class Ask:
-    """A request with its whole body, or with the `upload` that brings it."""
+    """A request with its whole body, or with an `upload`."""
 
     def __init__(self, method: str, path: str, body: bytes, salt: bytes, *, upload: Upload | None = None) -> None:
-        """`path`: without the query. `salt`: keeps the prompts of different clients apart, as the engines do."""
+        """`path`: without the query. `salt`: clients with different salts share no prefix blocks, as in the engines."""
         self.upload = upload
         self.is_repeatable = not (_HOME_PATHS.match(path) and method != "GET")
         self.is_for_home = _HOME_PATHS.match(path) is not None
         found = _RESPONSE_PATH.match(path)
-        self.response_id = found[1] if found else None  # a stored response that it is about
+        self.response_id = found[1] if found else None  # the stored response that it names
         self.makes_response = path == "/v1/responses"
         self.body = body
-        self.new_journal: Callable[[], Journal | None] = lambda: None  # of a stream with which another can go on
+        self.new_journal: Callable[[], Journal | None] = lambda: None  # None: no other engine can continue it
         self.num_choices = 1
-        self.num_tokens = len(body) // 4 + 1  # that it may take, about
-        self.blocks: list[int] = []
-        self.patience_s = math.inf  # how long it wants to wait for an engine to take it
+        self.num_tokens = len(body) // 4 + 1  # estimate of prompt and output
+        self.blocks: list[int] = []  # of the prompt, for `Prefixes`
+        self.patience_s = math.inf  # its own `timeout`: how long it waits for an engine to take it
         self._fields: dict[str, Raw] = {}
         if method == "POST":
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 self._read(path, salt)
 
     def _read(self, path: str, salt: bytes) -> None:
-        """Raises what msgspec does if the body is not what it should be; then it is passed on as it is."""
+        """Raises MsgspecError, UnicodeDecodeError or RecursionError if the body is invalid."""
         fields = msgspec.json.decode(self.body, type=_Fields)
         num_prompts = len(_several(fields.prompt)) or 1
         self.response_id = self.response_id or fields.previous_response_id
@@ -101,17 +101,17 @@ class Ask:
             self.patience_s = fields.timeout
         self.num_choices = num_prompts * max(1, fields.n or 1)
         longest = fields.max_completion_tokens or fields.max_tokens or fields.max_output_tokens
-        self.num_tokens += self.num_choices * (_UNSAID_OUTPUT if longest is None else max(0, longest))
+        self.num_tokens += self.num_choices * (_DEFAULT_OUTPUT if longest is None else max(0, longest))
         prompt = b"".join(bytes(part) for part in (fields.system, fields.messages, fields.prompt, fields.input))
         self.blocks = prefix_blocks(salt + bytes(fields.tools), prompt)
-        # Prompts of one request draw with seeds of their own unless one was asked for, and it has no way to say them.
-        is_sure = num_prompts == 1 or fields.seed is not None or fields.temperature == 0
+        # Without a seed, each of several prompts is sampled with a random one, and a request can name only one seed.
+        is_reproducible = num_prompts == 1 or fields.seed is not None or fields.temperature == 0
         if path in _CHAT_PATHS:
-            can_go_on = not fields.use_beam_search and is_sure
-        else:  # its last event has all log-probabilities, and an engine that goes on does not know those before
+            is_resumable = not fields.use_beam_search and is_reproducible
+        else:  # the last event has all log-probabilities, and an engine that resumes does not have the earlier ones
             has_logprobs = fields.top_logprobs is not None or b"logprobs" in bytes(fields.include)
-            can_go_on = path in _TYPED_PATHS and not (has_logprobs or fields.return_token_ids)
-        if fields.stream and can_go_on:
+            is_resumable = path in _TYPED_PATHS and not (has_logprobs or fields.return_token_ids)
+        if fields.stream and is_resumable:
             self._fields = msgspec.json.decode(self.body, type=dict[str, Raw]) | {"return_token_ids": Raw(b"true")}
             if fields.seed is None:
                 self._fields["seed"] = Raw(b"%d" % secrets.randbelow(_SEEDS))
@@ -119,13 +119,13 @@ class Ask:
             is_chat, shows_ids = path in _CHAT_PATHS, bool(fields.return_token_ids)
             self.new_journal = lambda: ChatJournal(shows_ids=shows_ids) if is_chat else TypedJournal()
 
-    def go_on(self, resumption: Mapping[str, object]) -> bytes:
-        """The body that asks for the rest, with these fields."""
+    def body_with(self, resumption: Mapping[str, object]) -> bytes:
+        """The body with these fields added."""
         return msgspec.json.encode({**self._fields, **resumption}) if resumption else self.body
 
 
 def _several(prompt: Raw) -> list[object]:
-    """The prompts of a completion request that has a list of them."""
+    """The prompts of a completion request that has a list of them; empty if it has one prompt."""
     if not bytes(prompt).lstrip().startswith(b"["):
         return []
     found: list[object] = msgspec.json.decode(prompt)

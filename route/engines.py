@@ -1,8 +1,8 @@
-"""The engines behind a router: whether each takes requests, how busy it is, and which of them gets the next one.
+"""The engines behind a router: which are ready, how busy each is, and which one gets the next request.
 
-Each engine is asked twice a second whether it is ready. One that says no, that cannot be reached, or that broke off an
-answer gets nothing new until it says yes again; what it has is left to it. One that says nothing at all for a while is
-given up: what it has goes elsewhere.
+The router checks each engine twice a second. An engine that is not ready, cannot be reached, or has broken off an
+answer is ejected: it gets no new requests until a check succeeds, and keeps its open ones. An engine that has not
+answered for `SILENT_LIMIT_S` is given up: its open requests go to other engines.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from .prefixes import Prefixes
 
 CHECK_INTERVAL_S = 0.5
 CHECK_TIMEOUT_S = 2.0
-SILENT_LIMIT_S = 10.0  # a busy engine's door still answers
+SILENT_LIMIT_S = 10.0  # the api of a busy engine still answers
 CONNECT_TIMEOUT_S = 5.0
-_SLACK = 4  # requests that an engine may have more than the idlest and still get those whose beginning it knows
+_SLACK = 4  # see `choose`; lets an engine with a few requests still get prompts whose prefix it has
 
 log = logging.getLogger("pagewire.route")
 
 
 class _Load(Struct):
-    """What is read of an engine's /load."""
+    """The field of an engine's /load that the router reads."""
 
     server_load: int
 
@@ -42,23 +42,23 @@ class _Error(Struct):
 
 
 class _Complaint(Struct):
-    """What is read of an engine's answer when it is not ready."""
+    """The fields of /ready that the router reads when an engine is not ready."""
 
     error: _Error
 
 
 class EngineState(Struct, frozen=True):
-    """One engine as /health and /admin/engines tell of it."""
+    """One engine in /health and /admin/engines."""
 
     url: str
     ready: bool
     trouble: str | None
-    since_s: float  # how long it has been like that
-    open: int
+    since_s: float  # seconds since `ready` changed
+    open: int  # requests
 
 
 class Engine:
-    """One engine and what is known of it. Made on the loop that uses it."""
+    """One engine and its state. Create it on the event loop that uses it."""
 
     _numbers = itertools.count()
 
@@ -75,7 +75,7 @@ class Engine:
             tls = parts.scheme == "https" and cacert is not None
             connector = aiohttp.TCPConnector(limit=0, ssl=_tls(cacert) if tls else True)
         else:
-            raise ConfigError(f"{url} is no address of an engine; write http://host:port, or unix:/path.")
+            raise ConfigError(f"{url} is not an engine's address; write http://host:port, or unix:/path.")
         self.session = aiohttp.ClientSession(
             connector=connector,
             auto_decompress=False,
@@ -83,14 +83,14 @@ class Engine:
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         )
-        self.incarnation = next(self._numbers)  # another one after each death: its KV has gone
-        self.is_leaving = False  # it is to get nothing new, whatever it says
-        self.trouble: str | None = "It has not been asked yet."  # None: it takes requests
+        self.incarnation = next(self._numbers)  # changes when the engine is lost, as its prefix cache is then empty
+        self.is_leaving = False  # it gets no new requests, whatever its checks say
+        self.trouble: str | None = "It has not been checked yet."  # None: it is ready
         self.num_open = 0  # requests of this router
-        self.num_foreign = 0  # requests of others, as it last said
+        self.num_foreign = 0  # other requests, by its last /load
         self.num_sent = 0
         self.num_ejections = 0
-        self.checked = asyncio.Event()  # again, at once
+        self.checked = asyncio.Event()  # set: check it again at once
         self._since = self._heard_at = time.monotonic()
         self._attempts: set[asyncio.Timeout] = set()
 
@@ -109,7 +109,7 @@ class Engine:
 
     @contextlib.contextmanager
     def attempt(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """While it has a request. `limit` runs out when the engine is given up."""
+        """The time in which it has a request. `limit` expires when the engine is given up."""
         self.num_open += 1
         self.num_sent += 1
         self._attempts.add(limit)
@@ -120,21 +120,21 @@ class Engine:
             self._attempts.discard(limit)
 
     def eject(self, trouble: str) -> None:
-        """It gets nothing new until a check goes well."""
+        """The engine gets no new requests until a check succeeds."""
         if self.trouble is None:
             self.num_ejections += 1
             self._since = time.monotonic()
-            log.warning("engine %s gets nothing new: %s", self.url, trouble)
+            log.warning("engine %s gets no new requests: %s", self.url, trouble)
         self.trouble = trouble
 
     def lost(self, trouble: str) -> None:
-        """It broke something off: it may be gone, and a check will tell."""
+        """The engine broke off a connection and may have died: ejects it and checks it at once."""
         self.eject(trouble)
         self.incarnation = next(self._numbers)
         self.checked.set()
 
     async def check(self, key: str | None) -> None:
-        """Asks it once. `key`: for its load, if it wants one."""
+        """Checks it once. `key`: the API key for /load."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 async with self.session.get(self.base + "/ready") as response:
@@ -146,7 +146,7 @@ class Engine:
         except aiohttp.ClientConnectorError:
             self.eject("It cannot be reached.")
         except (aiohttp.ClientError, OSError):
-            self.eject("It ends connections.")
+            self.eject("It closes connections without an answer.")
         else:
             self._heard_at = time.monotonic()
             if load:
@@ -160,7 +160,7 @@ class Engine:
             self._give_up()
 
     async def metrics(self, key: str | None) -> str:
-        """Its /metrics page; empty if it has none to show now."""
+        """Its /metrics page; empty if it cannot be had."""
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 async with self.session.get(self.base + "/metrics", headers=_bearer(key)) as response:
@@ -187,24 +187,20 @@ class Fleet:
     """All engines of one router."""
 
     def __init__(self, urls: Sequence[str], *, cacert: str | None = None, key: str | None = None) -> None:
-        """`key`: see `Engine.check`. Raises ConfigError."""
+        """`key`: the engines' API key. Raises ConfigError."""
         self._cacert = cacert
         self._key = key
         self._prefixes = Prefixes()
         self._watchers: dict[Engine, asyncio.Task[None]] = {}
         self._waiters: set[asyncio.Future[None]] = set()
-        self.engines: list[Engine] = []
         self.num_prefix_blocks: Counter[str] = Counter(asked=0, met=0)
-        for url in urls:
-            self.engines.append(Engine(url, cacert=cacert))
+        self.engines = [Engine(url, cacert=cacert) for url in urls]
 
     def start(self) -> None:
-        """See `Background`."""
         for engine in self.engines:
             self._watch(engine)
 
     async def stop(self) -> None:
-        """See `Background`."""
         for engine in list(self.engines):
             await self._forget(engine)
 
@@ -212,7 +208,7 @@ class Fleet:
         return next((engine for engine in self.engines if engine.url == url.rstrip("/")), None)
 
     def add(self, url: str) -> Engine:
-        """One more; it gets requests once it is ready. One that was leaving stays. Raises ConfigError."""
+        """Adds an engine, which gets requests once it is ready, or cancels its removal. Raises ConfigError."""
         engine = self.find(url)
         if engine is None:
             engine = Engine(url, cacert=self._cacert)
@@ -223,7 +219,7 @@ class Fleet:
         return engine
 
     async def remove(self, engine: Engine) -> None:
-        """It gets nothing new, and goes when it has nothing left."""
+        """Removes an engine after its open requests have ended; until then it gets no new ones."""
         engine.is_leaving = True
         while engine.is_leaving and engine.num_open:
             await asyncio.sleep(CHECK_INTERVAL_S / 5)
@@ -231,8 +227,8 @@ class Fleet:
             await self._forget(engine)
 
     def choose(self, blocks: Sequence[int], avoid: Collection[Engine]) -> Engine | None:
-        """Who gets a request with these blocks: whoever has seen most of them, of those that are not much busier than
-        the idlest. None: nobody takes any."""
+        """The engine for a request with these blocks: the one that was sent most of them, among those with at most
+        twice the load of the least busy one plus `_SLACK`. None: no engine is ready."""
         able = [engine for engine in self.engines if engine.is_able and engine not in avoid]
         if not able:
             return None
@@ -248,7 +244,7 @@ class Fleet:
         return chosen
 
     async def news(self, deadline: float) -> bool:
-        """Waits for a check to end. False: the loop's clock has reached `deadline`."""
+        """Waits for the next check of an engine. False: the loop's clock has reached `deadline`."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -261,7 +257,7 @@ class Fleet:
         return True
 
     async def pages(self) -> dict[str, str]:
-        """The /metrics of engines that nobody else can ask, because they are on a socket of this launch, by address."""
+        """Address → /metrics page of the engines on Unix sockets, which Prometheus cannot reach."""
         hidden = [engine for engine in self.engines if engine.url.startswith("unix:")]
         pages = await asyncio.gather(*(engine.metrics(self._key) for engine in hidden))
         return {engine.url: page for engine, page in zip(hidden, pages, strict=True)}

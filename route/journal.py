@@ -1,10 +1,10 @@
-"""What the client of a stream has, so that another engine's answer to the same request goes on behind it.
+"""What the client of a stream has received, so that another engine can continue the stream from there.
 
-A journal reads every event of the stream. In the first engine's answer it only takes note, and hides what the router
-asked for and the client did not. An engine that goes on begins from the start and repeats what the client has, in
-fewer and larger pieces; then the journal lets through what is new: characters of each text, of reasoning and of the
-arguments of calls, token ids, the end. Pieces may be cut anywhere, because an engine reads an output the same way
-however it is cut. `ChatJournal` is for chat and completions; `typed_journal` for streams of typed events.
+A journal reads every event of the stream. In the first engine's answer it counts, and removes the token ids that the
+router asked for and the client did not. An engine that continues a stream begins from the start and repeats what the
+client has, in fewer and larger pieces; the journal lets only the rest through: characters of each text, of reasoning
+and of tool-call arguments, token ids, the end. It may cut pieces anywhere, because an engine parses an output the same
+way however it is cut. `ChatJournal` is for chat and completions, `TypedJournal` for streams of typed events.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class _PlainDelta(Struct, forbid_unknown_fields=True):
 
 
 class _PlainChoice(Struct):
-    """Nothing but a piece of text and its ids, as most events are."""
+    """A choice with only a piece of text and its ids, as in most events."""
 
     index: int
     token_ids: list[int]
@@ -45,108 +45,101 @@ _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 Key = str | tuple[str, int]
-Fields = dict[str, Any]  # JSON of an event, of which only a part is known here
+Fields = dict[str, Any]  # JSON of an event; the router knows only some of the fields
 
 
 class StreamDiffers(Exception):
-    """The engine that was to go on says something else than what the client has."""
+    """The engine that was to continue the stream sampled other tokens than those the client has."""
 
 
 class EngineLeaves(Exception):
-    """The engine says that it breaks the stream off."""
+    """The engine reports that it ends the stream early."""
 
     def __init__(self, code: str) -> None:
-        self.may_be_why = code != "shutting_down"  # the request may be why
+        self.may_be_cause = code != "shutting_down"  # the request may have made the engine fail
 
 
 def check_error(code: str | None) -> None:
-    """Raises EngineLeaves if it is not the request's own error."""
+    """Raises EngineLeaves unless the error is the request's own."""
     if code in _GONE_CODES:
         raise EngineLeaves(code)
 
 
 class Journal(Protocol):
-    """One stream."""
+    """The journal of one stream."""
 
-    num_prompt: int  # tokens
-    has_ended: bool  # the last event has come
+    num_prompt: int  # prompt tokens
+    has_ended: bool  # the last event was taken
 
     @property
     def id(self) -> str:
-        """By which its client knows the answer, once it does."""
+        """The answer's id that the client has; empty before its first event."""
 
     @property
     def num_ids(self) -> int:
-        """Tokens of all choices so far."""
+        """Output tokens of all choices so far."""
 
     def take(self, event: bytes) -> bytes | None:
-        """What the client gets of an event or a comment, if anything; without and with the empty line behind it.
-        Raises StreamDiffers, EngineLeaves."""
+        """What the client gets for an event or comment; None: nothing. `event` comes without the empty line that ends
+        it, the result has it. Raises StreamDiffers, EngineLeaves."""
 
     def restart(self) -> int:
-        """Another engine goes on, and is told of so many tokens."""
+        """Another engine continues. Returns the number of tokens that `resumption` gives it."""
 
     def resumption(self, num_choices: int) -> dict[str, object]:
-        """What that engine has to be told, as fields of the request."""
+        """The fields of the request that make an engine continue the stream."""
 
 
-class Told:
-    """What was told of one output, and how much of that the present engine has repeated."""
+class Delivered:
+    """What the client has of one output, and how much of it the present engine has repeated."""
 
     def __init__(self) -> None:
         self.ids: array[int] = array("i")
-        self.num_sure = 0  # of `ids`: without those of the last event, whose text or end may have been lost
+        self.num_resumable = 0  # of `ids`: all but the last event's, whose text or end the client may not have
         self._num_ids_seen = 0
-        self._told: dict[Key, int] = {}  # characters
-        self._seen: dict[Key, int] = {}
+        self._num_delivered: dict[Key, int] = {}  # characters
+        self._num_seen: dict[Key, int] = {}  # characters from the present engine
 
-    def sure_ids(self) -> list[int]:
-        """Those that the client has all that came of them of."""
-        return self.ids[: self.num_sure].tolist()
+    def resumable_ids(self) -> list[int]:
+        """The tokens whose whole text the client has."""
+        return self.ids[: self.num_resumable].tolist()
 
     def restart(self) -> None:
         """Another engine begins."""
         self._num_ids_seen = 0
-        self._seen.clear()
+        self._num_seen.clear()
 
     def new_text(self, key: Key, text: str) -> str:
-        """What the client does not have of a piece."""
-        start = self._seen.get(key, 0)
-        told = self._told.get(key, 0)
-        self._seen[key] = end = start + len(text)
-        if end <= told:
+        """The part of a piece that the client does not have."""
+        start = self._num_seen.get(key, 0)
+        delivered = self._num_delivered.get(key, 0)
+        self._num_seen[key] = end = start + len(text)
+        if end <= delivered:
             return ""
-        self._told[key] = end
-        return text[told - start :] if told > start else text
+        self._num_delivered[key] = end
+        return text[delivered - start :] if delivered > start else text
 
     def new_ids(self, ids: list[int]) -> list[int]:
-        """The same for token ids. Raises StreamDiffers."""
-        start, told = self._num_ids_seen, len(self.ids)
+        """The token ids that the client does not have. Raises StreamDiffers."""
+        start, delivered = self._num_ids_seen, len(self.ids)
         self._num_ids_seen = start + len(ids)
-        if start >= told:
-            if ids:
-                self.num_sure = told
-            self.ids.extend(ids)
-            return ids
-        overlap = min(told - start, len(ids))
+        overlap = min(max(0, delivered - start), len(ids))
         if self.ids[start : start + overlap].tolist() != ids[:overlap]:
             raise StreamDiffers
         if overlap < len(ids):
-            self.num_sure = told
+            self.num_resumable = delivered
         self.ids.extend(ids[overlap:])
         return ids[overlap:]
 
 
-class _Choice(Told):
-    """One choice."""
-
+class _Choice(Delivered):
     def __init__(self) -> None:
         super().__init__()
-        self.num_calls_told = 0
+        self.num_calls = 0  # tool calls whose beginning the client has
         self.has_role = False
         self.has_prompt_ids = False
         self.is_over = False
-        self.next_offset: int | None = None  # of the text, where log-probabilities count it
+        self.next_offset: int | None = None  # `text_offset` of the next token's log-probability
 
 
 class _ErrorFields(Struct):
@@ -158,13 +151,13 @@ class _ErrorBody(Struct):
 
 
 class ChatJournal(Journal):
-    """Of chat or completions."""
+    """The journal of a stream of chat or completions."""
 
     def __init__(self, *, shows_ids: bool) -> None:
         """`shows_ids`: the client asked for token ids."""
         self._shows_ids = shows_ids
         self._choices: dict[int, _Choice] = {}
-        self._head: Fields | None = None  # what all events of a stream have in common
+        self._head: Fields | None = None  # the fields that are equal in all events of a stream
         self._is_first = True
         self._has_usage = False
         self.num_prompt = 0
@@ -182,12 +175,12 @@ class ChatJournal(Journal):
         self._is_first = False
         for choice in self._choices.values():
             choice.restart()
-        return sum(choice.num_sure for choice in self._choices.values())
+        return sum(choice.num_resumable for choice in self._choices.values())
 
     def resumption(self, num_choices: int) -> dict[str, object]:
-        if not any(choice.num_sure for choice in self._choices.values()):
+        if not any(choice.num_resumable for choice in self._choices.values()):
             return {}
-        return {"resume_token_ids": [self._choice(index).sure_ids() for index in range(num_choices)]}
+        return {"resume_token_ids": [self._choice(index).resumable_ids() for index in range(num_choices)]}
 
     def take(self, event: bytes) -> bytes | None:
         if event.startswith(b'data: {"error"'):
@@ -197,16 +190,16 @@ class ChatJournal(Journal):
         elif event == _DONE:
             self.has_ended = True
         elif event.startswith(b"data: "):
-            told = self._take(event[6:])
-            return None if told is None else as_event(told)
-        return event + b"\n\n"  # this, or a comment, which keeps the connection alive
+            fresh = self._take(event[6:])
+            return None if fresh is None else as_event(fresh)
+        return event + b"\n\n"  # an error, the end, or a keep-alive comment
 
     def _take(self, data: bytes) -> bytes | None:
-        """What the client gets of an event's JSON."""
+        """`take` for an event's JSON."""
         if self._is_first and not self._shows_ids:
             try:
                 return self._take_plain(data, _decode_plain(data).choices[0])
-            except (msgspec.ValidationError, KeyError):  # there is more to it, or it is a choice's first
+            except (msgspec.ValidationError, KeyError):  # not a plain event, or the first of a choice
                 pass
         event = cast(Fields, _decode(data))
         if self._head is None:
@@ -214,7 +207,7 @@ class ChatJournal(Journal):
         elif not self._is_first:
             event |= self._head
         prompt_ids = event.get("prompt_token_ids")
-        if prompt_ids is not None:  # of a chat; with completions they are a choice's
+        if prompt_ids is not None:  # of chat; in completions each choice has them
             self._take_prompt(event, self._choice(0))
         choices = event["choices"]
         if not choices:  # the usage
@@ -222,12 +215,12 @@ class ChatJournal(Journal):
                 return None
             self._has_usage = True
             return _encode(event)
-        if not any([self._is_news(choice) for choice in choices]):
+        if not any([self._keep_new(choice) for choice in choices]):
             return None
         return _encode(event)
 
     def _take_plain(self, data: bytes, plain: _PlainChoice) -> bytes | None:
-        """Takes note of an event and cuts the ids out of its JSON: a third of what it costs to make it anew."""
+        """Counts an event and cuts the ids out of its JSON, which costs a third of encoding it again."""
         choice = self._choices[plain.index]
         key, text = ("text", plain.text) if plain.delta is None else ("content", plain.delta.content)
         choice.new_text(key, text)
@@ -242,8 +235,8 @@ class ChatJournal(Journal):
             choice = self._choices[index] = _Choice()
         return choice
 
-    def _is_news(self, fields: Fields) -> bool:
-        """Leaves of one choice what its client does not have. False: nothing is left."""
+    def _keep_new(self, fields: Fields) -> bool:
+        """Removes from one choice of an event what the client has. False: nothing new is left."""
         choice = self._choice(fields["index"])
         given = fields.get("token_ids") or []
         ids = choice.new_ids(given)
@@ -255,19 +248,19 @@ class ChatJournal(Journal):
         if "prompt_token_ids" in fields:
             self._take_prompt(fields, choice)
         delta = fields.get("delta")
-        is_news = self._new_completion(fields, choice) if delta is None else self._new_delta(delta, choice)
+        is_new = self._new_completion(fields, choice) if delta is None else self._new_delta(delta, choice)
         if (logprobs := fields.get("logprobs")) is not None:
             if ids or self._is_first:
-                is_news = True
+                is_new = True
                 if num_known:
                     logprobs |= {name: rows[num_known:] for name, rows in logprobs.items() if rows is not None}
                 self._shift_offsets(logprobs, choice)
             else:
                 fields["logprobs"] = None
         if fields["finish_reason"] is not None:
-            is_news = not choice.is_over
+            is_new = not choice.is_over
             choice.is_over = True
-        return is_news or bool(ids and self._shows_ids)
+        return is_new or bool(ids and self._shows_ids)
 
     def _take_prompt(self, fields: Fields, choice: _Choice) -> None:
         if not choice.has_prompt_ids:
@@ -283,39 +276,39 @@ class ChatJournal(Journal):
 
     @staticmethod
     def _new_delta(delta: Fields, choice: _Choice) -> bool:
-        is_news = False
+        is_new = False
         if "role" in delta:
-            is_news = not choice.has_role
+            is_new = not choice.has_role
             if choice.has_role:
                 del delta["role"]
             choice.has_role = True
         for name in ("content", "reasoning", "reasoning_content"):
             if text := delta.get(name):
                 delta[name] = fresh = choice.new_text(name, text)
-                is_news = is_news or bool(fresh)
+                is_new = is_new or bool(fresh)
         if calls := delta.get("tool_calls"):
             delta["tool_calls"] = [call for call in calls if _is_new_call(call, choice)]
-            is_news = is_news or bool(delta["tool_calls"])
-        return is_news
+            is_new = is_new or bool(delta["tool_calls"])
+        return is_new
 
     @staticmethod
     def _shift_offsets(logprobs: Fields, choice: _Choice) -> None:
-        """An engine that goes on counts from where it began to compute: not the text's beginning."""
+        """Makes `text_offset` continue: an engine that resumes counts from the first token that it computed."""
         offsets, tokens = logprobs.get("text_offset"), logprobs.get("tokens")
         if not offsets or not tokens:
             return
         if choice.next_offset is not None and (shift := choice.next_offset - offsets[0]):
             logprobs["text_offset"] = offsets = [offset + shift for offset in offsets]
-        names_ids = tokens[-1].startswith("token_id:")  # then nothing tells how long it is
+        names_ids = tokens[-1].startswith("token_id:")  # then the length of its text is unknown
         choice.next_offset = None if names_ids else offsets[-1] + len(tokens[-1])
 
 
 def _is_new_call(call: Fields, choice: _Choice) -> bool:
-    """Leaves of a piece of a call what is new; its beginning has the name, and comes once."""
+    """Removes from a piece of a tool call what the client has; only its first piece has a name. False: nothing new."""
     index, function = call["index"], call["function"]
     function["arguments"] = arguments = choice.new_text(("call", index), function["arguments"])
     if "name" not in function:
         return bool(arguments)
-    is_new: bool = index >= choice.num_calls_told
-    choice.num_calls_told = max(choice.num_calls_told, index + 1)
+    is_new: bool = index >= choice.num_calls
+    choice.num_calls = max(choice.num_calls, index + 1)
     return is_new

@@ -1,4 +1,4 @@
-"""/metrics of a router, in Prometheus' text format."""
+"""The router's /metrics in Prometheus' text format."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,10 +8,10 @@ from .relay import RelayStats
 
 
 def render(fleet: Fleet, relay: RelayStats, edge: Stats, *, num_open: int) -> bytes:
-    """The whole page. `num_open`: requests."""
+    """The whole page. `num_open`: open requests."""
     engines = fleet.engines
     families: list[tuple[str, str, str, Iterable[tuple[str, float]]]] = [
-        ("gauge", "open_requests", "Requests that are open.", [("", num_open)]),
+        ("gauge", "open_requests", "Open requests.", [("", num_open)]),
         (
             "gauge",
             "engine_ready",
@@ -21,52 +21,52 @@ def render(fleet: Fleet, relay: RelayStats, edge: Stats, *, num_open: int) -> by
         (
             "gauge",
             "engine_open_requests",
-            "Requests that an engine has from here.",
+            "Open requests of this router at an engine.",
             [(_label("engine", e.url), e.num_open) for e in engines],
         ),
         (
             "counter",
             "engine_requests_total",
-            "Requests that an engine was sent.",
+            "Requests sent to an engine.",
             [(_label("engine", e.url), e.num_sent) for e in engines],
         ),
         (
             "counter",
             "engine_ejections_total",
-            "How often an engine stopped getting requests.",
+            "Times an engine stopped getting new requests.",
             [(_label("engine", e.url), e.num_ejections) for e in engines],
         ),
         (
             "counter",
             "requests_total",
-            "Requests that engines answered, by status.",
+            "Requests answered by engines, by status.",
             [(_label("status", status), n) for status, n in sorted(relay.requests.items())],
         ),
         (
             "counter",
             "refused_total",
-            "Requests that got an error from the router, by its code.",
+            "Requests refused by the router, by error code.",
             [(_label("reason", reason), n) for reason, n in sorted(edge.refused.items())],
         ),
-        ("counter", "retries_total", "Requests sent again before their client had a byte.", [("", relay.retries)]),
-        ("counter", "resumes_total", "Streams that another engine went on with.", [("", relay.resumes)]),
-        ("counter", "resumed_tokens_total", "Tokens that those streams had by then.", [("", relay.resumed_tokens)]),
+        ("counter", "retries_total", "Requests sent again before the first byte of an answer.", [("", relay.retries)]),
+        ("counter", "resumes_total", "Streams continued by another engine.", [("", relay.resumes)]),
+        ("counter", "resumed_tokens_total", "Tokens of those streams until then.", [("", relay.resumed_tokens)]),
         (
             "counter",
             "failures_total",
-            "Requests that were given up, by cause.",
+            "Requests that failed, by cause.",
             [(_label("reason", reason), n) for reason, n in relay.failures.items()],
         ),
         (
             "counter",
             "prefix_blocks_total",
-            "Blocks of prompts.",
+            "Prefix blocks of prompts.",
             [("", fleet.num_prefix_blocks["asked"])],
         ),
         (
             "counter",
             "prefix_blocks_met_total",
-            "Those that the chosen engine had seen.",
+            "Prefix blocks of prompts that the chosen engine had been sent before.",
             [("", fleet.num_prefix_blocks["met"])],
         ),
     ]
@@ -78,8 +78,8 @@ def render(fleet: Fleet, relay: RelayStats, edge: Stats, *, num_open: int) -> by
     return "\n".join([*lines, ""]).encode()
 
 
-def together(pages: Mapping[str, str]) -> bytes:
-    """The pages of several engines as one, in which each sample says whose it is. `pages`: by the engine's address."""
+def merge_pages(pages: Mapping[str, str]) -> bytes:
+    """The /metrics pages of several engines as one, with a label `engine`. `pages`: by the engine's address."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for url, page in pages.items():

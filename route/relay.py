@@ -1,8 +1,8 @@
-"""The way of one request to an engine and of its answer back, over as many engines as it takes.
+"""Sends a request to an engine and its answer to the client, and tries other engines when one is lost.
 
-What the client has not seen a byte of is asked for again. A stream of which it has seen some goes on with the help of
-its `Journal`, if it is one that can. Owns the decision what is tried again and when to stop trying; `engines` decides
-where.
+A request is sent again as long as the client has no byte of the answer. A stream that has begun is continued by another
+engine with its `Journal`, if it has one. This module decides what is retried and when to stop; `Fleet.choose` selects
+the engine.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from .ask import Ask
 from .engines import Engine, Fleet
 from .journal import EngineLeaves, Journal, StreamDiffers
 
-MAX_FRUITLESS = 2  # engines that break a request off without having said anything new: it may be why
-_MAX_WHOLE_BYTES = 64 << 20  # of an answer that can be kept until it is complete; larger ones pass through
+MAX_FRUITLESS = 2  # engines lost in a row without a new token; then the request may be the cause
+_MAX_WHOLE_BYTES = 64 << 20  # of an answer that is kept until it is complete; larger ones are streamed
 _MAX_RESPONSE_IDS = 100_000
 
-# What belongs to one connection only, and what the router says itself.
+# Headers of one connection, and headers that the router sets itself.
 _HOP_HEADERS = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade"}
 _OWN_HEADERS = _HOP_HEADERS | {"transfer-encoding", "content-length", "expect", "host", "origin", "date", "server"}
 _OWN_HEADERS |= {"x-request-id", "request-id"}
@@ -34,18 +34,18 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class RelayStats:
-    """What the relay has seen since it started."""
+    """Counters since the start."""
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()  # by status
-        self.retries = 0  # requests that were sent again before a first byte
-        self.resumes = 0  # streams that another engine went on with
-        self.resumed_tokens = 0  # that those engines were told of
+        self.retries = 0  # requests sent again before the first byte of an answer
+        self.resumes = 0  # streams continued by another engine
+        self.resumed_tokens = 0  # tokens that those streams had by then
         self.failures: Counter[str] = Counter({"no_engine": 0, "fruitless": 0, "broken_off": 0})
 
 
 class _Refused(Exception):
-    """The engine does not take it now; another one may."""
+    """The engine does not accept the request now; another one may."""
 
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
         self.status = status
@@ -54,21 +54,21 @@ class _Refused(Exception):
 
 
 class _Lost(Exception):
-    """The engine broke it off."""
+    """The engine was lost, or left, before the answer was complete."""
 
-    def __init__(self, *, may_be_why: bool = True) -> None:
-        """`may_be_why`: the request has reached the engine, and may be why it ended."""
-        self.may_be_why = may_be_why
+    def __init__(self, *, may_be_cause: bool = True) -> None:
+        """`may_be_cause`: the request reached the engine and may have made it fail."""
+        self.may_be_cause = may_be_cause
 
 
 class Answer:
-    """What goes to the client."""
+    """The response to the client."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._send = send
         self._writer: DirectWriter | None = scope.get("extensions", {}).get(DIRECT)
         self._is_anthropic = speaks_anthropic(scope["path"])
-        self.status = 0  # until it has begun
+        self.status = 0  # 0: not started
         self.has_ended = False
 
     @property
@@ -85,7 +85,7 @@ class Answer:
             await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def write(self, parts: list[bytes]) -> None:
-        """More of a stream: at once while the client keeps up."""
+        """Writes to the socket at once while the client reads fast enough, otherwise waits for it."""
         if self._writer is not None and self._writer.keeps_up():
             self._writer.write_parts(parts)
         else:
@@ -96,26 +96,27 @@ class Answer:
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def fail(self, error: HttpError) -> None:
-        """Of a stream that has begun: the error is its last event."""
+        """Ends a stream that has begun with an error as its last event."""
         if not self.has_ended:
             event = b"event: error\n" + as_event(anthropic_error_body(error)) if self._is_anthropic else None
             await self.end(event or as_event(error_body(error)))
 
 
 class Relay:
-    """All requests of one router."""
+    """Relays all requests of one router."""
 
     def __init__(self, fleet: Fleet, *, outage_wait_s: float, root_path: str = "") -> None:
-        """`outage_wait_s`: how long a request waits while no engine takes it. `root_path`: what paths may begin with
-        here and do not there."""
+        """`outage_wait_s`: how long a request waits while no engine is ready. `root_path`: a prefix of the router's
+        paths, which is removed for the engines."""
         self._fleet = fleet
         self._root = root_path.encode()
         self._outage_wait_s = outage_wait_s
-        self._home_of: OrderedDict[str, Engine] = OrderedDict()  # stored response → who has it
+        self._home_of: OrderedDict[str, Engine] = OrderedDict()  # id of a stored response → the engine that has it
         self.stats = RelayStats()
 
     async def serve(self, ask: Ask, scope: Scope, answer: Answer) -> int:
-        """Answers one request. Returns the tokens it took, as far as that can be told. Raises HttpError."""
+        """Answers one request. Returns its tokens: counted for a stream with a journal, else estimated. Raises
+        HttpError."""
         journal = ask.new_journal()
         try:
             await self._serve(ask, scope, answer, journal)
@@ -154,19 +155,23 @@ class Relay:
                 self.stats.retries += not answer.has_started
             except StreamDiffers:
                 self.stats.failures["broken_off"] += 1
-                raise HttpError(500, "The engine has gone, and another one answers something else.") from None
+                raise HttpError(
+                    500, "The engine was lost, and another one sampled other tokens; send the request again."
+                ) from None
             except _Lost as lost:
-                engine.lost("It broke an answer off.")
-                if (answer.has_started and journal is None) or (lost.may_be_why and not ask.is_repeatable):
+                engine.lost("It broke off an answer.")
+                if (answer.has_started and journal is None) or (lost.may_be_cause and not ask.is_repeatable):
                     self.stats.failures["broken_off"] += 1
-                    raise _gone("The engine that had the request has gone.") from None
+                    raise _unavailable("The engine that had the request was lost; send the request again.") from None
                 if journal is not None and journal.num_ids > num_ids:
                     num_fruitless, num_ids, deadline = 0, journal.num_ids, None
-                elif lost.may_be_why:
+                elif lost.may_be_cause:
                     num_fruitless, deadline = num_fruitless + 1, None
                 if num_fruitless >= MAX_FRUITLESS:
                     self.stats.failures["fruitless"] += 1
-                    raise _gone("Two engines have gone while they had this request; it is not tried again.") from None
+                    raise _unavailable(
+                        f"{MAX_FRUITLESS} engines were lost during this request; it is not tried again."
+                    ) from None
                 if journal is not None and answer.has_started:
                     self.stats.resumes += 1
                     self.stats.resumed_tokens += journal.restart()
@@ -174,7 +179,7 @@ class Relay:
                     self.stats.retries += 1
 
     def _engine(self, ask: Ask, avoid: set[Engine]) -> Engine | None:
-        """Who gets it now; None: nobody takes it."""
+        """The engine that gets it now; None: no engine is ready for it."""
         if ask.is_for_home:
             home = self._fleet.engines[0] if self._fleet.engines else None
         else:
@@ -185,7 +190,7 @@ class Relay:
 
     async def _attempt(self, engine: Engine, ask: Ask, scope: Scope, answer: Answer, journal: Journal | None) -> None:
         """Raises _Refused, _Lost, StreamDiffers."""
-        body = ask.body if journal is None else ask.go_on(journal.resumption(ask.num_choices))
+        body = ask.body if journal is None else ask.body_with(journal.resumption(ask.num_choices))
         upload = None if ask.upload is None else ask.upload.parts()
         try:
             async with asyncio.timeout(None) as limit:
@@ -198,9 +203,9 @@ class Relay:
                     ) as response:
                         await self._answer(response, engine, ask, answer, journal)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-            raise _Lost(may_be_why=False) from None
+            raise _Lost(may_be_cause=False) from None
         except (aiohttp.ClientError, OSError, TimeoutError):
-            if ask.upload is not None and ask.upload.was_left:
+            if ask.upload is not None and ask.upload.has_client_left:
                 raise ClientGone from None
             raise _Lost from None
 
@@ -217,7 +222,7 @@ class Relay:
         if is_stream and response.status == 200:
             await answer.start(200, headers)
             if journal is not None:
-                await self._go_through(response, engine, ask, answer, journal)
+                await self._pass_on_new(response, engine, ask, answer, journal)
             else:
                 await self._pass_on(response, engine, ask, answer)
         elif not answer.has_started and (response.content_length or 0) > _MAX_WHOLE_BYTES:
@@ -230,7 +235,7 @@ class Relay:
             if response.status == 503 or (response.status == 429 and b'"queue_full"' in body):
                 raise _Refused(response.status, headers, body)
             if answer.has_started:
-                raise HttpError(500, "The engine has gone, and another one cannot go on.")
+                raise HttpError(500, "The engine was lost, and another one cannot continue; send the request again.")
             self._note_response(ask, engine, body)
             await answer.whole(response.status, headers, body)
 
@@ -244,7 +249,7 @@ class Relay:
         await answer.end()
 
     def _note_response(self, ask: Ask, engine: Engine, data: bytes) -> None:
-        """Remembers who has a stored response; its id is at the beginning of the answer."""
+        """Remembers which engine has a stored response; the answer begins with its id."""
         if not ask.makes_response:
             return
         _, found, rest = data.partition(b'"id":"resp_')
@@ -257,22 +262,22 @@ class Relay:
             if len(self._home_of) > _MAX_RESPONSE_IDS:
                 self._home_of.popitem(last=False)
 
-    async def _go_through(
+    async def _pass_on_new(
         self, response: aiohttp.ClientResponse, engine: Engine, ask: Ask, answer: Answer, journal: Journal
     ) -> None:
-        """Sends what is new of a stream's events. Raises _Lost if they end before the stream does."""
+        """Sends what the journal lets through. Raises _Lost if the connection ends before the stream does."""
         rest = b""
         async for data in response.content.iter_any():
             *events, rest = (rest + data).split(b"\n\n")
             fresh: list[bytes] = []
             for event in events:
                 try:
-                    told = journal.take(event)
+                    shown = journal.take(event)
                 except EngineLeaves as leaving:
                     await _flush(answer, fresh)
-                    raise _Lost(may_be_why=leaving.may_be_why) from None
-                if told is not None:
-                    fresh.append(told)
+                    raise _Lost(may_be_cause=leaving.may_be_cause) from None
+                if shown is not None:
+                    fresh.append(shown)
                 if journal.has_ended:
                     self._note_home(ask, engine, journal.id)
                     await answer.end(b"".join(fresh))
@@ -287,12 +292,12 @@ async def _flush(answer: Answer, parts: list[bytes]) -> None:
         await answer.write(parts)
 
 
-def _gone(message: str) -> HttpError:
+def _unavailable(message: str) -> HttpError:
     return HttpError(503, message, code="engine_unavailable")
 
 
 def _url(engine: Engine, scope: Scope, root: bytes) -> URL:
-    """The same path and query there, byte for byte."""
+    """The engine's URL with the same path and query, byte for byte."""
     path: bytes = scope["raw_path"]
     if root and path.startswith(root + b"/"):
         path = path.removeprefix(root)

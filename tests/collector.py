@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector for tests: takes spans over HTTP and keeps them."""
+"""An OpenTelemetry collector for tests: receives spans over HTTP and stores them."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer

@@ -1,4 +1,4 @@
-"""The defaults that a user can get on a CPU, by facts about the machine, so that each is tested on every machine.
+"""The defaults on a CPU, which depend on facts about the machine, so that each is tested on every machine.
 
 `MachineFacts` of tests come from PAGEWIRE_MACHINE, which real processes inherit.
 """
@@ -31,7 +31,7 @@ DEFAULTS = [
 
 @contextmanager
 def machine(name: str) -> Iterator[None]:
-    """On such a machine, for processes started meanwhile."""
+    """A context in which started processes get these facts about the machine."""
     facts = json.loads(os.environ.get(OVERRIDES, "{}")) | _FACTS[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(OVERRIDES, json.dumps(facts))

@@ -1,4 +1,4 @@
-"""Tokens drawn at random from what a matcher allows, as a model without any sense would draw them."""
+"""Samples tokens uniformly from those that a matcher allows."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def grammars_of(tokenizer: Tokenizer) -> Grammars:
 
 
 def json_tokenizer(tags: Sequence[str], *, special: bool) -> Tokenizer:
-    """Its tokens go across the borders of what a grammar tells apart: `"}}`, `": {"`, `}\\n`."""
+    """A tokenizer with tokens that span several terminals of a grammar: `"}}`, `": {"`, `}\\n`."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -37,7 +37,7 @@ def json_tokenizer(tags: Sequence[str], *, special: bool) -> Tokenizer:
 
 
 def allowed(matcher: Matcher, tokenizer: Tokenizer) -> list[int] | None:
-    """The ids that may come; None: anything."""
+    """The allowed ids; None: all."""
     num = tokenizer.vocab_size + PADDING
     mask = np.full((num + 31) // 32, 0x5A5A5A5A, np.int32)
     before = mask.copy()
@@ -49,19 +49,19 @@ def allowed(matcher: Matcher, tokenizer: Tokenizer) -> list[int] | None:
 
 
 def draw(matcher: Matcher, tokenizer: Tokenizer, seed: int, most: int = 2000) -> list[int]:
-    """Ids until the matcher has ended or the eos came. After `most`, rather those that end things."""
+    """Samples ids until the matcher has ended or the eos comes. After `most` ids, prefers those that close brackets."""
     rng = random.Random(seed)
     out: list[int] = []
     closing = [id for id in range(tokenizer.vocab_size) if tokenizer.token_bytes(id) in (b'"', b"}", b"]")]
     while not matcher.is_ended:
-        may_come = allowed(matcher, tokenizer)
-        if may_come is None:
-            may_come = list(range(tokenizer.vocab_size))
-        assert may_come and max(may_come) < tokenizer.vocab_size, "a token without a text may come"
+        candidates = allowed(matcher, tokenizer)
+        if candidates is None:
+            candidates = list(range(tokenizer.vocab_size))
+        assert candidates and max(candidates) < tokenizer.vocab_size, "a token without a text is allowed"
         if len(out) > most:
-            may_come = [id for id in (tokenizer.eos_token_id, *closing) if id in may_come][:1] or may_come
+            candidates = [id for id in (tokenizer.eos_token_id, *closing) if id in candidates][:1] or candidates
         assert len(out) < 3 * most, tokenizer.decode(out, False)
-        id = rng.choice(may_come)
+        id = rng.choice(candidates)
         if id == tokenizer.eos_token_id:
             break
         out.append(id)

@@ -1,6 +1,4 @@
-"""The real core over a fake worker, on the loop of a test, with its door for `EngineClient`s; and a client that says
-only what it is told to.
-"""
+"""The real core with a fake worker and a client port, on a test's event loop; and a client that sends raw messages."""
 
 import asyncio
 import contextlib
@@ -28,7 +26,7 @@ BEAT_S = 0.05
 
 
 class Engine:
-    """A core, its worker, and what it tells the rest of the chain."""
+    """A core, its worker, and its messages to other actors."""
 
     def __init__(self, address: str, keys: Keys | None = None, **flags: Any) -> None:
         model = ModelFacts(
@@ -45,7 +43,7 @@ class Engine:
         self.config = replace(config, block_size=4, max_num_seqs=16)
         self.worker = FakeWorker(num_blocks=512, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
         self.core = CoreActor(self.config, keys=keys)
-        self.told: list[tuple[str, Message]] = []  # the rest of the chain
+        self.told: list[tuple[str, Message]] = []  # (receiver, message) to other actors
         self.num_steps = 0
         self.held = False  # the worker answers no plan
         self._plans: list[StepPlan] = []
@@ -92,7 +90,7 @@ class Engine:
 
 
 class Peer:
-    """A socket of a foreign client."""
+    """The socket of a client that is not `EngineClient`."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.asyncio.Context()
@@ -116,7 +114,7 @@ class Peer:
                 return message
 
     async def silence(self, seconds: float) -> bool:
-        """Nothing but snapshots arrives for a while."""
+        """Whether only snapshots arrive for that long."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while (left := deadline - loop.time()) > 0:
@@ -138,7 +136,7 @@ async def peer(address: str) -> AsyncIterator[Peer]:
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Waits for something that no message tells."""
+    """Polls until the condition is true."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"not within {timeout_s} s: {what}"

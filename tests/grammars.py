@@ -1,7 +1,7 @@
-"""A small grammar for tests of the machinery: the output goes through sets of token ids, again and again.
+"""A small grammar for tests: the tokens of an output come from sets of token ids in turn, cyclically.
 
-`Constraint.text` is `sets`, `free` (so many tokens may be anything first), `length` (it is over after so many) and
-`fault` (something that goes wrong), as JSON.
+`Constraint.text` is JSON with `sets`, `free` (number of unconstrained tokens at the beginning), `length` (the output
+ends after that many tokens) and `fault` (an error to simulate).
 """
 
 import json
@@ -23,7 +23,7 @@ def cycle(*sets: list[int], free: int = 0, length: int | None = None, fault: str
 
 
 def obeys(constraint: Constraint, ids: list[int]) -> bool:
-    """Whether the output is one of this grammar, or the beginning of one."""
+    """Whether the output, or a continuation of it, follows this grammar."""
     rules = json.loads(constraint.text)
     sets, free = rules["sets"], rules["free"]
     in_time = rules["length"] is None or len(ids) <= rules["length"]
@@ -57,15 +57,13 @@ class Follower:
 
 
 class Cycles:
-    """See `Compiler`."""
-
     def compile(self, constraint: Constraint, prompt_tail: str) -> Follower:
         rules = json.loads(constraint.text)
         match rules["fault"]:
             case "refused":
                 raise RequestError("invalid_request", "This grammar is none.")
             case "hangs":
-                sum(range(10**15))  # no sleep: it is the CPU's time that is limited
+                sum(range(10**15))  # not a sleep, because CPU time is limited
             case "swells":
                 bytearray(8 * 2**30)
             case "kills":
@@ -79,7 +77,6 @@ class Cycles:
 
 
 def load(config: EngineConfig) -> Cycles:
-    """See `Load`."""
     return Cycles()
 
 

@@ -1,4 +1,4 @@
-"""One engine reduced to what a KV connector sees: a pool, a cache whose blocks hold what their keys say, the halves."""
+"""An engine reduced to what a KV connector uses: a pool, a cache with block contents derived from keys, both halves."""
 
 import random
 import time
@@ -29,14 +29,12 @@ _POLL_S = 0.0005  # other threads need the interpreter
 
 
 def content(key: bytes) -> Tensor:
-    """The only right bytes of the block with this key."""
+    """The expected bytes of the block with this key."""
     return torch.frombuffer(bytearray(shake_128(key).digest(BLOCK_BYTES)), dtype=torch.uint8)
 
 
 @dataclass(eq=False)
 class Running:
-    """See `KvRequest`."""
-
     rid: int
     ids: "array[int]"
     num_computed: int = 0
@@ -62,7 +60,7 @@ def sequence(rid: int, *parts: tuple[int, int]) -> Running:
 
 
 class Instance:
-    """Plans like the scheduler and runs like the runner, in its order of calls."""
+    """Makes the same calls as the scheduler and the runner, in the same order."""
 
     def __init__(self, *specs: str, num_blocks: int = 24, facts: ConnectorFacts = FACTS) -> None:
         core, worker = core_connector(specs, facts), worker_connector(specs, facts)
@@ -86,7 +84,7 @@ class Instance:
         return torch.cat([torch.empty((0, BLOCK_BYTES), dtype=torch.uint8), *self.copier.read(blocks)])
 
     def admit(self, request: Running) -> bool:
-        """Gives it blocks and starts its load or lets the next plan compute it. False: no room."""
+        """Allocates blocks, and starts a load or lets the next plan compute the request. False: too few free blocks."""
         full = (len(request.ids) - 1) // SIZE
         keys = request.block_keys(full, SIZE)
         hits = self.pool.match(keys)
@@ -106,16 +104,16 @@ class Instance:
         return True
 
     def end(self, request: Running) -> None:
-        """It has ended; its blocks go."""
+        """Ends the request and frees its blocks."""
         assert not self.core.request_finished(request, request.blocks)
         self.pool.release(request.blocks)
 
     def preempt(self, request: Running) -> None:
-        """Its blocks go, and nobody is told."""
+        """Frees the blocks without a call to the connector."""
         self.pool.release(request.blocks)
 
     def step(self) -> list[Running]:
-        """Makes a plan and runs it; whose KV is whole now."""
+        """Makes a plan and runs it. Returns the requests that it computed."""
         computed, self.to_compute = self.to_compute, []
         for request in computed:
             request.blocks += self.pool.allocate(-(-len(request.ids) // SIZE) - len(request.blocks))
@@ -134,7 +132,7 @@ class Instance:
         return computed
 
     def take(self) -> None:
-        """What the worker half reports."""
+        """Handles the reports of the worker half."""
         sent, loaded = self.worker.get_finished()
         assert not sent
         failed = self.worker.get_block_ids_with_load_errors()
@@ -163,7 +161,7 @@ class Instance:
             assert time.monotonic() < deadline, "a load never ends"
 
     def run(self, request: Running) -> Running:
-        """From admission to the end of its computation."""
+        """Admits and computes a request."""
         assert self.admit(request)
         self.step()
         self.settle()
@@ -172,14 +170,14 @@ class Instance:
         return request
 
     def serve(self, request: Running) -> int:
-        """Its whole life, and the plan after it; how many blocks were loaded."""
+        """Runs and ends a request, and makes one more plan. Returns how many blocks were loaded."""
         before = self.num_loaded
         self.end(self.run(request))
         self.step()
         return self.num_loaded - before
 
     def fill_device(self, rid: int) -> None:
-        """Everything idle on the device is evicted."""
+        """Evicts all idle blocks of the device."""
         self.serve(sequence(rid, (rid, self.pool.num_blocks * SIZE)))
 
     def close(self) -> None:
@@ -197,7 +195,7 @@ class Instance:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """For what another thread does."""
+    """Waits for another thread."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         time.sleep(_POLL_S)

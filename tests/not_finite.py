@@ -1,4 +1,4 @@
-"""Requests beside which some come to numbers that are not finite, in every way that a row can be served."""
+"""Healthy requests served together with requests whose logits are not finite, in every kind of row."""
 
 import shutil
 from itertools import chain, zip_longest
@@ -16,7 +16,7 @@ POISON = 7  # a token whose embedding is not a number
 
 
 def poisoned(folder: Path, target: Path) -> Path:
-    """A copy of the checkpoint in which one token is poison."""
+    """A copy of the checkpoint in which one token makes logits not finite."""
     shutil.copytree(folder, target)
     tensors = load_file(target / "model.safetensors")
     tensors["model.embed_tokens.weight"][POISON] = float("nan")
@@ -29,7 +29,7 @@ def _prompt(first: int, length: int) -> list[int]:
 
 
 def good(num_tokens: int) -> list[Enqueue]:
-    """Healthy ones; two of them begin like bad ones."""
+    """Healthy requests; two of them share a prefix with bad ones."""
     again = Sampling(temperature=0, logit_bias={40: 1e4})  # always the same token: it is guessed
     plain = {"max_tokens": num_tokens, "ignore_eos": True}
     return [
@@ -55,8 +55,8 @@ def bad(num_tokens: int) -> list[Enqueue]:
 
 
 def check(loop: Loop, num_tokens: int, most: int = 6) -> None:
-    """The bad ones fail, each alone, and nothing of theirs is found; the others get what they get without them. most:
-    of each kind."""
+    """Checks that only the bad requests fail, that their blocks are not cached, and that the others get the same tokens
+    as without them. `most`: number of requests of each kind."""
     healthy, sick = good(num_tokens)[:most], bad(num_tokens)[:most]
     alone = loop.serve(healthy)
     assert all(isinstance(output, list) and len(output) == num_tokens for output in alone.values())

@@ -1,4 +1,4 @@
-"""A KV connector that notes how its worker half is called and moves nothing; `explode` makes one of the calls fail."""
+"""A KV connector that records the calls of its worker half and moves no KV; `explode` makes one of the calls fail."""
 
 from typing import ClassVar
 
@@ -22,8 +22,6 @@ class Recording:
 
 
 class RecordingWorker:
-    """See `WorkerConnector`."""
-
     def __init__(self, facts: ConnectorFacts) -> None:
         self.facts = facts
         self.calls: list[object] = []

@@ -1,4 +1,4 @@
-"""Runs requests on a real runner with the simplest scheduler there could be: what it plans is easy to see."""
+"""Runs requests on a real runner with a minimal scheduler."""
 
 import random
 from dataclasses import dataclass, field
@@ -24,15 +24,15 @@ class Request:
     prompt: list[int]
     sampling: Sampling = GREEDY
     max_new: int = 8
-    min_new: int = 0  # before, none of `ends` is drawn
+    min_new: int = 0  # before that many tokens, none of `ends` is sampled
     ends: tuple[int, ...] = ()
-    allowed: list[list[int]] = field(default_factory=list)  # ids, in turn, of which each token is one
+    allowed: list[list[int]] = field(default_factory=list)  # sets of ids for the tokens, in turn
     output: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs] = field(default_factory=list)
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
     row: int = -1
     planned: int = 0  # positions whose computation was launched
-    sampled: int = 0  # tokens whose drawing was launched
+    sampled: int = 0  # tokens whose sampling was launched
     blocks: list[int] = field(default_factory=list)
 
 
@@ -44,10 +44,8 @@ class Driver:
         self.free_blocks = list(range(num_blocks))
 
     def run(self, requests: list[Request], *, chunk: int = 64, budget: int = 256, rows: int = 8, seed: int = 0) -> None:
-        """Serves all to their end: at most `chunk` tokens of a prompt, `budget` tokens and `rows` rows a step.
-
-        Blocks are handed out in random order.
-        """
+        """Runs all requests to their ends, with at most `chunk` tokens of a prompt, `budget` tokens and `rows` rows per
+        step. Allocates blocks in random order."""
         rng = random.Random(seed)
         waiting, running, step = list(requests), [], 0
         free_rows = list(range(rows))
@@ -124,7 +122,7 @@ class Driver:
 
 
 def _bits(tokens: list[int]) -> bytes:
-    """The mask that allows these, of the tests' vocabulary."""
+    """The mask that allows these tokens, for the tests' vocabulary."""
     return sum(1 << token for token in set(tokens)).to_bytes(4 * -(-VOCAB_SIZE // 32), "little")
 
 
@@ -136,6 +134,6 @@ def arrays(parts: list[RowLogprobs]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def engine_config(folder: Path, **flags: Any) -> Any:
-    """As `pagewire serve` would resolve it for this folder."""
+    """The configuration that `pagewire serve` resolves for this folder."""
     facts = model_facts(read_spec(folder), folder, "tiny")
     return resolve(make_config(threads=1, **{"max_num_seqs": 8, **flags}), facts, machine_facts())

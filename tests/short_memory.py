@@ -1,4 +1,4 @@
-"""A plan extension whose attention has no memory for chosen calls: `short_memory:ShortMemory,every=N`."""
+"""A plan extension whose attention runs out of memory in every Nth call: `short_memory:ShortMemory,every=N`."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,7 @@ from pagewire.engine.extension import Options
 
 
 class ShortMemory:
-    """See `pagewire.engine.extension.Extension`."""
-
-    calls = 0  # of attention, since a test set it back
+    calls = 0  # of attention, since a test reset it
 
     @staticmethod
     def core(options: Options) -> "NothingToSay":
@@ -20,14 +18,12 @@ class ShortMemory:
 
 
 class NothingToSay:
-    """See `PlanExtension`."""
-
     def extend(self, step: int, rids: Sequence[int], counts: Sequence[int], starts: Sequence[int]) -> bytes:
         return b""
 
 
 class ShortAttention:
-    """Writes rubbish over what it was to fill, and raises, with every so manieth call."""
+    """Overwrites its KV cache with garbage and raises, in every Nth call."""
 
     def __init__(self, inner, *, every: int, cache) -> None:
         self._inner = inner

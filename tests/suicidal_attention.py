@@ -1,4 +1,4 @@
-"""An extension whose attention kills its own process when it sees a long context: a request that no engine survives.
+"""An extension whose attention kills its own process at a long context: a request that kills every engine.
 
 `--extension suicidal_attention:Suicidal,context=700`.
 """
@@ -12,8 +12,6 @@ from pagewire.engine.extension import Options
 
 
 class Suicidal:
-    """See `pagewire.engine.extension.Extension`."""
-
     @staticmethod
     def core(options: Options) -> "Silent":
         return Silent()

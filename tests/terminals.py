@@ -1,4 +1,4 @@
-"""A command in a terminal of its own, as a person has it."""
+"""Runs a command in a pseudo-terminal."""
 
 import codecs
 import fcntl
@@ -38,7 +38,7 @@ class Terminal:
         os.write(self._own, text.encode())
 
     def expect(self, text: str, timeout_s: float = 30.0) -> None:
-        """Returns when `text` has come after what was expected before."""
+        """Returns when `text` has been printed after the text that was expected before."""
         deadline = time.monotonic() + timeout_s
         while (at := self.shown.find(text, self._from)) < 0:
             assert time.monotonic() < deadline, f"{text!r} did not come:\n{self.shown}"

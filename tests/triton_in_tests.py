@@ -1,4 +1,4 @@
-"""Kernels of Triton in tests: once in a process, whichever of the folders that need them comes first."""
+"""Switches Triton to its interpreter, once per test process, for all folders that need it."""
 
 from functools import cache
 
@@ -7,5 +7,5 @@ from pagewire.tools.triton_interpreter import interpret
 
 @cache
 def interpret_once() -> None:
-    """Before anything of `pagewire.kernels.triton` is imported."""
+    """Call it before anything of `pagewire.kernels.triton` is imported."""
     interpret()

@@ -1,7 +1,7 @@
-"""Checks what `make dist` has built: the sdist holds what a release must, and the wheel, installed into an empty
+"""Checks the output of `make dist`: the sdist has the files of a release, and the wheel, installed into an empty
 virtual environment outside of the checkout, serves the demo model to a real client.
 
-`python -m pagewire.tools.check_dist dist` fetches all dependencies of the wheel, so it takes a minute or two.
+`python -m pagewire.tools.check_dist dist` downloads all dependencies of the wheel, so it takes a minute or two.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _STOP_S = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 if everything is as it should be."""
+    """Returns 0 if all checks pass."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("dist", type=Path, help="the folder with one wheel and one sdist")
     folder = parser.parse_args(argv).dist.resolve()
@@ -34,14 +34,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def names_at_the_top(sdist: Path) -> set[str]:
-    """Of the files in the sdist's one folder."""
+    """The names of the files directly in the sdist's top folder."""
     with tarfile.open(sdist) as archive:
         paths = [name.split("/") for name in archive.getnames()]
     return {path[1] for path in paths if len(path) == 2}
 
 
 def serve_from(wheel: Path, empty: Path) -> int:
-    """Installs the wheel in an empty folder, starts its server there and asks it. Returns 0 if it answers well."""
+    """Installs the wheel in an empty folder, starts its server and runs the smoke test. Returns 0 if it passes."""
     venv.create(empty / "venv", with_pip=True)
     python = empty / "venv" / "bin" / "python"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

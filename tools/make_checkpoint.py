@@ -1,10 +1,10 @@
-"""Writes a checkpoint of a well-known size without any download: a config, a tokenizer and, on demand, random weights.
+"""Writes a checkpoint of a well-known size without a download: a config, a tokenizer and optionally random weights.
 
     python -m pagewire.tools.make_checkpoint FOLDER --like qwen3-0.6b
     pagewire serve FOLDER --load-format dummy
 
-Benchmarks measure the same work on it as on the real model; what it says means nothing. The tokenizer reads bytes and
-writes a short word for every id, so text that comes out is about as long as a real model's.
+Benchmarks do the same work with it as with the real model; its output is meaningless. The tokenizer encodes single
+bytes and decodes every id to a short word, so outputs are about as long as a real model's.
 """
 
 import argparse
@@ -96,7 +96,7 @@ SHAPES: dict[str, dict[str, object]] = {
         },
         "tie_word_embeddings": False,
     },
-    "qwen3-tiny": {  # for trying a program out: Triton's interpreter takes a second for a step of it
+    "qwen3-tiny": {  # for trying out a program: Triton's interpreter takes a second for one step
         **_QWEN3,
         "vocab_size": 512,
         "hidden_size": 64,
@@ -108,7 +108,7 @@ SHAPES: dict[str, dict[str, object]] = {
         "max_position_embeddings": 1024,
     },
 }
-"""Name → config.json, without the ids of special tokens."""
+"""Name → config.json without the ids of special tokens."""
 
 _SPECIAL = ("<pad>", "<s>", "</s>")
 _CHAT_TEMPLATE = (
@@ -118,8 +118,8 @@ _CHAT_TEMPLATE = (
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Special tokens, the 256 bytes, and made-up words up to `vocab_size` entries. Without merges, so text is read byte
-    by byte; prompts of exact lengths are best sent as ids."""
+    """Special tokens, the 256 bytes, and made-up words up to `vocab_size` entries. There are no merges, so text is
+    encoded byte by byte; send prompts of exact lengths as ids."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -142,7 +142,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def write_weights(folder: Path) -> None:
-    """model.safetensors in bfloat16, with the names that the Hub's checkpoints give the tensors."""
+    """Writes model.safetensors in bfloat16, with the tensor names of the Hub's checkpoints."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -155,14 +155,13 @@ def write_weights(folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model = model.to_empty(device="cpu")
     model.tie_weights()
-    tensors = dict(model.named_parameters())  # tied ones once
+    tensors = dict(model.named_parameters())  # tied parameters occur once
     fill_dummy(tensors)
     tensors = revert_weight_conversion(model, tensors)  # transformers stacks experts
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
 def make_checkpoint(folder: Path, like: str, *, weights: bool) -> None:
-    """Writes it all."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[like]
     config = {**shape, "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -174,11 +173,10 @@ def make_checkpoint(folder: Path, like: str, *, weights: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Makes a checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where to write")
-    parser.add_argument("--like", choices=SHAPES, default="qwen3-0.6b", help="whose shapes (default: %(default)s)")
-    parser.add_argument("--weights", action="store_true", help="write random weights too, for engines that need a file")
+    parser.add_argument("folder", type=Path, help="folder to write to")
+    parser.add_argument("--like", choices=SHAPES, default="qwen3-0.6b", help="model size (default: %(default)s)")
+    parser.add_argument("--weights", action="store_true", help="also write random weights, which other engines need")
     arguments = parser.parse_args(argv)
     make_checkpoint(arguments.folder, arguments.like, weights=arguments.weights)
     print(f"{arguments.folder}: {arguments.like}; try: pagewire serve {arguments.folder} --load-format dummy")

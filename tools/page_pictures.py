@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 _FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking")
-_WARM_UP_S = 45  # for the charts to have something to show
+_WARM_UP_S = 45  # so that the charts are filled
 _QUESTIONS = ("What is 17 + 25?", "Spell lantern", "Tell me a story")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is (default: %(default)s)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder (default: %(default)s)")
     arguments = parser.parse_args(argv)
     from playwright import sync_api
@@ -69,7 +68,7 @@ def _ask(page: "Page", question: str) -> None:
 
 
 class _Others:
-    """A few other clients, so that the engine has something to do."""
+    """A few other clients that put load on the engine."""
 
     def __init__(self, url: str) -> None:
         self._url = url

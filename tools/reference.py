@@ -1,6 +1,5 @@
-"""The reference pages of the documentation, made from what the program itself uses: the command's parser, the
-description that a server gives at /openapi.json, the pages that servers and routers give at /metrics, and the structs
-that processes send each other. `tools/site.py` puts the pages into the site.
+"""Generates the reference pages of the documentation from the program: the command's parser, a server's /openapi.json,
+the /metrics of servers and routers, and the messages between processes. `tools/site.py` adds the pages to the site.
 """
 
 import argparse
@@ -58,7 +57,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def flags() -> str:
-    """All commands with their flags, group by group."""
+    """The page of all commands and their flags."""
     lines = ["# Commands and flags", "", "What `pagewire COMMAND --help` says."]
     for name, parser in commands().items():
         lines += ["", f"## pagewire {name}", "", _text(parser.description or "")]
@@ -93,12 +92,12 @@ def _flag(action: argparse.Action) -> Sequence[str]:
 
 @cache
 def config() -> ServerConfig:
-    """Of a server of the demo model with every endpoint."""
+    """The configuration of a server of the demo model with every endpoint."""
     return prepare_server(make_config(enable_sleep_mode=True, enable_model_swap=True, admin_api_key=["key"]))
 
 
 def openapi() -> Json:
-    """What such a server answers at /openapi.json."""
+    """The /openapi.json of that server."""
 
     async def swap(changes: bytes, version: int | None, must_drain: bool) -> Swapped:
         raise AssertionError("nothing is asked for")
@@ -136,7 +135,7 @@ def openapi() -> Json:
 
 
 def http() -> str:
-    """Every endpoint by section, and every schema that they share."""
+    """The page of every endpoint, by section, and of every schema."""
     description = openapi()
     shapes = _Shapes(description)
     lines = [
@@ -188,7 +187,7 @@ class _Shapes:
         self.schemas = _object(_object(description["components"])["schemas"])
 
     def section(self, schema: Json) -> Iterator[str]:
-        """Description and fields of one schema."""
+        """The description and the fields of one schema."""
         if "description" in schema:
             yield from _block(str(schema["description"]))
             yield ""
@@ -209,7 +208,7 @@ class _Shapes:
         yield from _table(("field", "type", "default", "meaning"), rows)
 
     def type(self, schema: Json) -> str:
-        """In a few words, with links to the schemas that it names."""
+        """A short name of the type, with links to the schemas that it refers to."""
         if "$ref" in schema:
             name = str(schema["$ref"]).removeprefix(_SCHEMAS)
             return f"[{name}](#{name.lower()})"
@@ -221,7 +220,7 @@ class _Shapes:
             return " or ".join(dict.fromkeys(self.type(_object(one)) for one in several))
         match schema.get("type"):
             case "array":
-                if isinstance(places := schema.get("prefixItems"), list):  # a tuple: a type for each place
+                if isinstance(places := schema.get("prefixItems"), list):  # a tuple: one type for each element
                     inner = " and ".join(self.type(_object(one)) for one in places)
                 else:
                     inner = self.type(_object(schema.get("items", {})))
@@ -266,7 +265,7 @@ def _list(value: object) -> list[object]:
 
 
 def engine_metrics() -> list[Metric]:
-    """Every family that an engine's server can show at /metrics."""
+    """Every metric family of a server."""
     gateway = Gateway(lambda message: None)
     nothing = Histogram(SECONDS).report()
     core = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, tiers=(TierSnapshot("host", 0, 0, 0, 0, 0, 0),))
@@ -275,7 +274,7 @@ def engine_metrics() -> list[Metric]:
 
 
 def router_metrics() -> list[Metric]:
-    """Every family that a router can show at /metrics, before those of its engines."""
+    """Every metric family of a router, without those of its engines."""
 
     async def page() -> bytes:
         fleet, relay, edge = Fleet(["http://127.0.0.1:8000"]), RelayStats(), Stats()
@@ -289,12 +288,12 @@ def router_metrics() -> list[Metric]:
 
 
 def full_name(family: Metric) -> str:
-    """As /metrics shows it; the parser cuts `_total` off."""
+    """The name in /metrics; the parser removes `_total`."""
     return f"{family.name}_total" if family.type == "counter" else family.name
 
 
 def metrics() -> str:
-    """All metrics of servers and routers."""
+    """The page of all metrics of servers and routers."""
     lines = [
         "# Metrics",
         "",
@@ -327,7 +326,7 @@ def _families(families: Iterable[Metric]) -> Iterator[str]:
 
 
 def structs() -> list[type[msgspec.Struct]]:
-    """Every message that a mailbox takes, and every struct in one of their fields; messages first."""
+    """Every message that a mailbox accepts, then every struct that is used in a field."""
     ways = (*topology.EDGES.values(), *topology.FROM_SUPERVISOR.values(), topology.TO_SUPERVISOR)
     sent = dict.fromkeys(kind for kinds in (*ways, topology.FROM_CLIENT, topology.TO_CLIENT) for kind in kinds)
     found: dict[type, None] = {}
@@ -352,13 +351,13 @@ def structs() -> list[type[msgspec.Struct]]:
 
 
 def messages() -> str:
-    """Who sends what to whom, and what each message holds."""
+    """The page of the messages: their senders, receivers and fields."""
     lines = [
         "# Messages between processes",
         "",
         "The messages that processes send each other, and the structs inside them. All are msgpack arrays: a message",
         "begins with its name, and the fields follow in this order. [The protocol](../ipc-protocol.md) explains the",
-        "encoding, and what a client of one's own says; [the architecture](../architecture.md) explains the processes.",
+        "encoding and the messages of clients; [the architecture](../architecture.md) explains the processes.",
         "",
         "## Who sends what",
         "",
@@ -423,12 +422,11 @@ def _cell(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Plain text, of which Markdown must not make anything but code between backquotes."""
+    """Escapes Markdown, except for code between backquotes."""
     parts = text.split("`")
     return "`".join(re.sub(r"([*_<\[])", r"\\\1", part) if index % 2 == 0 else part for index, part in enumerate(parts))
 
 
 def _block(text: str) -> Iterator[str]:
-    """Paragraphs."""
     for line in inspect.cleandoc(text).splitlines():
         yield _text(line)

@@ -1,6 +1,6 @@
-"""Real servers for tests, benchmarks and stress programs: started, waited for, looked at from outside, and ended.
+"""Starts, inspects and stops real servers for tests, benchmarks and stress programs.
 
-A `Server` is any program that listens on a `--port`. As a context it is ready inside, and must end with exit code 0:
+A `Server` is any program that listens on a `--port`. Inside its `with` block it is ready; it must end with exit code 0:
 
     with Server(folder, "--max-num-seqs", "4") as server:
         server.get("/v1/models")
@@ -32,32 +32,33 @@ ROUTE = (*PAGEWIRE, "route")
 START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL
 _LEFT_S = 5.0  # how long descendants may outlive the first process
-_LOOK_S = 0.02  # between looks at a condition
+_POLL_S = 0.02
 _TAIL = 2000  # characters of its log that an error quotes
 
 
 class ServerError(Exception):
-    """A server that did not start, or did not end well. Quotes the end of its log."""
+    """A server did not start, or did not end as it should. Quotes the end of its log."""
 
 
 class Holding(NamedTuple):
-    """What a process has of its own."""
+    """The resources of a process."""
 
-    num_bytes: int  # that no other process shares
+    num_bytes: int  # of memory that it shares with no other process
     num_fds: int
     num_threads: int
 
 
 def holding(process: psutil.Process) -> Holding:
-    """What it holds now. Raises psutil.Error if it is gone."""
+    """The resources that a process holds now. Raises psutil.Error if it has ended."""
     with process.oneshot():
         return Holding(process.memory_full_info().uss, process.num_fds(), process.num_threads())
 
 
 class Server:
-    """`command` with a port of its own and `flags`, started at once.
+    """Runs `command` with a free port and `flags`.
 
-    folder: for its log, and where it runs unless `cwd` says otherwise; None: a temporary one for the log, and here.
+    `folder`: holds its log, and is its working folder unless `cwd` is given; None: a temporary folder holds the log,
+    and the working folder is the caller's.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Server:
     ) -> None:
         self.port = free_port()
         self.url = f"http://{HOST}:{self.port}"
-        self.run_root = Path(tempfile.mkdtemp(prefix="pw-"))  # where its run folder is made: sockets need short paths
+        self.run_root = Path(tempfile.mkdtemp(prefix="pw-"))  # parent of its run folder; sockets need short paths
         self.log = (folder or self.run_root) / "log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_bytes(b"")
@@ -81,7 +82,7 @@ class Server:
         self.start()
 
     def start(self) -> Self:
-        """Again, after `kill`: on the same port, with the same log."""
+        """Starts the process; after `kill` again, with the same port and log."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment, cwd=self._cwd
@@ -89,18 +90,19 @@ class Server:
         return self
 
     def wait_ready(self, path: str = "/ready", timeout_s: float = START_TIMEOUT_S) -> Self:
-        """Returns when `path` answers 200. Raises ServerError when the server ends instead, or takes too long."""
+        """Returns when `path` answers 200. Raises ServerError if the server ends or takes too long."""
         deadline = time.monotonic() + timeout_s
         while not self.answers(path):
             if (code := self.process.poll()) is not None:
                 raise ServerError(f"it ended with exit code {code}; {log_tail(self.log)}")
             if time.monotonic() > deadline:
                 raise ServerError(f"it was not ready within {timeout_s:g} s; {log_tail(self.log)}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return self
 
     def stop(self) -> int:
-        """SIGTERM. The exit code; a second call gives it again. Raises ServerError if processes outlived the first."""
+        """Sends SIGTERM and returns the exit code; may be called again. Raises ServerError if descendants outlived the
+        first process."""
         self._end(must_be_zero=False)
         return int(self.process.returncode)
 
@@ -114,7 +116,7 @@ class Server:
             raise ServerError(f"{wrong}; {said}")
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes."""
+        """Sends SIGKILL to all of its processes."""
         those = descendants(self.process, itself=True)
         for process in those:
             with suppress(psutil.NoSuchProcess):
@@ -123,7 +125,7 @@ class Server:
         _left_of(those)
 
     def close(self) -> None:
-        """`kill`, for good."""
+        """Kills it and removes its files."""
         self.kill()
         shutil.rmtree(self.run_root, ignore_errors=True)
 
@@ -138,13 +140,13 @@ class Server:
         try:
             self._end(must_be_zero=True)
         except ServerError:
-            if kind is None:  # or it would hide what went wrong before
+            if kind is None:  # otherwise it would hide the exception of the block
                 raise
 
-    # ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── its answers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def answers(self, path: str, timeout_s: float = 5.0) -> bool:
-        """Whether the status is 200."""
+        """Whether a GET has status 200."""
         try:
             with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
                 return bool(response.status == 200)
@@ -152,12 +154,12 @@ class Server:
             return False
 
     def get(self, path: str) -> str:
-        """A body. Raises OSError for any other status than 200."""
+        """The body of a GET. Raises OSError for any other status than 200."""
         with urllib.request.urlopen(self.url + path, timeout=10) as response:
             return str(response.read().decode())
 
     def metrics(self) -> dict[str, float]:
-        """Name → the sum over all labels."""
+        """The samples of /metrics: name → sum over all labels."""
         found: dict[str, float] = {}
         for line in self.get("/metrics").splitlines():
             if not line.startswith("#"):
@@ -167,22 +169,21 @@ class Server:
         return found
 
     def metric(self, name: str) -> float:
-        """One of them; 0 if there is none of that name."""
+        """One sample of `metrics`; 0 if there is none of that name."""
         return self.metrics().get(name, 0.0)
 
     def load(self) -> dict[str, float]:
-        """/load: rows, queue and KV memory, as the core last told them."""
+        """/load: rows, queue and KV memory, by the core's last snapshot."""
         return dict(json.loads(self.get("/load")))
 
     def wait_idle(self, timeout_s: float = 60.0) -> None:
-        """Returns when nothing runs, waits or holds KV any more."""
+        """Returns when no request runs or waits and no KV is in use."""
         wait_until(lambda: not any(self.load().values()), "the server is idle", timeout_s)
 
     # ── its processes ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def supervisor(self) -> psutil.Process:
-        """The first one."""
         return psutil.Process(self.process.pid)
 
     def children(self) -> dict[str, psutil.Process]:
@@ -194,16 +195,16 @@ class Server:
         return found
 
     def of_kind(self, kind: str) -> list[psutil.Process]:
-        """Those of a kind, such as `worker` and `worker-1`, in order."""
+        """The actors of a kind, such as `worker` and `worker-1`, in order."""
         children = self.children()
         return [children[name] for name in sorted(children) if name == kind or name.startswith(f"{kind}-")]
 
     def holdings(self) -> dict[str, Holding]:
-        """What the supervisor and each of its children hold now."""
+        """The resources of the supervisor and of each of its children."""
         return {name: holding(process) for name, process in {"supervisor": self.supervisor, **self.children()}.items()}
 
     def num_bytes(self) -> int:
-        """What they hold together."""
+        """The memory of the supervisor and its children."""
         return sum(held.num_bytes for held in self.holdings().values())
 
 
@@ -211,7 +212,7 @@ class Server:
 
 
 def descendants(process: "subprocess.Popen[bytes]", *, itself: bool = False) -> list[psutil.Process]:
-    """All that it has started and that they have. Empty when it has ended: orphans cannot be found."""
+    """All descendants. Empty when the process has ended, because orphans cannot be found."""
     if process.poll() is not None:
         return []
     root = psutil.Process(process.pid)
@@ -221,11 +222,11 @@ def descendants(process: "subprocess.Popen[bytes]", *, itself: bool = False) -> 
 def end(
     process: "subprocess.Popen[bytes]", others: Iterable[psutil.Process] = (), timeout_s: float = _STOP_TIMEOUT_S
 ) -> list[psutil.Process]:
-    """SIGTERM to a process, and SIGKILL, by pid, to what is left of it, of its descendants and of `others`.
+    """Sends SIGTERM to a process, then SIGKILL, by pid, to the process, its descendants and `others` that are left.
 
-    Returns those of the latter that had to be killed."""
+    Returns the descendants and others that had to be killed."""
     those = {*others, *descendants(process)}
-    process.terminate()  # nothing, if it has ended
+    process.terminate()  # does nothing if it has ended
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout_s)
     process.kill()
@@ -233,21 +234,21 @@ def end(
     left = _left_of(those)
     for one in left:
         with suppress(psutil.Error):
-            one.kill()  # refuses a pid that another process has got meanwhile
+            one.kill()  # psutil refuses if another process has the pid by now
     _left_of(left)
     return left
 
 
 def _left_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that are there after a while for them to go."""
+    """The processes that are alive after `_LEFT_S`."""
     left, deadline = list(processes), time.monotonic() + _LEFT_S
     while (left := [process for process in left if is_alive(process)]) and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return left
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it has not ended, waited for or not."""
+    """Whether it has not ended; a zombie has."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -255,7 +256,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def log_tail(log: Path) -> str:
-    """Where a log is and how it ends, for an error."""
+    """The path and the end of a log, for an error message."""
     text = log.read_text(errors="replace").strip() if log.exists() else ""
     return f"its log is {log}" + (f" and ends:\n{text[-_TAIL:]}" if text else ", and empty")
 
@@ -264,8 +265,8 @@ def log_tail(log: Path) -> str:
 
 
 def free_port() -> int:
-    """Below the range from which systems take ports for outgoing connections: one of these, made by a test that runs
-    beside this one, could take the port before the server does."""
+    """A free port below the range of ports for outgoing connections: such a connection of another test could take the
+    port before the server does."""
     while True:
         port = 15_000 + secrets.randbelow(15_000)
         with socket.socket() as probe, suppress(OSError):
@@ -274,8 +275,8 @@ def free_port() -> int:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Returns when it holds. Raises AssertionError with `what` if it does not in time."""
+    """Returns when the condition is true. Raises AssertionError with `what` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)

@@ -1,6 +1,6 @@
-"""Puts together what the documentation's site is made from: the repository's own pages, at the paths that they have in
-the repository, so that every link between them holds in both places; the files that they link to; the generated pages
-of `tools/reference.py`; and diagrams as pictures, because a site that works without a network can load no renderer.
+"""Collects the sources of the documentation's site: the repository's pages at their paths in the repository, so that
+links work in both places; the files that they link to; the generated pages of `tools/reference.py`; and diagrams as
+pictures, because a site that works without a network cannot load a renderer.
 
 `python -m pagewire.tools.site --out build/site-source`, then `mkdocs build --strict`: `make docs` does both.
 """
@@ -29,15 +29,14 @@ img[src$=".svg"] { background: white; border-radius: 0.2rem; padding: 0.5rem; }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "build/site-source", help="folder, which is made anew")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/site-source", help="folder, which is emptied first")
     stage(parser.parse_args(argv).out)
     return 0
 
 
 def stage(out: Path) -> None:
-    """Fills the folder. Raises FileNotFoundError if a page links to something that is not there."""
+    """Fills the folder. Raises FileNotFoundError if a page links to a file that does not exist."""
     shutil.rmtree(out, ignore_errors=True)
     for page in pages():
         place = out / page.relative_to(ROOT)
@@ -64,7 +63,7 @@ def pages() -> list[Path]:
 
 
 def links(text: str) -> Iterator[str]:
-    """Where a page's links and pictures within the repository lead, with their anchors."""
+    """The targets, with anchors, of a page's links and pictures within the repository."""
     prose = _CODE.sub("", _FENCE.sub("", text))
     for target in ("".join(found) for found in _LINK.findall(prose)):
         if not target.startswith(("http://", "https://", "#")):
@@ -90,7 +89,7 @@ def _with_pictures(text: str, place: Path) -> str:
 
 
 def _with_plain_pipes(text: str) -> str:
-    """Git hosts want a pipe escaped in the code of a table's cell, and do not show the backslash; the site shows it."""
+    """Unescapes pipes in code within table cells: Git hosts need the backslash and hide it, the site would show it."""
 
     def plain(row: re.Match[str]) -> str:
         return _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0])

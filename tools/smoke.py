@@ -1,6 +1,6 @@
-"""Asks a running server the first questions a newcomer would, with the real `openai` client: `.ci/run` uses it.
+"""Asks a running server a few questions with the real `openai` client; `.ci/run` uses it.
 
-`python -m pagewire.tools.smoke --url http://127.0.0.1:8000` prints what was answered and fails if it is not sensible.
+`python -m pagewire.tools.smoke --url http://127.0.0.1:8000` prints the answers and fails if one is wrong.
 """
 
 import argparse
@@ -13,9 +13,9 @@ _DEADLINE_S = 120.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 if everything was answered well."""
+    """Returns 0 if all answers are right."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server is (default: %(default)s)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address (default: %(default)s)")
     url = parser.parse_args(argv).url
     deadline = time.monotonic() + _DEADLINE_S
     while not _healthy(url):

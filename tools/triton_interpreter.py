@@ -1,14 +1,14 @@
-"""Runs the Triton kernels in Triton's interpreter, and mends what the interpreter gets wrong: for tests without a GPU.
+"""Runs Triton kernels in Triton's interpreter and corrects its errors, for tests without a GPU.
 
-`TRITON_INTERPRET` counts when a kernel is decorated, and Triton decorates its own library when it is imported; so
-`interpret` imports Triton anew, and kernels have to be imported after it. The variable is not left in the environment:
-processes that others start are not to inherit it.
+Triton reads `TRITON_INTERPRET` when it decorates a kernel, and decorates its own library when it is imported. So
+`interpret` imports Triton again, and kernels must be imported after it. It removes the variable from the environment
+afterwards, so that child processes do not inherit it.
 
-The interpreter computes with numpy, which has neither bf16 nor fp8; it keeps their bits as integers and, in 3.6 and
-3.7, calculates with these integers (silently: a product of bf16 matrices is off by 1e8), truncates where it should
-round to nearest even, and is one unit off in some casts to fp8. `_exact` computes all of these in float32 and casts
-with torch, which rounds as the device does. Reductions of such types have no answer that the device would give: reduce
-in float32.
+The interpreter computes with numpy, which has neither bf16 nor fp8. It stores their bits as integers and, in 3.6 and
+3.7, computes with these integers (without an error: a product of bf16 matrices is off by 1e8), truncates instead of
+rounding to nearest even, and is one unit off in some casts to fp8. `_exact` computes all of these in float32 and casts
+with torch, which rounds as the device does. Reductions of these types are refused, because the device's result cannot
+be reproduced: reduce in float32.
 """
 
 import os
@@ -21,8 +21,8 @@ import torch
 
 
 def interpret() -> None:
-    """Interprets every kernel that this process decorates from here on. Once."""
-    # Other tests import libraries that import Triton. Theirs stays theirs; the extension cannot be loaded twice.
+    """Makes this process interpret every kernel that it decorates from now on. Call it once."""
+    # Other tests' libraries keep the Triton that they imported. The extension module cannot be loaded twice.
     for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
         del sys.modules[name]
     os.environ["TRITON_INTERPRET"] = "1"
@@ -33,17 +33,17 @@ def interpret() -> None:
     triton.knobs.runtime.interpret = True
     del os.environ["TRITON_INTERPRET"]
     _exact(interpreter, tl)
-    # Otherwise every operation on integers is computed again in 64 bits.
+    # Otherwise every integer operation is computed a second time in 64 bits.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    # In 3.6 with numpy 2.4 a number that was loaded is no bound of a loop. May go with Triton 3.6.
+    # In 3.6 with numpy 2.4 a loaded number cannot be the bound of a loop. Remove this when Triton 3.6 is dropped.
     tl.tensor.__index__ = lambda self: self.handle.data.item()
-    # Otherwise the language is patched anew, a few milliseconds, for each launch and each call of a nested kernel.
+    # Otherwise the language is patched again, in a few milliseconds, for each launch and each call of a nested kernel.
     interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
 
 
 def _exact(interpreter: Any, tl: Any) -> None:
-    """Makes bf16 and fp8 what they are on the device."""
+    """Makes arithmetic with bf16 and fp8 exact, as on the device."""
     small = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
     builder, handle, np_dtype = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter._get_np_dtype
     first = {name: getattr(builder, name) for name in ("binary_op", "ternary_op", "unary_op", "create_rsqrt")}
@@ -53,30 +53,30 @@ def _exact(interpreter: Any, tl: Any) -> None:
         return value.dtype.scalar.name in small
 
     def widen(value: Any) -> Any:
-        """The same numbers in float32, or the value itself if numpy knows its type."""
+        """The value in float32 if numpy does not have its type, else the value itself."""
         if not is_small(value):
             return value
         bits = torch.from_numpy(np.array(value.data, copy=True)).view(small[value.dtype.scalar.name])
         return handle(bits.float().numpy(), tl.float32)
 
     def narrow(data: Any, dtype: Any) -> Any:
-        """Numbers as `dtype`, rounded to nearest even; in fp8, what is too great becomes the greatest."""
+        """Casts to `dtype`, rounding to nearest even; fp8 saturates."""
         dtype = dtype.scalar
         if dtype.name not in small:
             return handle(data.astype(np_dtype(dtype)), dtype)
         numbers = torch.from_numpy(np.array(data, dtype=np.float32, copy=True))
         if dtype.primitive_bitwidth == 8:
-            most = torch.finfo(small[dtype.name]).max
-            numbers = numbers.clamp(-most, most)
+            largest = torch.finfo(small[dtype.name]).max
+            numbers = numbers.clamp(-largest, largest)
         bits = numbers.to(small[dtype.name]).view(torch.uint8 if dtype.primitive_bitwidth == 8 else torch.int16)
         return handle(bits.numpy().view(np_dtype(dtype)), dtype)
 
     def widened(name: str) -> Any:
-        """The builder's function of this name, with the numbers of bf16 and fp8 operands instead of their bits."""
+        """The builder's function of this name, computed on the values of bf16 and fp8 operands, not their bits."""
 
         def compute(self: Any, *args: Any) -> Any:
             values = [arg for arg in args if isinstance(arg, handle)]
-            moved = args[-1] is np.where  # bits that are only chosen stay as they are
+            moved = args[-1] is np.where  # a selection keeps the bits
             if moved or not any(map(is_small, values)):
                 return first[name](self, *args)
             result = first[name](self, *(widen(arg) if isinstance(arg, handle) else arg for arg in args))

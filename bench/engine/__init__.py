@@ -1,1 +1,1 @@
-"""The engine without HTTP: its steps, its scheduler, its KV cache, and whole offline runs."""
+"""Benchmarks of the engine without HTTP: steps, scheduler, KV cache, and whole offline runs."""

@@ -1,10 +1,10 @@
-"""What cheaper arithmetic (`--quantization int8`, a bfloat16 KV cache) costs in accuracy, and what it saves.
+"""Accuracy and speed of cheaper arithmetic: `--quantization int8` and a bfloat16 KV cache.
 
     python -m pagewire.bench.engine.accuracy --model '' build/peers/qwen3-0.6b
 
-The model generates texts at temperature 1 in float32. Each kind of arithmetic then scores these texts: perplexity, the
-mean distance of the tokens' log-probabilities to those in float32, and how often the most likely token is the same.
-With random weights probabilities are nearly even, so only the distance is meaningful.
+The model generates texts at temperature 1 in float32. Each variant then computes the log-probabilities of their tokens.
+The table has the perplexity, the mean distance of the log-probabilities to float32's, and how often the most likely
+token is the same. With random weights probabilities are nearly equal, so only the distance is meaningful.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, str]] = {
 
 
 def read(llm: LLM, texts: Sequence[Sequence[int]]) -> list[tuple[float, int]]:
-    """(log-probability, most likely token) for each token of the texts but the first of each."""
+    """(log-probability, most likely token) for each token of the texts except the first of each."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     found = []
     for text, output in zip(texts, llm.generate(list(texts), params, use_tqdm=False), strict=True):
@@ -40,7 +40,7 @@ def read(llm: LLM, texts: Sequence[Sequence[int]]) -> list[tuple[float, int]]:
 
 
 def compare(model: str, given: argparse.Namespace) -> list[Row]:
-    """A row for each kind of arithmetic of one model."""
+    """A row for each variant of one model."""
     folder, name = locate(model, None)
     vocab_size = read_spec(folder).vocab_size
     options = {"dtype": "float32", "kv_cache_memory": "2G", "max_model_len": given.length + 64}
@@ -85,7 +85,6 @@ def compare(model: str, given: argparse.Namespace) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--model", nargs="+", default=[""], help="folders (default: the demo model)")
     flags.add_argument("--num-texts", type=int, default=16, help="(default: %(default)s)")

@@ -1,8 +1,8 @@
-"""What grammars cost: the streams that follow one, and other streams.
+"""The cost of a grammar: for streams that follow one, and for free streams in the same batch.
 
-`python -m pagewire.bench.engine.constrained` starts an engine without HTTP (core, grammar, worker), lets N free streams
-run alone, beside N more free ones, and beside N that follow a grammar, and prints the time between the tokens of the
-free streams and what the others got. Greedy, so that all of them draw the same number of tokens.
+`python -m pagewire.bench.engine.constrained` starts an engine without HTTP (core, grammar, worker) and runs N free
+streams alone, with N more free ones, and with N that follow a grammar. It prints the inter-token latency of the free
+streams and the throughput of the others. All are greedy and generate the same number of tokens.
 """
 
 import argparse
@@ -20,12 +20,12 @@ _PROMPT_LEN = 32
 
 
 async def _arrivals(generation: Generation) -> list[float]:
-    """The times at which output arrived, usually one token each."""
+    """The times at which its tokens arrived."""
     return [time.perf_counter() async for _ in generation]
 
 
 async def measure(client: EngineClient, num_free: int, num_bound: int, num_tokens: int) -> dict[str, float]:
-    """One run of free and constrained streams, all at once."""
+    """Runs all streams at once. Returns the figures."""
     started = time.perf_counter()
     limits, sampling = Limits(num_tokens, ignore_eos=True), Sampling(temperature=0)
     prompts = [[10 + i, *range(40, 39 + _PROMPT_LEN)] for i in range(num_free + num_bound)]
@@ -43,7 +43,7 @@ async def measure(client: EngineClient, num_free: int, num_bound: int, num_token
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Row]:
-    """All cases, in turn."""
+    """Measures the cases in turn."""
     num, num_tokens = arguments.streams, arguments.tokens
     cases = {
         f"{num} free": (num, 0),
@@ -53,7 +53,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Row]:
     rows = {name: Row(name) for name in cases}
     options = {"threads": arguments.threads, "enable_prefix_caching": False, "max_num_seqs": 2 * num}
     async with await EngineClient.start(arguments.model, **options) as client:
-        await measure(client, num, num, 16)  # loads what the first grammar loads
+        await measure(client, num, num, 16)  # warm up, which also loads the grammar library
         for _ in range(arguments.repeat):
             for name, (num_free, num_bound) in cases.items():
                 rows[name].add(**await measure(client, num_free, num_bound, num_tokens))
@@ -61,7 +61,6 @@ async def run(arguments: argparse.Namespace) -> dict[str, Row]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="", help="a folder (default: the demo model)")
     parser.add_argument("--streams", type=int, default=8, help="of each kind")

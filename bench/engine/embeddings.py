@@ -1,7 +1,7 @@
-"""Texts per second of an embedding model: `LLM.embed` with all texts at once, compared with transformers alone.
+"""Texts per second of an embedding model: `LLM.embed` with all texts at once, compared with transformers.
 
-transformers gets batches of 32 texts sorted by length, as sentence-transformers makes them; both get token ids. Weights
-are random, of the shape of all-MiniLM-L6-v2 (an encoder) or of a small Qwen3 (a decoder, which takes the paged path).
+transformers gets batches of 32 texts sorted by length, as in sentence-transformers; both get token ids. Weights are
+random, with the shapes of all-MiniLM-L6-v2 (an encoder) or a small Qwen3 (a decoder, which uses paged attention).
 `python -m pagewire.bench.engine.embeddings` prints a table and writes JSON.
 """
 
@@ -50,10 +50,9 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--num-texts", type=int, default=256)
-    flags.add_argument("--longest", type=int, default=200, help="tokens; lengths are log-uniform")
+    flags.add_argument("--longest", type=int, default=200, help="tokens; lengths are uniform on a log scale")
     flags.add_argument("--threads", type=int, default=2)
     flags.add_argument("--repeat", type=int, default=5)
     flags.add_argument("--json", type=Path, default=Path("bench/results/embeddings.json"))
@@ -120,7 +119,7 @@ def _measure(shape: str, folder: Path, texts: list[list[int]], arguments: argpar
 
 
 def _make(shape: str, folder: Path) -> Any:
-    """Writes a checkpoint with random weights and a tokenizer that is only there to be loaded."""
+    """Writes a checkpoint with random weights and an unused tokenizer, which loading needs."""
     kind, sizes = _SHAPES[shape]
     torch.manual_seed(0)
     auto: Any = transformers.AutoModel  # their functions are only partly typed

@@ -18,7 +18,7 @@ from ...ipc.messages import Cancel, Chunk, Failed, IdsPrompt, Limits, Sampling, 
 from ...procs.inline import Inline
 from ...procs.prepare import prepare
 
-_IDLE_S = 0.0002  # how long to sleep when nothing can be done
+_IDLE_S = 0.0002  # sleep when the engine has nothing to do
 
 
 @dataclass
@@ -33,23 +33,19 @@ class Timed:
 
     @property
     def first_ms(self) -> float:
-        """Time to first token."""
         return (self.times[0] - self.sent) * 1e3
 
     @property
     def total_ms(self) -> float:
-        """To the last token."""
         return (self.times[-1] - self.sent) * 1e3
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Between its tokens."""
+        """Times between its tokens."""
         return [(b - a) * 1e3 for a, b in pairwise(self.times)]
 
 
 class Engine:
-    """One model, one configuration."""
-
     def __init__(self, model: Path, **options: object) -> None:
         """`options`: fields of `Config`."""
         config = convert({"pipeline_depth": 1, "model": str(model), **options})
@@ -59,11 +55,10 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """For its counters."""
         return self._inline.scheduler
 
     def send(self, prompt: Sequence[int], num_tokens: int, *, priority: int = 0, tenant: str = "") -> Timed:
-        """A greedy request for exactly `num_tokens` tokens. It is computed by `run`."""
+        """Adds a greedy request for exactly `num_tokens` tokens; `run` computes it."""
         self._num_sent += 1
         request = Timed(self._num_sent, time.perf_counter())
         self._open[request.rid] = request
@@ -81,22 +76,20 @@ class Engine:
         return request
 
     def cancel(self, requests: Sequence[Timed]) -> None:
-        """Ends these."""
         for request in requests:
             self._open.pop(request.rid, None)
         self._inline.post("tokenizer", Cancel(tuple(request.rid for request in requests)))
         self._inline.run()
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
-        """Works until `until()`, which is asked after each step, or until every request has ended."""
+        """Runs until `until()` is true, which is called after each step, or until every request has ended."""
         done = until or (lambda: not self._open)
         while not done():
             self._inline.run(until=done)
             if not done():
-                time.sleep(_IDLE_S)  # between arrivals, or while KV is on its way
+                time.sleep(_IDLE_S)  # between arrivals, or while KV is transferred
 
     def close(self) -> None:
-        """Ends the engine."""
         self._inline.close()
 
     def _on_chunk(self, chunk: Chunk) -> None:

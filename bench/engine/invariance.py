@@ -1,9 +1,9 @@
-"""Counts the requests whose tokens change when other requests run, for each kind of arithmetic that flags select.
+"""How many requests get other tokens in a batch than alone, for each set of flags that changes the arithmetic.
 
     python -m pagewire.bench.engine.invariance --model '' FOLDER
 
-Seeded requests of several lengths are served one by one and then all at once, with a token budget so small that their
-prompts are cut into chunks between the others' tokens. docs/same-tokens.md says where tokens should be the same.
+Seeded requests of several lengths are served one by one and then all at once, with a token budget so small that prompts
+are computed in chunks while others decode. docs/same-tokens.md says with which flags the tokens should be the same.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _BUDGET = 64  # tokens of a step
 
 
 def count(model: str, given: argparse.Namespace, flags: Mapping[str, object]) -> dict[str, float]:
-    """Requests that got other tokens, and seconds. Raises ConfigError for what cannot be had here."""
+    """The number of requests that got other tokens, and seconds. Raises ConfigError if the flags do not work here."""
     folder, _ = locate(model, None)
     rng = random.Random(0)
     vocab_size = read_spec(folder).vocab_size
@@ -60,10 +60,9 @@ def count(model: str, given: argparse.Namespace, flags: Mapping[str, object]) ->
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--model", nargs="+", default=[""], help="folders (default: the demo model)")
-    flags.add_argument("--num", type=int, default=64, help="of the requests (default: %(default)s)")
+    flags.add_argument("--num", type=int, default=64, help="number of requests (default: %(default)s)")
     flags.add_argument("--tokens", type=int, default=96, help="of each output (default: %(default)s)")
     flags.add_argument(
         "--json", type=Path, default=Path("bench/results/invariance.json"), help="(default: %(default)s)"
@@ -79,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"{row.name}: {error}")
                 continue
             rows.append(row)
-    print(f"{given.num} requests of {given.tokens} tokens, half of them greedy; those with other tokens in company")
+    print(f"{given.num} requests of {given.tokens} tokens, half of them greedy; number with other tokens in a batch")
     print_table(rows)
-    write_json(given.json, "tokens in company", rows, facts, {"num": given.num, "tokens": given.tokens})
+    write_json(given.json, "tokens in a batch", rows, facts, {"num": given.num, "tokens": given.tokens})
 
 
 if __name__ == "__main__":

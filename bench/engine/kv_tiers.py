@@ -1,13 +1,13 @@
-"""What KV tiers gain: hit rate and time to first token against their size, and whether loading a prefix from host
+"""The benefit of KV tiers: hit rate and time to first token by the tier's size, and whether loading a prefix from host
 memory is faster than computing it again.
 
-`python -m pagewire.bench.engine.kv_tiers` sends one request after another, each a long prefix that many share, drawn as
-words are (the r-th most popular with weight 1/r), and an end of its own. All prefixes together need four times the
-device's pool. A host tier or a disk tier of growing size stands behind it; every size gets the same requests, after
-each prefix was seen once. Then it sends prompts that were all seen and are all gone from the device, and compares their
-time to first token with and without a host tier. It prints both tables, writes JSON and draws two figures.
+`python -m pagewire.bench.engine.kv_tiers` sends one request after another, each with a long shared prefix, chosen by
+Zipf's law (the r-th most popular with weight 1/r), and its own end. All prefixes together need four times the device's
+pool. Host and disk tiers of several sizes get the same requests, after each prefix was sent once. Then it sends prompts
+that were computed before and evicted from the device, and compares their time to first token with and without a host
+tier. It prints both tables, writes JSON and draws two figures.
 
-Reads from "disk" usually come from the kernel's page cache, as in service when memory is left.
+Reads of the disk tier usually hit the kernel's page cache, as they do in production if memory is free.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _COLUMNS = ("hit rate", "hit rate of the tier", "TTFT p50 ms", "TTFT p99 ms")
 
 
 def engine_with(tier: str, size: int, pool: int, folder: Path, threads: int) -> Engine:
-    """An engine with a pool of `pool` positions and, if `size` is not 0, a tier of `size` positions behind it."""
+    """An engine with a pool of `pool` positions and, if `size` is not 0, a tier of `size` positions."""
     options = {"host": "host", "disk": f"disk,path={folder}"}
     spec = (f"{options[tier]},size={size * _TOKEN_BYTES}",) if size else ()
     return Engine(
@@ -46,13 +46,13 @@ def engine_with(tier: str, size: int, pool: int, folder: Path, threads: int) -> 
 
 
 def tier_hits(engine: Engine) -> int:
-    """Positions that were loaded so far."""
+    """Positions loaded from tiers so far."""
     connector = engine.scheduler.connector
     return 0 if connector is None else sum(tier.num_hit_tokens for tier in connector.tiers())
 
 
 def shared_prefixes(engine: Engine, prefixes: list[list[int]], num: int, seed: int) -> dict[str, float]:
-    """The first workload of the head of the file: `num` requests after one for each prefix."""
+    """Sends one request for each prefix, then `num` requests with random prefixes. Returns the figures."""
     rng = random.Random(seed)
     weights = [1 / rank for rank in range(1, len(prefixes) + 1)]
     for prefix in prefixes:
@@ -77,8 +77,8 @@ def shared_prefixes(engine: Engine, prefixes: list[list[int]], num: int, seed: i
 
 
 def seen_before(engine: Engine, batch: list[list[int]], rounds: int) -> tuple[float, float]:
-    """(median time to first token in ms, share loaded) of prompts that take turns in a pool for one of them."""
-    for prompt in batch * 2:  # the second round also shows what a load costs, so that its price is known
+    """(median time to first token in ms, share loaded) of prompts sent in turn to a pool that holds one of them."""
+    for prompt in batch * 2:  # in the second round the scheduler learns the cost of a load
         engine.send(prompt, 1)
         engine.run()
     before = tier_hits(engine)
@@ -91,7 +91,6 @@ def seen_before(engine: Engine, batch: list[list[int]], rounds: int) -> tuple[fl
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flags.add_argument("--prefixes", type=int, default=32, help="shared prefixes of 1024 tokens")
     flags.add_argument("--sizes", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1.0], help="in all prefixes")
@@ -101,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     flags.add_argument("--repeat", type=int, default=3, help="repetitions")
     flags.add_argument("--json", type=Path, default=Path("bench/results/kv_tiers.json"), help="where to write")
     flags.add_argument("--plots", type=Path, default=Path("docs/images"), help="folder for the figures")
-    flags.add_argument("--quick", action="store_true", help="few requests, once: to see that it works")
+    flags.add_argument("--quick", action="store_true", help="few requests, once, as a test of the program")
     arguments = flags.parse_args(argv)
     if arguments.quick:
         arguments.prefixes, arguments.sizes, arguments.requests = 8, [0, 1.0], 12
@@ -156,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     panels(
         arguments.plots / "kv_host_hit.png",
-        "prompts that were seen before and are gone from the device",
+        "prompts computed before and evicted from the device",
         "prompt tokens",
         arguments.lengths,
         {"computed again": list(computed.values()), "host tier": list(loaded.values())},

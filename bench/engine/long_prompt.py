@@ -1,13 +1,13 @@
-"""What one very long prompt does to other streams, with and without `--itl-target-ms`.
+"""The effect of one very long prompt on running streams, with and without `--itl-target-ms`.
 
-`python -m pagewire.bench.engine.long_prompt` keeps 32 streams going and sends a prompt of 32k tokens into them. It
-prints the streams' inter-token latency while the prompt is computed and the prompt's time to first token, says whether
-the 99th percentile stayed within 1.3 times the target, writes JSON and draws the distribution.
+`python -m pagewire.bench.engine.long_prompt` runs 32 streams and sends a prompt of 32k tokens. It prints the streams'
+inter-token latency during the prefill and the prompt's time to first token, says whether the 99th percentile stayed
+within 1.3 times the target, writes JSON and draws the distribution.
 
-The target is `--times` times the streams' own latency without any prompt, which is measured first. It therefore fits
-the machine and leaves room, because a step with a part of the prompt always costs more than one without. The model is
-the demo model with a longer declared context. Each stream is a series of short requests, so that the KV that it reads
-has the same size while the prompt is computed.
+The target is `--times` times the streams' latency without a prompt, which is measured first, so it depends on the
+machine. It must be larger than that latency, because a step with part of a prompt always costs more than one without.
+The model is the demo model with a longer declared context. Each stream is a series of short requests, so that the
+length of their contexts stays the same during the prefill.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _STREAM_TOKENS = 128  # of one request of a stream
 
 
 class Streams:
-    """So many streams at any time: where one request ends, the next begins."""
+    """A constant number of streams: where one request ends, the next begins."""
 
     def __init__(self, engine: Engine, batch: list[list[int]]) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class Streams:
         self._ended: list[Timed] = []
 
     def run(self, until: "Timed | float") -> None:
-        """Until this request has its first token, or that time of `time.perf_counter`."""
+        """Runs until a request has its first token, or until a time of `time.perf_counter`."""
 
         def done() -> bool:
             for i, request in enumerate(self._running):
@@ -53,7 +53,7 @@ class Streams:
         self._engine.run(until=done)
 
     def gaps_ms(self, since: float) -> list[float]:
-        """Between tokens of one request, of all that came after `since`."""
+        """Times between consecutive tokens of a request that came after `since`."""
         gaps = []
         for request in [*self._ended, *self._running]:
             later = [t for t in request.times if t >= since]
@@ -61,12 +61,11 @@ class Streams:
         return gaps
 
     def end(self) -> None:
-        """Cancels them."""
         self._engine.cancel(self._running)
 
 
 def plain_ms(engine: Engine, batch: list[list[int]], seconds: float) -> float:
-    """The streams' median inter-token latency without other requests."""
+    """The streams' median inter-token latency without a long prompt."""
     streams = Streams(engine, batch)
     streams.run(time.perf_counter() + seconds / 2)  # every stream is past its prompt
     started = time.perf_counter()
@@ -89,16 +88,15 @@ def measure(engine: Engine, batch: list[list[int]], prompt: list[int]) -> tuple[
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    flags.add_argument("--streams", type=int, default=32, help="other streams")
+    flags.add_argument("--streams", type=int, default=32, help="number of streams")
     flags.add_argument("--prompt-len", type=int, default=32768, help="tokens of the long prompt")
     flags.add_argument("--times", type=float, default=3.0, help="the target, in latencies of the streams alone")
     flags.add_argument("--threads", type=int, default=1, help="torch threads")
     flags.add_argument("--repeat", type=int, default=3, help="repetitions")
     flags.add_argument("--json", type=Path, default=Path("bench/results/long_prompt.json"), help="where to write")
     flags.add_argument("--plot", type=Path, default=Path("docs/images/long_prompt.png"), help="where to draw")
-    flags.add_argument("--quick", action="store_true", help="a small prompt, once: to see that it works")
+    flags.add_argument("--quick", action="store_true", help="a small prompt, once, as a test of the program")
     arguments = flags.parse_args(argv)
     if arguments.quick:
         arguments.streams, arguments.prompt_len, arguments.repeat = 8, 4096, 1
@@ -120,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         plain = plain_ms(free, batch, 0.5 if arguments.quick else 5.0)
         target = plain * arguments.times
         bound = Engine(model, **options, itl_target_ms=target)
-        measure(bound, batch, long[: length // 4])  # its cost model learns from real steps, as in service
+        measure(bound, batch, long[: length // 4])  # its cost model learns from real steps
     rows = {"without a target": free, f"--itl-target-ms {target:.1f}": bound}
     table = {title: Row(title) for title in rows}
     all_gaps: dict[str, list[float]] = {title: [] for title in rows}

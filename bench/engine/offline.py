@@ -17,7 +17,6 @@ from ..workload import Transformers, parser, prompts, settings
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = parser(__doc__, json="bench/results/offline.json")
     arguments = flags.parse_args(argv)
     folder, name = locate(arguments.model, None)

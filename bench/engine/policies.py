@@ -1,10 +1,10 @@
-"""What the scheduling policies fcfs, priority and fair do to two kinds of users as load grows.
+"""The effect of the scheduling policies (fcfs, priority, fair) on two tenants as load grows.
 
-`python -m pagewire.bench.engine.policies` sends two tenants' requests at random times (Poisson): *chat*, short prompts
-and short answers at priority 0, and *batch*, longer ones at priority 1 that make up three quarters of the tokens. Every
+`python -m pagewire.bench.engine.policies` sends the requests of two tenants at random times (Poisson): *chat*, short
+prompts and outputs at priority 0, and *batch*, longer ones at priority 1 with three quarters of the tokens. Every
 policy gets the same requests at the same times. It prints, writes and draws throughput and the 99th percentiles of time
-to first token and of whole requests, for each tenant, against the offered load. Load 1 is the rate at which the engine
-finishes the same mix when all of it waits from the start.
+to first token and of whole requests, for each tenant, by the offered load. The load is given as a share of the engine's
+capacity: the rate at which it finishes the same mix when all requests are queued from the start.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Arrival:
 
 
 def arrivals(folder: Path, rate: float, num: int, seed: int) -> list[Arrival]:
-    """`num` requests at `rate` a second."""
+    """`num` requests at `rate` per second."""
     rng = random.Random(seed)
     pools = {tenant: prompts(folder, 32, length) for tenant, (_, length, _) in _TENANTS.items()}
     found, now = [], 0.0
@@ -52,7 +52,7 @@ def arrivals(folder: Path, rate: float, num: int, seed: int) -> list[Arrival]:
 
 
 def measure(engine: Engine, work: list[Arrival]) -> dict[str, float]:
-    """Sends each request at its time, whatever became of the others, and waits for the last."""
+    """Sends each request at its time (open loop) and waits for the last."""
     started = time.perf_counter()
     requests: list[tuple[str, Timed]] = []
     for arrival in work:
@@ -60,7 +60,7 @@ def measure(engine: Engine, work: list[Arrival]) -> dict[str, float]:
         engine.run(until=lambda due=due: time.perf_counter() >= due)  # type: ignore[misc]  # mypy: no lambda defaults
         priority, _, length = _TENANTS[arrival.tenant]
         request = engine.send(arrival.prompt, length, priority=priority, tenant=arrival.tenant)
-        request.sent = due  # what it waited for a step to end is the engine's doing
+        request.sent = due  # counts the wait for a running step as the engine's
         requests.append((arrival.tenant, request))
     engine.run()
     last = max(request.times[-1] for _, request in requests)
@@ -74,23 +74,22 @@ def measure(engine: Engine, work: list[Arrival]) -> dict[str, float]:
 
 
 def capacity(engine: Engine, folder: Path, num: int) -> float:
-    """Requests of the mix that the engine finishes in a second."""
+    """Requests of the mix that the engine finishes per second."""
     started = time.perf_counter()
     measure(engine, arrivals(folder, 1e9, num, seed=1))
     return num / (time.perf_counter() - started)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    flags.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.0, 1.2], help="offered")
+    flags.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.0, 1.2], help="offered loads")
     flags.add_argument("--requests", type=int, default=120, help="requests of one measurement")
     flags.add_argument("--max-num-seqs", type=int, default=8, help="requests that run at once")
     flags.add_argument("--threads", type=int, default=1, help="torch threads")
-    flags.add_argument("--repeat", type=int, default=3, help="repetitions, each with arrivals of its own")
+    flags.add_argument("--repeat", type=int, default=3, help="repetitions, each with other arrivals")
     flags.add_argument("--json", type=Path, default=Path("bench/results/policies.json"), help="where to write")
     flags.add_argument("--plot", type=Path, default=Path("docs/images/policies.png"), help="where to draw")
-    flags.add_argument("--quick", action="store_true", help="few requests, once: to see that it works")
+    flags.add_argument("--quick", action="store_true", help="few requests, once, as a test of the program")
     arguments = flags.parse_args(argv)
     if arguments.quick:
         arguments.loads, arguments.requests, arguments.repeat = [0.5, 1.2], 12, 1

@@ -1,6 +1,6 @@
-"""What the scheduler costs the core per step: `plan` and `apply` of N decoding rows, without a device.
+"""The scheduler's cost per step: `plan` and `apply` of N decoding rows, without a device.
 
-`python -m pagewire.bench.engine.scheduler` prints microseconds of CPU time a step (median and spread over repetitions).
+`python -m pagewire.bench.engine.scheduler` prints microseconds of CPU time per step (median and range of repetitions).
 """
 
 import argparse
@@ -17,7 +17,7 @@ _PROMPT_LEN = 20
 
 
 def measure(num_rows: int, num_steps: int) -> dict[str, float]:
-    """Mean microseconds a step of plan, apply, and of encoding what goes to worker and detokenizer."""
+    """Mean microseconds per step of plan, apply, and of encoding the messages to the worker and the detokenizer."""
     scheduler = Scheduler(
         pool=BlockPool(num_blocks=num_rows * 64),
         block_size=16,
@@ -65,10 +65,9 @@ def measure(num_rows: int, num_steps: int) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024], help="decoding rows")
-    parser.add_argument("--steps", type=int, default=300, help="steps a repetition")
+    parser.add_argument("--steps", type=int, default=300, help="steps per repetition")
     parser.add_argument("--repeat", type=int, default=5, help="repetitions")
     parser.add_argument("--json", type=Path, default=Path("bench/results/scheduler.json"), help="where to write")
     arguments = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """What sleep releases: the resident memory of an engine with a full KV cache, asleep, and awake again.
 
 `python -m pagewire.bench.engine.sleep` puts an engine in this process to sleep in the middle of its requests, and
-checks that their tokens are those of the same engine left alone. `--model FOLDER` for another model than the demo.
+checks that their tokens are the same as without sleep. `--model FOLDER` uses another model than the demo model.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _NUM_TOKENS = 32  # of an output
 
 
 class Engine:
-    """Serves the same prompts again and again."""
+    """Serves the same prompts repeatedly."""
 
     def __init__(self, prompts: list[list[int]], **options: object) -> None:
         """`options`: fields of `Config`."""
@@ -28,7 +28,7 @@ class Engine:
         self.inline = Inline(prepare(convert(options)), on_chunk=self._on_chunk, on_failed=self._on_failed)
 
     def begin(self) -> None:
-        """Sends all requests, and serves them until each of them has some tokens, on average."""
+        """Sends all requests and runs until they have 4 tokens each on average."""
         self._output = dict.fromkeys(range(len(self._prompts)), b"")
         for rid, ids in enumerate(self._prompts):
             limits = Limits(_NUM_TOKENS, (), True)
@@ -38,12 +38,12 @@ class Engine:
         self.inline.run(until=lambda: sum(map(len, self._output.values())) > 4 * 4 * len(self._prompts))
 
     def finish(self) -> dict[int, bytes]:
-        """Serves them to the end. The ids of each."""
+        """Runs all requests to their ends. Returns the ids of each."""
         self.inline.run()
         return self._output
 
     def tell(self, message: Sleep | Wake) -> float:
-        """Milliseconds until it sleeps or plans again."""
+        """Sends the message. Returns the milliseconds until the engine sleeps or plans again."""
         started = time.perf_counter()
         self.inline.post("core", message)
         self.inline.run(until=lambda: isinstance(message, Wake) and not self.inline.scheduler.is_paused)
@@ -57,18 +57,17 @@ class Engine:
 
 
 def resident_mb() -> float:
-    """Of this process."""
+    """Resident memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:"))
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="", help="a folder; the demo model if none is given")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights of the model's shapes")
     parser.add_argument("--kv-cache-memory", type=int, default=256 << 20, help="bytes")
-    parser.add_argument("--requests", type=int, default=16, help="how many are served at once")
+    parser.add_argument("--requests", type=int, default=16, help="requests at once")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions")
     parser.add_argument("--json", type=Path, default=Path("bench/results/sleep.json"), help="where to write")
@@ -94,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         wake_ms = engine.tell(Wake())
         woken = resident_mb()
         if engine.finish() != expected:
-            raise SystemExit("The tokens differ from those of an engine that was left alone.")
+            raise SystemExit("The tokens differ from those without sleep.")
         row.add(
             awake_mb=awake,
             asleep_mb=asleep,
@@ -109,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         "prompt": arguments.prompt,
         "kv_cache_memory": arguments.kv_cache_memory,
     }
-    write_json(arguments.json, "What sleep gives back", [row], facts, settings)
+    write_json(arguments.json, "Memory freed by sleep", [row], facts, settings)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""`--speculative ngram` compared with no speculation, alternately, on texts with more and less repetition. The tokens
-must be the same; only the time may differ.
+"""`--speculative ngram` compared with no speculation, in turn, on texts with more and less repetition. The tokens must
+be the same.
 
     python -m pagewire.bench.engine.speculation --requests 1 64
 """
@@ -20,15 +20,13 @@ TEXTS = {
     "one token over and over": SamplingParams(temperature=0, logit_bias={50: 1000.0}),
     "what the model says, greedy": SamplingParams(temperature=0),
     "what the model says, sampled": SamplingParams(temperature=1, seed=3),
-    "eight tokens at random": SamplingParams(
-        temperature=30, seed=5, logit_bias=_EIGHT
-    ),  # the answer is new text without repetition
+    # Every n-gram has occurred before, and none predicts the next token.
+    "eight tokens at random": SamplingParams(temperature=30, seed=5, logit_bias=_EIGHT),
     "any tokens at random": SamplingParams(temperature=100, seed=3),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--model", default="", help="a folder (default: the demo model)")
     flags.add_argument("--requests", nargs="+", type=int, default=[1, 64], help="at once (default: %(default)s)")
@@ -43,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def engine(**options: object) -> LLM:
         return LLM(str(folder), threads=given.threads, enable_prefix_caching=False, max_model_len=1024, **options)
 
-    plain, guessing = engine(), engine(speculative="ngram")
+    plain, speculating = engine(), engine(speculative="ngram")
     rows = []
     for num in given.requests:
         batch = prompts(folder, num, 128)
@@ -52,18 +50,18 @@ def main(argv: Sequence[str] | None = None) -> None:
                 **{**vars(params), "max_tokens": given.length, "ignore_eos": True, "detokenize": False}
             )
             row = Row(f"{text}, {num} at once")
-            said: dict[LLM, list[list[int]]] = {}
+            tokens: dict[LLM, list[list[int]]] = {}
             for repetition in range(given.repeat + 1):
                 seconds: dict[LLM, float] = {}
-                for llm in (plain, guessing) if repetition % 2 else (guessing, plain):
+                for llm in (plain, speculating) if repetition % 2 else (speculating, plain):
                     started = time.perf_counter()
                     outputs = llm.generate(batch, params, use_tqdm=False)
                     seconds[llm] = time.perf_counter() - started
-                    said[llm] = [output.outputs[0].token_ids for output in outputs]
-                assert said[plain] == said[guessing], f"{text}: the tokens differ"
+                    tokens[llm] = [output.outputs[0].token_ids for output in outputs]
+                assert tokens[plain] == tokens[speculating], f"{text}: the tokens differ"
                 if repetition:  # the first warms up
-                    row.add(**{"without, s": seconds[plain], "with, s": seconds[guessing]})
-                    row.add(**{"times as fast": seconds[plain] / seconds[guessing]})
+                    row.add(**{"without, s": seconds[plain], "with, s": seconds[speculating]})
+                    row.add(**{"times as fast": seconds[plain] / seconds[speculating]})
             rows.append(row)
     print(f"{name}, prompts of 128 tokens, {given.length} tokens each; the same tokens with and without")
     print_table(rows)

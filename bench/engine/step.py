@@ -21,20 +21,19 @@ _BLOCK = 16
 
 
 def plan(step: int, rows: Sequence[int], counts: Sequence[int], opens: tuple[RowOpen, ...] = ()) -> StepPlan:
-    """Every row computes its count and draws."""
+    """A plan in which every row computes its count of positions and samples."""
     return StepPlan(step, opens, b"", b"", ids_to_bytes(list(rows)), ids_to_bytes(list(counts)), bytes([1] * len(rows)))
 
 
-def opened(row: int, num_prompt: int, most: int, vocab_size: int) -> RowOpen:
-    """A row of random ids with blocks for `most` positions."""
+def opened(row: int, num_prompt: int, max_len: int, vocab_size: int) -> RowOpen:
+    """A row of random ids with blocks for `max_len` positions."""
     ids = np.random.default_rng(row).integers(min(300, vocab_size // 2), vocab_size, num_prompt)
-    num_blocks = -(-most // _BLOCK)
+    num_blocks = -(-max_len // _BLOCK)
     blocks = range(row * num_blocks, (row + 1) * num_blocks)
     return RowOpen(row, ids_to_bytes(ids.tolist()), num_prompt, 0, ids_to_bytes(list(blocks)), Sampling(temperature=0))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--model", default="", help="a folder (default: the demo model)")
     flags.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32], help="(default: %(default)s)")
@@ -42,17 +41,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--context", type=int, default=256, help="positions before the first step (default: %(default)s)"
     )
     flags.add_argument(
-        "--prefill", nargs="*", type=int, default=[128], help="prompts of a step each (default: %(default)s)"
+        "--prefill", nargs="*", type=int, default=[128], help="lengths of prompts, one step each (default: %(default)s)"
     )
-    flags.add_argument("--steps", type=int, default=20, help="measured (default: %(default)s)")
+    flags.add_argument("--steps", type=int, default=20, help="measured steps (default: %(default)s)")
     flags.add_argument("--threads", type=int, default=0)
     flags.add_argument("--quantization", choices=["int8"])
     flags.add_argument("--kv-cache-dtype", default="auto")
     flags.add_argument("--dtype", default="auto")
     flags.add_argument("--cpu-kernels", default="auto")
-    flags.add_argument("--profile", action="store_true", help="where the time of decode steps goes")
+    flags.add_argument("--profile", action="store_true", help="print a profile of the decode steps")
     given = flags.parse_args(argv)
-    most = given.context + given.steps + 8
+    max_len = given.context + given.steps + 8
     config = prepare(
         make_config(
             model=given.model,
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             quantization=given.quantization,
             kv_cache_dtype=given.kv_cache_dtype,
             cpu_kernels=given.cpu_kernels,
-            max_model_len=max(most, *given.prefill, 1),
+            max_model_len=max(max_len, *given.prefill, 1),
             kv_cache_memory=4 << 30,
         )
     )
@@ -92,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = list(range(num_rows))
         for index in rows:
             step += 1
-            run(plan(step, [index], [given.context], (opened(index, given.context, most, config.model.vocab_size),)))
+            run(plan(step, [index], [given.context], (opened(index, given.context, max_len, config.model.vocab_size),)))
         row = Row(f"decode, {num_rows} rows")
         profile = cProfile.Profile()
         for measured in [False] * 2 + [True] * given.steps:

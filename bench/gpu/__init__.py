@@ -1,1 +1,1 @@
-"""What must be proven and measured on a GPU; `verify.sh` is the one command. `docs/performance.md` has the targets."""
+"""Verification and measurements on a GPU; `verify.sh` runs them. `docs/performance.md` has the targets."""

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: the share of the device's bandwidth for decode, and of its operations for prompts."""
+"""Attention over the paged cache: bandwidth of decode attention, and operations per second of prompts' attention."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ HEADS = ((16, 8), (32, 8))  # query and kv heads: Qwen3-0.6B, Llama-3.1-8B
 
 @dataclass(frozen=True, kw_only=True)
 class Cached:
-    """Rows with random keys and values in pages that lie in random order."""
+    """Rows with random keys and values in pages in random order."""
 
     queue: Queue
     heads: int
@@ -33,7 +33,7 @@ class Cached:
     def of(
         cls, queue: Queue, lens: list[int], *, heads: int, kv_heads: int, head_dim: int, block_size: int
     ) -> "Cached":
-        """The same ones each time."""
+        """Makes the same rows for the same arguments."""
         torch.manual_seed(0)
         most = -(-max(lens) // block_size)
         shape = (len(lens) * most, kv_heads, block_size, head_dim)
@@ -53,7 +53,7 @@ class Cached:
         return torch.randn(shape, dtype=torch.bfloat16, device=self.queue.device)
 
     def workspace(self, *, chunk: int | None = None) -> DecodeWorkspace:
-        """Planned for the rows."""
+        """A workspace that is planned for the rows."""
         rows, most = self.table.shape
         _, kv_heads, block_size, head_dim = self.k_pages.shape
         options = {} if chunk is None else {"chunk": chunk}
@@ -72,7 +72,7 @@ class Cached:
     def decode(
         self, out: Tensor, query: Tensor, workspace: DecodeWorkspace, *, num_programs: int | None = None
     ) -> None:
-        """A launch of decode attention."""
+        """Launches decode attention."""
         head_dim = self.k_pages.shape[3]
         decode_attention(
             out,
@@ -149,7 +149,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
 
 
 def _torch_us(case: Cached) -> float:
-    """Microseconds of torch's own causal attention over as many keys, all in one piece."""
+    """Microseconds of torch's causal attention over as many contiguous keys."""
     rows, length = len(case.lens), int(case.lens[0])
     _, kv_heads, _, head_dim = case.k_pages.shape
 

@@ -1,4 +1,4 @@
-"""Measures kernels with events of the queue into which they are put."""
+"""Measures kernels with events of their queue."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,12 +7,12 @@ import torch
 
 from ...engine.device.queue import Queue
 
-_CACHED = 256 << 20  # bytes; what is read in turn exceeds a GPU's cache several times
+_CACHED = 256 << 20  # bytes; several times the size of a GPU's cache
 
 
 def microseconds(queue: Queue, works: Sequence[Callable[[], object]], *, repeat: int = 20) -> float:
-    """Median time of one of the works, which are recorded one after another and replayed `repeat` times, on a CPU once.
-    They have to be alike."""
+    """Median time of one work. The works, which must be equally large, are recorded one after another and replayed
+    `repeat` times, on a CPU once."""
 
     def run() -> None:
         for work in works:
@@ -32,12 +32,12 @@ def microseconds(queue: Queue, works: Sequence[Callable[[], object]], *, repeat:
 
 
 def copies_beyond_cache(queue: Queue, num_bytes: int) -> int:
-    """How many tensors of a size to use in turn, so that none is found in a GPU's cache."""
+    """How many tensors of a size to use in turn so that none is in a GPU's cache."""
     return min(64, max(1, -(-_CACHED // num_bytes))) if queue.device.type == "cuda" else 1
 
 
 def copy_gbs(queue: Queue, *, num_bytes: int) -> float:
-    """GB/s that a copy within the device reads and writes: what other kernels can be held against."""
+    """GB/s that a copy within the device reads and writes, as the reference for other kernels."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=queue.device)
     target = torch.empty_like(source)
 

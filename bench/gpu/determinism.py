@@ -1,5 +1,5 @@
-"""Kernels in which the last program to finish adds up the results of the others: many launches must give the same bits.
-An order that depends on which program finishes first, or a read before a write, would show."""
+"""Checks that kernels in which the last program sums the partial results of the others give the same bits in very many
+launches. A sum in the order of arrival, or a read before the write, would give other bits."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,15 +15,15 @@ from .setting import Setting
 
 
 def count_differences(queue: Queue, out: Tensor, work: Work, *, times: int, a_recording: int) -> int:
-    """Launches of `work`, out of `times`, that left other bits in `out` than the first. Compared on the device, which
-    the host does not wait for in between: launches follow each other as closely as in a step."""
+    """The number of launches of `work`, out of `times`, that left other bits in `out` than the first. The device
+    compares, without waits of the host, so launches follow each other as closely as in a step."""
     work()
     first = out.clone().view(torch.uint8)
     differing = torch.zeros((), dtype=torch.int64, device=out.device)
 
     def run() -> None:
         for _ in range(a_recording):
-            out.fill_(float("nan"))  # what is not written differs
+            out.fill_(float("nan"))  # so that a missing write shows as a difference
             work()
             differing.add_((out.view(torch.uint8) != first).any())
 

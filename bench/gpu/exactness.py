@@ -1,5 +1,5 @@
-"""The whole worker against transformers: the same greedy tokens in float32, and log-probabilities in bfloat16 that are
-as close to float32's as transformers' own. On the checkpoints of the tests, and one with the widths of a real model."""
+"""Compares the whole worker with transformers: the same greedy tokens in float32, and log-probabilities in bfloat16
+that are as close to float32's as transformers' own. Uses the tests' checkpoints and one with a real model's widths."""
 
 import importlib
 import sys
@@ -65,7 +65,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
 
 
 def _logprobs(checkpoints: Any, folder: Any, ids: list[int], dtype: torch.dtype) -> Any:
-    """Of the prompt's ids but the first, by transformers on the CPU."""
+    """Log-probabilities of the prompt's ids except the first, by transformers on the CPU."""
     with torch.inference_mode():
         logits = checkpoints.load_reference(folder, dtype)(torch.tensor([ids])).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()

@@ -1,4 +1,4 @@
-"""A measured number, its target, and the outcome. Plain Python: the parts' parent process does not import torch."""
+"""A measured number, its target and the verdict. Imports no torch, because the parent of the parts imports this."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,7 +7,7 @@ Verdict = Literal["met", "missed", "measured", "skipped", "failed"]
 
 
 class SkippedError(Exception):
-    """A part that cannot run here; the text says why, in one sentence."""
+    """A part cannot run here; the text is one sentence with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,17 +19,16 @@ class Figure:
     unit: str
     least: float | None = None  # the target
     most: float | None = None
-    is_proof: bool = False  # of something that is right or wrong on any machine; other figures measure speed
+    is_proof: bool = False  # it shows correctness, on any machine; other figures measure this machine's speed
 
     @property
     def target(self) -> str:
-        """For people."""
         if self.least is not None:
             return f"≥ {self.least:g}"
         return "" if self.most is None else f"≤ {self.most:g}"
 
     def verdict(self, *, smoke: bool) -> Verdict:
-        """smoke: speed is not judged."""
+        """`smoke`: figures of speed get no verdict."""
         if not self.target or (smoke and not self.is_proof):
             return "measured"
         above = self.least is None or self.value >= self.least
@@ -39,17 +38,17 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of one part."""
+    """The result of one part."""
 
     part: str
     title: str
     seconds: float
-    figures: tuple[Figure, ...] = ()  # up to where it ended, if it failed
+    figures: tuple[Figure, ...] = ()  # those before the failure, if it failed
     skipped: str = ""  # why
     failed: str = ""  # why
 
     def verdict(self, *, smoke: bool) -> Verdict:
-        """The worst of its figures' if it went to its end."""
+        """ "failed", or the worst verdict of its figures."""
         if self.failed:
             return "failed"
         found = [figure.verdict(smoke=smoke) for figure in self.figures]
@@ -59,6 +58,6 @@ class Outcome:
         return "skipped"
 
     def is_right(self) -> bool:
-        """Whether it went to its end, or was skipped, and disproved nothing; a target of speed may be missed."""
+        """Whether it did not fail and missed no target of correctness; it may miss targets of speed or be skipped."""
         missed = [figure for figure in self.figures if figure.is_proof and figure.verdict(smoke=True) == "missed"]
         return not self.failed and not missed

@@ -1,4 +1,4 @@
-"""The tests of the kernels and of the GPU step, which run natively if there is a GPU."""
+"""Runs the tests of the kernels and of the GPU's step, which use the GPU if there is one."""
 
 import importlib.util
 import subprocess
@@ -12,8 +12,8 @@ from .setting import ROOT, Setting
 
 _FOLDERS = ("tests/kernels/triton", "tests/engine/gpu")
 _FILES = ("tests/kernels/triton/test_silu_mul.py",)
-_NO_GPU = "tests/kernels/triton/test_compiled.py"  # compiles for devices that need not be there
-_PROCESSES = "8"  # compiling is what takes long
+_NO_GPU = "tests/kernels/triton/test_compiled.py"  # compiles for other devices and needs no GPU
+_PROCESSES = "8"  # most of the time is compilation
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
@@ -31,7 +31,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
 
 
 def _counts(report: Path) -> tuple[int, int]:
-    """(tests that ran, those of them that failed or ended in an error)."""
+    """(tests that ran, tests that failed or had an error)."""
     suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
 
     def total(*names: str) -> int:

@@ -1,4 +1,4 @@
-"""Facts that explain a figure: the device, its driver, the versions, the commit. Does not import torch."""
+"""Facts about the machine for the report: device, driver, versions, commit. Imports no torch."""
 
 import datetime
 import os
@@ -15,7 +15,6 @@ _ASKED = ("name", "driver_version", "memory.total", "power.limit", "clocks.sm", 
 
 
 def machine() -> dict[str, object]:
-    """In JSON's types."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -34,7 +33,7 @@ def machine() -> dict[str, object]:
 
 
 def device() -> dict[str, str]:
-    """What nvidia-smi reports of the first GPU, with its present clocks; nothing without one."""
+    """nvidia-smi's facts about the first GPU, with its present clocks; empty without a GPU."""
     answer = _output("nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader", "--id=0")
     return dict(zip(_ASKED, (value.strip() for value in answer.split(",")), strict=False)) if answer else {}
 

@@ -1,5 +1,7 @@
-"""The parts of the verification, cheapest and most informative first. Each runs in its own process, so that a part that
-breaks the device's context, hangs or runs out of memory affects no other: `python -m pagewire.bench.gpu.parts NAME`."""
+"""The parts of the verification, the cheapest and most informative first. Each is a separate process, so that a part
+which breaks the device's context, hangs or runs out of memory does not affect the others:
+`python -m pagewire.bench.gpu.parts NAME`.
+"""
 
 import argparse
 import importlib
@@ -15,12 +17,12 @@ from .setting import Setting
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One of them. `function` takes a `Setting` and gives figures one after another."""
+    """One part. `function` takes a `Setting` and yields figures."""
 
     name: str
     title: str
     module: str  # of this package
-    seconds: float  # that it may take on an H200, a generous estimate: with less time left it does not start
+    seconds: float  # a generous estimate for an H200; with less time left the part is skipped
     function: str = "measure"
     model: str = ""
     needs: tuple[str, ...] = ()  # modules beyond torch, Triton, numpy and msgspec
@@ -58,7 +60,7 @@ PARTS = (
 
 
 def lines(part: Part, setting: Setting) -> Iterator[dict[str, object]]:
-    """What a part writes: {"figure": …} for each, and {"skipped": why} if it cannot run here."""
+    """The lines that a part writes: {"figure": …} for each figure, and {"skipped": reason} if it cannot run here."""
     from ...errors import ConfigError
 
     measure: Callable[[Setting], Iterator[Figure]]
@@ -75,11 +77,10 @@ def _end(number: int, frame: object) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs one part."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("name", choices=[part.name for part in PARTS])
-    flags.add_argument("--lines", type=Path, required=True, help="a file for what it finds")
-    flags.add_argument("--scratch", type=Path, required=True, help="a folder for what it needs meanwhile")
+    flags.add_argument("--lines", type=Path, required=True, help="file for its results")
+    flags.add_argument("--scratch", type=Path, required=True, help="folder for temporary files")
     flags.add_argument("--smoke", action="store_true")
     given = flags.parse_args(argv)
     part = next(part for part in PARTS if part.name == given.name)
@@ -89,11 +90,11 @@ def main(argv: list[str] | None = None) -> None:
         from ...tools.triton_interpreter import interpret
 
         interpret()
-        np.seterr(all="ignore")  # lanes that a mask drops
-    signal.signal(signal.SIGTERM, _end)  # else a server of this part would live on
+        np.seterr(all="ignore")  # warnings about masked lanes
+    signal.signal(signal.SIGTERM, _end)  # otherwise a server of this part would not be ended
     with given.lines.open("w") as output:
         for line in lines(part, Setting(smoke=given.smoke, scratch=given.scratch, model=part.model)):
-            print(json.dumps(line), file=output, flush=True)  # at once: what is known stays known if it breaks
+            print(json.dumps(line), file=output, flush=True)  # at once, so that results are kept if the part dies
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Matrix products and launch costs: small products and experts by bandwidth, large ones by operations."""
+"""Matrix products and the cost of a launch: small products and experts by bandwidth, large ones by operations."""
 
 import time
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ LAYERS = (  # [n, k] of a layer's weights: Qwen3-0.6B, Llama-3.1-8B
     *((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)),
 )
 SHAPES = (*LAYERS, (151_936, 1024), (128_256, 4096))
-"""And of their heads."""
+"""[n, k] of the layers and of the LM heads."""
 
 
 def small_product_us(queue: Queue, n: int, k: int, *, rows: int, torch_too: bool = False) -> list[float]:
-    """Microseconds of a product with a weight [n, k] that no cache holds; with `torch_too` also of torch's."""
+    """Microseconds of a product with a weight [n, k] that is in no cache; with `torch_too` also of torch's product."""
     weights = [
         torch.randn(n, k, dtype=torch.bfloat16, device=queue.device)
         for _ in range(copies_beyond_cache(queue, 2 * n * k))
@@ -40,7 +40,7 @@ def small_product_us(queue: Queue, n: int, k: int, *, rows: int, torch_too: bool
 
 
 def product_us(queue: Queue, kernel: str, n: int, k: int, *, rows: int) -> tuple[float, int]:
-    """Microseconds of another product that we have a kernel for, and the bytes of its weight. kernel: of `KERNELS`."""
+    """Microseconds of a product by `kernel`, one of `KERNELS`, and the bytes of its weight."""
     made = [_weight(queue, kernel, n, k)]
     num_bytes = made[0][1]
     made += [_weight(queue, kernel, n, k) for _ in range(copies_beyond_cache(queue, num_bytes) - 1)]
@@ -54,7 +54,7 @@ KERNELS = ("fp8_product", "int4_product", "product")
 
 
 def _weight(queue: Queue, kernel: str, n: int, k: int) -> tuple[Product, int]:
-    """A product with a weight, and the bytes of that."""
+    """A product with a weight [n, k], and the weight's bytes."""
     device, groups = queue.device, (-(-n // 128), -(-k // 128))
     if kernel == "product":
         weight = torch.randn(n, k, dtype=torch.bfloat16, device=device)
@@ -72,7 +72,7 @@ def _weight(queue: Queue, kernel: str, n: int, k: int) -> tuple[Product, int]:
 
 
 def moe_us(queue: Queue, *, tokens: int, num_experts: int, top_k: int, hidden: int, inter: int) -> tuple[float, int]:
-    """Microseconds of a layer of experts, and the bytes of weights that its tokens need."""
+    """Microseconds of a layer of experts, and the bytes of the weights that its tokens use."""
     torch.manual_seed(0)
     workspace = workspace_moe(
         most_tokens=tokens,
@@ -132,7 +132,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
 
 
 def _launches(queue: Queue, num: int) -> Iterator[Figure]:
-    """What the smallest kernel takes: of the host for a launch, and of the device in a recording."""
+    """Microseconds of the smallest kernel: of the host for a launch, and of the device in a recording."""
     x = torch.zeros(1, 16, dtype=torch.bfloat16, device=queue.device)
     work = partial(rms_norm, x, x[0], 1e-6, x)
     yield Figure(name="smallest kernel, recorded", value=microseconds(queue, [work] * num), unit="µs")

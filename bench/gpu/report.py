@@ -1,4 +1,4 @@
-"""One JSON file with everything, and one Markdown table."""
+"""The report: a JSON file with all results, and a table in Markdown."""
 
 import json
 from collections import Counter
@@ -8,12 +8,10 @@ from pathlib import Path
 
 from .figures import Figure, Outcome
 
-_SMOKE = "SMOKE: tiny sizes on a CPU, kernels in an interpreter. These numbers say nothing about any GPU; keep none."
+_SMOKE = "SMOKE: tiny sizes on a CPU, kernels in an interpreter. These numbers do not describe any GPU."
 
 
 def as_json(outcomes: Sequence[Outcome], machine: Mapping[str, object], *, smoke: bool) -> str:
-    """Figures with their verdicts."""
-
     def figure_of(figure: Figure) -> dict[str, object]:
         return {**asdict(figure), "verdict": figure.verdict(smoke=smoke)}
 
@@ -26,7 +24,7 @@ def as_json(outcomes: Sequence[Outcome], machine: Mapping[str, object], *, smoke
 
 
 def as_markdown(outcomes: Sequence[Outcome], machine: Mapping[str, object], *, smoke: bool) -> str:
-    """The same, shorter."""
+    """The machine, and a table of the figures."""
     facts = machine.get("device")
     name = facts.get("name", "no GPU") if isinstance(facts, dict) else "no GPU"
     lines = ["# SMOKE, not a measurement" if smoke else f"# {name}, {machine.get('date')}", ""]
@@ -56,7 +54,7 @@ def as_markdown(outcomes: Sequence[Outcome], machine: Mapping[str, object], *, s
 
 
 def write(folder: Path, name: str, outcomes: Sequence[Outcome], machine: Mapping[str, object], *, smoke: bool) -> None:
-    """`name`.json and `name`.md."""
+    """Writes `name`.json and `name`.md."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(as_json(outcomes, machine, smoke=smoke))
     (folder / f"{name}.md").write_text(as_markdown(outcomes, machine, smoke=smoke))

@@ -1,4 +1,4 @@
-"""The whole chain over HTTP: its share of the rate without HTTP, the time to first token, and the start."""
+"""A server over HTTP: its rate as a share of the rate without HTTP, the time to first token, and the start-up time."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ _ROOM = 20 << 30  # bytes that a checkpoint of 8 billion bfloat16 weights needs
 
 @contextmanager
 def serving(setting: Setting, folder: Path, *flags: str) -> Iterator[OpenAiServer]:
-    """A server of this checkout, started and not waited for."""
+    """A server of this checkout; it may not be ready yet."""
     device = setting.choose("cuda", "cpu")
     command = [*PAGEWIRE, "serve", str(folder), "--served-model-name", MODEL]
     command += ["--device", device, "--dtype", "bfloat16", "--no-enable-prefix-caching", *flags]
@@ -39,7 +39,7 @@ def serving(setting: Setting, folder: Path, *flags: str) -> Iterator[OpenAiServe
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    """The server ends before the engine without HTTP begins, since each takes most of the device's memory."""
+    """Ends the server before it starts the engine without HTTP, because each uses most of the device's memory."""
     streams, num_in, num_out = setting.choose((128, 512, 256), (4, 8, 16))
     max_len = setting.choose(2048, 64)
     batch = requests(setting, streams, (num_in, num_in), (num_out, num_out))
@@ -58,7 +58,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     rate = sum(stream.num_tokens for stream in found) / seconds
     name = f"{streams} streams of {num_in} in, {num_out} out"
     yield Figure(name=f"{name}, over HTTP", value=rate, unit="output tokens/s")
-    # The first few warm up: a shape is recorded when it has run three times.
+    # The first few warm up: a shape is recorded after three runs.
     ttft = statistics.median(first_ms[4:])
     name_of_prompt = f"first token of a prompt of {len(prompts[0].prompt)}, over HTTP"
     yield Figure(name=name_of_prompt, value=ttft, unit="ms", most=_MAX_TTFT_MS)
@@ -68,7 +68,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
 
 
 def start(setting: Setting) -> Iterator[Figure]:
-    """With weights in files, from the command to the first answer, and reading them alone."""
+    """Measures, with weights in files, the time from the command to the first answer, and of reading the files."""
     with tempfile.TemporaryDirectory(dir=_roomy(setting), prefix="pagewire-") as scratch:
         folder = Path(scratch)
         make_checkpoint(folder, setting.choose(setting.model, "qwen3-tiny"), weights=True)
@@ -88,7 +88,7 @@ def start(setting: Setting) -> Iterator[Figure]:
 
 
 def _roomy(setting: Setting) -> Path:
-    """Where the checkpoint fits, in memory if it can be."""
+    """A folder with enough space for the checkpoint, preferably in memory."""
     for place in (Path("/dev/shm"), setting.scratch):
         if place.is_dir() and os.access(place, os.W_OK) and shutil.disk_usage(place).free >= setting.choose(_ROOM, 0):
             return place

@@ -1,4 +1,4 @@
-"""Where a part runs and how large its work is: full size on a GPU, or tiny on a CPU to test the program."""
+"""The device and the size of a part's work: full size on a GPU, or tiny on a CPU as a test of the program."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +15,18 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of one part, which is a process of its own."""
+    """The setting of one part."""
 
     smoke: bool
     scratch: Path  # a folder that is removed at the end
     model: str = ""  # a name of `tools.make_checkpoint.SHAPES`, for parts that run one
 
     def choose(self, full: _T, smoke: _T) -> _T:
-        """One of the two sizes."""
+        """`full` on a GPU, the other size in a smoke run."""
         return smoke if self.smoke else full
 
     def open_queue(self) -> "Queue":
-        """Where kernels are launched. Only for parts that make no `Runner`, which has a queue of its own."""
+        """The queue for kernels. Only for parts without a `Runner`, which has its own queue."""
         import torch
 
         from ...engine.device.queue import CudaQueue, EagerQueue
@@ -34,7 +34,7 @@ class Setting:
         return EagerQueue(torch.device("cpu")) if self.smoke else CudaQueue(torch.device("cuda", 0))
 
     def model_folder(self) -> Path:
-        """Config and tokenizer of the model, for dummy weights."""
+        """A folder with the model's config and tokenizer, for dummy weights."""
         like = self.choose(self.model, "qwen3-tiny")
         folder = self.scratch / like
         if not (folder / "config.json").exists():
@@ -42,6 +42,6 @@ class Setting:
         return folder
 
     def flags(self) -> dict[str, object]:
-        """Of `Config`, for every engine here."""
+        """Fields of `Config` that every engine here uses."""
         device = "cpu" if self.smoke else "cuda"
         return {"model": str(self.model_folder()), "load_format": "dummy", "dtype": "bfloat16", "device": device}

@@ -1,7 +1,7 @@
-"""The worker's step: its duration, the idle time between steps, and the memory used compared with the calculated one.
+"""The worker's step: its duration, the idle time between steps, and its memory compared with the forecast.
 
-Plans are launched as the worker receives them, one ahead of the device. The context of one row is computed; those of
-the others are copies, which take as long to read.
+Plans are launched as the worker gets them, one ahead of the device. The context of one row is computed; the other rows
+get copies of its blocks, which take as long to read.
 """
 
 import statistics
@@ -26,7 +26,7 @@ _GAP_US = 50
 
 
 class Stepper:
-    """A runner, and plans for it. Rows that decode are opened once and continue."""
+    """A runner, and plans for it. Decoding rows are opened once and reused."""
 
     def __init__(self, setting: Setting, *, max_len: int, rows: int, **flags: object) -> None:
         config = prepare(convert({**setting.flags(), "max_model_len": max_len, "max_num_seqs": rows, **flags}))
@@ -59,8 +59,8 @@ class Stepper:
         samples: bool = True,
         copied_to: int | None = None,
     ) -> StepPlan:
-        """The rows from `first` on compute `counts` positions each, and sample. copied_to: a row that first gets the
-        blocks of row 0."""
+        """A plan in which the rows from `first` on compute so many positions each, and sample. `copied_to`: a row that
+        gets the blocks of row 0 first."""
         self._num_steps += 1
         num = len(counts)
         rows, columns = ids_to_bytes(list(range(first, first + num))), ids_to_bytes(list(counts))
@@ -71,7 +71,7 @@ class Stepper:
         return StepPlan(self._num_steps, tuple(opens), b"", b"", rows, columns, bytes([samples] * num), copies)
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
-        """One plan ahead of the device."""
+        """Runs the plans, one ahead of the device."""
         results = []
         for plan in plans:
             self.runner.launch(plan)
@@ -123,7 +123,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
 
 
 def _of_device(stepper: Stepper, rows: int, context: int) -> Iterator[Figure]:
-    """What only a GPU has: its own clock and its own memory."""
+    """The figures that need a GPU: idle time of the device and memory."""
     import torch
 
     memory = stepper.runner.memory
@@ -143,14 +143,14 @@ def _of_device(stepper: Stepper, rows: int, context: int) -> Iterator[Figure]:
 
 
 def probe(setting: Setting) -> Iterator[Figure]:
-    """Whether a row has the same logits, bit by bit, alone and with other rows, with --deterministic."""
+    """Whether a row has bit-identical logits alone and in a batch, with --deterministic."""
     context, sizes, pieces = setting.choose((512, (1, 7, 64), 4), (8, (2,), 2))
     max_len, most_tokens = setting.choose((1024, 2048), (16, 8))
     flags: dict[str, object] = {"deterministic": True, "max_num_batched_tokens": most_tokens}
     stepper = Stepper(setting, max_len=max_len, rows=max(sizes), **flags)
 
     def seen(rows: int, pieces: int) -> RowLogprobs:
-        """Logits of row 0, after the prompts were computed in pieces."""
+        """The logits of row 0 after the prompts were computed in `pieces` chunks each."""
         for row in range(rows):
             for piece in range(pieces):
                 opens = [] if piece else [stepper.opened(row, context, 0, logprobs=20)]

@@ -1,4 +1,4 @@
-"""Output tokens per second without HTTP: 256 requests of 100 to 1,024 tokens in and out, as nano-vllm measures them."""
+"""Output tokens per second without HTTP: 256 requests of 100 to 1,024 tokens in and out, as nano-vllm's benchmark."""
 
 import random
 import time
@@ -15,7 +15,7 @@ _LEAST = {"qwen3-0.6b": 26_000, "llama-3.1-8b": 10_000}
 
 
 def requests(setting: Setting, num: int, inputs: tuple[int, int], outputs: tuple[int, int]) -> list[Request]:
-    """The same ones each time."""
+    """The requests, the same in each call."""
     rng = random.Random(0)
     vocab_size = SHAPES[setting.choose(setting.model, "qwen3-tiny")]["vocab_size"]
     assert isinstance(vocab_size, int)
@@ -24,7 +24,7 @@ def requests(setting: Setting, num: int, inputs: tuple[int, int], outputs: tuple
 
 
 def offline_rate(setting: Setting, batch: Sequence[Request], *, max_len: int, max_seqs: int) -> float:
-    """Output tokens a second. Everything runs twice: the first time kernels are compiled and steps recorded."""
+    """Output tokens per second of a second run; the first one compiles kernels and records steps."""
     llm = LLM(
         max_model_len=max_len,
         max_num_seqs=max_seqs,

@@ -1,4 +1,4 @@
-"""When the device was busy, from torch's profiler."""
+"""When the device was busy, by torch's profiler."""
 
 import json
 import tempfile
@@ -19,7 +19,7 @@ class Interval(NamedTuple):
 
 
 def kernels_of(work: Callable[[], object]) -> list[Interval]:
-    """What runs on a GPU while `work` does, which has to wait for it; those inside recordings as well."""
+    """The kernels that run on the GPU during `work`, including those in recordings; `work` must wait for the GPU."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -40,8 +40,8 @@ def read_trace(path: Path) -> list[Interval]:
 
 
 def step_gaps_us(kernels: Sequence[Interval], first: str = _FIRST_KERNEL) -> list[float]:
-    """How long no kernel ran before each step but the first, which begin with a kernel of this name. Copies of packets
-    and results count as nothing: if the device waits for one, that is a gap."""
+    """The idle times before each step except the first; a step begins with the kernel of this name. Copies of inputs
+    and results do not count as work, so waiting for one is a gap."""
     gaps, end = [], None
     for kernel in kernels:
         if end is not None and first in kernel.name:
@@ -51,7 +51,7 @@ def step_gaps_us(kernels: Sequence[Interval], first: str = _FIRST_KERNEL) -> lis
 
 
 def busy_us(kernels: Sequence[Interval]) -> float:
-    """How long at least one kernel ran."""
+    """The time in which at least one kernel ran."""
     if not kernels:
         return 0.0
     ends = [kernels[0].end]

@@ -1,10 +1,10 @@
-"""Measures on a GPU which launch options are best for its kernels. Servers do not tune while they run.
+"""Measures on a GPU which launch options are fastest for its kernels; servers do not tune at run time.
 
-    python -m pagewire.bench.gpu.tune                  # prints what is best, and keeps everything that was measured
+    python -m pagewire.bench.gpu.tune                  # prints the best options and writes all measurements
     python -m pagewire.bench.gpu.tune --only small_product --write
 
-`--write` puts options that are clearly better than the kernels' default rules into `kernels/triton/tuned.py`.
-Afterwards the tests of the kernels must pass with them, and golden.json must be generated again (see CONTRIBUTING.md).
+`--write` puts options that are clearly faster than the kernels' rules into `kernels/triton/tuned.py`. Run the tests of
+the kernels afterwards, and generate golden.json again (see CONTRIBUTING.md).
 """
 
 import argparse
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from ...engine.device.queue import Queue
 
 Options = dict[str, int]
-_LEAST_GAIN = 1.03  # times as fast as the rule, or the rule stays
-_ROWS = ((64, 1024), (256, 1024), (8, 4096))  # (rows, positions) that decode
-_PROMPTS = ((1, 8192), (8, 1024))  # likewise, all of them new
+_LEAST_GAIN = 1.03  # options must be that many times as fast as the rule to replace it
+_ROWS = ((64, 1024), (256, 1024), (8, 4096))  # decode: (rows, positions)
+_PROMPTS = ((1, 8192), (8, 1024))  # prefill: (rows, positions)
 TABLE = ROOT / "kernels" / "triton" / "tuned.py"
 _ENTRIES = re.compile(r"^TUNED: (?P<type>[^=]+) = \{.*?^\}$|^TUNED: (?P<empty>[^=]+) = \{\}$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One line of the table, to be found: a kernel with what its options depend on."""
+    """One line of the table: a kernel and the sizes on which its options depend."""
 
     kernel: str
     bucket: tuple[int, ...]
-    candidates: tuple[Options, ...]  # besides the default rule
-    measure: Callable[[], list[float]]  # microseconds of some uses, with the table so far
+    candidates: tuple[Options, ...]  # other than the rule
+    measure: Callable[[], list[float]]  # microseconds of some uses with the table's present options
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What came of a family."""
+    """The result for a family."""
 
     kernel: str
     bucket: tuple[int, ...]
@@ -52,12 +52,12 @@ class Found:
 
 
 def grid(**choices: Sequence[int]) -> tuple[Options, ...]:
-    """All combinations."""
+    """All combinations of options."""
     return tuple(dict(zip(choices, values, strict=True)) for values in product(*choices.values()))
 
 
 def families(queue: "Queue", *, smoke: bool) -> Iterator[Family]:
-    """All there are. smoke: two candidates each, of tiny uses."""
+    """All families. `smoke`: two candidates each, with tiny uses."""
     from .attention import HEADS, Cached
     from .products import KERNELS, LAYERS, SHAPES, moe_us, product_us, small_product_us
 
@@ -118,14 +118,14 @@ def families(queue: "Queue", *, smoke: bool) -> Iterator[Family]:
 
 
 def _buckets(kernel: str, n: int, k: int, *, smoke: bool) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What the options of a product with a weight [n, k] depend on, each with the rows to measure it with."""
-    if kernel == "product":  # its tiles must be the same for all numbers of rows
+    """The sizes on which the options of a product with a weight [n, k] depend, each with the rows to measure."""
+    if kernel == "product":  # its tiles must be equal for all numbers of rows
         return [((n, k), (2,) if smoke else (1, 64, 2048))]
     return [((16, n, k), (2,))] if smoke else [((16, n, k), (1, 16)), ((64, n, k), (64,)), ((128, n, k), (2048,))]
 
 
 def tune(family: Family) -> Found:
-    """Tries all. The table is left as it was."""
+    """Measures all candidates. Restores the table."""
     from triton.runtime.errors import OutOfResources
 
     from ...kernels.triton.tuned import TUNED
@@ -139,7 +139,7 @@ def tune(family: Family) -> Found:
             TUNED[key] = options
             try:
                 taken = family.measure()
-            except OutOfResources:  # more shared memory than there is
+            except OutOfResources:  # too little shared memory
                 tried.append((options, None))
                 continue
             tried.append((options, sum(old / new for old, new in zip(rule, taken, strict=True)) / len(rule)))
@@ -154,7 +154,7 @@ def tune(family: Family) -> Found:
 
 
 def rewritten(source: str, table: Mapping[tuple[str, tuple[int, ...]], Options]) -> str:
-    """`tuned.py` with another table."""
+    """The source of `tuned.py` with another table."""
     lines = [f"    {_text(kernel, bucket)}: {json.dumps(options)}," for (kernel, bucket), options in table.items()]
     match = _ENTRIES.search(source)
     assert match is not None, "the table was not found"
@@ -168,12 +168,11 @@ def _text(kernel: str, bucket: tuple[int, ...]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Tunes."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--smoke", action="store_true", help="in Triton's interpreter, to see that the program runs")
-    flags.add_argument("--only", nargs="+", metavar="KERNEL", help="these kernels")
-    flags.add_argument("--out", type=Path, help="a folder for what was measured (default: bench/results/gpu)")
-    flags.add_argument("--write", action="store_true", help="what is better goes into kernels/triton/tuned.py")
+    flags.add_argument("--smoke", action="store_true", help="in Triton's interpreter, as a test of the program")
+    flags.add_argument("--only", nargs="+", metavar="KERNEL", help="only these kernels")
+    flags.add_argument("--out", type=Path, help="folder for the measurements (default: bench/results/gpu)")
+    flags.add_argument("--write", action="store_true", help="write better options into kernels/triton/tuned.py")
     given = flags.parse_args(argv)
     if given.smoke and given.write:
         flags.error("an interpreter says nothing about a GPU: --smoke writes no table")
@@ -207,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table = {key: options for key, options in TUNED.items() if key not in {(f.kernel, f.bucket) for f in found}}
         table |= {(each.kernel, each.bucket): each.best for each in found if each.best}
         TABLE.write_text(rewritten(TABLE.read_text(), dict(sorted(table.items()))))
-        print(f"{TABLE}: {len(table)} entries; now run the tests of the kernels, and make golden.json anew")
+        print(f"{TABLE}: {len(table)} entries; now run the tests of the kernels, and generate golden.json again")
 
 
 if __name__ == "__main__":

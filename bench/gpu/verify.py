@@ -1,11 +1,11 @@
-"""Runs on a GPU the proofs that only a GPU can give, and measures against the targets, in at most nine minutes.
+"""Verifies correctness on a GPU and compares its speed with the targets, in at most nine minutes.
 
     bench/gpu/verify.sh                        # on a machine with a GPU; writes into bench/results/gpu
-    bench/gpu/verify.sh --smoke                # the same program, tiny and on a CPU, to test that it runs
+    bench/gpu/verify.sh --smoke                # the same program with tiny sizes on a CPU, as a test of it
     bench/gpu/verify.sh --only attention tests
 
-Parts for which there is no time are reported as skipped. A part that fails does not stop the others. The exit code is 1
-if a result was wrong, and 0 if all results are right, whether the speed is sufficient or not.
+Parts for which the time is too short are reported as skipped; the others run even if a part fails. The exit code is 1
+if a part failed or a check of correctness did, else 0, whatever the speed.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from .report import as_markdown, write
 from .setting import ROOT
 
 _BUDGET_S = 540.0
-_PATIENCE = 2  # times what a part was expected to take, then it is ended
-_GRACE_S = 20.0  # from being asked to end to being ended
+_PATIENCE = 2  # a part is ended after that many times its estimated time
+_GRACE_S = 20.0  # from SIGTERM to SIGKILL
 _TAIL = 400  # characters of a failed part's output that the report quotes
 
 
 def run_part(part: Part, *, smoke: bool, scratch: Path, limit_s: float) -> Outcome:
-    """In a process of its own, which is ended with all it started after `limit_s`."""
+    """Runs a part in a new process. After `limit_s` ends it and all processes that it started."""
     if smoke and (same := PARTS[[(p.module, p.function) for p in PARTS].index((part.module, part.function))]) != part:
         why = f"the program of {same.name} with another model."
         return Outcome(part=part.name, title=part.title, seconds=0.0, skipped=why)
@@ -66,12 +66,12 @@ def run_part(part: Part, *, smoke: bool, scratch: Path, limit_s: float) -> Outco
 
 
 def read_lines(path: Path) -> tuple[tuple[Figure, ...], str]:
-    """What a part wrote before it ended, or was: (figures, why it went no further)."""
+    """The lines of a part that may have been killed: (figures, why it was skipped)."""
     figures, skipped = [], ""
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             written = json.loads(line)
-        except ValueError:  # cut off in the middle of it
+        except ValueError:  # an incomplete last line
             continue
         if "figure" in written:
             figures.append(Figure(**written["figure"]))
@@ -80,7 +80,7 @@ def read_lines(path: Path) -> tuple[tuple[Figure, ...], str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The part, which ends the server it has; then what shares its session, such as tests, and whatever hangs."""
+    """Ends the part, which ends its server, then all processes of its session, such as tests, even if they hang."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -95,11 +95,10 @@ def _tail(log: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the parts and writes the report."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
-    flags.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="these parts")
-    flags.add_argument("--out", type=Path, help="a folder for the report (default: bench/results/gpu, smoke: build)")
+    flags.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="only these")
+    flags.add_argument("--out", type=Path, help="folder for the report (default: bench/results/gpu, smoke: build)")
     flags.add_argument("--budget-s", type=float, default=_BUDGET_S, help="seconds for all (default: %(default)g)")
     given = flags.parse_args(argv)
     facts = machine()

@@ -1,6 +1,6 @@
-"""pagewire beside other engines: the same checkpoint files, the same requests, one table. `__main__` runs it.
+"""pagewire compared with other engines: the same checkpoint files, the same requests, one table. `__main__` runs it.
 
-A file `with_…` is a peer. `base` says what a peer is, `work` what is sent, `figures` what is computed from it. Files
-that also run inside a peer's own environment (`child`, and the `with_…` that use it) import the standard library only
-until they start.
+A file `with_…` is a peer. `base` defines the protocol of peers, `work` the requests, `figures` the computed figures.
+Files that also run in a peer's own environment (`child`, and the `with_…` that use it) import only the standard library
+at the top level.
 """

@@ -1,11 +1,11 @@
-"""pagewire beside other engines, on the same checkpoint files and the same requests.
+"""pagewire compared with other engines, on the same checkpoint files and the same requests.
 
     python -m pagewire.bench.peers --peers pagewire vllm --workloads W1 W2
     python -m pagewire.bench.peers --quick
 
 A repetition starts each peer in turn on each checkpoint, warms it up, runs the checkpoint's workloads and stops it, so
-nobody else is in memory while one is measured. Servers are asked over HTTP, and so pay for it; the others run behind a
-pipe in a process of their own, which hands over times only. `floor` is no engine: it reads the weights once a step.
+no other peer is in memory while one is measured. Servers are measured over HTTP, which costs time; the others run in a
+child process behind a pipe, which returns only times. `floor` is not an engine: it reads the weights once per step.
 """
 
 import argparse
@@ -37,11 +37,11 @@ _MAKERS: dict[str, Callable[[str], Peer]] = {
     "floor": Floor,
 }
 PEERS = ("pagewire", "pagewire-int8", "vllm", *_MAKERS)
-_KV_BYTES = 2 << 30  # for every peer that allows it to be set
+_KV_BYTES = 2 << 30  # for every peer that has such an option
 
 
 def make_peer(name: str, at: dict[str, str], flags: Mapping[str, Sequence[str]]) -> Peer:
-    """`at`: peer → its interpreter or program; `flags`: peer → what is appended to its command line."""
+    """`at`: peer → its interpreter or program. `flags`: peer → flags to append to its command line."""
     if name == "pagewire":
         return Pagewire(flags.get(name, ()))
     if name == "pagewire-int8":
@@ -52,7 +52,7 @@ def make_peer(name: str, at: dict[str, str], flags: Mapping[str, Sequence[str]])
 
 
 def checkpoint(root: Path, like: str) -> Path:
-    """A made checkpoint with weights; made once. Raises PeerError."""
+    """A checkpoint with weights, made by the first call. Raises PeerError."""
     folder = root / like
     if not folder.exists():
         print(f"making {folder} …", flush=True)
@@ -67,15 +67,14 @@ def checkpoint(root: Path, like: str) -> Path:
 
 
 def vocab_size(like: str) -> int:
-    """Of a made checkpoint."""
     size = SHAPES[like]["vocab_size"]
     assert isinstance(size, int)
     return size
 
 
 def measure(peer: Peer, folder: Path, work: Sequence[Workload], rows: dict[tuple[str, str], Row]) -> None:
-    """One start of one peer: each workload adds its figures to its row of `rows`. Raises PeerError; whatever happens,
-    the peer's processes have ended when it returns."""
+    """Starts one peer and adds the figures of each workload to its row of `rows`. Raises PeerError. The peer's
+    processes have ended when it returns or raises."""
     made = {workload.name: workload.make(vocab_size(workload.like)) for workload in work}
     warm = {workload.name: warm_up(len(made[workload.name]), vocab_size(workload.like)) for workload in work}
     lengths = [len(r.prompt) + r.num_tokens for requests in (*made.values(), *warm.values()) for r in requests]
@@ -83,7 +82,7 @@ def measure(peer: Peer, folder: Path, work: Sequence[Workload], rows: dict[tuple
         folder=folder,
         converted=peer.convert(folder),
         num_streams=max(len(requests) for requests in made.values()),
-        max_len=max(lengths) + 16,  # no peer may stop before the last token
+        max_len=max(lengths) + 16,  # so that no peer stops before the last token
         kv_bytes=_KV_BYTES,
         log=folder / "logs" / f"{peer.name}.log",
     )
@@ -115,8 +114,8 @@ def compare(
     keep: Keep,
     skip: Collection[tuple[str, str]] = (),
 ) -> None:
-    """Tells `keep` after each repetition: its number, rows with figures, and one line for each peer that has none or
-    not all. A peer that fails is left out of what follows on that checkpoint. skip: (peer, workload) to leave out."""
+    """Calls `keep` after each repetition with its number, the rows with figures, and one line for each peer without all
+    figures. A peer that fails is skipped from then on for that checkpoint. `skip`: (peer, workload) to leave out."""
     missing = {peer.name: peer.missing() for peer in peers}
     lines = [f"{name}: skipped, it is not installed: {how}" for name, how in missing.items() if how]
     ready = [peer for peer in peers if not missing[peer.name]]
@@ -151,9 +150,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--at", nargs="+", default=[], metavar="PEER=PATH", help="a peer's interpreter, or llama-server's program"
     )
     flags.add_argument(
-        "--flags", nargs="+", default=[], metavar="PEER='FLAGS'", help="appended to a server's command line"
+        "--flags", nargs="+", default=[], metavar="PEER='FLAGS'", help="flags to append to a server's command line"
     )
-    flags.add_argument("--skip", nargs="+", default=[], metavar="PEER:W", help="workloads to spare a peer")
+    flags.add_argument("--skip", nargs="+", default=[], metavar="PEER:W", help="workloads that a peer does not run")
     given = flags.parse_args(argv)
     given.skip = [tuple(entry.split(":")) for entry in given.skip]
     if any(len(entry) != 2 for entry in given.skip):
@@ -172,7 +171,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
     given = _arguments(argv)
     facts = machine()
     times = 1 if given.quick else given.repeat
@@ -180,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     peers = [make_peer(name, given.at, given.flags) for name in dict.fromkeys(given.peers)]
 
     def keep(num: int, rows: list[Row], lines: list[str]) -> None:
-        """A run takes hours: one that is ended early leaves what it has."""
+        """Writes the results so far: a run takes hours and may be ended early."""
         settings: dict[str, object] = {
             "repeat": num,
             "quick": given.quick,
@@ -204,5 +202,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that peers are stopped then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that peers are stopped as well
     main()

@@ -1,4 +1,4 @@
-"""What a peer is: something that can be started on a checkpoint, asked for streams of tokens, and stopped."""
+"""The protocol of a peer: an engine that can be started on a checkpoint, run on requests, and stopped."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ CONVERT_TIMEOUT_S = 900.0
 
 
 class PeerError(Exception):
-    """A peer failed; one sentence. The others continue without it."""
+    """A peer failed; one sentence. The other peers are still measured."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Greedy, and never ended by an eos."""
+    """A greedy request that ignores eos."""
 
     prompt: list[int]
     num_tokens: int  # of output, exactly
@@ -24,50 +24,50 @@ class Request:
 
 @dataclass(frozen=True)
 class Stream:
-    """The outcome of a request. Times are seconds of one clock for all streams of a run."""
+    """The result of a request. Times are seconds of one clock for all streams of a run."""
 
     sent: float
-    times: list[float]  # of what arrived: one token each, or a few where a server puts them into one event
+    times: list[float]  # of the arrivals: one token each, or several if a server puts them into one event
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a peer is started for."""
+    """The checkpoint and the sizes with which a peer is started."""
 
     folder: Path  # the checkpoint
-    converted: Path  # what `Peer.convert` made of it
+    converted: Path  # the result of `Peer.convert`
     num_streams: int  # most at once
     max_len: int  # longest prompt + output, in tokens
-    kv_bytes: int  # for KV, if the peer allows it to be set
-    log: Path  # where its output goes
+    kv_bytes: int  # KV memory, if the peer has such an option
+    log: Path  # for the peer's output
 
 
 class Meter(Protocol):
-    """What a peer's processes took since they started."""
+    """The resources that a peer's processes have used since they started."""
 
     def cpu_seconds(self) -> float:
-        """User and system, of all of them, those that ended included."""
+        """User and system time of all processes, including those that have ended."""
 
     def peak_bytes(self) -> int:
-        """Most memory at one time, shared pages counted once."""
+        """The largest total memory at one time; shared pages count once."""
 
 
 class Running(Protocol):
-    """A started peer. Whoever started it calls `stop`, always."""
+    """A started peer. The caller must always call `stop`."""
 
     @property
     def meter(self) -> Meter:
-        """Over its whole tree of processes."""
+        """Covers its whole tree of processes."""
 
     def wait_ready(self) -> None:
-        """Until it would answer. Raises PeerError when it ends instead or takes too long."""
+        """Returns when it can answer. Raises PeerError if it ends or takes too long."""
 
     def run(self, requests: Sequence[Request]) -> list[Stream]:
         """Sends all at once and waits for all. Raises PeerError."""
 
     def stop(self) -> None:
-        """Ends all of its processes; may be called at any time, more than once."""
+        """Ends all of its processes; may be called at any time and repeatedly."""
 
 
 class Peer(Protocol):
@@ -75,13 +75,13 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str:
-        """As in the table."""
+        """The name in the table."""
 
     def missing(self) -> str:
-        """How to install what is missing; empty when it can run."""
+        """How to install what it needs; empty if it can run."""
 
     def convert(self, folder: Path) -> Path:
-        """The checkpoint in the peer's own format, made once and kept beside it. Raises PeerError."""
+        """The checkpoint in the peer's own format, written once and kept. Raises PeerError."""
 
     def start(self, load: Load) -> Running:
         """Starts it without waiting."""

@@ -1,8 +1,8 @@
-"""Inside a peer's environment: an engine's Python API behind a pipe. Standard library only.
+"""Runs an engine's Python API behind a pipe, in a peer's environment. Standard library only.
 
-One line of JSON a message. Comes: `[[prompt, num_tokens], …]`, all at once. Goes: `{"ready": true}`, then for each line
-`{"times": [[seconds, …], …]}`, every token of every request counted from the line's arrival, or `{"error": text}`. The
-end of the input is the end.
+Each message is one line of JSON. Input: `[[prompt, num_tokens], …]`, to be run at once. Output: `{"ready": true}`, then
+for each line `{"times": [[seconds, …], …]}`, the times of every token of every request since the line's arrival, or
+`{"error": text}`. The program ends with its input.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Settings:
-    """What the engine is made with."""
+    """The settings of the engine."""
 
     path: Path  # the checkpoint, converted
     num_streams: int
@@ -26,14 +26,12 @@ class Settings:
 
 
 class Engine(Protocol):
-    """Runs requests."""
-
     def run(self, requests: Sequence[tuple[list[int], int]]) -> list[list[float]]:
-        """Per request, `time.perf_counter` at each of its tokens. Greedy, no end at an eos."""
+        """Runs the requests greedily, ignoring eos. Returns for each request `time.perf_counter` at each token."""
 
 
 def serve(make: Callable[[Settings], Engine], arguments: Sequence[str]) -> None:
-    """Makes the engine and answers lines. What the engine's libraries print goes to standard error."""
+    """Makes the engine and answers lines. Output of the engine's libraries goes to standard error."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     path, *numbers = arguments
@@ -43,7 +41,7 @@ def serve(make: Callable[[Settings], Engine], arguments: Sequence[str]) -> None:
         came = time.perf_counter()
         try:
             times = engine.run([(prompt, num_tokens) for prompt, num_tokens in json.loads(line)])
-        except Exception as error:  # the parent process reports it, whatever it is
+        except Exception as error:  # any error is reported by the parent
             replies.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
         else:
             replies.write(json.dumps({"times": [[t - came for t in stream] for stream in times]}) + "\n")

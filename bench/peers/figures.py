@@ -1,4 +1,4 @@
-"""From streams to figures."""
+"""Computes the table's figures from streams."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,10 +10,9 @@ from .base import Stream
 def figures(streams: Sequence[Stream], *, cpu_s: float, peak_bytes: int, ready_s: float) -> dict[str, float]:
     """The table's columns for one run of one workload.
 
-    Time to first token counts from when a request was sent; inter-token latency is the gap between what arrived one
-    after another in a stream, over all streams; ms a token is a stream's time after its first token over its tokens
-    after the first, the median stream's. Tokens a second are all tokens over the time from the first request's sending
-    to the last token's arrival.
+    TTFT: from sending a request to its first token. ITL: times between consecutive arrivals in a stream, over all
+    streams. ms/token: a stream's time after its first token divided by its tokens after the first; median of the
+    streams. out tok/s: all tokens divided by the time from sending the first request to the last token.
     """
     num_tokens = sum(stream.num_tokens for stream in streams)
     seconds = max(stream.times[-1] for stream in streams) - min(stream.sent for stream in streams)

@@ -1,7 +1,7 @@
-"""A checkpoint of `tools.make_checkpoint` as a GGUF file in bfloat16, for llama.cpp.
+"""Converts a checkpoint of `tools.make_checkpoint` to a GGUF file in bfloat16, for llama.cpp.
 
-llama.cpp's own converter knows tokenizers by a fingerprint and refuses made ones, so the file is written here, with the
-`gguf` package. Only the two architectures that are made are known.
+llama.cpp's converter recognises tokenizers by a fingerprint and refuses generated ones, so this module writes the file
+with the `gguf` package. It supports the architectures llama and qwen3.
 """
 
 import json
@@ -24,11 +24,11 @@ _NAMES = {  # of a layer's tensors, transformers' → GGUF's
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_NORMAL, _CONTROL = 1, 3  # llama.cpp's kinds of tokens
+_NORMAL, _CONTROL = 1, 3  # llama.cpp's token types
 
 
 def gguf_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` → `blk.3.ffn_up.weight`. Raises PeerError for one it does not know."""
+    """`model.layers.3.mlp.up_proj.weight` → `blk.3.ffn_up.weight`. Raises PeerError for an unknown name."""
     outside = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     if name in outside:
         return outside[name]
@@ -40,7 +40,7 @@ def gguf_name(name: str) -> str:
 
 
 def convert_to_gguf(folder: Path) -> Path:
-    """Writes `model.gguf` beside the checkpoint unless it is there. Raises PeerError."""
+    """Writes `model.gguf` into the checkpoint's folder unless it exists. Raises PeerError."""
     target = folder / "model.gguf"
     if target.exists():
         return target
@@ -49,7 +49,7 @@ def convert_to_gguf(folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
     if kind not in ("llama", "qwen3"):
-        raise PeerError(f"no way is known to write a {kind} model as GGUF")
+        raise PeerError(f"{kind} models cannot be written as GGUF, only llama and qwen3")
     unfinished = target.with_suffix(".unfinished")
     writer: Any = gguf.GGUFWriter(unfinished, kind)
     heads, kv_heads, head_dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -67,7 +67,7 @@ def convert_to_gguf(folder: Path) -> Path:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     _add_tokenizer(writer, folder, config)
-    # The rotary embedding of llama.cpp's llama turns neighbours, that of transformers halves; qwen3 is alike in both.
+    # llama.cpp's rotary embedding for llama rotates neighbouring pairs, transformers' halves; qwen3's is the same.
     turned = {".q_proj.weight": heads, ".k_proj.weight": kv_heads} if kind == "llama" else {}
     _add_tensors(writer, gguf, folder / "model.safetensors", turned)
     writer.write_header_to_file()
@@ -85,7 +85,7 @@ def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([_CONTROL if token in ("<pad>", "<s>", "</s>") else _NORMAL for token in tokens])
-    writer.add_token_merges(["Ġ a"])  # it insists on a list; prompts come as ids, so nothing is ever merged
+    writer.add_token_merges(["Ġ a"])  # llama.cpp requires a list; prompts are ids, so no merge is ever applied
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_pad_token_id(config["pad_token_id"])
@@ -93,7 +93,8 @@ def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
 
 
 def _add_tensors(writer: Any, gguf: Any, file: Path, turned: dict[str, int]) -> None:
-    """Matrices as they are, vectors in float32. `turned`: end of a name → number of heads."""
+    """Adds matrices as they are and vectors in float32. `turned`: end of a name → number of heads; their rows are
+    reordered."""
     import numpy as np
 
     with file.open("rb") as source:

@@ -1,4 +1,4 @@
-"""A peer without a server: its Python API in a child process, in the environment where it is installed."""
+"""A peer without a server: runs its Python API in a child process, in the environment where it is installed."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from .base import RUN_TIMEOUT_S, START_TIMEOUT_S, Load, PeerError, Request, Stream
 
-# Makes this folder a package of its own in an interpreter that has no pagewire, and calls one module's `child`.
+# Makes this folder a package in an interpreter without pagewire, and calls one module's `child`.
 _BOOT = """
 import importlib, importlib.util, sys
 spec = importlib.util.spec_from_file_location("bench_peers", sys.argv[1] + "/__init__.py",
@@ -24,7 +24,7 @@ importlib.import_module("bench_peers." + sys.argv[2]).child(sys.argv[3:])
 
 
 def has_modules(python: str, *modules: str) -> bool:
-    """Whether that interpreter finds all of them, without importing any."""
+    """Whether the interpreter finds all modules; imports none."""
     code = "import importlib.util as u, sys; sys.exit(not all(u.find_spec(name) for name in sys.argv[1:]))"
     try:
         command = [python, "-P", "-c", code, *modules]

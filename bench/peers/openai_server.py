@@ -1,7 +1,7 @@
-"""A peer with an OpenAI-compatible server: when it is up, and streams from it.
+"""A peer with an OpenAI-compatible server, and the client that reads streams from it.
 
-The client stores what arrives with its time and reads it when everything has arrived, so that it takes as little as it
-can of the machine that it measures.
+The client stores data with the times of arrival and parses it after everything has arrived, so that it uses little of
+the machine that it measures.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from ...tools.servers import HOST, Server, ServerError, end, log_tail
 from .base import RUN_TIMEOUT_S, START_TIMEOUT_S, PeerError, Request, Stream
 from .process_tree import ProcessTree
 
-MODEL = "bench"  # the name that servers are told to give the model
+MODEL = "bench"  # the served model name
 _DONE = b"data: [DONE]"
 
 
@@ -72,7 +72,7 @@ def _same(client: "_Client") -> "_Client":
 
 
 class _Client(asyncio.Protocol):
-    """One request on a connection of its own."""
+    """One request on its own connection."""
 
     def __init__(self, request: bytes, ended: asyncio.Future[None]) -> None:
         self._request = request
@@ -119,9 +119,9 @@ def _request_bytes(request: Request) -> bytes:
 
 
 def read_stream(sent: float, parts: Sequence[tuple[float, bytes]], request: Request) -> Stream:
-    """What a whole response, in the parts it arrived in, says. Raises PeerError unless it is all that was asked for.
+    """Parses a whole response from its parts with their times. Raises PeerError unless it has all requested tokens.
 
-    An event counts when it carries text or is not the one that only says why the stream ends: some tokens have no text.
+    Every event counts except one that has only the finish reason, because some tokens have no text.
     """
     ends = list(accumulate(len(data) for _, data in parts))
     head, _, body = b"".join(data for _, data in parts).partition(b"\r\n\r\n")
@@ -162,7 +162,7 @@ def read_stream(sent: float, parts: Sequence[tuple[float, bytes]], request: Requ
 
 
 def _dechunk(body: bytes, start: int) -> list[tuple[int, bytes]]:
-    """The chunks of a chunked body that lies at `start`, and where each lies. The last may be cut short."""
+    """The (position, data) of the chunks of a chunked body that begins at `start`. The last may be incomplete."""
     found, position = [], 0
     while (end := body.find(b"\r\n", position)) >= 0:
         size = int(body[position:end].partition(b";")[0], 16)

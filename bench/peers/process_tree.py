@@ -1,4 +1,4 @@
-"""What a process and all that come of it take."""
+"""The CPU time and memory of a process and its descendants."""
 
 import contextlib
 import subprocess
@@ -10,18 +10,18 @@ _SAMPLE_S = 1.0  # a sample walks the page tables of the whole tree
 
 
 class ProcessTree:
-    """Watches the memory of a process's tree on a thread of its own."""
+    """Samples the memory of a tree of processes on a thread."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._root = psutil.Process(process.pid)
         self._peak = 0
         self._ended = threading.Event()
-        self.seen: set[psutil.Process] = set()  # everyone that ever was in the tree
+        self.seen: set[psutil.Process] = set()  # all processes that were ever in the tree
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def cpu_seconds(self) -> float:
-        """Of everyone alive, and of those that they have waited for."""
+        """CPU time of all living processes, and of those that they have waited for."""
         total = 0.0
         for process in self._members():
             with contextlib.suppress(psutil.Error):
@@ -30,12 +30,12 @@ class ProcessTree:
         return total
 
     def peak_bytes(self) -> int:
-        """The largest sample so far, and one taken now."""
+        """The largest sample so far, including one taken now."""
         self._sample()
         return self._peak
 
     def close(self) -> None:
-        """Looks for the last time at who is there, since orphans cannot be found afterwards."""
+        """Stops sampling, and updates `seen` a last time, because orphans cannot be found afterwards."""
         self._ended.set()
         self._thread.join()
         self._members()

@@ -1,7 +1,7 @@
-"""No engine but a bound: every step reads each byte of the checkpoint's weights once and hardly computes.
+"""Not an engine but a bound: every step reads each byte of the checkpoint's weights once and hardly computes.
 
-With one stream no engine that keeps the weights as they are can be faster than the memory; with many, computing and KV
-come on top. The read is a product of a float32 matrix and a vector, on as many threads as there are cores.
+With one stream, no engine with unquantized weights can be faster than memory bandwidth allows; with many streams,
+arithmetic and KV add to it. The read is a product of a float32 matrix and a vector, on as many threads as cores.
 """
 
 import os
@@ -17,8 +17,6 @@ _COLUMNS = 4096  # float32 numbers; long rows, so that a thread reads in one run
 
 
 class Floor:
-    """In the environment of `python`."""
-
     name = "floor"
 
     def __init__(self, python: str) -> None:
@@ -42,7 +40,7 @@ class _Engine:
         num_bytes = (settings.path / "model.safetensors").stat().st_size
         rows = -(-num_bytes // (4 * _COLUMNS))
         self._torch = torch
-        self._weights = torch.ones(rows, _COLUMNS)  # the values do not matter, but untouched memory would be no memory
+        self._weights = torch.ones(rows, _COLUMNS)  # the values do not matter, but the pages must be allocated
         self._vector = torch.ones(_COLUMNS)
         self._result = torch.empty(rows)
 
@@ -55,5 +53,4 @@ class _Engine:
 
 
 def child(arguments: Sequence[str]) -> None:
-    """The child's side."""
     serve(_Engine, arguments)

@@ -1,8 +1,8 @@
 """llama-cpp-python: llama.cpp from Python, on the checkpoint as a GGUF file in bfloat16. Written from its
 documentation; not yet run here.
 
-Its server takes text only and works on one request at a time, and so does its API, which is used here: of many streams
-each waits for those before it.
+Its server accepts only text. Server and API run one request at a time; this module uses the API, so each stream waits
+for those before it.
 """
 
 import sys
@@ -50,5 +50,4 @@ class _Engine:
 
 
 def child(arguments: Sequence[str]) -> None:
-    """The child's side."""
     serve(_Engine, arguments)

@@ -1,7 +1,7 @@
 """OpenVINO GenAI: its continuous batching pipeline, through the Python API.
 
-The checkpoint is exported once by `optimum-cli`, weights in 16 bits. Precision of the computation and of the KV cache
-stay as OpenVINO chooses them for the machine, the latter often 8 bits.
+`optimum-cli` exports the checkpoint once, with weights in 16 bits. OpenVINO chooses the precision of the computation
+and of the KV cache, often 8 bits for the latter.
 """
 
 import subprocess
@@ -15,8 +15,6 @@ from .in_child import InChild, has_modules
 
 
 class OpenVino:
-    """In the environment of `python`."""
-
     name = "openvino"
 
     def __init__(self, python: str) -> None:
@@ -30,7 +28,7 @@ class OpenVino:
         target = folder / "openvino"
         if not target.exists():
             unfinished = folder / "openvino.unfinished"
-            # The module behind the command `optimum-cli`, which need not be on the path.
+            # The module of the command `optimum-cli`, which may not be on the path.
             export = [self._python, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
             export += ["--model", str(folder), "--task", "text-generation-with-past", "--weight-format", "fp16"]
             try:
@@ -85,5 +83,4 @@ class _Engine:
 
 
 def child(arguments: Sequence[str]) -> None:
-    """The child's side."""
     serve(_Engine, arguments)

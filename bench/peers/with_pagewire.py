@@ -1,4 +1,4 @@
-"""pagewire itself: `pagewire serve`, as anyone would start it."""
+"""pagewire itself: `pagewire serve`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from .openai_server import MODEL, OpenAiServer
 
 
 class Pagewire:
-    """From this checkout, in this interpreter. `flags` are appended to its command line."""
+    """This checkout, in this interpreter. `flags` are appended to its command line."""
 
     def __init__(self, flags: Sequence[str] = (), name: str = "pagewire") -> None:
         self.name = name

@@ -1,5 +1,5 @@
-"""transformers' `generate`: what one would use without an engine. All requests are one batch, padded on the left to the
-longest prompt and run to the longest output; what a request did not ask for is not counted, but it costs.
+"""transformers' `generate`, the baseline without an engine. All requests are one batch, padded on the left to the
+longest prompt and run to the longest output; tokens beyond a request's own length cost time but are not counted.
 """
 
 import time
@@ -13,8 +13,6 @@ from .in_child import InChild, has_modules
 
 
 class Transformers:
-    """In the environment of `python`."""
-
     name = "transformers"
 
     def __init__(self, python: str) -> None:
@@ -60,7 +58,7 @@ class _Engine:
 
 
 class _Clock:
-    """A streamer that notes when `generate` hands over the prompt, and then each step's tokens."""
+    """A streamer that records the time when `generate` passes it the prompt, then each step's tokens."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -73,5 +71,4 @@ class _Clock:
 
 
 def child(arguments: Sequence[str]) -> None:
-    """The child's side."""
     serve(_Engine, arguments)

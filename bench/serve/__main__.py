@@ -1,8 +1,8 @@
-"""The whole chain over HTTP: N streams at once against the same N one after another.
+"""A server over HTTP: N streams at once compared with the same N one after another.
 
-`python -m pagewire.bench.serve` starts a server (or uses `--url`), streams completions with its own small client, and
-prints time to first token, inter-token latency and tokens per second. The table also has transformers' `generate`,
-without HTTP.
+`python -m pagewire.bench.serve` starts a server (or uses `--url`), streams completions with a small client, and prints
+time to first token, inter-token latency and tokens per second. The table also has transformers' `generate`, without
+HTTP.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def serving(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 async def stream(url: str, model: str, prompt: list[int], num_tokens: int) -> list[float]:
-    """One streamed completion. The times of its events, after the time of sending."""
+    """Reads one streamed completion. Returns the time of sending, then the times of its events."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     body = json.dumps(
@@ -64,7 +64,6 @@ async def stream(url: str, model: str, prompt: list[int], num_tokens: int) -> li
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     flags = parser(__doc__, json="bench/results/serve.json")
     flags.add_argument("--url", default="", help="a running server; empty: start one")
     arguments = flags.parse_args(argv)

@@ -1,6 +1,6 @@
-"""Reads many streams at once at the least cost: raw sockets, one thread, bytes stored and parsed afterwards.
+"""Reads many streams at once at little cost: raw sockets, one thread, and parsing only after the last byte.
 
-`python -m pagewire.bench.serve.cheap_client HOST PORT NUM_STREAMS < BODY > JSON`; see `frontend`.
+`python -m pagewire.bench.serve.cheap_client HOST PORT NUM_STREAMS < BODY > JSON`; `frontend` runs it.
 """
 
 import json
@@ -11,12 +11,12 @@ import time
 
 import msgspec
 
-_LOOK_S = 0.01  # between polls of the sockets; all that has arrived is read at once
+_POLL_S = 0.01  # between reads of the sockets, so that one read takes several events
 
 
 def read_streams(host: str, port: int, body: bytes, num_streams: int) -> tuple[float, float, list[bytes]]:
-    """Sends the same request on each connection. Returns the seconds from the first to the last byte, the CPU seconds
-    of this process, and the answers."""
+    """Sends the same request on `num_streams` connections. Returns the seconds until the last byte, the CPU seconds of
+    this process, and the answers."""
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
     sockets = {s.fileno(): s for s in (socket.create_connection((host, port)) for _ in range(num_streams))}
@@ -34,19 +34,19 @@ def read_streams(host: str, port: int, body: bytes, num_streams: int) -> tuple[f
                     received[fd].append(data)
                 else:
                     sockets.pop(fd).close()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     return seconds, cpu_s, [b"".join(parts) for parts in received.values()]
 
 
 def chat_body(num_tokens: int) -> bytes:
-    """A request for a stream of `num_tokens` tokens."""
+    """The body of a request for a stream of `num_tokens` tokens."""
     messages = [{"role": "user", "content": "Count from 1 to 10"}]
     return json.dumps({"messages": messages, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}).encode()
 
 
 def read_events(answer: bytes) -> tuple[int, str]:
-    """The number of text pieces of an answer, and the text. Raises ValueError if it did not end correctly."""
+    """The number of pieces of text in an answer, and the text. Raises ValueError if it failed or ended early."""
     head, _, rest = answer.partition(b"\r\n\r\n")
     if b" 200 " not in head.partition(b"\r\n")[0]:
         raise ValueError(answer[:500].decode(errors="replace"))
@@ -65,7 +65,7 @@ def read_events(answer: bytes) -> tuple[int, str]:
 
 
 def main(host: str, port: str, num_streams: str) -> None:
-    """Prints JSON: the seconds, and the number of pieces and the text of each stream."""
+    """Prints JSON: seconds, CPU seconds, and each stream's number of pieces and text."""
     seconds, cpu_s, answers = read_streams(host, int(port), sys.stdin.buffer.read(), int(num_streams))
     json.dump({"seconds": seconds, "cpu_s": cpu_s, "streams": list(map(read_events, answers))}, sys.stdout)
 

@@ -1,10 +1,10 @@
-"""What a token costs outside the worker: the real processes with a null worker, and many streams at once over HTTP.
+"""The cost of a token outside of the worker: the real processes with a null worker and many streams over HTTP.
 
 `python -m pagewire.bench.serve.frontend` starts api, tokenizer, core and detokenizer with `null_worker` in the worker's
-place, reads chat completions with `cheap_client`, checks every text, and prints tokens a second and CPU time a token by
-process. Once the worker is as fast as it can be, so that steps pile up before the slowest process; once it takes its
-time for each step, so that every token is an event, a write and a packet of its own. `frontend_stages` adds where in
-the processes the time goes.
+place, reads chat completions with `cheap_client`, checks every text, and prints tokens per second and CPU time per
+token by process. In one case the worker takes no time, so that messages queue before the slowest process; in another
+each step takes a few ms, so that every token is an event, a write and a packet. `frontend_stages` adds the times of
+the stages within the processes.
 """
 
 import argparse
@@ -29,11 +29,11 @@ ACTORS = ("api", "tokenizer", "core", "grammar", "detokenizer")
 
 
 def plain_ids(tokenizer: Tokenizer) -> range:
-    """The longest run of ids that are plain ASCII text: each of them is an event."""
+    """The longest run of ids that are plain ASCII text, so that each of them makes an event."""
     longest = range(0)
     start = 0
     for id in range(tokenizer.vocab_size + 1):
-        data = tokenizer.token_bytes(id)  # nothing for the id after the last
+        data = tokenizer.token_bytes(id)  # empty for the id after the last
         if not data or not data.isascii() or id in tokenizer.special_ids:
             longest = max(longest, range(start, id), key=len)
             start = id + 1
@@ -41,7 +41,7 @@ def plain_ids(tokenizer: Tokenizer) -> range:
 
 
 class Engine:
-    """A front end that runs."""
+    """A running front end."""
 
     def __init__(self, url: str, processes: dict[str, psutil.Process]) -> None:
         self.url = url
@@ -54,7 +54,7 @@ class Engine:
 
 @contextmanager
 def serving(folder: Path, ids: range, *, num_streams: int, step_ms: float) -> Iterator[Engine]:
-    """A front end behind which a null worker takes `step_ms` for a step."""
+    """A front end with a null worker that takes `step_ms` for a step."""
     with tempfile.TemporaryDirectory(prefix="pagewire-bench-") as run:
         places = {name: f"ipc://{run}/{name}" for name in ("worker", "core")}
         worker = subprocess.Popen(
@@ -76,7 +76,7 @@ def serving(folder: Path, ids: range, *, num_streams: int, step_ms: float) -> It
 
 
 def stream(engine: Engine, row: Row, *, num_streams: int, num_tokens: int, text: str) -> None:
-    """One repetition: every stream has to give `text` in `num_tokens` pieces."""
+    """Runs one repetition, and checks that every stream yields `text` in `num_tokens` pieces."""
     host, port = engine.url.removeprefix("http://").split(":")
     before = engine.cpu_s()
     client = subprocess.run(
@@ -99,7 +99,6 @@ def stream(engine: Engine, row: Row, *, num_streams: int, num_tokens: int, text:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="", help="a folder or Hub name; empty: the demo model")
     parser.add_argument("--streams", type=int, default=256, help="at once")

@@ -1,4 +1,4 @@
-"""Where a token's time goes, stage by stage: the parts of core, detokenizer and api, one after another in one process.
+"""CPU time per token of each stage in core, detokenizer and api, run one after another in one process.
 
 The processes of `frontend` take longer than these stages because of wake-ups, mailboxes, colder caches, and the
 beginnings and ends of requests.
@@ -30,19 +30,19 @@ from .cheap_client import chat_body
 from .null_worker import NUM_BLOCKS, NullWorker
 
 _PROMPT_LEN = 30
-_LOOK_S = 0.002  # between steps, for the server's other tasks and the client
+_POLL_S = 0.002  # between steps, for the server's other tasks and the client
 _WRITTEN, _UNWRITTEN = "steps that are written", "steps that are not"
 
 
 class Stages:
-    """Seconds of this thread, by stage."""
+    """CPU seconds of this thread, by stage."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
 
     @contextmanager
     def of(self, stage: str) -> Iterator[None]:
-        """What happens inside is a part of `stage`."""
+        """Adds the time inside to `stage`."""
         started = time.thread_time()
         yield
         self.spent[stage] = self.spent.get(stage, 0.0) + time.thread_time() - started
@@ -61,10 +61,10 @@ def measure(folder: Path, ids: range, *, num_streams: int, num_tokens: int) -> d
 def _core(config: EngineConfig, ids: range, stages: Stages, num_streams: int, num_tokens: int) -> list[bytes]:
     """The messages of the core to the detokenizer."""
     plans: deque[bytes] = deque()
-    told: list[bytes] = []
-    places = {"worker": plans, "detokenizer": told, "api": []}
+    sent: list[bytes] = []
+    mailboxes = {"worker": plans, "detokenizer": sent, "api": []}
     core = CoreActor(config)
-    core.start(lambda receiver, message: places[receiver].append(encode(message)))
+    core.start(lambda receiver, message: mailboxes[receiver].append(encode(message)))
     core.handle([m.CacheOffer(0, NUM_BLOCKS)])
     plans.clear()
     worker = NullWorker(first_id=ids.start, num_ids=len(ids))
@@ -76,19 +76,19 @@ def _core(config: EngineConfig, ids: range, stages: Stages, num_streams: int, nu
         result = encode(worker.run(read_plan.decode(plans.popleft())))
         with stages.of("core: decode, apply, plan, encode"):
             core.handle([read.decode(result)])
-    return told
+    return sent
 
 
 def _detokenizer(config: EngineConfig, batches: list[bytes], stages: Stages) -> list[bytes]:
     """The messages of the detokenizer to the api."""
-    told: list[bytes] = []
+    sent: list[bytes] = []
     actor = DetokenizerActor(config)
-    actor.start(lambda receiver, message: told.append(encode(message)))
+    actor.start(lambda receiver, message: sent.append(encode(message)))
     read = Decoder[m.ToDetokenizer](m.ToDetokenizer)
     for batch in batches:
         with stages.of("detokenizer: decode, text, encode"):
             actor.handle([read.decode(batch)])
-    return told
+    return sent
 
 
 class _HalfMute(BoundedHttp):
@@ -120,11 +120,11 @@ async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_str
     )
     reading = asyncio.ensure_future(client.communicate(chat_body(1)))
     while len(submits) < num_streams:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
     gateway.handle([m.Accepted(order.rid, _PROMPT_LEN) for order in submits])
     read = Decoder[m.TextBatch](m.ToApi)
     for i, text in enumerate(texts):
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
         _HalfMute.is_writing = i % 2 == 0
         with stages.of(_WRITTEN if _HalfMute.is_writing else _UNWRITTEN):
             gateway.handle([read.decode(text)])

@@ -1,4 +1,4 @@
-"""What observability costs: writing a page of /metrics, compared with prometheus_client, and counting one step.
+"""The cost of metrics: a page of /metrics, compared with prometheus_client, and the counters of one step.
 
 `python -m pagewire.bench.serve.metrics` prints microseconds of CPU time (median and spread over repetitions).
 """
@@ -24,7 +24,7 @@ from ..report import Row, machine, print_table, write_json
 
 
 def cpu_us(work: Callable[[], object], number: int) -> float:
-    """Mean microseconds of CPU time a call."""
+    """Mean microseconds of CPU time per call."""
     started = time.process_time()
     for _ in range(number):
         work()
@@ -32,7 +32,7 @@ def cpu_us(work: Callable[[], object], number: int) -> float:
 
 
 def page() -> Metrics:
-    """Of a server whose processes have all reported."""
+    """The metrics of a server whose processes have all reported."""
     gateway = Gateway(lambda message: None)
     gateway.handle([Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, histograms=StepTimes().report())])
     gateway.handle([Pulse(name, Histogram(SECONDS).report()) for name in ("api", "tokenizer", "core", "detokenizer")])
@@ -43,7 +43,7 @@ def page() -> Metrics:
 
 
 class Parsed(Collector):
-    """The families of a page, made beforehand: what is left for the library is to write them."""
+    """The families of a page, made in advance, so that only the library's formatting is measured."""
 
     def __init__(self, text: str) -> None:
         self._families = list(text_string_to_metric_families(text))
@@ -53,7 +53,6 @@ class Parsed(Collector):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="repetitions")
     parser.add_argument("--json", type=Path, default=Path("bench/results/metrics.json"), help="where to write")

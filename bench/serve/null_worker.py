@@ -1,7 +1,7 @@
-"""A worker without a device: every row's next token is the next id of a counter. It measures, with the other real
-processes, what a token costs outside the worker.
+"""A worker without a device: a row's next token is the next id of a counter. Behind real processes, it shows the cost
+of a token outside of the worker.
 
-`python -m pagewire.bench.serve.null_worker WORKER_ADDRESS CORE_ADDRESS`; see `frontend`.
+`python -m pagewire.bench.serve.null_worker WORKER_ADDRESS CORE_ADDRESS FIRST_ID NUM_IDS STEP_MS`; `frontend` runs it.
 """
 
 import sys
@@ -23,8 +23,7 @@ class NullWorker:
         self._num_sampled: dict[int, int] = {}  # row → tokens of its request
 
     def run(self, plan: StepPlan) -> StepResult:
-        """One step."""
-        assert not plan.num_speculative, "nothing is guessed here"
+        assert not plan.num_speculative, "the null worker does not support draft tokens"
         for opened in plan.open:
             self._num_sampled[opened.row] = len(bytes_to_ids(opened.ids)) - opened.num_prompt
         ids = array("i")
@@ -37,14 +36,14 @@ class NullWorker:
 
 
 def main(worker_address: str, core_address: str, first_id: str, num_ids: str, step_ms: str) -> None:
-    """Serves a core until it is terminated; a step takes `step_ms`."""
+    """Serves a core until the process is terminated; a step takes `step_ms`."""
     context = ZmqContext()
     inbox: ZmqInbox[ToWorker] = context.inbox(worker_address, ToWorker)
     core = context.outbox(core_address)
     worker = NullWorker(first_id=int(first_id), num_ids=int(num_ids))
     core.send(CacheOffer(0, NUM_BLOCKS))
     step_s = float(step_ms) / 1e3
-    free_at = 0.0  # when the step before was over
+    free_at = 0.0  # end of the last step
     while True:
         inbox.wait(60.0)
         for message in inbox.drain():

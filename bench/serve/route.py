@@ -1,10 +1,10 @@
-"""A router in front of two engines: what it costs, and what is lost when a whole engine is killed.
+"""The cost of a router in front of an engine, and what happens to streams when one of two engines is killed.
 
-`python -m pagewire.bench.serve.route` first compares streams through the router with streams that go straight to an
-engine with a null worker: tokens a second, CPU time a token of the router, and the time of a request for one token.
-Then it kills an engine with all its processes beneath many streams, half of them greedy and half drawn with a seed,
-starts it again, and so on by turns; every stream must say what it says undisturbed, with the same token ids,
-log-probabilities and usage.
+`python -m pagewire.bench.serve.route` first compares streams through the router with streams directly to an engine with
+a null worker: tokens per second, the router's CPU time per token, and the latency of a request for one token. Then it
+repeatedly kills one of two engines, with all its processes, during many streams, half of them greedy and half sampled
+with a seed, and starts it again. Every stream must have the same text, token ids, log-probabilities and usage as
+without a kill.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from .route_streams import Body, Told, bodies, differences, read_streams
 
 
 def overhead(*, num_streams: int, num_tokens: int, step_ms: float, num_single: int, repeat: int) -> list[Row]:
-    """The same streams straight to an engine and through a router."""
+    """Measures the same streams directly to an engine and through a router."""
     folder, _ = locate("", None)
     tokenizer = load_tokenizer(folder)
     ids = plain_ids(tokenizer)
@@ -49,7 +49,7 @@ def overhead(*, num_streams: int, num_tokens: int, step_ms: float, num_single: i
 
 
 async def _one_token_ms(url: str, num: int) -> float:
-    """The median of several requests for one token, one after another."""
+    """The median latency of `num` requests for one token, one after another."""
     seconds = []
     headers = {"Content-Type": "application/json"}
     async with aiohttp.ClientSession() as session:
@@ -62,7 +62,7 @@ async def _one_token_ms(url: str, num: int) -> float:
 
 
 def kills(*, num_streams: int, num_tokens: int, num_rounds: int) -> Row:
-    """Engines killed by turns beneath streams. Ends the program with what was wrong, if anything was."""
+    """Kills the engines in turn during streams. Raises SystemExit if a stream is wrong."""
     asked = bodies(num_streams, num_tokens)
     row = Row(f"{num_streams} streams, an engine killed")
     with ExitStack() as stack:
@@ -71,7 +71,7 @@ def kills(*, num_streams: int, num_tokens: int, num_rounds: int) -> Row:
         with Server(None, "--engines", urls, "--no-access-log", command=ROUTE) as router:
             expected = asyncio.run(read_streams(engines[0].url, asked, [0]))
             if wrong := [told.error for told in expected if told.error]:
-                raise SystemExit(f"undisturbed, too: {wrong[0]}")
+                raise SystemExit(f"a stream failed without a kill: {wrong[0]}")
             for i in range(num_rounds):
                 victim = engines[i % 2]
                 num_events = sum(map(sum, ([len(text) for text in told.texts] for told in expected)))
@@ -92,7 +92,7 @@ def kills(*, num_streams: int, num_tokens: int, num_rounds: int) -> Row:
 
 
 async def killed_beneath(router: Server, victim: Server, asked: Sequence[tuple[str, Body]], after: int) -> list[Told]:
-    """The streams, and the victim killed when so many events have come in."""
+    """Reads the streams, and kills `victim` after that many events."""
     count = [0]
     reading = asyncio.ensure_future(read_streams(router.url, asked, count))
     while count[0] < after and not reading.done():
@@ -102,12 +102,11 @@ async def killed_beneath(router: Server, victim: Server, asked: Sequence[tuple[s
 
 
 def wait_until_all_ready(router: Server, num: int) -> None:
-    """The router has noticed that its engines are there."""
+    """Waits until the router has found `num` engines ready."""
     wait_until(lambda: router.metric("pagewire_router_engine_ready") >= num, "the router sees its engines")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--streams", type=int, default=64, help="at once")
     parser.add_argument("--tokens", type=int, default=300, help="of each stream")

@@ -1,4 +1,4 @@
-"""Streams of many kinds through a router or an engine, and what they say: for `route` and the tests."""
+"""Streams of many kinds through a router or an engine, and their results: for `route` and the tests."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ Body = dict[str, Any]
 
 
 class Told(msgspec.Struct, frozen=True):
-    """The output of one stream, choice by choice."""
+    """The result of one stream; the lists are by choice."""
 
     texts: list[str]
     token_ids: list[list[int]]
@@ -28,8 +28,8 @@ class Told(msgspec.Struct, frozen=True):
 
 
 def bodies(num: int, num_tokens: int) -> list[tuple[str, Body]]:
-    """(path, body) of streams: half greedy, half sampled with a seed; most of chat, some with two choices, with
-    log-probabilities, with stop strings or a grammar, some with token ids; some of messages and responses."""
+    """(path, body) of `num` streams, half greedy and half sampled with a seed: chat and completions, some with two
+    choices, log-probabilities, stop strings, a grammar or token ids; some messages and responses."""
     rng = random.Random(num)
     found = []
     for i in range(num):
@@ -57,7 +57,7 @@ def bodies(num: int, num_tokens: int) -> list[tuple[str, Body]]:
 
 
 async def read_stream(session: aiohttp.ClientSession, url: str, path: str, body: Body, count: list[int]) -> Told:
-    """The whole stream; `count[0]` grows with every event."""
+    """Reads a whole stream; adds its number of events to `count[0]`."""
     n = int(body.get("n", 1))
     told = Told([""] * n, [[] for _ in range(n)], [None] * n, [[] for _ in range(n)], [0, 0])
     async with session.post(url + path, json=body) as response:
@@ -105,12 +105,11 @@ def _note_typed(told: Told, fields: dict[str, Any]) -> None:
     if fields["type"] == "message_delta":
         told.reasons[0] = delta["stop_reason"]
     if usage := fields.get("usage") or fields.get("response", {}).get("usage"):
-        cached = usage.get("cache_read_input_tokens", 0)  # which messages do not count among the others
+        cached = usage.get("cache_read_input_tokens", 0)  # which messages do not count in input_tokens
         told.usage[:] = [usage["input_tokens"] + cached, usage["output_tokens"]]
 
 
 async def read_streams(url: str, asked: Sequence[tuple[str, Body]], count: list[int]) -> list[Told]:
-    """All at once."""
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_read=120)
     ) as session:
@@ -118,7 +117,7 @@ async def read_streams(url: str, asked: Sequence[tuple[str, Body]], count: list[
 
 
 def differences(expected: Sequence[Told], told: Sequence[Told]) -> list[str]:
-    """One line for each stream that failed or differed."""
+    """One line for each stream that failed or differs."""
     found = []
     for i, (want, got) in enumerate(zip(expected, told, strict=True)):
         if got.error is not None:
@@ -131,5 +130,5 @@ def differences(expected: Sequence[Told], told: Sequence[Told]) -> list[str]:
 
 
 def _are_close(want: list[float], got: list[float]) -> bool:
-    """What is computed in one go and what token by token is rounded in other places."""
+    """Compares with a tolerance: KV computed in one step is rounded differently from KV computed by decoding."""
     return len(want) == len(got) and all(abs(a - b) < _CLOSE for a, b in zip(want, got, strict=True))

@@ -1,6 +1,6 @@
 """The time from the command to the first answer of /v1/models, compared with `python -c "import torch"`.
 
-`python -m pagewire.bench.serve.startup` runs both in turn and prints medians and the ratio. The bar is 1.5 times two
+`python -m pagewire.bench.serve.startup` runs both in turn and prints medians and the ratio. The limit is 1.5 times two
 imports.
 """
 
@@ -18,14 +18,14 @@ BAR = 1.5 * 2  # imports of torch
 
 
 def import_torch_s() -> float:
-    """Seconds of a process that imports torch and ends."""
+    """Seconds of a process that only imports torch."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return time.perf_counter() - started
 
 
 def first_answer_s(model: str = "") -> float:
-    """Seconds from starting `pagewire serve` to the first answer of /v1/models. The server is ended afterwards."""
+    """Seconds from starting `pagewire serve` to the first answer of /v1/models. Ends the server."""
     command = (*PAGEWIRE, "serve", *([model] if model else []))
     started = time.perf_counter()
     with closing(Server(command=command)) as server:
@@ -34,7 +34,6 @@ def first_answer_s(model: str = "") -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="", help="a folder or Hub name; empty: the demo model")
     parser.add_argument("--repeat", type=int, default=5, help="repetitions")
@@ -42,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     facts = machine()
     torch_row, serve_row = Row('python -c "import torch"'), Row("pagewire serve → /v1/models")
-    import_torch_s()  # warm the disk cache
+    import_torch_s()  # fills the disk cache
     repeat(
         arguments.repeat,
         lambda: torch_row.add(seconds=import_torch_s()),
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     print_table([torch_row, serve_row])
     ratio = serve_row.median("seconds") / torch_row.median("seconds")
-    print(f"{ratio:.2f} imports of torch; the bar is {BAR:g}")
+    print(f"{ratio:.2f} imports of torch; the limit is {BAR:g}")
     write_json(arguments.json, "start-up", [torch_row, serve_row], facts, {"repeat": arguments.repeat})
 
 

@@ -214,7 +214,7 @@ def test_a_request_that_ends_every_engine_has_two_more_chances(address: str) -> 
                 await engine.stop()
                 engine = await stack.enter_async_context(Engine(address))
                 engine.held = True
-            with pytest.raises(RequestError, match="again and again"):
+            with pytest.raises(RequestError, match="3 times in a row"):
                 await poison.ids()
             engine.held = False
             fine = client.generate([1], Sampling(seed=3), Limits(max_tokens=4))

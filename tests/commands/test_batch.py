@@ -97,9 +97,9 @@ def test_what_got_no_answer_is_left_for_the_next_run(
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "holds no request"),
+        ("", "contains no requests"),
         ("nonsense\n", "line 1: "),
-        (line("a") + line("a"), "custom_id 'a' stands there twice"),
+        (line("a") + line("a"), "custom_id 'a' occurs twice"),
         (line("a") + line("b", url="/v1/models"), "line 2: POST /v1/models is no request of a batch"),
         (line("a", method="GET"), "line 1: GET /v1/completions"),
         (line("a", body={"stream": True}), "line 1: a batch has no streams"),
@@ -116,7 +116,7 @@ def test_a_wrong_file_is_refused_before_anything_is_sent(peer: str, tmp_path: Pa
 def test_an_output_that_is_something_else_is_not_touched(peer: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_text(line("a"))
     (tmp_path / "out").write_text("my novel\nchapter one\nand no end")
-    with pytest.raises(ConfigError, match="line 1, is no answer of a batch"):
+    with pytest.raises(ConfigError, match="line 1, is not an answer of a batch"):
         run(tmp_path, peer)
     assert (tmp_path / "out").read_text().endswith("and no end")
 

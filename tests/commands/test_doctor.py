@@ -52,12 +52,12 @@ def test_ports() -> None:
 def cut_weights(folder: Path) -> str:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    return "is cut short; fetch it again"
+    return "is truncated; download it again"
 
 
 def cut_header(folder: Path) -> str:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1000) + b'{"a":')
-    return "is no safetensors file, or cut short"
+    return "is truncated, or not a safetensors file"
 
 
 def no_weights(folder: Path) -> str:
@@ -93,9 +93,9 @@ def test_a_broken_model(tmp_path: Path, spoil: Callable[[Path], str]) -> None:
 def test_a_model_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
     *_, last = doctor.check_model("", MACHINE)
-    assert last.level == "bad" and "of weights, and" in last.found
+    assert last.level == "bad" and "of weights, but" in last.found
     found = list(doctor.check_model("", MachineFacts(num_cores=2, has_gpu=True)))
-    assert not any("of weights, and" in finding.found for finding in found), "a GPU has memory of its own"
+    assert not any("of weights, but" in finding.found for finding in found), "a GPU has memory of its own"
 
 
 def test_a_model_that_was_not_downloaded_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,4 +112,4 @@ def test_a_model_without_a_chat_template_still_completes(tmp_path: Path) -> None
     settings = folder / "tokenizer_config.json"
     settings.write_text(settings.read_text().replace('"chat_template"', '"no_template"'))
     findings = list(doctor.check_model(str(folder), MACHINE))
-    assert [f.advice for f in findings if f.level == "note"] == ["completions work, chat does not"]
+    assert [f.advice for f in findings if f.level == "note"] == ["use completions; chat does not work"]

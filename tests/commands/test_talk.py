@@ -92,7 +92,7 @@ def test_reasoning_is_shown_apart_and_is_no_part_of_the_history(
     ("status", "text", "sentence"),
     [
         (200, delta(content="Y") + 'data: {"error": {"message": "Out of luck."}}\n\n', "Out of luck."),
-        (200, delta(content="Y"), "ended the answer before it was whole"),
+        (200, delta(content="Y"), "ended the answer before it was complete"),
         (401, '{"error": {"message": "The API key is wrong."}}', "The API key is wrong."),
         (500, "<html>oh</html>", "The server answered 500."),
     ],
@@ -117,6 +117,6 @@ def test_a_failed_answer_is_told_and_forgotten(
 
 
 def test_what_is_no_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for url, sentence in (("localhost:8000", "is no address of a server"), ("http://127.0.0.1:9", "No server answers")):
+    for url, sentence in (("localhost:8000", "is not a server's address"), ("http://127.0.0.1:9", "No server answers")):
         assert cli.main(["complete", "x", "--url", url]) == 1
         assert sentence in capsys.readouterr().err

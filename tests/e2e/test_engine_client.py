@@ -88,7 +88,7 @@ def test_an_engine_of_ones_own(expected: list[list[int]]) -> None:
             last = client.generate([1], limits=Limits(ignore_eos=True))
             engine = psutil.Process(client._process.pid)  # type: ignore[union-attr]
             engine.kill()
-            with pytest.raises(RequestError, match="engine has ended"):
+            with pytest.raises(RequestError, match="process ended with exit code"):
                 await last.ids()
             folder = client._folder
         assert folder is not None and not folder.exists()
@@ -120,9 +120,9 @@ def test_deaths_of_the_engine_cost_a_pause(on_default: str) -> None:
                 (process,) = [p for p in engine.children() if victim in " ".join(p.cmdline())]
                 process.kill()
                 killed_at = time.monotonic()
-                while any(generation._news for generation in generations):  # what came before
+                while any(generation._unread for generation in generations):  # output of before
                     for generation in generations:
-                        generation._news.clear()
+                        generation._unread.clear()
                 await anext(generations[0])
                 assert time.monotonic() - killed_at < most_s
                 assert [await generation.ids() for generation in generations] == undisturbed, victim

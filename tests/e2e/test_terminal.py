@@ -120,7 +120,7 @@ def test_chat_in_a_terminal(server: Server, terminal: Callable[..., Terminal]) -
     talk.expect("> ")
     talk.type("\x03")
     talk.type("\n")  # readline may have just begun to wait, and then sees the signal with the next key
-    talk.expect("(Ctrl-D ends)")
+    talk.expect("(Ctrl-D quits)")
     talk.type('"""Count from\n')
     talk.expect("… ")
     talk.type('1 to 5"""\n')
@@ -225,7 +225,7 @@ def test_a_batch_is_answered_and_goes_on_where_it_was(server: Server, tmp_path: 
     whole = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "out.jsonl").write_text("".join(whole[:7]) + whole[7][:20])  # as if it had been killed
     again = pagewire(tmp_path, *words)
-    assert again.returncode == 0 and "going on: 7 of 17" in again.stderr
+    assert again.returncode == 0 and "continuing: 7 of 17" in again.stderr
     assert (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)[:7] == whole[:7]
 
     answers = {}
@@ -270,7 +270,7 @@ def test_a_batch_can_be_interrupted(server: Server, tmp_path: Path, terminal: Ca
     run = terminal("run-batch", "in.jsonl", "out.jsonl", "--url", server.url, "--concurrency", "2")
     run.expect("0/50")
     run.type("\x03")
-    run.expect("run the command again to go on")
+    run.expect("run the command again to continue")
     assert run.wait(5.0) == 130
     wait_until(lambda: server.metric("pagewire:num_requests_running") == 0, "the requests under way end")
 
@@ -284,7 +284,7 @@ def test_tokenize_gives_the_ids_that_the_server_reads(server: Server, tmp_path: 
     assert "Spell cat" in text and text.startswith("<|im_start|>")
     assert pagewire(tmp_path, "tokenize", "--format", "count", typed=text[:-1]).stdout == f"{len(ids)}\n"
     wrong = pagewire(tmp_path, "tokenize", "--decode", "1", "70000")
-    assert wrong.returncode == 2 and "'70000' is no token id" in wrong.stderr
+    assert wrong.returncode == 2 and "'70000' is not a token id" in wrong.stderr
 
 
 @pytest.mark.parametrize("flags", [(), ("--dtype", "bfloat16"), ("--quantization", "int8")], ids=str)
@@ -315,9 +315,9 @@ def test_a_config_file_is_served(start: Callable[..., Server], tmp_path: Path) -
 @pytest.mark.long
 def test_doctor_finds_this_machine_fit_and_says_what_is_not(server: Server, tmp_path: Path) -> None:
     well = pagewire(tmp_path, "doctor", "--port", "0")
-    assert well.returncode == 0 and well.stdout.endswith("everything that serve needs is here\n"), well.stdout
+    assert well.returncode == 0 and well.stdout.endswith("no problems found\n"), well.stdout
     (tmp_path / "model").mkdir()
     ill = pagewire(tmp_path, "doctor", "./model", "--port", str(server.port))
-    assert ill.returncode == 1 and ill.stdout.endswith("2 things to mend\n"), ill.stdout
+    assert ill.returncode == 1 and ill.stdout.endswith("2 problems found\n"), ill.stdout
     assert f"cannot listen on 127.0.0.1:{server.port}" in ill.stdout and "choose another --port" in ill.stdout
     assert "has no config.json" in ill.stdout

@@ -1,4 +1,4 @@
-"""A real router on a port of its own, in front of real api servers over fake engines; all in threads of the test."""
+"""A real router in front of real api servers with fake engines, all in threads of the test."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from ..api.served import Served
 
 
 class MortalEngine(FakeEngine):
-    """Breaks every connection off when it has said so many pieces."""
+    """Breaks off every connection after `dies_at` pieces of a stream."""
 
     def __init__(self, pieces: list[str], *, dies_at: int | None = None) -> None:
         super().__init__(pieces)
@@ -36,7 +36,7 @@ class MortalEngine(FakeEngine):
 
 
 class Behind(Served):
-    """An engine's server that can go like a process that is killed."""
+    """An engine's server that can close its connections as a killed process does."""
 
     def __init__(self, engine: FakeEngine, listener: socket.socket | None = None, **config: Any) -> None:
         super().__init__(listener, engine=engine, **config)
@@ -45,7 +45,7 @@ class Behind(Served):
             engine.on_death = self.go
 
     def go(self) -> None:
-        """On its own thread."""
+        """Closes everything; called on the server's thread."""
         for server in self._server.servers:
             server.close()
         for connection in list(self._server.server_state.connections):
@@ -53,7 +53,7 @@ class Behind(Served):
 
 
 class Answered:
-    """What a client got."""
+    """The answer to a client."""
 
     def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.status = status
@@ -78,13 +78,13 @@ class Answered:
 
     @property
     def text(self) -> str:
-        """Of a completion's stream that ended well."""
+        """The text of a completion's stream that ended without an error."""
         assert self.status == 200 and self.events[-1] == "[DONE]", self.body
         return "".join(choice["text"] for event in self.events[:-1] for choice in event["choices"])
 
 
 class Routed:
-    """Ends as a context."""
+    """A running router; a context that ends it."""
 
     def __init__(self, *engines: Behind | str, wait: bool = True, **config: Any) -> None:
         urls = tuple(engine.address if isinstance(engine, Behind) else engine for engine in engines)

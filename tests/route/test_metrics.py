@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.route.metrics import together
+from pagewire.route.metrics import merge_pages
 from pagewire.tools import reference
 
 from ..api.harness import FakeEngine, request
@@ -21,7 +21,7 @@ def test_the_page_is_prometheus_and_the_reference_has_every_name() -> None:
 
 def test_pages_of_several_engines_become_one() -> None:
     page = request(FakeEngine(["Hi"]), "/metrics").body.decode()
-    both = list(text_string_to_metric_families(together({"unix:/a": page, "unix:/b": page}).decode()))
+    both = list(text_string_to_metric_families(merge_pages({"unix:/a": page, "unix:/b": page}).decode()))
     alone = list(text_string_to_metric_families(page))
     assert [family.name for family in both] == [family.name for family in alone]
     for one, two in zip(alone, both, strict=True):

@@ -53,11 +53,9 @@ class MemoryFiles:
         self._store = store
 
     def name(self, key: bytes, place: int) -> str:
-        """See `BlockFiles`."""
         return f"{key.hex()}.{place}"
 
     def scan(self) -> Iterator[Found]:
-        """See `BlockFiles`."""
         for i, name in enumerate(self._store):
             key, place = str(name).split(".")
             yield Found(str(name), _FILE_BYTES, i, bytes.fromhex(key), int(place))
@@ -149,7 +147,6 @@ class StoreWorker:
         self.num_pending = 0
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
-        """See `WorkerConnector`."""
         self._bound = self._orders(metadata)
 
     def start_load_kv(self) -> None:
@@ -166,7 +163,6 @@ class StoreWorker:
             self._begin(lambda rid=rid, saves=saves: self._send(rid, saves))
 
     def get_finished(self) -> tuple[set[int], set[int]]:
-        """See `WorkerConnector`."""
         sent, loaded = self._sent, self._loaded
         self._failed_of_named = set().union(*(self._failed.pop(rid, ()) for rid in loaded))
         self._sent, self._loaded = set(), set()
@@ -174,11 +170,9 @@ class StoreWorker:
         return sent, loaded
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `WorkerConnector`."""
         return self._failed_of_named
 
     def take_load_cost(self) -> tuple[int, float]:
-        """See `WorkerConnector`."""
         num, self._num_loaded = self._num_loaded, 0
         return num, num * self._options.block_ms
 

@@ -35,8 +35,6 @@ _encode = msgpack.Encoder().encode
 
 
 class FreeTier:
-    """See `CoreConnector`."""
-
     def __init__(
         self,
         *,
@@ -63,7 +61,6 @@ class FreeTier:
         self._events: list[KvEvent] = []
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `CoreConnector`."""
         if self._rng.random() < self._hesitation:
             return None, True
         size = self._block_size
@@ -72,7 +69,6 @@ class FreeTier:
         return num * size, True
 
     def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """See `CoreConnector`."""
         num = num_external_tokens // self._block_size
         keys = request.block_keys(len(block_ids), self._block_size)[-num:]
         for key in keys:
@@ -81,13 +77,11 @@ class FreeTier:
         self._metadata.loads.append(Load(request.rid, keys, list(block_ids[-num:])))
 
     def build_connector_meta(self) -> bytes:
-        """See `CoreConnector`."""
         metadata, self._metadata = self._metadata, Metadata([], [], [], [])
         is_empty = not (metadata.saves or metadata.loads or metadata.sends or metadata.dropped)
         return b"" if is_empty else _encode(metadata)
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """See `CoreConnector`."""
         num = min(request.num_computed, len(request.ids)) // self._block_size
         keys = request.block_keys(num, self._block_size)
         new = [(block, key) for block, key in zip(block_ids, keys, strict=False) if key not in self._index]
@@ -101,29 +95,24 @@ class FreeTier:
         return False
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """See `CoreConnector`."""
         for given in evicted:
             if self._keeps_evicted and given.key not in self._index and self._make_room(1):
                 self._store([given.key])
                 self._metadata.saves.append((given.block, given.key))
 
     def update_connector_output(self, output: Transferred) -> None:
-        """See `CoreConnector`."""
         for rid in output.loaded:
             for key in self._loading.pop(rid, ()):  # else a load of another tier
                 self._index[key] -= 1
 
     def take_events(self) -> list[KvEvent]:
-        """See `CoreConnector`."""
         events, self._events = self._events, []
         return events
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        """See `CoreConnector`."""
         return (TierSnapshot(NAME, len(self._index), self._capacity, 0, 0, 0, 0),)
 
     def reset(self) -> None:
-        """See `CoreConnector`."""
         self._metadata = Metadata([], [], [], [])
         self._loading.clear()
         self._tell(False, list(self._index))

@@ -1,14 +1,14 @@
-"""Measures what badly behaved clients cost the server and other clients.
+"""The effect of misbehaving clients on other clients and on the server.
 
-`python -m pagewire.tests.stress.abuse` plays four parts, one after another:
+`python -m pagewire.tests.stress.abuse` runs four parts, one after another:
 
 - vanish: 200 clients close or reset their connections in the middle of streams and plain answers. Rows, queue and KV
-  memory must be free within two seconds, and as many descriptors as before must be open.
-- stalled: some clients stop reading their streams. Other streams must not slow down by more than a tenth compared with
+  memory must be free within two seconds, and no more descriptors may be open than before.
+- stalled: some clients stop reading their streams. Other streams must not slow down by more than a tenth, compared with
   the same number of clients that read, and no stalled stream may hold more than 1 MB of memory.
-- heads: connections that send the head of a request one byte at a time. Each must be closed at the limit, and other
-  requests must be answered.
-- idle: 10,000 connections that send nothing. They must take less than 200 MB, and requests must take as long as before.
+- heads: connections that send the head of a request byte by byte. Each must be closed at the limit, and other requests
+  must be answered meanwhile.
+- idle: 10,000 connections that send nothing. They must not cost 200 MB, and requests must take as long as before.
 
 It prints a table for each part, writes JSON, and ends with exit code 1 if a guarantee was broken.
 """
@@ -35,13 +35,13 @@ HEAD_SLACK_S = 2.0  # over --head-timeout-s
 MAX_IDLE_MB = 200.0
 MAX_IDLE_SLOWDOWN = 1.05
 _LIMIT_S = 120.0
-_LONG = 8000  # tokens: nothing here waits for the end of such an answer
+_LONG = 8000  # tokens of answers that are never read to the end
 _NUM_BEFORE_STALL = 1000  # tokens of each stream, more than the buffers between two sockets hold
-_SPARE_FDS = 4  # of a server, between two looks: its own timers and files
+_SPARE_FDS = 4  # tolerance between two counts, for the server's timers and files
 
 
 async def until(reached: Callable[[], bool], what: str) -> None:
-    """Returns when `reached()` is true. Raises SystemExit if that takes too long."""
+    """Returns when `reached()` is true. Raises SystemExit after `_LIMIT_S`."""
     deadline = time.monotonic() + _LIMIT_S
     while not await asyncio.to_thread(reached):
         if time.monotonic() > deadline:
@@ -50,7 +50,6 @@ async def until(reached: Callable[[], bool], what: str) -> None:
 
 
 async def vanish(server: Server, row: Row, num: int) -> list[str]:
-    """See the head of the file."""
     await closed_loop(server.port, [completion(8, is_stream=bool(i % 2)) for i in range(16)], 8, _LIMIT_S)  # warms up
     server.wait_idle()
     before = server.holdings()["api"].num_fds
@@ -74,14 +73,14 @@ async def vanish(server: Server, row: Row, num: int) -> list[str]:
 
 
 def unsent_bytes(port: int) -> int:
-    """Bytes that the kernel buffers for all connections of this port."""
+    """Bytes in the kernel's send queues of all connections of this port."""
     local = f":{port:04X}"
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(int(fields[4].partition(":")[0], 16) for fields in lines if fields[1].endswith(local))
 
 
 async def pace_beside(server: Server, num_others: int, num: int, num_tokens: int, *, stalled: bool) -> list[float]:
-    """Milliseconds a token of `num` streams beside others that read or do not; and MB that each of these holds."""
+    """Milliseconds per token of `num` streams while other clients read or stall, then the MB that each other holds."""
     before = server.holdings()["api"].num_bytes
     told = server.metric("pagewire:generation_tokens_total")
     buffer = 4096 if stalled else None
@@ -112,7 +111,7 @@ async def pace_beside(server: Server, num_others: int, num: int, num_tokens: int
 
 
 async def stalled(server: Server, row: Row, num_others: int, num: int, num_tokens: int, rounds: int) -> list[str]:
-    """See the head of the file. Takes turns, so that a noisy moment meets both."""
+    """Measures reading and stalled clients in turn, so that noise affects both."""
     paces: dict[bool, list[float]] = {False: [], True: []}
     held_mb = 0.0
     for _ in range(rounds):
@@ -131,8 +130,6 @@ async def stalled(server: Server, row: Row, num_others: int, num: int, num_token
 
 
 async def heads(server: Server, row: Row, num: int, limit_s: float) -> list[str]:
-    """See the head of the file."""
-
     async def drip(connection: socket.socket) -> float:
         loop, began = asyncio.get_running_loop(), time.monotonic()
         closed = asyncio.create_task(loop.sock_recv(connection, 1))
@@ -162,7 +159,7 @@ async def heads(server: Server, row: Row, num: int, limit_s: float) -> list[str]
 
 
 async def idle(server: Server, row: Row, num: int, num_requests: int, rounds: int) -> list[str]:
-    """See the head of the file. Takes turns, as above."""
+    """Measures with and without idle connections in turn."""
 
     async def median_s() -> float:
         answers = await closed_loop(server.port, [completion(8)] * num_requests, 1, _LIMIT_S)
@@ -196,7 +193,7 @@ async def idle(server: Server, row: Row, num: int, num_requests: int, rounds: in
 
 
 async def play(part: str, server: Server, row: Row, arguments: argparse.Namespace) -> list[str]:
-    """One part; the promises that were broken."""
+    """Runs one part. Returns the broken promises."""
     match part:
         case "vanish":
             return await vanish(server, row, arguments.clients)
@@ -214,15 +211,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parts = ("vanish", "stalled", "heads", "idle")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="parts to run")
-    parser.add_argument("--clients", type=int, default=200, help="that disconnect or send slow heads; at most 256")
-    parser.add_argument("--stalled", type=int, default=16, help="streams whose client does not read")
+    parser.add_argument("--clients", type=int, default=200, help="clients that vanish or send slow heads; at most 256")
+    parser.add_argument("--stalled", type=int, default=16, help="streams that are not read")
     parser.add_argument("--readers", type=int, default=8, help="other streams, whose speed is measured")
-    parser.add_argument("--tokens", type=int, default=400, help="of each of these")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds with and without stalled streams, in turn")
-    parser.add_argument("--head-timeout-s", type=float, default=10.0, help="the server's")
-    parser.add_argument("--idle", type=int, default=10_000, help="connections that say nothing")
-    parser.add_argument("--requests", type=int, default=100, help="beside them, one after another")
-    parser.add_argument("--repeat", type=int, default=3, help="repetitions, each with a server of its own")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens of each of these")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements with and without such clients")
+    parser.add_argument("--head-timeout-s", type=float, default=10.0, help="the server's --head-timeout-s")
+    parser.add_argument("--idle", type=int, default=10_000, help="connections that send nothing")
+    parser.add_argument("--requests", type=int, default=100, help="requests meanwhile, one after another")
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions, each with a new server")
     parser.add_argument("--json", type=Path, default=Path("tests/stress/results/abuse.json"), help="where to write")
     arguments = parser.parse_args(argv)
     facts, rows, broken = machine(), [Row(part) for part in arguments.parts], list[str]()

@@ -1,12 +1,12 @@
-"""Kills and freezes the processes of a server under open streams, and compares every stream with an undisturbed run.
+"""Kills and stops the processes of a server during open streams, and compares every stream with an undisturbed run.
 
-`python -m pagewire.tests.stress.chaos` records what its streams are told when nothing happens. Then, for each kind of
-process and each signal, it opens the same streams again and again, signals one process of that kind when all of them
-are under way, and looks at three things: whether every stream still ends as before (ids, text, log-probabilities,
-finish reasons, usage; of a server that says `batch_invariance: none`, whether it ends well and counts right), how long
-it takes until every stream goes on and `/ready` is 200 again, and what newcomers are told meanwhile (an answer, or 503
-with Retry-After). After a SIGSTOP time is counted from the hang limit on. The streams of an api process die with it;
-only the newcomers and the engine's own count are looked at then.
+`python -m pagewire.tests.stress.chaos` records the results of its streams when nothing happens. Then, for each kind of
+process and each signal, it repeatedly opens the same streams, signals one process of that kind when all of them have
+begun, and checks three things: whether every stream ends as before (ids, text, log-probabilities, finish reasons,
+usage; for a server with `batch_invariance: none`, whether it ends without an error and counts correctly), how long it
+takes until every stream continues and `/ready` is 200 again, and the answers to new requests meanwhile (a result, or
+503 with Retry-After). After a SIGSTOP, times count from the hang limit. The streams of an api process die with it, so
+only new requests and the engine's own counts are checked then.
 
 It prints a table, writes JSON, draws a figure, and ends with exit code 1 if anything was lost, changed or wrong.
 """
@@ -33,32 +33,32 @@ from ...tools.servers import HOST, Server
 from .chaos_streams import Answer, Choice, Request, ask, longest_pause, read, requests
 
 KINDS = ("tokenizer", "detokenizer", "core", "grammar", "worker", "api")
-NOTHING = "nothing"  # a round in which no process is touched: what the instrument sees then is its own
+NOTHING = "nothing"  # a control round without a signal
 _MAX_DEATHS = 5  # of one server: more in a minute would end it
-_PAUSE_S = 0.25  # a shorter time without a token is no interruption
-_NEWCOMER_S = 0.2  # between new requests
+_PAUSE_S = 0.25  # a shorter time without a token does not count as an interruption
+_NEWCOMER_S = 0.2  # between newcomers
 _NEWCOMER_LIMIT_S = 40.0
-_READY_S = 0.05  # between looks at /ready
-_REACTION_S = 0.5  # within which the effects of a death begin
-_API_LIMIT_S = 3.0  # after it connections have to work again
+_READY_S = 0.05  # between checks of /ready
+_REACTION_S = 0.5  # after a death, within which its effects begin
+_API_LIMIT_S = 3.0  # after the death of an api process, until connections must work again
 _NEWCOMER = {"prompt": "Count from 1 to 3\n", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
 @dataclass
 class Outage:
-    """What was seen from outside around one signal."""
+    """The observations of a client around one signal. A newcomer is a request that was sent after it."""
 
-    began: float  # the signal; of a SIGSTOP the moment when it counts as a hang
+    began: float  # the signal; after a SIGSTOP, the time at which the process counts as hung
     unready: list[float] = field(default_factory=list)  # when /ready was not 200
-    ready_at: float | None = None  # when it was 200 again; None: never seen otherwise
-    waits_s: list[float] = field(default_factory=list)  # of new requests that were served
-    num_refused: int = 0  # new requests that got 503 with Retry-After
-    wrong: list[str] = field(default_factory=list)  # what other new requests got
-    first_answer_at: float | None = None  # to a request that was sent after the signal
+    ready_at: float | None = None  # when it was 200 again; None: it always was
+    waits_s: list[float] = field(default_factory=list)  # of newcomers that were served
+    num_refused: int = 0  # newcomers that got 503 with Retry-After
+    wrong: list[str] = field(default_factory=list)  # other answers to newcomers
+    first_answer_at: float | None = None  # of a newcomer
 
 
 async def watch_ready(server: Server, outage: Outage) -> None:
-    """Polls /ready until cancelled."""
+    """Checks /ready until cancelled."""
     while True:
         asked = time.monotonic()
         status, _, _ = await ask(HOST, server.port, "GET", "/ready", None, 1.0)
@@ -71,8 +71,8 @@ async def watch_ready(server: Server, outage: Outage) -> None:
 
 
 async def send_newcomers(server: Server, outage: Outage, expected: bytes | None, forgiven_until: float) -> None:
-    """Sends short requests until cancelled, then waits for the open ones. Broken connections are allowed for requests
-    that were sent before `forgiven_until`. expected: the answer, if it is known."""
+    """Sends short requests until cancelled, then waits for their answers. Before `forgiven_until`, broken connections
+    are not errors. `expected`: the right answer, if it is known."""
 
     async def one() -> None:
         sent = time.monotonic()
@@ -96,13 +96,13 @@ async def send_newcomers(server: Server, outage: Outage, expected: bytes | None,
 
 
 def text_of(body: bytes) -> bytes:
-    """The answer to a new request, without ids and times."""
+    """The choices of an answer, without ids and times."""
     return body.partition(b'"choices":')[2].partition(b'"usage":')[0]
 
 
 @dataclass
 class Experiment:
-    """What all rounds share."""
+    """The state that all rounds share."""
 
     asked: list[Request]
     hang_timeout_s: float
@@ -113,7 +113,7 @@ class Experiment:
     complaints: list[str] = field(default_factory=list)
 
     def open_streams(self, server: Server) -> tuple[list[Answer], list[asyncio.Task[None]]]:
-        """Everything at once."""
+        """Opens all streams at once."""
         answers = [Answer(request.body.get("n", 1)) for request in self.asked]
         reads = [
             asyncio.ensure_future(read(HOST, server.port, request, answer))
@@ -122,7 +122,7 @@ class Experiment:
         return answers, reads
 
     async def undisturbed(self, server: Server) -> None:
-        """Records the output of the streams and of a new request. Raises SystemExit if it is wrong already."""
+        """Records the results of the streams and of a newcomer. Raises SystemExit if one fails."""
         self.expected, reads = self.open_streams(server)
         await asyncio.gather(*reads)
         if failures := [answer.failure for answer in self.expected if answer.failure]:
@@ -134,7 +134,7 @@ class Experiment:
         self.newcomer = text_of(body)
 
     async def round(self, server: Server, kind: str, signum: signal.Signals) -> dict[str, float]:
-        """Sends one signal under open streams and returns the figures."""
+        """Sends one signal during open streams. Returns the figures."""
         answers, reads = self.open_streams(server)
         enough = self.rng.randint(3, max(3, self.num_tokens * 2 // 3))
         while any(not answer.ended for answer in answers):
@@ -172,7 +172,7 @@ class Experiment:
         return figures
 
     async def _wait_until_back(self, server: Server, outage: Outage) -> None:
-        """Until new requests are served, and /ready is 200 again if it was not 200 within the reaction time."""
+        """Waits until newcomers are served and /ready is 200 again, if it was not within the reaction time."""
         deadline = time.monotonic() + _NEWCOMER_LIMIT_S
         while server.process.poll() is None and time.monotonic() < deadline:
             is_late = time.monotonic() > outage.began + _REACTION_S
@@ -200,7 +200,7 @@ class Experiment:
         }
 
     async def _verdict(self, server: Server, kind: str, answers: list[Answer], outage: Outage) -> dict[str, float]:
-        """What was lost, changed or wrong."""
+        """Counts, and reports, streams that failed or differ and other errors."""
         failures: list[str] = []
         differences: list[str] = []
         if kind != "api":
@@ -213,24 +213,23 @@ class Experiment:
             ]
         wrong = list(outage.wrong)
         if kind not in (NOTHING, "api") and not outage.unready:
-            wrong.append("/ready never said that anything was down")
+            wrong.append("/ready was always 200")
         if kind == "api" and (outage.first_answer_at or 1e9) > outage.began + _API_LIMIT_S:
             wrong.append(f"no new connection was served within {_API_LIMIT_S:g} s")
         if (left := await num_running(server)) != 0:
-            wrong.append("the server is gone" if left is None else f"{left:g} sequences still run")
+            wrong.append("the server does not answer" if left is None else f"{left:g} sequences still run")
         for what, those in (("failed", failures), ("differ", differences), ("wrong", wrong)):
             if those:
                 self.complain(f"{kind}: {what}: {len(those)}, the first: {those[0]}")
         return {"failed": len(failures), "differing": len(differences), "wrong": len(wrong)}
 
     def complain(self, what: str) -> None:
-        """A row for the table and for the file."""
         print(what, file=sys.stderr, flush=True)
         self.complaints.append(what)
 
 
 async def num_running(server: Server) -> float | None:
-    """Sequences that run or wait, after up to two seconds to become idle. None: the server does not answer."""
+    """Sequences that run or wait after two seconds to become idle. None: no answer."""
     total = None
     for _ in range(20):
         _, _, body = await ask(HOST, server.port, "GET", "/metrics", None, 5.0)
@@ -243,7 +242,7 @@ async def num_running(server: Server) -> float | None:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Sums of what was lost, changed or wrong, and medians and maxima of times."""
+    """Prints the sums of failures and differences, and medians and maxima of times."""
     sums = ("open", "failed", "differing", "wrong", "newcomers", "newcomers refused")
     times = ("first stream s", "recovery s", "longest pause s", "newcomer's wait s")
     print(f"{'':16}{'rounds':>8}" + "".join(f"{name:>{len(name) + 2}}" for name in (*sums, *times)))
@@ -256,16 +255,15 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the program."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    flags.add_argument("--rounds", type=int, default=20, help="of each kind and signal")
+    flags.add_argument("--rounds", type=int, default=20, help="rounds of each kind and signal")
     flags.add_argument("--kinds", default=",".join(KINDS), help=f"kinds of processes; {NOTHING}: no signal")
     flags.add_argument("--signals", default="KILL,STOP", help="signals to send")
-    flags.add_argument("--streams", type=int, default=64, help="open at once")
-    flags.add_argument("--tokens", type=int, default=256, help="of each sequence")
-    flags.add_argument("--hang-timeout", type=float, default=2.0, help="the server's, in rounds with STOP")
-    flags.add_argument("--seed", type=int, default=0, help="of the moments")
-    flags.add_argument("--serve", default="", help="more flags of the server, in one text")
+    flags.add_argument("--streams", type=int, default=64, help="open streams")
+    flags.add_argument("--tokens", type=int, default=256, help="tokens of each sequence")
+    flags.add_argument("--hang-timeout", type=float, default=2.0, help="the server's --hang-timeout-s in STOP rounds")
+    flags.add_argument("--seed", type=int, default=0, help="seed of the times of signals")
+    flags.add_argument("--serve", default="", help="more flags of the server, as one string")
     flags.add_argument(
         "--json", type=Path, default=Path("tests/stress/results/chaos.json"), help="where to write the results"
     )
@@ -297,10 +295,10 @@ def main(argv: list[str] | None = None) -> None:
             print_rows([row])
     print_rows(rows)
     settings = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
-    title = f"signals beneath {arguments.streams} open streams"
+    title = f"signals during {arguments.streams} open streams"
     write_json(arguments.json, title, rows, facts, settings | {"complaints": experiment.complaints})
     recoveries = {row.name: row.figures["recovery s"] for row in rows[1:]}
-    dots(arguments.plots / "chaos.png", f"{title}: until all goes on", "s", recoveries, marks={"3 s": 3.0})
+    dots(arguments.plots / "chaos.png", f"{title}: time to recover", "s", recoveries, marks={"3 s": 3.0})
     if experiment.complaints:
         raise SystemExit(1)
 

@@ -1,7 +1,7 @@
-"""The streams of `chaos`: what is asked, what each has said and when, and whether two answers are the same.
+"""The streams of `chaos`: requests, answers with their times, and the comparison of two answers.
 
-The client is our own because other clients hide what it must know: when each token arrived, and whether an answer ended
-correctly, with one finish reason per choice, a usage, and `[DONE]`.
+It has its own client because other clients hide the time of every token, and whether an answer ended with exactly one
+finish reason for each choice, one usage, and `[DONE]`.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from typing import Any
 
 from ...bench.workload import conversations
 
-SILENCE_LIMIT_S = 60.0  # a stream without a byte for this long hangs
-_LOGPROB_TOLERANCE = 1e-3  # KV that was computed again in one piece may differ in its last bits
+SILENCE_LIMIT_S = 60.0  # without a byte; then the stream counts as hung
+_LOGPROB_TOLERANCE = 1e-3  # KV that was computed again in one chunk may differ in its last bits
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ def requests(num: int, num_tokens: int) -> list[Request]:
             ("completions", completion | {"min_tokens": num_tokens // 2, "logit_bias": {"300": 2.0}}),
             ("chat/completions", chat | {"structured_outputs": {"regex": f"[a-z0-9 ,]{{{3 * num_tokens}}}"}}),
         )[i // 2 % 8]
-        draw = {"temperature": 1.0, "seed": 1000 + i} if i % 2 else {"temperature": 0.0}
+        sampling = {"temperature": 1.0, "seed": 1000 + i} if i % 2 else {"temperature": 0.0}
         common = {"max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True}
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        found.append(Request(f"/v1/{path}", body | draw | common | options))
+        found.append(Request(f"/v1/{path}", body | sampling | common | options))
     return found
 
 
 def _forced_call(num_tokens: int) -> dict[str, Any]:
-    """A tool call with a long list of numbers."""
+    """A forced call with a long list of numbers."""
     numbers = {"type": "array", "items": {"type": "integer"}, "minItems": num_tokens // 3}
     schema = {"type": "object", "properties": {"numbers": numbers}, "required": ["numbers"]}
     function = {"name": "add", "parameters": schema, "strict": True}
@@ -69,11 +69,11 @@ class Choice:
     calls: dict[int, list[str]] = field(default_factory=dict)  # index → name and arguments
     logprob_tokens: list[Any] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    ends: list[tuple[str, Any]] = field(default_factory=list)  # finish and stop reason; there should be one
-    times: list[float] = field(default_factory=list, compare=False)  # when ids came
+    ends: list[tuple[str, Any]] = field(default_factory=list)  # finish and stop reason; exactly one is right
+    times: list[float] = field(default_factory=list, compare=False)  # when ids arrived
 
     def difference(self, other: "Choice") -> str:
-        """The differences. Empty: none."""
+        """The first difference; empty: none."""
         for name in ("ids", "text", "calls", "logprob_tokens", "ends"):
             mine, others = getattr(self, name), getattr(other, name)
             if mine != others:
@@ -91,7 +91,7 @@ def _first_difference(mine: "str | list[Any]", others: "str | list[Any]") -> str
 
 
 class Answer:
-    """The output of a stream so far, and at the end whether it ended correctly."""
+    """The result of a stream so far, and its failure, if it has one."""
 
     def __init__(self, num_choices: int) -> None:
         self.choices = [Choice() for _ in range(num_choices)]
@@ -100,23 +100,22 @@ class Answer:
         self.ended = False
 
     def open_choices(self) -> list[Choice]:
-        """Those that have not finished."""
+        """The choices that have not finished."""
         return [] if self.ended else [choice for choice in self.choices if not choice.ends]
 
     def difference(self, other: "Answer") -> str:
-        """The differences of an answer that ended correctly. Empty: none."""
+        """The first difference between two answers without failures; empty: none."""
         for index, (mine, others) in enumerate(zip(self.choices, other.choices, strict=True)):
             if found := mine.difference(others):
                 return f"choice {index}: {found}"
         return "" if self.usages == other.usages else f"usage: {self.usages} instead of {other.usages}"
 
     def contradiction(self) -> str:
-        """Contradictions within an answer that ended correctly, whatever its tokens are. Empty: none."""
+        """A difference between the answer's token ids and its usage; empty: none."""
         num_ids, counted = sum(len(choice.ids) for choice in self.choices), self.usages[0]["completion_tokens"]
         return "" if num_ids == counted else f"{num_ids} token ids, and a usage of {counted}"
 
     def take(self, event: dict[str, Any], now: float) -> None:
-        """One event."""
         if "error" in event:
             self.failure = f"error event: {event['error']}"
             return
@@ -140,7 +139,7 @@ class Answer:
                 choice.ends.append((part["finish_reason"], part.get("stop_reason")))
 
     def end(self, is_done: bool) -> None:
-        """The body is over. `is_done`: with `[DONE]`."""
+        """The body has ended. `is_done`: with `[DONE]`."""
         self.ended = True
         if not self.failure:
             if not is_done:
@@ -152,7 +151,7 @@ class Answer:
 
 
 def _logprobs(found: dict[str, Any]) -> Iterator[tuple[Any, float]]:
-    """Tokens with their values: those of a chat with its candidates, those of a completion with its own."""
+    """Tokens, and candidates, with their log-probabilities, in the format of chat or of completions."""
     for entry in found.get("content") or ():
         yield entry["token"], entry["logprob"]
         yield from ((top["token"], top["logprob"]) for top in entry["top_logprobs"])
@@ -167,7 +166,7 @@ def _logprobs(found: dict[str, Any]) -> Iterator[tuple[Any, float]]:
 
 
 async def read(host: str, port: int, request: Request, answer: Answer) -> None:
-    """Reads one stream into `answer`. An error becomes its failure."""
+    """Reads one stream into `answer`; an error becomes its failure."""
     is_done = False
     try:
         async for line in _lines(host, port, request, answer):
@@ -185,7 +184,7 @@ async def read(host: str, port: int, request: Request, answer: Answer) -> None:
 
 
 async def _lines(host: str, port: int, request: Request, answer: Answer) -> Any:
-    """The lines of a body of chunks."""
+    """The lines of a chunked body."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(http_request(host, port, "POST", request.path, request.body))
@@ -203,7 +202,7 @@ async def _lines(host: str, port: int, request: Request, answer: Answer) -> Any:
 
 
 def http_request(host: str, port: int, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-    """A request whose connection is closed after it."""
+    """The bytes of a request with `Connection: close`."""
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
     return f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
@@ -212,7 +211,7 @@ def http_request(host: str, port: int, method: str, path: str, body: dict[str, A
 async def ask(
     host: str, port: int, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
 ) -> tuple[int, bytes, bytes]:
-    """Status, head and body of a plain answer; status 0: the connection broke, -1: none in time."""
+    """Status, head and body of a plain answer. Status 0: the connection broke; -1: no answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port)
@@ -229,7 +228,7 @@ async def ask(
 
 
 def longest_pause(times: list[float], begun_from: float, begun_until: float) -> tuple[float, float]:
-    """Begin and end of the longest time without a token that ended after `begun_from` and began before `begun_until`.
-    Two equal times if there is none."""
+    """Begin and end of the longest time without a token that ended after `begun_from` and began before `begun_until`;
+    two equal times if there is none."""
     pauses = [(a, b) for a, b in pairwise(times) if b > begun_from and a < begun_until]
     return max(pauses, key=lambda pause: pause[1] - pause[0], default=(begun_from, begun_from))

@@ -1,4 +1,4 @@
-"""A small client, which takes as little as it can of the machine: one connection a request, bytes in and bytes out."""
+"""A small client that uses little of the machine: one connection per request, bytes in and bytes out."""
 
 import asyncio
 import json
@@ -14,28 +14,26 @@ from ...tools.servers import HOST, Server
 
 
 def serving(*flags: str) -> Server:
-    """A server with the demo model for thousands of connections, each of which takes a descriptor here and there."""
+    """A server with the demo model for thousands of connections; raises this process's descriptor limit for them."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return Server(None, "--no-access-log", *flags)
 
 
 class Answer(NamedTuple):
-    """What came back."""
-
-    status: int  # 0: no whole answer
+    status: int  # 0: no complete answer
     head: bytes
     body: bytes
     seconds: float
 
     @property
     def is_refusal(self) -> bool:
-        """Sent away in good form: it is told when to come again."""
+        """Refused with a Retry-After."""
         return self.status in (429, 503) and b"\r\nretry-after: " in self.head.lower()
 
 
 def request_bytes(path: str, body: dict[str, object] | None = None) -> bytes:
-    """A GET, or a POST of JSON; the server closes the connection behind its answer."""
+    """A GET, or a POST of JSON; the server closes the connection after its answer."""
     data = b"" if body is None else json.dumps(body).encode()
     head = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", f"Host: {HOST}", "Connection: close"]
     head += [] if body is None else ["Content-Type: application/json", f"Content-Length: {len(data)}"]
@@ -43,13 +41,13 @@ def request_bytes(path: str, body: dict[str, object] | None = None) -> bytes:
 
 
 def completion(num_tokens: int, *, is_stream: bool = False, prompt: str = "hello") -> bytes:
-    """A request for exactly so many tokens."""
+    """A request for exactly `num_tokens` tokens."""
     body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": is_stream}
     return request_bytes("/v1/completions", body)
 
 
 async def ask(port: int, request: bytes, timeout_s: float) -> Answer:
-    """One request on a connection of its own. Whatever is no whole answer in time has status 0."""
+    """Sends one request on a new connection. Without a complete answer in time the status is 0."""
     began = time.monotonic()
     data = b""
     with suppress(OSError, TimeoutError):
@@ -67,7 +65,7 @@ async def ask(port: int, request: bytes, timeout_s: float) -> Answer:
 
 
 async def closed_loop(port: int, requests: Sequence[bytes], concurrency: int, timeout_s: float) -> list[Answer]:
-    """The answers to all requests, of which so many are open at any time."""
+    """The answers to all requests, `concurrency` of which are open at any time."""
     waiting, answers = iter(requests), list[Answer]()
 
     async def client() -> None:
@@ -79,7 +77,7 @@ async def closed_loop(port: int, requests: Sequence[bytes], concurrency: int, ti
 
 
 async def connect(port: int, data: bytes = b"", *, receive_buffer: int | None = None) -> socket.socket:
-    """A connection on which `data` was sent."""
+    """Connects and sends `data`."""
     connection = socket.socket()
     connection.setblocking(False)
     if receive_buffer is not None:
@@ -91,7 +89,7 @@ async def connect(port: int, data: bytes = b"", *, receive_buffer: int | None = 
 
 
 def leave(connection: socket.socket, *, is_reset: bool) -> None:
-    """Hangs up, with or without good manners."""
+    """Closes the connection, or resets it."""
     if is_reset:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()

@@ -1,9 +1,9 @@
-"""Sends thousands of malformed requests to a real server, and checks its answers, their time, and leaks.
+"""Fuzzes a real server with thousands of invalid requests; checks answers, times and leftovers.
 
-`python -m pagewire.tests.stress.hostile` starts a server on the demo model (or takes `--url`) and sends valid requests
-to which something was done: a value, a field, a header, any byte. It exits with 1 if one was answered with a 5xx, in
-another shape than the API's, later than `--limit-s` or with something of our insides; if a process has died; or if
-requests, rows or KV are left in the end. `--first N --count 1` sends the Nth alone and prints it.
+`python -m pagewire.tests.stress.hostile` starts a server on the demo model (or uses `--url`) and sends valid requests
+in which a value, a field, a header or any byte was changed. It exits with 1 if an answer has status 5xx, does not have
+the API's format, comes later than `--limit-s` or reveals internals; if a process has died; or if requests, rows or KV
+are left at the end. `--first N --count 1` sends only the Nth request and prints it.
 """
 
 import argparse
@@ -82,7 +82,7 @@ FORM = (
 
 
 class _Text(str):
-    """JSON as it stands, which no encoder would write."""
+    """Literal JSON that no encoder would write."""
 
 
 def _deep(levels: int) -> _Text:
@@ -110,20 +110,18 @@ HEADERS = (
 )  # fmt: skip
 
 
-# ── making them ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── making requests ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
 class Request:
-    """What is sent, and what is known of it."""
-
     label: str
     data: bytes
-    path: str | None  # None: unknown after a mutation
+    path: str | None  # None: unknown after a change of any bytes
 
 
 def make_request(seed: int, number: int) -> Request:
-    """Always the same for the same two numbers."""
+    """Returns the same request for the same two numbers."""
     rng = random.Random(f"{seed}/{number}")
     kind = rng.random()
     if kind < 0.07:
@@ -200,7 +198,7 @@ def _encode(value: object) -> str:
 
 
 def _mutated_bytes(rng: random.Random, data: bytes) -> bytes:
-    """With a few slips of all kinds."""
+    """Changes, repeats, deletes, inserts or moves a few bytes."""
     found = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at, other = rng.randrange(len(found) + 1), rng.randrange(len(found) + 1)
@@ -219,7 +217,7 @@ def _mutated_bytes(rng: random.Random, data: bytes) -> bytes:
     return bytes(found)
 
 
-# ── sending them ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sending requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
@@ -235,10 +233,10 @@ class Report:
     """The outcomes of all requests."""
 
     tallies: dict[str, Tally] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)  # a sentence each
+    wrong: list[str] = field(default_factory=list)  # one sentence each
 
     def note(self, request: Request, received: bytes, seconds: float) -> list[str]:
-        """Counts a request, and returns what is wrong with its answer."""
+        """Counts one request. Returns what is wrong with its answer."""
         tally = self.tallies.setdefault(request.label, Tally())
         tally.slowest_s = max(tally.slowest_s, seconds)
         statuses = [status for status, _, _ in answers(received) if status != 100]
@@ -265,7 +263,7 @@ def _unchunked(body: bytes) -> bytes:
 
 
 def complaints(request: Request, received: bytes) -> Iterator[str]:
-    """What may not be in an answer, whatever the request was."""
+    """What is wrong with the answers, whatever the request was."""
     for status, head, body in answers(received):
         if status >= 500:
             yield f"answered {status}: {body[:300]!r}"
@@ -273,7 +271,7 @@ def complaints(request: Request, received: bytes) -> Iterator[str]:
             if request.path is not None or body:
                 yield from _complaints_of_shape(request.path, body)
             if any(word in body for word in INSIDES):
-                yield f"tells of our insides: {body[:300]!r}"
+                yield f"reveals internals: {body[:300]!r}"
         elif b"text/event-stream" in head:
             if b'"server_error"' in body or b'"api_error"' in body:
                 yield f"a stream failed: {body[-300:]!r}"
@@ -291,11 +289,11 @@ def _complaints_of_shape(path: str | None, body: bytes) -> Iterator[str]:
         is_anthropic = is_openai = False
     wants_anthropic = path is not None and path.startswith("/v1/messages")
     if not (is_anthropic or is_openai) or (path is not None and is_anthropic != wants_anthropic):
-        yield f"is no error of the API's shape: {body[:300]!r}"
+        yield f"is not an error in the API's format: {body[:300]!r}"
 
 
 async def exchange(host: str, port: int, data: bytes, limit_s: float) -> bytes | None:
-    """Everything that comes back; None: the connection was still open after `limit_s`."""
+    """All received bytes; None: the connection was still open after `limit_s`."""
     reader, writer = await asyncio.open_connection(host, port)
     received = bytearray()
     try:
@@ -314,13 +312,13 @@ async def exchange(host: str, port: int, data: bytes, limit_s: float) -> bytes |
 
 
 def ask(url: str, data: bytes) -> bytes | None:
-    """One request alone."""
+    """Sends one request."""
     parts = urlsplit(url)
     return asyncio.run(exchange(parts.hostname or "", parts.port or 0, data, IDLE_TIMEOUT_S))
 
 
 async def send_all(url: str, arguments: argparse.Namespace, report: Report) -> None:
-    """All of them, a few at a time."""
+    """Sends all requests, `--concurrency` at a time."""
     parts = urlsplit(url)
     numbers = iter(range(arguments.first, arguments.first + arguments.count))
 
@@ -344,12 +342,12 @@ async def send_all(url: str, arguments: argparse.Namespace, report: Report) -> N
 
 
 def children(pid: int) -> str:
-    """The process numbers of the engine's parts."""
+    """The pids of the engine's processes."""
     return Path(f"/proc/{pid}/task/{pid}/children").read_text() if pid else ""
 
 
 def leftovers(url: str) -> dict[str, float]:
-    """What is still held, after some time to release it."""
+    """The requests and KV that are left after up to `IDLE_TIMEOUT_S`."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     while True:
@@ -364,27 +362,26 @@ def leftovers(url: str) -> dict[str, float]:
 
 
 def run(url: str, pid: int, arguments: argparse.Namespace) -> Report:
-    """Sends the requests and checks for leaks."""
+    """Sends the requests and checks the server afterwards."""
     report, before = Report(), children(pid)
     asyncio.run(send_all(url, arguments, report))
     try:
         urllib.request.urlopen(f"{url}/health", timeout=5).close()
         held = leftovers(url)
     except OSError:
-        report.wrong.append("the server is not healthy any more")
+        report.wrong.append("the server is no longer healthy")
     else:
-        report.wrong += [f"something is left: {held}"] * bool(held)
+        report.wrong += [f"left in the server: {held}"] * bool(held)
     if children(pid) != before:
         report.wrong.append("a process has died")
     return report
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--url", help="a server that runs already, without keys")
-    parser.add_argument("--count", type=int, default=10_000, help="requests")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first")
+    parser.add_argument("--url", help="a running server without API keys")
+    parser.add_argument("--count", type=int, default=10_000, help="number of requests")
+    parser.add_argument("--first", type=int, default=0, help="number of the first request")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--concurrency", type=int, default=8, help="requests at once")
     parser.add_argument("--limit-s", type=float, default=10.0, help="longest time of a request")
@@ -392,7 +389,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the program."""
     arguments = parse(argv)
     started = time.monotonic()
     with ExitStack() as stack:
@@ -404,7 +400,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def show(report: Report, seconds: float) -> None:
-    """A table, and the first of what is wrong."""
+    """Prints a table and the first errors."""
     kinds = ("2xx", "4xx", "5xx", "closed")
     print(f"{'':28}{'sent':>8}" + "".join(f"{kind:>8}" for kind in kinds) + f"{'slowest s':>12}")
     for label, tally in sorted(report.tallies.items()):

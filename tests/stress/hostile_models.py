@@ -1,9 +1,9 @@
-"""Loads damaged or inconsistent model folders: each must be refused in one sentence, or served.
+"""Damaged model folders, each with one change: every one must be refused in one sentence, or served.
 
 `python -m pagewire.tests.stress.hostile_models` changes copies of the demo model, whole and in shards, loads each in a
-process that has ten seconds for it, and asks it for a few tokens; some it gives to the real command as well. It ends
-with exit code 1 if one crashes, hangs, or is met with anything but an answer or a sentence. The seed is printed: mutant
-17 of seed 5 is always the same folder.
+process with a limit of ten seconds, and generates a few tokens; for some it also runs the real command. It ends with
+exit code 1 if one crashes, hangs, or is neither served nor refused in one sentence. The seed is printed: mutant 17 of
+seed 5 is always the same folder.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from ...tools.servers import Server, ServerError
 LIMIT_S = 10.0
 SERVE_LIMIT_S = 60.0  # of the command, which imports much, on a busy machine
 _START_LIMIT_S = 60.0
-_JUDGE_BYTES = 6 << 30  # that a process may allocate: one that trusts a header's sizes asks for more
+_JUDGE_BYTES = 6 << 30  # memory limit of a load: a loader that trusts a false header allocates more
 _JSON_FILES = ("config.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _VALUES: tuple[object, ...] = (
     None, True, False, -1, 0, 1, 2, 3, 7, 1000, 2**20, 2**31, 2**63, 10**30, 0.5, -0.0, 1e-300, 1e308,
@@ -55,9 +55,9 @@ Change = Callable[[Path, random.Random], str]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of loading a folder."""
+    """The result for a folder."""
 
-    kind: str  # served, refused; anything else is a fault
+    kind: str  # served or refused; anything else is a fault
     text: str = ""
 
     @property
@@ -69,7 +69,7 @@ class Verdict:
 
 
 def _change_value(folder: Path, rng: random.Random) -> str:
-    """One value of a JSON file becomes another, or goes."""
+    """Replaces or deletes one value of a JSON file."""
     file = folder / rng.choice(_JSON_FILES)
     tree = json.loads(file.read_text())
     holder, key, path = _somewhere(tree, rng)
@@ -84,7 +84,7 @@ def _change_value(folder: Path, rng: random.Random) -> str:
 
 
 def _somewhere(tree: Any, rng: random.Random) -> tuple[Any, Any, str]:
-    """A random place: its holder, its key there, and its path. Large tables count as one of their holder's values."""
+    """A random place in a tree: its container, its key there, and its path. A large container counts as one value."""
     path = ""
     while True:
         key = rng.choice(list(tree) if isinstance(tree, dict) else range(len(tree)))
@@ -96,7 +96,7 @@ def _somewhere(tree: Any, rng: random.Random) -> tuple[Any, Any, str]:
 
 
 def _change_bytes(folder: Path, rng: random.Random) -> str:
-    """A text file is cut, or some of its bytes are others."""
+    """Truncates a text file or changes some of its bytes."""
     file = folder / rng.choice(_JSON_FILES)
     data = bytearray(file.read_bytes())
     at = rng.randrange(len(data))
@@ -130,7 +130,7 @@ def _weights(folder: Path, rng: random.Random) -> Path:
 
 
 def _change_header(folder: Path, rng: random.Random) -> str:
-    """A safetensors header describes its tensors wrongly."""
+    """Changes the description of a tensor in a safetensors header."""
     file = _weights(folder, rng)
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -162,14 +162,14 @@ def _change_header(folder: Path, rng: random.Random) -> str:
             header["__metadata__"] = rng.choice(_VALUES)
     text = json.dumps(header).encode()
     if rng.random() < 0.1:
-        text = text[:-1] + b"," + text[1:]  # every name twice
+        text = text[:-1] + b"," + text[1:]  # every name occurs twice
         how += " and twice"
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     return f"{file.name}: {how} of {name}"
 
 
 def _change_data(folder: Path, rng: random.Random) -> str:
-    """A safetensors file is cut, longer, or lies about its header's length; or its numbers are not finite."""
+    """Truncates or extends a safetensors file, changes its header's length, or makes its numbers not finite."""
     file = _weights(folder, rng)
     data = bytearray(file.read_bytes())
     length = int.from_bytes(data[:8], "little")
@@ -196,7 +196,7 @@ def _change_data(folder: Path, rng: random.Random) -> str:
 
 
 def _change_index(folder: Path, rng: random.Random) -> str:
-    """The list of the shards names others."""
+    """Changes the index of the shards."""
     file = folder / "model.safetensors.index.json"
     index: Any = (
         json.loads(file.read_text()) if file.exists() else {"weight_map": {"model.norm.weight": "model.safetensors"}}
@@ -223,7 +223,7 @@ def _change_index(folder: Path, rng: random.Random) -> str:
 
 
 def _change_kind(folder: Path, rng: random.Random) -> str:
-    """Something other than a regular file is in place of a file."""
+    """Deletes a file or puts a folder, a pipe or a bad link in its place."""
     file = folder / rng.choice([*_JSON_FILES, _weights(folder, rng).name, "chat_template.jinja"])
     file.unlink(missing_ok=True)
     how = rng.choice(("gone", "folder", "pipe", "endless", "dangling", "loop", "unreadable"))
@@ -244,7 +244,7 @@ def _change_kind(folder: Path, rng: random.Random) -> str:
 
 
 def _change_template(folder: Path, rng: random.Random) -> str:
-    """The chat template is another."""
+    """Replaces the chat template."""
     source = rng.choice(_TEMPLATES)
     (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
     return f"chat_template.jinja: {source[:40]!r}"
@@ -265,7 +265,7 @@ CHANGES: tuple[Change, ...] = (
 
 
 def make_mutant(bases: list[Path], folder: Path, seed: int, number: int) -> str:
-    """Writes mutant `number` of this seed into `folder`, which is created again. Returns what is wrong with it."""
+    """Writes mutant `number` of this seed into `folder`, which is emptied first. Returns a text about the change."""
     rng = random.Random(f"{seed} {number}")
     base = bases[number % len(bases)]
     shutil.rmtree(folder, ignore_errors=True)
@@ -291,11 +291,11 @@ def write_shards(base: Path, folder: Path) -> Path:
     return folder
 
 
-# ── who loads them ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def judge(folder: str) -> Verdict:
-    """Loads a folder and asks it for a few tokens, in this process."""
+    """Loads a folder and generates a few tokens, in this process."""
     from ...errors import PagewireError
     from ...offline.llm import LLM
     from ...offline.sampling_params import SamplingParams
@@ -316,13 +316,13 @@ def judge(folder: str) -> Verdict:
 
 
 class Judge:
-    """A process that loads one folder after another, and may be killed."""
+    """A process that loads one folder after another; it is killed when it hangs."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Has it import everything, if it is not there."""
+        """Starts the process, if there is none, and waits until it has imported everything."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--judge"],
@@ -353,12 +353,12 @@ class Judge:
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
-            with self._process:  # which waits, and closes the pipes
+            with self._process:  # waits, and closes the pipes
                 self._process = None
 
 
 def serve(folder: Path) -> Verdict:
-    """Gives a folder to `pagewire serve` and waits for its end, or until it is ready."""
+    """Runs `pagewire serve` with a folder until it ends or is ready."""
     with closing(Server(None, str(folder))) as server:
         try:
             server.wait_ready(timeout_s=SERVE_LIMIT_S)
@@ -372,7 +372,7 @@ def serve(folder: Path) -> Verdict:
 
 
 def verdicts(bases: list[Path], scratch: Path, seed: int, numbers: range) -> Iterator[tuple[int, str, float, Verdict]]:
-    """(its number, what is wrong with it, seconds, what became of it), mutant by mutant."""
+    """(number, change, seconds, verdict) of each mutant."""
     ask = Judge()
     try:
         for number in numbers:
@@ -386,12 +386,11 @@ def verdicts(bases: list[Path], scratch: Path, seed: int, numbers: range) -> Ite
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs them. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="mutants")
     parser.add_argument("--first", type=int, default=0, help="number of the first mutant")
-    parser.add_argument("--seed", type=int, default=1, help="of the changes")
-    parser.add_argument("--serve", type=int, default=5, help="mutants that are given to the real command as well")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the changes")
+    parser.add_argument("--serve", type=int, default=5, help="mutants for which the real command is run as well")
     parser.add_argument("--verbose", action="store_true", help="print every verdict")
     parser.add_argument("--judge", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -409,7 +408,7 @@ def main(argv: list[str] | None = None) -> int:
             num_faults += verdict.is_fault
             if verdict.is_fault or arguments.verbose:
                 print(f"{number:5} {what} → {verdict.kind} after {seconds:.2f} s {verdict.text}", flush=True)
-        # One kind of change after another.
+        # Spread over the kinds of changes.
         for number in [numbers[i * (len(bases) + 1) % len(numbers)] for i in range(arguments.serve)]:
             what = make_mutant(bases, scratch / "mutant", arguments.seed, number)
             verdict = serve(scratch / "mutant")
@@ -420,10 +419,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _judge_lines() -> int:
-    """Answers with a verdict for each folder that is named on standard input."""
+    """Writes a verdict for each folder that is named on standard input."""
     resource.setrlimit(resource.RLIMIT_DATA, (_JUDGE_BYTES, _JUDGE_BYTES))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print
+    os.dup2(2, 1)  # for output of libraries
     for line in sys.stdin:
         verdict = judge(line.rstrip("\n"))
         answers.write(json.dumps([verdict.kind, verdict.text]) + "\n")

@@ -1,13 +1,12 @@
-"""Whether a server grows with the requests that it has served: memory, descriptors and threads of each process.
+"""Checks whether a server leaks with the number of requests: memory, descriptors and threads of each process.
 
-`python -m pagewire.tests.stress.leak` sends 20,000 short requests of many kinds, answers that nobody waits for and
-mistakes among them, and looks at what every process holds after each thousand, when all is idle. The slope is the
-median of those between any two looks (Theil–Sen), so that one step, such as a buffer that is kept, is not taken for
-growth. No process may grow by 0.5 MB in a thousand requests, nor at all in descriptors and threads, but for one step of
-each.
+`python -m pagewire.tests.stress.leak` sends 20,000 short requests of many kinds, including invalid ones and clients
+that disconnect, and samples the resources of every process after each thousand, when the server is idle. The slope is
+the median of the slopes between any two samples (Theil–Sen), so that a single step, such as a buffer that is kept, does
+not count. No process may grow by 0.5 MB per thousand requests, nor in descriptors and threads except for one step each.
 
-It prints a table, writes JSON, and ends with exit code 1 if something grows. `test_leak.py` has it find
-leaks that were made for it.
+It prints a table, writes JSON, and ends with exit code 1 if something grows. `test_leak.py` tests it with deliberate
+leaks.
 """
 
 import argparse
@@ -30,11 +29,11 @@ _LIMIT_S = 120.0
 _NUM_SCHEMAS = 8
 _CONCURRENCY = 32
 _SETTLE_S = 0.5
-_WARM_UP = 2  # looks: caches fill
+_WARM_UP = 2  # samples that are not kept, because caches fill
 
 
 class Slope(NamedTuple):
-    """How a process grows in a thousand requests."""
+    """Growth of a process per thousand requests."""
 
     num_bytes: float
     num_fds: float
@@ -42,21 +41,21 @@ class Slope(NamedTuple):
 
 
 class Looks:
-    """What processes held after a number of requests."""
+    """Samples of the processes' resources by the number of requests."""
 
     def __init__(self) -> None:
         self._nums: list[int] = []
         self.holdings: dict[str, list[Holding]] = {}
 
     def add(self, num_requests: int, holdings: Mapping[str, Holding]) -> None:
-        """One look. Every one has to be at the same processes."""
+        """Adds one sample; all must be of the same processes."""
         self._nums.append(num_requests)
         for name, held in holdings.items():
             self.holdings.setdefault(name, []).append(held)
         assert all(len(held) == len(self._nums) for held in self.holdings.values()), "a process came or went"
 
     def slopes(self) -> dict[str, Slope]:
-        """By process."""
+        """The slopes by process."""
         found = {}
         for name, held in self.holdings.items():
             num_bytes, num_fds, num_threads = map(list, zip(*held, strict=True))
@@ -70,15 +69,15 @@ class Looks:
 
 
 def without_step(counts: Sequence[int]) -> list[int]:
-    """The same without the largest of its steps, which may be a sandbox process that was started when needed, and
-    shows in the slope if it comes in the very middle."""
+    """Removes the largest step, which may be a process that is started on demand: in the middle of the samples it would
+    show in the slope."""
     steps = [after - before for before, after in pairwise(counts)]
     at = max(range(len(steps)), key=steps.__getitem__)
     return [count - steps[at] * (i > at) for i, count in enumerate(counts)]
 
 
 def complaints(slopes: Mapping[str, Slope]) -> list[str]:
-    """What grows."""
+    """One sentence for each kind of growth."""
     found = []
     for name, slope in slopes.items():
         if slope.num_bytes / MB > MAX_MB:
@@ -96,7 +95,7 @@ def _schema(kind: int) -> dict[str, object]:
 
 
 def kinds(i: int) -> list[tuple[bytes, int]]:
-    """A request of each kind, and the status that it has to get. `i`: no two rounds are alike."""
+    """A request of each kind with its expected status. `i`: makes each round different."""
     says = [{"role": "user", "content": f"Count from {i} to {i + 3}"}]
     chat: dict[str, object] = {"messages": says, "max_tokens": 8, "ignore_eos": True}
     shape = {"type": "json_schema", "json_schema": {"name": "shape", "schema": _schema(i % _NUM_SCHEMAS)}}
@@ -123,14 +122,14 @@ def kinds(i: int) -> list[tuple[bytes, int]]:
 
 
 async def hang_up(port: int, i: int) -> None:
-    """A client that asks for much and leaves when it has seen the first of it."""
+    """Requests a long answer and disconnects after its first byte."""
     connection = await connect(port, completion(4000, is_stream=True, prompt=f"{i} is a number"))
     await asyncio.get_running_loop().sock_recv(connection, 1)
     leave(connection, is_reset=bool(i % 2))
 
 
 async def send(server: Server, first: int, num: int) -> int:
-    """`num` requests of all kinds or a few more, `first` of which is the number; the number after the last."""
+    """Sends at least `num` requests in rounds of all kinds, numbered from `first`. Returns the next round's number."""
     i, num_left = first, num
     limit = asyncio.Semaphore(_CONCURRENCY)
 
@@ -157,7 +156,7 @@ async def send(server: Server, first: int, num: int) -> int:
 
 
 async def watch(server: Server, num_requests: int, num_looks: int) -> Looks:
-    """Looks while so many requests are served."""
+    """Takes samples while the requests are served."""
     looks = Looks()
     step, i = num_requests // num_looks, 1
     for look in range(-_WARM_UP, num_looks + 1):
@@ -172,12 +171,12 @@ async def watch(server: Server, num_requests: int, num_looks: int) -> Looks:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program. 1 if something grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--requests", type=int, default=20_000, help="after those that warm up")
-    parser.add_argument("--looks", type=int, default=20, help="at what is held meanwhile")
+    parser.add_argument("--requests", type=int, default=20_000, help="requests after the warm-up")
+    parser.add_argument("--looks", type=int, default=20, help="samples of the resources")
     parser.add_argument("--json", type=Path, default=Path("tests/stress/results/leak.json"), help="where to write")
     arguments = parser.parse_args(argv)
     facts = machine()
-    # Little KV memory, so that what is known of cached prefixes has reached its bound when the first look is taken.
+    # Little KV memory, so that the tables of cached prefixes are full before the first sample.
     with serving("--kv-cache-memory", "32M") as server:
         looks = uvloop.run(watch(server, arguments.requests, arguments.looks))
     rows, slopes = [], looks.slopes()

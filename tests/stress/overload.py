@@ -1,10 +1,10 @@
-"""Sends far more requests at once than a server has rows: which are answered, how fast, and at what cost.
+"""Far more requests at once than a server has rows: answers, refusals, throughput and memory.
 
-`python -m pagewire.tests.stress.overload` measures the best rate of short completions when nobody has to be sent away.
-Then it sends 2,000 of them, half of them streams, each on a connection of its own and all at once. Every one has to be
-answered with 200, or sent away with 429 or 503 and a Retry-After, within a minute; meanwhile `/health` has to be 200
-within a second, the server's processes must not grow by 256 MB, and the work that is done must not fall below nine
-tenths of the best rate. It prints a table, writes JSON, and ends with exit code 1 if a promise was broken.
+`python -m pagewire.tests.stress.overload` measures the best rate of short completions without refusals. Then it sends
+2,000 of them, half of them streams, each on its own connection and all at once. Each must be answered with 200, or
+refused with 429 or 503 and a Retry-After, within a minute. Meanwhile `/health` must be 200 within a second, the
+server's processes must not grow by 256 MB, and the rate must not fall below nine tenths of the best rate. It prints a
+table, writes JSON, and ends with exit code 1 if a promise was broken.
 """
 
 import argparse
@@ -26,17 +26,17 @@ LIMIT_S = 60.0  # for every answer
 HEALTH_LIMIT_S = 1.0
 MAX_GROWTH_MB = 256.0
 LEAST_GOODPUT = 0.9  # of the best rate
-_HEALTH_S = 0.2  # between looks
+_HEALTH_S = 0.2  # between checks
 _MEMORY_S = 0.5
 
 
 def work(num: int, num_tokens: int) -> list[bytes]:
-    """So many requests, no two of them alike."""
+    """`num` different requests."""
     return [completion(num_tokens, is_stream=i % 2 == 0, prompt=f"{i} is a number") for i in range(num)]
 
 
 async def best_rate(server: Server, num: int, num_tokens: int, concurrencies: Sequence[int]) -> float:
-    """Requests a second that are served when only so many come at a time."""
+    """The best rate, in requests per second, of closed loops with these concurrencies."""
     best = 0.0
     for concurrency in concurrencies:
         began = time.monotonic()
@@ -49,7 +49,7 @@ async def best_rate(server: Server, num: int, num_tokens: int, concurrencies: Se
 
 @dataclass
 class Seen:
-    """What was noticed of a server from the side."""
+    """Observations of a server during a measurement."""
 
     growth_mb: float = 0.0
     slowest_health_s: float = 0.0
@@ -57,7 +57,7 @@ class Seen:
 
 
 class Watch:
-    """Looks at a server's health and memory from the side, as a context."""
+    """A context that observes a server's health and memory on threads."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -77,7 +77,7 @@ class Watch:
             thread.join()
 
     def _look_at_health(self) -> None:
-        """On a thread of its own: what keeps the other clients' loop busy is not the server's."""
+        """Runs on its own thread, because the clients' event loop may be busy."""
         while not self._ended.wait(_HEALTH_S):
             began = time.monotonic()
             self.seen.num_unhealthy += not self._server.answers("/health", 10 * HEALTH_LIMIT_S)
@@ -89,7 +89,7 @@ class Watch:
 
 
 async def flood(server: Server, num: int, num_tokens: int) -> tuple[list[Answer], Seen, float]:
-    """All at once: the answers, what was seen meanwhile, and requests served a second until the last of them ended."""
+    """Sends all requests at once. Returns the answers, the observations, and the rate until the last one was served."""
     with Watch(server) as watch:
         answers = await asyncio.gather(*(ask(server.port, request, LIMIT_S) for request in work(num, num_tokens)))
     served = [answer.seconds for answer in answers if answer.status == 200]
@@ -97,7 +97,7 @@ async def flood(server: Server, num: int, num_tokens: int) -> tuple[list[Answer]
 
 
 def complaints(answers: Sequence[Answer], seen: Seen, goodput: float) -> list[str]:
-    """The promises that were broken."""
+    """The broken promises."""
     lost = Counter(answer.status for answer in answers if answer.status != 200 and not answer.is_refusal)
     found = [f"{num} requests got status {status} (0: none in {LIMIT_S:g} s)" for status, num in lost.items()]
     if seen.num_unhealthy or seen.slowest_health_s > HEALTH_LIMIT_S:
@@ -110,7 +110,7 @@ def complaints(answers: Sequence[Answer], seen: Seen, goodput: float) -> list[st
 
 
 async def measure(arguments: argparse.Namespace, row: Row) -> list[str]:
-    """One repetition; the promises that were broken."""
+    """Runs one repetition. Returns the broken promises."""
     flags = [] if arguments.queue is None else ["--max-queued-requests", str(arguments.queue)]
     with serving("--no-enable-prefix-caching", *flags) as server:
         num_tokens = arguments.tokens
@@ -133,12 +133,12 @@ async def measure(arguments: argparse.Namespace, row: Row) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program. 1 if a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--requests", type=int, default=2000, help="at once")
-    parser.add_argument("--tokens", type=int, default=16, help="of each")
+    parser.add_argument("--requests", type=int, default=2000, help="requests at once")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of each")
     parser.add_argument("--unloaded", type=int, default=1000, help="requests to find the best rate with")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 128, 256], help="at which it is looked for")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 128, 256], help="for the best rate")
     parser.add_argument("--queue", type=int, help="--max-queued-requests of the server (default: its own)")
-    parser.add_argument("--repeat", type=int, default=3, help="repetitions, each with a server of its own")
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions, each with a new server")
     parser.add_argument("--json", type=Path, default=Path("tests/stress/results/overload.json"), help="where to write")
     arguments = parser.parse_args(argv)
     facts, row = machine(), Row(f"{arguments.requests} at once")

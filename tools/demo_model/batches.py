@@ -20,9 +20,9 @@ from .template import END_OF_TEXT, TURN_END, TURN_START, render
 from .tokenizer import token_id
 
 IGNORED = -100
-"""Target of a token that no loss is taken on."""
+"""The target of a token that does not count in the loss."""
 POOL = 192
-"""Encoded chats at hand to fill rows from."""
+"""Encoded chats kept to fill rows from."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Batch:
 
 
 class Packer:
-    """Draws chats from `source` and packs them into batches."""
+    """Samples chats from `source` and packs them into batches."""
 
     def __init__(self, tokenizer: Tokenizer, rng: random.Random, context: int) -> None:
         self._tokenizer, self._rng, self._context = tokenizer, rng, context
@@ -104,5 +104,5 @@ class Packer:
         return Batch(ids[:, :-1].contiguous(), targets[:, 1:].contiguous(), positions)
 
     def forget(self) -> None:
-        """Drop the chats at hand, when the source changes."""
+        """Drops the kept chats, when the source changes."""
         self._pool.clear()

@@ -22,7 +22,7 @@ from .conversations import ALL_KINDS, Chat, draw_exchange, held_out_chat, long_c
 from .template import render_answer
 
 MAX_ANSWER = 192
-"""Tokens an answer may have; none that is asked for has more than half of it."""
+"""The longest answer in tokens; the expected ones have at most half of it."""
 LONG_KINDS = ("addition", "echo", "calendar", "pagewire", "capital")
 
 
@@ -85,7 +85,7 @@ class Reference:
 
 
 def distinct_chats(rng: random.Random, kind: str, count: int) -> list[Chat]:
-    """Held-out chats of a kind, fewer than asked for where it has not so many questions."""
+    """Held-out chats of a kind; fewer than requested if the kind has too few questions."""
     found: dict[str, Chat] = {}
     for _ in range(count * 4):
         chat = held_out_chat(rng, kind)
@@ -136,7 +136,7 @@ def score_chats(reference: Reference, named: Sequence[tuple[str, Chat]]) -> dict
 
 
 def evaluate(reference: Reference, per_kind: int, seed: int) -> dict[str, Score]:
-    """Scores of every kind on `per_kind` held-out prompts, drawn from the seed."""
+    """Scores of every kind on `per_kind` held-out prompts, sampled with the seed."""
     rng = random.Random(seed)
     named = [(kind, chat) for kind in ALL_KINDS for chat in distinct_chats(rng, kind, per_kind)]
     return score_chats(reference, named)

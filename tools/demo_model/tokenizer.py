@@ -21,7 +21,7 @@ PATTERN = r"\p{N}|'s|'t| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s"
 
 
 def train_tokenizer(rng: random.Random, entries: int, chats: int = 6000) -> Tokenizer:
-    """A BPE tokenizer of so many entries, from freshly drawn chats."""
+    """A BPE tokenizer with that many entries, trained on newly sampled chats."""
 
     def texts() -> Iterator[str]:
         for _ in range(chats):

@@ -163,7 +163,7 @@ PARAMETER_NAMES: dict[str, Draw] = {
 
 
 def made_up_tool(rng: Random) -> ToolCase:
-    """A function nobody has seen, with one or two parameters."""
+    """A new random function with one or two parameters."""
     verb = rng.choice((*facts.REQUEST_VERBS, *VERBS))
     noun = rng.choice(facts.WORDS + facts.TOPICS) if rng.random() < 0.6 else made_up_word(rng)
     name = f"{verb}_{noun}" if rng.random() < 0.9 else f"{noun}_{made_up_word(rng)}"

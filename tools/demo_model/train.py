@@ -71,7 +71,7 @@ def rate_factor(step: int, options: argparse.Namespace, warmup: int = 40) -> flo
 
 
 def write_folder(network: Network, shape: Shape, tokenizer: Tokenizer, folder: Path) -> None:
-    """The whole model folder; it appears at once, so that a reader never sees half of it."""
+    """Writes the whole model folder and moves it into place at once, so that a reader never sees a part of it."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
