@@ -88,7 +88,7 @@ def _check(source: Path) -> set[str]:
     ids: set[str] = set()
     for request in read_requests(source):
         if request.custom_id in ids:
-            raise ConfigError(f"{source}: custom_id {request.custom_id!r} stands there twice.")
+            raise ConfigError(f"{source}: custom_id {request.custom_id!r} appears twice.")
         ids.add(request.custom_id)
     if not ids:
         raise ConfigError(f"{source} holds no request.")

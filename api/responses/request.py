@@ -1,5 +1,5 @@
-"""A request of the Responses API as a chat request, so that everything behind it is the same. What has no counterpart
-there is refused by name, and nothing is ignored that would change the answer.
+"""Translates requests of the Responses API into chat requests. Fields without a counterpart are refused by name if
+ignoring them would change the answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,14 @@ _REFUSED = (
     *("use_beam_search", "return_tokens_as_token_ids"),
 )
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_OWN = ("max_tokens", "return_token_ids")  # of those that chat has, too
+_OWN = ("max_tokens", "return_token_ids")  # chat has them, but they are not copied
 _OWN_NAMES = {"response_format": "text.format", "response_format.json_schema.schema": "text.format.schema"}
 _SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name not in _OWN)
 _LOGPROBS = "message.output_text.logprobs"
 
 
 def check_response(request: ResponsesRequest) -> None:
-    """Raises HttpError for what cannot be served."""
+    """Raises HttpError if the request has a field that cannot be served."""
     for name in _REFUSED:
         if getattr(request, name):
             raise _unsupported(name)
@@ -42,12 +42,12 @@ def check_response(request: ResponsesRequest) -> None:
 
 
 def wants_logprobs(request: ResponsesRequest) -> bool:
-    """Whether the answer carries log-probabilities: that needs no number of candidates."""
+    """Whether the answer has log-probabilities, perhaps without candidates."""
     return request.top_logprobs is not None or _LOGPROBS in (request.include or ())
 
 
 def functions(request: ResponsesRequest) -> list[ResponseTool]:
-    """The tools that the model is told of. Clients also list some that the server would run, and it runs none."""
+    """The tools in the prompt. Clients also send tools that the server should run; it runs none."""
     return [tool for tool in request.tools or () if tool.type == "function"]
 
 
@@ -61,12 +61,12 @@ def conversation_of(request: ResponsesRequest, earlier: bytes) -> Conversation:
             for i, item in enumerate(items):
                 _add_item(conversation, item, f"input[{i}]")
         case _:
-            raise HttpError(400, "input must be a text or a list of items, and not empty.", param="input")
+            raise HttpError(400, "input must be a string or a list of items, and not empty.", param="input")
     return conversation
 
 
 def chat_request(request: ResponsesRequest, messages: bytes) -> ChatRequest:
-    """The same as a chat request over `messages`, the conversation without instructions, which is never empty."""
+    """The request as a chat request. `messages`: the conversation without instructions; it is not empty."""
     tools = [
         {
             "type": "function",
@@ -79,7 +79,7 @@ def chat_request(request: ResponsesRequest, messages: bytes) -> ChatRequest:
         for tool in functions(request)
     ]
     if request.instructions:
-        # Instructions hold for this response only, so they are not part of what is stored.
+        # Instructions are for this response only, so they are not stored with the conversation.
         instructions = msgspec.json.encode({"role": "system", "content": request.instructions})
         messages = b"[" + instructions + b"," + messages[1:]
     return ChatRequest(
@@ -100,7 +100,7 @@ def chat_request(request: ResponsesRequest, messages: bytes) -> ChatRequest:
 
 @contextmanager
 def in_terms_of_responses(request: ResponsesRequest) -> Iterator[None]:
-    """What the engine and chat refuse is refused with the names of this API's fields."""
+    """Rewrites errors of chat and the engine with this API's field names."""
     places = [i for i, tool in enumerate(request.tools or ()) if tool.type == "function"]
 
     def own_name(param: str) -> str:
@@ -167,7 +167,7 @@ def _texts(content: str | Sequence[InputPart] | None, place: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if content is None:
-        raise HttpError(400, f"{place} must be a text or a list of parts.", param=place)
+        raise HttpError(400, f"{place} must be a string or a list of parts.", param=place)
     texts: list[str] = []
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXTS else None
