@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ...errors import RequestError
 from ...ipc.messages import Sleep, Slept, Wake
 from ..http.exchange import send_json
-from ..http.http_error import HttpError
+from ..http.http_error import unsupported
 from ..http.operation import Operation
 from ..output.service import Service
 
@@ -111,4 +111,4 @@ def _check_query(scope: Scope, only: Mapping[str, str]) -> None:
     for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
         if only.get(name) != value:
             text = f"{name[:100]} must be {only[name]}." if name in only else f"There is no parameter {name[:100]!r}."
-            raise HttpError(400, text, code="unsupported_value", param=name[:100])
+            raise unsupported(name[:100], text)

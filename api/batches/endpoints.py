@@ -13,7 +13,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..http.exchange import ClientGone, read_json, send_json, too_large
-from ..http.http_error import HttpError
+from ..http.http_error import HttpError, unsupported
 from ..http.operation import Operation
 from ..openai.translate import decode_body
 from ..output.service import Service
@@ -90,7 +90,7 @@ class BatchEndpoints:
             raise HttpError(400, "The body is not multipart/form-data with one file.", param="file") from error
         try:
             if form.get("purpose") != "batch":
-                raise HttpError(400, 'purpose must be "batch".', code="unsupported_value", param="purpose")
+                raise unsupported("purpose", 'purpose must be "batch".')
             upload = form.get("file")
             if not isinstance(upload, UploadFile):
                 raise HttpError(400, "file must be a file.", param="file")
@@ -134,11 +134,9 @@ class BatchEndpoints:
         request = decode_body(self._decoder, await read_json(scope, receive))
         if request.output_expires_after is not None:
             name = "output_expires_after"
-            raise HttpError(400, f"{name} is not supported.", code="unsupported_value", param=name)
+            raise unsupported(name)
         if request.endpoint not in URLS:
-            raise HttpError(
-                400, f"endpoint must be one of {', '.join(URLS)}.", code="unsupported_value", param="endpoint"
-            )
+            raise unsupported("endpoint", f"endpoint must be one of {', '.join(URLS)}.")
         owner = _owner(scope)
         try:
             self._store.file(owner, request.input_file_id)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ...config.config import EngineConfig
 from ...ipc.messages import IdsPrompt, Limits, PairPrompt, Pooling, Sampling, Submit, TextPrompt, TextSpec, ids_to_bytes
-from ..http.http_error import HttpError
+from ..http.http_error import HttpError, unsupported
 from .types import EmbeddingsRequest, PoolingRequest, RerankRequest, ScoreRequest
 
 MAX_INPUTS = 2048  # of one request
@@ -103,7 +103,7 @@ def _submits(
 ) -> list[Submit]:
     for name in _REFUSED:
         if getattr(request, name, None) is not None:
-            raise HttpError(400, f"{name} is not supported.", code="unsupported_value", param=name)
+            raise unsupported(name)
     if len(prompts) > MAX_INPUTS:
         raise HttpError(400, f"At most {MAX_INPUTS} texts can be sent at once; these are {len(prompts)}.")
     return [

@@ -6,7 +6,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ..http.exchange import read_json, send_body, send_json
-from ..http.http_error import HttpError
+from ..http.http_error import HttpError, unsupported
 from ..http.operation import Operation
 from ..openai.translate import chat_submits, decode_body, read_turn
 from ..output.reply import Reply
@@ -71,7 +71,7 @@ class ResponsesEndpoints:
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
         stored = self._stored(scope["state"]["salt"], scope["path_params"]["id"])
         if b"stream=true" in scope["query_string"]:
-            raise HttpError(400, "A stored response is not streamed.", code="unsupported_value", param="stream")
+            raise unsupported("stream", "A stored response is not streamed.")
         await send_body(send, 200, stored.body)
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:

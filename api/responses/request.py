@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from ...errors import RequestError
-from ..http.http_error import HttpError, as_http_error
+from ..http.http_error import HttpError, as_http_error, unsupported
 from ..openai.conversation import Conversation
 from ..openai.types import ChatRequest
 from ..output.shapes import GenerationRequest, ResponseFormat
@@ -29,13 +29,13 @@ def check_response(request: ResponsesRequest) -> None:
     """Raises HttpError if the request has a field that cannot be served."""
     for name in _REFUSED:
         if getattr(request, name):
-            raise _unsupported(name)
+            raise unsupported(name)
     if request.prompt_logprobs is not None:
-        raise _unsupported("prompt_logprobs")
+        raise unsupported("prompt_logprobs")
     if request.n not in (None, 1):
-        raise _unsupported("n")
+        raise unsupported("n")
     if request.return_token_ids and not request.stream:
-        raise _unsupported("return_token_ids", " without stream")
+        raise unsupported("return_token_ids", "return_token_ids without stream is not supported.")
     for i, tool in enumerate(request.tools or ()):
         if tool.type == "function" and not tool.name:
             raise HttpError(400, "A function needs a name.", param=f"tools[{i}].name")
@@ -115,10 +115,6 @@ def in_terms_of_responses(request: ResponsesRequest) -> Iterator[None]:
         raise as_http_error(error).with_name(own_name) from None
 
 
-def _unsupported(name: str, when: str = "") -> HttpError:
-    return HttpError(400, f"{name}{when} is not supported.", code="unsupported_value", param=name)
-
-
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     if request.text is None or request.text.format is None:
         return None
@@ -130,12 +126,8 @@ def _tool_choice(choice: str | dict[str, object] | None) -> str | dict[str, obje
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
         case dict():
-            raise HttpError(
-                400,
-                "tool_choice must be a word or name a function; the server runs no tools itself.",
-                code="unsupported_value",
-                param="tool_choice",
-            )
+            detail = "tool_choice must be a word or name a function; the server runs no tools itself."
+            raise unsupported("tool_choice", detail)
         case _:
             return choice
 
@@ -155,12 +147,7 @@ def _add_item(conversation: Conversation, item: InputItem, place: str) -> None:
             lacking = "role" if item.type in (None, "message") else "name" if item.call_id is not None else "call_id"
             raise HttpError(400, f"{place} has no {lacking}.", param=f"{place}.{lacking}")
         case _:
-            raise HttpError(
-                400,
-                f"Items of type {str(item.type)[:40]!r} are not supported.",
-                code="unsupported_value",
-                param=f"{place}.type",
-            )
+            raise unsupported(f"{place}.type", f"Items of type {str(item.type)[:40]!r} are not supported.")
 
 
 def _texts(content: str | Sequence[InputPart] | None, place: str) -> list[str]:
@@ -172,11 +159,7 @@ def _texts(content: str | Sequence[InputPart] | None, place: str) -> list[str]:
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXTS else None
         if text is None:
-            raise HttpError(
-                400,
-                f"This model takes text only; a content part of type {part.type[:40]!r} was sent.",
-                code="unsupported_value",
-                param=f"{place}[{i}].type",
-            )
+            detail = f"This model takes text only; a content part of type {part.type[:40]!r} was sent."
+            raise unsupported(f"{place}[{i}].type", detail)
         texts.append(text)
     return texts
