@@ -21,9 +21,9 @@ def _load(flag: str, name: str) -> Family:
     found = find_class(flag, target, ())
     if not isinstance(found, Family):
         raise ConfigError(f"{flag} {name}: this is not a Family of pagewire.api.output.parsers.family.")
-    is_empty = found.calls is NO_CALLS if flag == "--tool-call-parser" else found.reasoning is None
-    if is_empty and name != "none":
-        raise ConfigError(f"{flag} {name}: this family has no {'calls' if found.reasoning else 'reasoning'}.")
+    part = "calls" if flag == "--tool-call-parser" else "reasoning"
+    if name != "none" and getattr(found, part) in (None, NO_CALLS):
+        raise ConfigError(f"{flag} {name}: this family has no {part}.")
     return found
 
 
