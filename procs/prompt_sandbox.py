@@ -94,7 +94,7 @@ class PromptSandbox:
         return self._takes_all or is_suspect or _has_own_template(question) or num_chars(prompt) > _LONG
 
     def begin(self, question: Submit | Tokenize) -> None:
-        """Tokenizes the prompt, and posts the messages that come of it from `poll`."""
+        """Queues a request. `poll` posts the messages that its process answers with."""
         self._held[question.rid] = question
         self._pool.begin(question.rid, Work(_encode(question), cpu_s(question.prompt) + 1))
         self.poll()
