@@ -87,7 +87,7 @@ def _check(source: Path) -> set[str]:
     ids: set[str] = set()
     for request in read_requests(source):
         if request.custom_id in ids:
-            raise ConfigError(f"{source}: custom_id {request.custom_id!r} occurs twice; give each request its own.")
+            raise ConfigError(f"{source}: custom_id {request.custom_id!r} appears twice; give each request its own.")
         ids.add(request.custom_id)
     if not ids:
         raise ConfigError(f"{source} contains no requests.")

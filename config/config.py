@@ -26,6 +26,7 @@ def _doc(group: str, text: str, *, ge: float | None = None, le: float | None = N
     return Meta(description=text, extra={"group": group}, ge=ge, le=le)
 
 
+_OR_SHOWN = "or module:FAMILY; auto: what its chat template shows"
 _Positive = Annotated[int, Meta(ge=1)]
 _PositiveFloat = Annotated[float, Meta(gt=0)]
 
@@ -72,20 +73,10 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         bool, _doc("model", "let requests bring a chat_template of their own, which may keep the tokenizer busy")
     ] = False
     tool_call_parser: Annotated[
-        str,
-        _doc(
-            "model",
-            f"how the model writes tool calls: {', '.join(sorted(TOOL_CALL_PARSERS))}, or module:FAMILY; "
-            "auto: what its chat template shows",
-        ),
+        str, _doc("model", f"how the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}, {_OR_SHOWN}")
     ] = "auto"
     reasoning_parser: Annotated[
-        str,
-        _doc(
-            "model",
-            f"how the model marks its reasoning: {', '.join(sorted(REASONING_PARSERS))}, or module:FAMILY; "
-            "auto: what its chat template shows",
-        ),
+        str, _doc("model", f"how the model marks its reasoning: {', '.join(REASONING_PARSERS)}, {_OR_SHOWN}")
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], _doc("engine", "where the model runs; auto: cuda if there is one")

@@ -1,4 +1,4 @@
-"""What every request must keep to before the core sees it, whoever has sent it: ids index the device's memory."""
+"""Checks that every request must pass before the core sees it, because token ids index the device's memory."""
 
 from array import array
 from collections.abc import Collection
@@ -16,13 +16,13 @@ _NEEDED: dict[Task, str] = {
 
 
 def check_ids(vocab_size: int, field: str, ids: "Collection[int] | array[int]") -> None:
-    """Raises RequestError unless all are tokens of the vocabulary. None at all are fine."""
+    """Raises RequestError unless all ids are in the vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise RequestError("invalid_request", f"{field} must hold token ids between 0 and {vocab_size - 1}.")
 
 
 def check_parameters(vocab_size: int, sampling: Sampling, limits: Limits, constraint: Constraint | None = None) -> None:
-    """Raises RequestError if a parameter names tokens that there are not."""
+    """Raises RequestError if a parameter has ids outside the vocabulary."""
     check_ids(vocab_size, "stop_token_ids", limits.stop_token_ids)
     check_ids(vocab_size, "logit_bias", tuple(sampling.logit_bias or ()))
     check_ids(vocab_size, "allowed_token_ids", sampling.allowed_token_ids)
@@ -33,17 +33,17 @@ def check_parameters(vocab_size: int, sampling: Sampling, limits: Limits, constr
 
 
 def check_min_tokens(eos_token_ids: Collection[int], sampling: Sampling, limits: Limits) -> None:
-    """Raises RequestError if `min_tokens` cannot be kept to."""
+    """Raises RequestError if `min_tokens` cannot be enforced."""
     if limits.min_tokens and limits.max_tokens is not None and limits.min_tokens > limits.max_tokens:
         raise RequestError("invalid_request", "min_tokens must not be more than max_tokens.")
-    ends = {*limits.stop_token_ids, *eos_token_ids}  # they take places of the row's bias until then
+    ends = {*limits.stop_token_ids, *eos_token_ids}  # until then they are banned by entries of the row's bias
     if limits.min_tokens and len(ends | set(sampling.logit_bias or ())) > MAX_BIASES:
         detail = f"With min_tokens, at most {MAX_BIASES} tokens may be named in stop_token_ids, logit_bias and as eos."
         raise RequestError("invalid_request", detail)
 
 
 def check_task(purpose: Purpose, pooling: Pooling | None) -> None:
-    """Raises RequestError if the model is not made for what is asked. `pooling`: None for tokens."""
+    """Raises RequestError if the model is not made for the task. `pooling`: None for generation."""
     task: Task = "generate" if pooling is None else "score" if pooling.how == "score" else "embed"
     if task not in purpose.tasks:
         does = " and ".join(_DOES[able] for able in purpose.tasks)

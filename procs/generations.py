@@ -175,10 +175,17 @@ class Generations:
         config = self._config if swap.version is None else self._configs.get(swap.version)
         if config is None:
             raise ConfigError(f"There is no version {swap.version}; there are 1 to {len(self._versions)}.")
-        changes = msgspec.json.decode(swap.changes, type=dict[str, object])
-        if unknown := sorted(changes.keys() - _SWAPPABLE):
-            raise ConfigError(f"{unknown[0]} cannot be changed while serving; {', '.join(sorted(_SWAPPABLE))} can.")
-        return from_options("POST /admin/models", changes, base=config)
+        return changed(config, msgspec.json.decode(swap.changes, type=dict[str, object]))
+
+
+def changed(config: Config, changes: dict[str, object]) -> Config:
+    """`config` with the settings that a request of an administrator changes. Raises ConfigError."""
+    if unknown := sorted(changes.keys() - _SWAPPABLE):
+        raise ConfigError(f"{unknown[0]} cannot be changed while serving; {', '.join(sorted(_SWAPPABLE))} can.")
+    for name in ("tool_call_parser", "reasoning_parser"):
+        if ":" in str(changes.get(name, "")):  # importing a module runs its code
+            raise ConfigError(f"{name} must be the name of a family here; only the command line may name a module.")
+    return from_options("POST /admin/models", changes, base=config)
 
 
 def _has_room(config: EngineConfig) -> bool:

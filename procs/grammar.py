@@ -1,7 +1,8 @@
-"""The grammar process: says which tokens may come next in the sequences that follow a grammar.
+"""The grammar process: says which tokens may come next in constrained sequences.
 
-The core tells what was drawn and hears masks, a message a step each. A grammar is compiled here only after it got
-through a trial (`trial.py`). Nothing of it is loaded before the first one comes. What fails here fails its own request.
+In each step the core sends the sampled tokens in one message and gets the masks in another. A grammar is compiled here
+only after it was compiled in a sandbox (`grammar_sandbox.py`). The grammar library is loaded with the first constraint.
+A constraint that fails here fails its own request.
 """
 
 import asyncio
@@ -37,22 +38,22 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-GRAMMAR_BYTES = 2 << 30  # that all grammars of a server may take
-_LOOK_S = 0.001  # between looks at trials under way
-_TURN_S = 0.02  # spent on grammars that are through before sequences have their turn
+GRAMMAR_BYTES = 2 << 30  # memory for all grammars of a server
+_LOOK_S = 0.001  # between polls of the sandbox
+_TURN_S = 0.02  # spent on compiling grammars before sequences are served again
 
 log = logging.getLogger("pagewire.grammar")
 
 
 def load_grammars(config: EngineConfig) -> Compiler:
-    """Those of the model's vocabulary. Raises ConfigError."""
+    """The compiler for the model's vocabulary. Raises ConfigError."""
     from ..engine.text.grammar import load_grammars as load
 
     return load(Path(config.model.path), config.model.vocab_size, config.model.eos_token_ids)
 
 
 class _Answer:
-    """What the core is to be told next: `Masks` in columns."""
+    """The columns of the next `Masks` message."""
 
     def __init__(self) -> None:
         self.rids = array("q")
@@ -74,41 +75,39 @@ class _Answer:
 
 
 class GrammarActor:
-    """core → core."""
+    """Takes constraints and sampled tokens from the core, and sends it masks."""
 
     def __init__(self, config: EngineConfig, load: Load = load_grammars, *, memory_bytes: int | None = None) -> None:
-        """memory_bytes: that all grammars may take, in a process of their own."""
+        """memory_bytes: for all grammars; needs a process of its own."""
         self._config = config
         self._load = load
         self._sandbox = GrammarSandbox(config, load)
-        self._tried: dict[int, Constrain] = {}  # by their first rid
-        self._unwanted: set[int] = set()  # of them, those that were cancelled
-        self._through: deque[tuple[int, Outcome]] = deque()  # of them, those whose trial is over
+        self._pending: dict[int, Constrain] = {}  # by their first rid, until they are compiled here
+        self._cancelled: set[int] = set()  # of the pending
+        self._tested: deque[tuple[int, Outcome]] = deque()  # of the pending, those that the sandbox is done with
         self._matchers: dict[int, Matcher] = {}
-        self._compiler: Compiler | None = None  # once it is needed; and the next two
+        self._compiler: Compiler | None = None  # these three are loaded with the first constraint
         self._mask: NDArray[np.int32]
         self._tokenizer: Tokenizer | None = None
         self._is_watching = False
         self._memory_bytes = memory_bytes
-        self._other_bytes = 0  # of the process, before it held any grammar
+        self._other_bytes = 0  # memory of the process before its first grammar
 
     def start(self, post: Post) -> Facts:
-        """See `Actor`."""
         self._post = post
         return Facts()
 
     def handle(self, messages: list[ToGrammar]) -> None:
-        """See `Actor`."""
         answer = _Answer()
         for message in messages:
             match message:
                 case Constrain():
-                    self._tried[message.rid] = message
+                    self._pending[message.rid] = message
                     self._sandbox.begin(message.rid, message.constraint)
                 case Sampled():
                     for rid in memoryview(message.ended).cast("q"):
-                        if rid in self._tried:
-                            self._unwanted.add(rid)
+                        if rid in self._pending:
+                            self._cancelled.add(rid)
                             self._sandbox.forget(rid)
                         self._matchers.pop(rid, None)
                     for rid, token in zip(memoryview(message.rids).cast("q"), bytes_to_ids(message.ids), strict=True):
@@ -123,39 +122,38 @@ class GrammarActor:
         self.poll()
 
     async def stop(self, grace_s: float) -> None:
-        """See `Actor`."""
         self._sandbox.close()
-        self._through.clear()
+        self._tested.clear()
 
     def _forget(self) -> None:
-        """Everyone begins anew: the core will ask again for what it still wants."""
+        """Drops everything; the core sends again what it still wants."""
         if self._sandbox.num_pending:
             self._sandbox.close()
-        self._tried.clear()
-        self._unwanted.clear()
+        self._pending.clear()
+        self._cancelled.clear()
         self._matchers.clear()
-        self._through.clear()
+        self._tested.clear()
 
     @property
     def num_pending(self) -> int:
-        """Grammars that are tried out: as long as there are any, `poll` is to be called."""
-        return self._sandbox.num_pending + len(self._through)
+        """Grammars that are not compiled yet. While there are any, `poll` must be called."""
+        return self._sandbox.num_pending + len(self._tested)
 
     def poll(self) -> None:
-        """Goes on with the grammars that are through, for a while: what sequences draw meanwhile waits."""
+        """Compiles grammars that passed the sandbox, for a bounded time, because running sequences wait meanwhile."""
         if self._sandbox.num_pending:
-            self._through += self._sandbox.collect()
-        if self._through:
+            self._tested += self._sandbox.collect()
+        if self._tested:
             answer, until = _Answer(), time.monotonic() + _TURN_S
-            while self._through:
-                rid, outcome = self._through.popleft()
-                self._begin(self._tried.pop(rid), outcome, answer)
+            while self._tested:
+                rid, outcome = self._tested.popleft()
+                self._begin(self._pending.pop(rid), outcome, answer)
                 if time.monotonic() >= until:
                     break
             self._tell(answer)
         if self.num_pending and not self._is_watching:
-            with contextlib.suppress(RuntimeError):  # without a loop, whoever runs the actors calls
-                asyncio.get_running_loop().call_later(0 if self._through else _LOOK_S, self._look)
+            with contextlib.suppress(RuntimeError):  # without a loop, the driver of the actors calls
+                asyncio.get_running_loop().call_later(0 if self._tested else _LOOK_S, self._look)
                 self._is_watching = True
 
     def _look(self) -> None:
@@ -168,9 +166,9 @@ class GrammarActor:
 
     def _begin(self, message: Constrain, outcome: Outcome, answer: _Answer) -> None:
         rids = range(message.rid, message.rid + message.n)
-        if message.rid in self._unwanted:
-            self._unwanted.remove(message.rid)
-            self._post("core", Constrained(message.rid))  # which ends it at once
+        if message.rid in self._cancelled:
+            self._cancelled.remove(message.rid)
+            self._post("core", Constrained(message.rid))  # the core then ends it
             return
         if outcome.kind is None:
             try:
@@ -191,7 +189,7 @@ class GrammarActor:
                 self._go_on(rid, resumed, answer)
 
     def _go_on(self, rid: int, ids: list[int], answer: _Answer) -> None:
-        """The sequence went on with these tokens: what may come next."""
+        """Appends sampled tokens to the sequence, and adds what may come next to `answer`."""
         matcher = self._matchers.get(rid)
         if matcher is None:  # it has ended
             return
@@ -214,16 +212,16 @@ class GrammarActor:
             answer.failed.append((rid, "internal", "The grammar of this request could not be followed any further."))
 
     def _check_memory(self, compiler: Compiler) -> None:
-        """Raises RequestError if the grammars that are followed leave no room for another."""
+        """Raises RequestError if the grammars in use leave no memory for another."""
         if self._memory_bytes is None or used_memory() - self._other_bytes < self._memory_bytes:
             return
         compiler.forget()
         return_memory()
         if self._matchers and used_memory() - self._other_bytes >= self._memory_bytes:
-            raise RequestError("queue_full", "The grammars of open requests take all memory they may: try again later.")
+            raise RequestError("queue_full", "The grammars of open requests take all memory for them: try again later.")
 
     def _loaded(self) -> Compiler:
-        """What all grammars need, when the first of them does."""
+        """The compiler, which is loaded with the first constraint."""
         if self._compiler is None:
             import numpy as np
 
@@ -233,7 +231,7 @@ class GrammarActor:
         return self._compiler
 
     def _tail(self, message: Constrain) -> str:
-        """The text of the prompt's last tokens, if it is of any account."""
+        """The text of the prompt's last tokens; empty if the constraint does not depend on it."""
         if not message.constraint.reasoning_ends:
             return ""
         if self._tokenizer is None:

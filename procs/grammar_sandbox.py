@@ -1,10 +1,9 @@
-"""Grammars are tried out here first: compiled in processes that may be killed, within limits of time and memory.
+"""The grammar sandbox: compiles grammars first in processes that may be killed, with limits of time and memory.
 
-Compiling is native code that nothing can interrupt, and what it costs cannot be seen from a grammar's text. So whoever
-would follow a grammar lets a process of no other use (`killable.py`) compile it and fill its first mask. What got
-through there gets through again, in the process that goes on with it, which nobody's request can then hold up for
-longer than the limit or take down. What was said of a grammar is remembered: most requests of a program come with the
-same one.
+Compiling is native code that cannot be interrupted, and its cost cannot be seen from a grammar's text. So a process
+that does nothing else (`killable.py`) compiles each grammar and fills its first mask. A grammar that passes is compiled
+again in the grammar process, which no request can block for longer than the limit, or crash. Outcomes are cached,
+because most requests of an application have the same grammar.
 
 `python -m pagewire.procs.grammar_sandbox` is the main program of such a process.
 """
@@ -28,46 +27,46 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-LIMIT_S = 2.0  # of the CPU, for a grammar
-MEMORY_BYTES = 512 * 2**20  # that a grammar may take
-_MAX_KNOWN_BYTES = 16 * 2**20  # of grammars that are remembered
+LIMIT_S = 2.0  # CPU time for a grammar
+MEMORY_BYTES = 512 * 2**20  # for a grammar
+_MAX_CACHED_BYTES = 16 * 2**20  # of grammars whose outcome is cached
 
 _encode = msgspec.msgpack.Encoder().encode
 log = logging.getLogger("pagewire.grammar")
 
 
 class Matcher(Protocol):
-    """One sequence and the grammar that it follows."""
+    """The state of one constrained sequence."""
 
     def accept(self, ids: list[int]) -> None:
-        """The sequence goes on with these tokens."""
+        """Appends sampled tokens."""
 
     def fill(self, mask: "NDArray[np.int32]") -> bool:
-        """Sets the bits of the tokens that may come next, [⌈vocab / 32⌉]. False: any may, and `mask` means nothing."""
+        """Writes the bits of the tokens that may come next, [⌈vocab_size / 32⌉]. False: any may, `mask` is void."""
 
     @property
     def is_ended(self) -> bool:
-        """Nothing but the end may come."""
+        """Whether only an eos may come next."""
 
 
 class Compiler(Protocol):
-    """All grammars of one vocabulary."""
+    """Compiles constraints for one vocabulary."""
 
     def compile(self, constraint: Constraint, prompt_tail: str) -> Matcher:
-        """Raises RequestError. prompt_tail: the text of the prompt's last tokens."""
+        """prompt_tail: the text of the prompt's last tokens. Raises RequestError."""
 
     def forget(self) -> None:
-        """Frees what is only kept to be faster the next time."""
+        """Empties its cache."""
 
 
 Load = Callable[[EngineConfig], Compiler]
-"""A function of a module, by whose name another process finds it. Raises ConfigError."""
+"""A function at the top of a module, which another process imports by name. Raises ConfigError."""
 
 
 class Outcome(Struct, frozen=True, array_like=True):
-    """What a process says of a grammar."""
+    """What came out of compiling a grammar."""
 
-    kind: ErrorKind | None = None  # None: all is well
+    kind: ErrorKind | None = None  # None: it was compiled
     detail: str = ""
     param: str = ""  # see `Failed`
 
@@ -76,46 +75,46 @@ _TOO_LARGE = Outcome("invalid_request", "The grammar is too large or too deep to
 
 
 def num_words(config: EngineConfig) -> int:
-    """Of a mask."""
+    """The number of int32 words of a mask."""
     return -(-config.model.vocab_size // 32)
 
 
 class GrammarSandbox:
-    """The grammars that are tried out, and what is known of others."""
+    """The grammars in the sandbox, and the outcomes of earlier ones."""
 
     def __init__(self, config: EngineConfig, load: Load) -> None:
         self._pool = Pool(config, [__name__, f"{load.__module__}:{load.__qualname__}"])
-        self._tried: dict[int, bytes] = {}  # rid → its grammar
-        self._known: dict[bytes, Outcome] = {}  # grammar → what came of it; the one asked for last at the end
-        self._num_bytes = 0  # of the grammars that are known
+        self._pending: dict[int, bytes] = {}  # rid → its grammar
+        self._outcomes: dict[bytes, Outcome] = {}  # by grammar, least recently used first
+        self._num_bytes = 0  # of the grammars in `_outcomes`
         self._done: list[tuple[int, Outcome]] = []
 
     @property
     def num_pending(self) -> int:
-        """Grammars of which `collect` has not told."""
-        return len(self._tried) + len(self._done)
+        """Grammars that `collect` has not returned yet."""
+        return len(self._pending) + len(self._done)
 
     def begin(self, rid: int, constraint: Constraint) -> None:
-        """Tries a grammar out."""
+        """Compiles a grammar in the sandbox, unless its outcome is cached."""
         grammar = _encode(constraint)
-        if (outcome := self._known.get(grammar)) is not None:
+        if (outcome := self._outcomes.get(grammar)) is not None:
             self._remember(grammar, outcome)
             self._done.append((rid, outcome))
         else:
-            self._tried[rid] = grammar
+            self._pending[rid] = grammar
             self._pool.begin(rid, Work(grammar, LIMIT_S))
 
     def forget(self, rid: int) -> None:
-        """Nobody wants it any longer: if it still waits, it is through."""
+        """Cancels a grammar: if it still waits, `collect` returns it as compiled."""
         if self._pool.forget(rid):
-            del self._tried[rid]
+            del self._pending[rid]
             self._done.append((rid, Outcome()))
 
     def collect(self) -> list[tuple[int, Outcome]]:
-        """The rids whose grammars are through, well or not."""
+        """The rids whose grammars are done, with their outcomes."""
         for rid, said in self._pool.collect():
-            grammar = self._tried.pop(rid)
-            outcome = self._of_lost(said) if isinstance(said, str) else msgspec.msgpack.decode(said, type=Outcome)
+            grammar = self._pending.pop(rid)
+            outcome = self._failure(said) if isinstance(said, str) else msgspec.msgpack.decode(said, type=Outcome)
             if outcome.kind != "internal" and said != "unstartable":
                 self._remember(grammar, outcome)
             self._done.append((rid, outcome))
@@ -123,12 +122,12 @@ class GrammarSandbox:
         return done
 
     def close(self) -> None:
-        """Ends the processes. Nothing is tried any more."""
+        """Ends the processes and drops all grammars."""
         self._pool.close()
-        self._tried.clear()
+        self._pending.clear()
         self._done.clear()
 
-    def _of_lost(self, why: Lost) -> Outcome:
+    def _failure(self, why: Lost) -> Outcome:
         match why:
             case "late":
                 text = f"The grammar takes more than {LIMIT_S:g} s to compile: simplify it."
@@ -138,22 +137,22 @@ class GrammarSandbox:
             case "unstartable" if self._pool.complaint:
                 return Outcome("invalid_request", self._pool.complaint)
             case "unstartable":
-                return Outcome("internal", "Grammars cannot be compiled: the process that does it ends at once.")
+                return Outcome("internal", "Grammars cannot be compiled: the process for that ends at once.")
             case _:
                 assert_never(why)
 
     def _remember(self, grammar: bytes, outcome: Outcome) -> None:
-        if self._known.pop(grammar, None) is None:
+        if self._outcomes.pop(grammar, None) is None:
             self._num_bytes += len(grammar)
-        self._known[grammar] = outcome
-        while self._num_bytes > _MAX_KNOWN_BYTES:
-            oldest = next(iter(self._known))
-            del self._known[oldest]
+        self._outcomes[grammar] = outcome
+        while self._num_bytes > _MAX_CACHED_BYTES:
+            oldest = next(iter(self._outcomes))
+            del self._outcomes[oldest]
             self._num_bytes -= len(oldest)
 
 
-def try_out(grammar: bytes, compiler: Compiler, num_words: int) -> bytes:
-    """Compiles it, and fills its first mask."""
+def compile_once(grammar: bytes, compiler: Compiler, num_words: int) -> bytes:
+    """Compiles a grammar and fills its first mask. Returns the encoded `Outcome`."""
     import numpy as np
 
     outcome = Outcome()
@@ -171,12 +170,12 @@ def try_out(grammar: bytes, compiler: Compiler, num_words: int) -> bytes:
 
 
 def main(load: str, fd: int) -> None:
-    """Tries grammars out until its parent is gone."""
+    """Compiles grammars until its parent ends."""
 
     def start(config: EngineConfig) -> Callable[[bytes], bytes]:
         module, _, name = load.partition(":")
         compiler: Compiler = getattr(importlib.import_module(module), name)(config)
-        return partial(try_out, compiler=compiler, num_words=num_words(config))
+        return partial(compile_once, compiler=compiler, num_words=num_words(config))
 
     answer(fd, start, memory_bytes=MEMORY_BYTES)
 

@@ -1,10 +1,10 @@
-"""Work that may never come to an end, or take all memory, is done in processes that may be killed.
+"""Processes that may be killed, for work that may never finish or may take all memory.
 
-Native code cannot be interrupted, and what it will cost cannot be seen from a grammar's or a template's text. So each
-piece of such work gets a limit of CPU time and of memory, which the kernel enforces, in a process of no other use; one
-that reaches them costs its own request an error and is replaced. The first process is started with the first work.
+Native code cannot be interrupted, and its cost cannot be seen from a grammar's or a template's text. So such work runs
+in a process that does nothing else, with limits of CPU time and memory that the kernel enforces. Work that reaches a
+limit fails its own request, and its process is replaced. The first process is started with the first work.
 
-`Pool` is the side of who asks; `answer` is the main program of a process.
+`Pool` is the parent's side; `answer` is the main program of a process.
 """
 
 import contextlib
@@ -25,32 +25,30 @@ from . import interpreter
 from .lifeline import end_with_parent
 from .limits import killed_after, limit_memory
 
-START_LIMIT_S = 60.0  # for a process: it reads the model's vocabulary
-_WAITS = 10  # how many times its CPU time a work may take by the clock, where the machine is busy
+START_LIMIT_S = 60.0  # for a process, which reads the model's vocabulary
+_WALL_FACTOR = 10  # wall time that work may take, per CPU time, because the machine may be busy
 _MAX_PROCESSES = 2
 
 Lost = Literal["late", "dead", "unstartable"]
-"""Why there is no answer: the work took too long; the process died of it; no process can be started."""
+"""Why work has no answer: it took too long; its process died; no process can be started."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Work(Struct, frozen=True, array_like=True):
-    """What a process is asked."""
+    """Work for a process."""
 
     data: bytes
-    cpu_s: float  # that it may take
+    cpu_s: float  # limit
 
 
 class Started(Struct, frozen=True, array_like=True):
-    """What a process says first."""
+    """The first message of a process."""
 
-    complaint: str = ""  # why it cannot do any work
+    complaint: str = ""  # why it cannot work; empty if it can
 
 
 class _Process:
-    """One of those that may be killed."""
-
     def __init__(self, command: list[str], config: EngineConfig) -> None:
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
@@ -63,12 +61,12 @@ class _Process:
         self._connection.send_bytes(_encode(config))
         self._deadline = time.monotonic() + START_LIMIT_S
         self.is_started = False
-        self.key: int | None = None  # of what it works on
+        self.key: int | None = None  # of its work
 
     def begin(self, key: int, work: Work) -> None:
         self.key = key
-        self._deadline = time.monotonic() + _WAITS * work.cpu_s
-        with contextlib.suppress(OSError):  # it has just died, which `look` tells
+        self._deadline = time.monotonic() + _WALL_FACTOR * work.cpu_s
+        with contextlib.suppress(OSError):  # it has just died; `look` reports that
             self._connection.send_bytes(_encode(work))
 
     @property
@@ -80,7 +78,7 @@ class _Process:
         return self._process.poll() is None
 
     def look(self) -> bytes | None:
-        """What it has said; None: nothing yet. Raises TimeoutError and EOFError if nothing will come."""
+        """Its next message; None: there is none yet. Raises TimeoutError if it took too long, EOFError if it died."""
         try:
             if self._connection.poll():
                 return self._connection.recv_bytes()
@@ -99,20 +97,20 @@ class _Process:
 
 
 class Pool:
-    """The processes, and the work that waits for them."""
+    """The processes, and the work for them."""
 
     def __init__(self, config: EngineConfig, command: list[str]) -> None:
-        """command: what follows `python -m` in front of the number of a descriptor."""
+        """command: the arguments of `python -m`; the number of a file descriptor is added."""
         self._config = config
         self._command = command
         self._processes: list[_Process] = []
-        self._waiting: dict[int, Work] = {}  # in their order
+        self._waiting: dict[int, Work] = {}  # in order of arrival
         self._num_begun = 0
         self.complaint = ""  # of a process that could not be started
 
     @property
     def num_pending(self) -> int:
-        """Works of which `collect` has not told."""
+        """Work that `collect` has not returned yet."""
         return len(self._waiting) + self._num_begun
 
     @property
@@ -120,20 +118,20 @@ class Pool:
         return len(self._processes)
 
     def begin(self, key: int, work: Work) -> None:
-        """Has it done. `collect` tells of it under this key."""
+        """Queues work. `collect` returns its answer with this key."""
         self._waiting[key] = work
 
     def forget(self, key: int) -> bool:
-        """Nobody wants it any longer. Returns whether it had not been begun: `collect` will not tell of it."""
+        """Removes work from the queue. False: it was begun already, and `collect` will still return it."""
         return self._waiting.pop(key, None) is not None
 
     def collect(self) -> list[tuple[int, bytes | Lost]]:
-        """What is done, or will never be."""
+        """The answers since the last call, and the reasons for work that has none. Begins waiting work."""
         done: list[tuple[int, bytes | Lost]] = []
         for process in list(self._processes):
             if not process.is_idle:
                 self._look(process, done)
-            elif not process.is_alive:  # somebody else has killed it
+            elif not process.is_alive:  # killed from outside
                 self._end(process)
         idle = [process for process in self._processes if process.is_idle]
         while self._waiting and idle:
@@ -146,7 +144,7 @@ class Pool:
         return done
 
     def close(self) -> None:
-        """Ends the processes. What was begun is forgotten."""
+        """Ends the processes and drops all work."""
         for process in self._processes:
             process.close()
         self._processes.clear()
@@ -171,7 +169,7 @@ class Pool:
             self.complaint = msgspec.msgpack.decode(answer, type=Started).complaint
             process.is_started = not self.complaint
         if not isinstance(answer, bytes) or not process.is_started:
-            if not process.is_started:  # others could not be started either
+            if not process.is_started:  # no other process could be started either
                 done += [(key, "unstartable") for key in self._waiting]
                 self._waiting.clear()
             self._end(process)
@@ -182,7 +180,8 @@ class Pool:
 
 
 def answer(fd: int, start: Callable[[EngineConfig], Callable[[bytes], bytes]], *, memory_bytes: int) -> None:
-    """Does what its parent asks until that is gone. start: gives what does the work, which may take `memory_bytes`."""
+    """Does its parent's work until the parent ends. start: returns the function that does the work, which may allocate
+    `memory_bytes`."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group
     connection = Connection(fd)

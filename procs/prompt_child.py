@@ -1,4 +1,4 @@
-"""The main program of a process that makes prompts in the sandbox: `python -m pagewire.procs.prompt_child FD`."""
+"""The main program of a process of the prompt sandbox: `python -m pagewire.procs.prompt_child FD`."""
 
 import sys
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _questions = msgspec.msgpack.Decoder(Submit | Tokenize)
 
 
 def start(config: EngineConfig) -> Callable[[bytes], bytes]:
-    """What answers a question, in the process of its own."""
+    """The function that answers questions in this process."""
     said: list[tuple[str, Message]] = []
     actor = TokenizerActor(config, limit=CpuLimit())
     actor.start(lambda receiver, message: said.append((receiver, message)))

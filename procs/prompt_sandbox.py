@@ -1,11 +1,11 @@
-"""Prompts that could hold up all others are made aside, in a process that may be killed (`killable.py`).
+"""The prompt sandbox: tokenizes prompts that could make all others wait, in a process that may be killed.
 
-A chat template is a program, and it or the text that it is given may keep a tokenizer busy for ever or take all memory.
-Templates that requests bring, very long texts, and what may have killed a tokenizer before are made aside at once; and
-everything, once a prompt has run out of time or memory here. What comes to no end there costs its own request an error.
+A chat template is a program: it, or a text, may keep a tokenizer busy for ever or take all memory. The sandbox gets
+templates of requests, very long texts, and prompts that may have killed a tokenizer before. Once a prompt outside of it
+has run out of time or memory, it gets all prompts. A prompt that never ends there fails its own request.
 
-The process runs a tokenizer actor of its own, whose answers are sent on as if they had been made here.
-`python -m pagewire.procs.prompt_child` is its main program.
+The process runs a tokenizer actor of its own, whose messages are passed on. Its main program is
+`python -m pagewire.procs.prompt_child`; `killable.py` starts and kills it.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from ..ipc.messages import (
 )
 from .killable import Lost, Pool, Work
 
-CPU_S = 2.0  # that a prompt may take
-CPU_S_PER_CHAR = 2e-6  # and as much more for its length: twice what slow machines need
-MEMORY_BYTES = 1 << 30  # that prompts may take, besides what the tokenizer has when it has started
-_LONG = 1 << 18  # characters; making ids of more takes long enough for others to notice
-_LOOK_S = 0.001  # between looks at prompts under way
+CPU_S = 2.0  # for a prompt
+CPU_S_PER_CHAR = 2e-6  # in addition; twice what slow machines need
+MEMORY_BYTES = 1 << 30  # for prompts, besides what the tokenizer has allocated at its start
+_LONG = 1 << 18  # characters; tokenizing more takes long enough to delay other requests
+_LOOK_S = 0.001  # between polls of the processes
 
 _encode = msgspec.msgpack.Encoder().encode
 _answers = msgspec.msgpack.Decoder(list[tuple[str, Enqueue | Tokenized | Failed]])
@@ -44,7 +44,7 @@ log = logging.getLogger("pagewire.tokenizer")
 
 
 def num_chars(prompt: TextPrompt | ChatPrompt | IdsPrompt | PairPrompt) -> int:
-    """Of a prompt as it was sent."""
+    """The length of a prompt as it was sent; 0 for ids."""
     match prompt:
         case TextPrompt():
             return len(prompt.text)
@@ -59,12 +59,12 @@ def num_chars(prompt: TextPrompt | ChatPrompt | IdsPrompt | PairPrompt) -> int:
 
 
 def cpu_s(prompt: TextPrompt | ChatPrompt | IdsPrompt | PairPrompt) -> float:
-    """Seconds of the CPU that a prompt may take."""
+    """The CPU time that a prompt may take, in seconds."""
     return CPU_S + CPU_S_PER_CHAR * num_chars(prompt)
 
 
 def too_slow(prompt: TextPrompt | ChatPrompt | IdsPrompt | PairPrompt) -> str:
-    """What is said of a prompt that took more."""
+    """The error message for a prompt that took more."""
     what = "The chat template takes" if isinstance(prompt, ChatPrompt) else "The prompt's tokens take"
     return f"{what} more than {cpu_s(prompt):.0f} s for this prompt: shorten it."
 
@@ -73,20 +73,20 @@ TOO_LARGE = "The prompt takes more memory than it may: shorten it."
 
 
 class PromptSandbox:
-    """The prompts that are made aside, and what waits for them."""
+    """The requests whose prompts are tokenized in the sandbox."""
 
     def __init__(self, config: EngineConfig, post: Post, *, is_wary: bool = False) -> None:
-        """is_wary: a tokenizer has died, and those that were with it come again."""
+        """is_wary: a tokenizer has died, and its requests come again, so they go to the sandbox."""
         self._pool = Pool(config, [f"{__package__}.prompt_child"])
         self._post = post
         self._held: dict[int, Submit | Tokenize] = {}  # by rid
-        self._cancelled: dict[int, list[int]] = {}  # of the held, those sequences that were cancelled
+        self._cancelled: dict[int, list[int]] = {}  # rid of a held request → its cancelled sequences
         self._is_watching = False
         self._is_wary = is_wary
-        self._takes_all = False  # a prompt that was not made aside has run out of time or memory
+        self._takes_all = False  # a prompt outside the sandbox has run out of time or memory
 
     def wants(self, question: Submit | Tokenize) -> bool:
-        """Whether this is better made aside."""
+        """Whether this request belongs into the sandbox."""
         prompt = question.prompt
         if isinstance(prompt, IdsPrompt):
             return False
@@ -94,24 +94,25 @@ class PromptSandbox:
         return self._takes_all or is_suspect or _has_own_template(question) or num_chars(prompt) > _LONG
 
     def begin(self, question: Submit | Tokenize) -> None:
-        """Posts its answers when they are there."""
+        """Queues a request. `poll` posts the messages that its process answers with."""
         self._held[question.rid] = question
         self._pool.begin(question.rid, Work(_encode(question), cpu_s(question.prompt) + 1))
         self.poll()
 
     def hold_back(self, cancel: Cancel) -> Cancel:
-        """What others are to hear of it now. The rest follows what it cancels, which it must not overtake."""
+        """The part of a cancel that can be sent on now. The rest must not overtake the `Enqueue` that it cancels, so
+        it is sent after that."""
         now: list[int] = []
         for rid in cancel.rids:
             held = next((first for first, asked in self._held.items() if first <= rid < first + _num(asked)), None)
             (now if held is None else self._cancelled.setdefault(held, [])).append(rid)
         for held in list(self._cancelled):
             if len(self._cancelled[held]) == _num(self._held[held]) and self._pool.forget(held):
-                del self._held[held], self._cancelled[held]  # nobody has heard of it yet
+                del self._held[held], self._cancelled[held]  # no process has seen the request yet
         return Cancel(tuple(now))
 
     def poll(self) -> None:
-        """Goes on with what is under way."""
+        """Posts finished work, and begins waiting work."""
         for rid, said in self._pool.collect():
             question = self._held.pop(rid)
             if isinstance(said, str):
@@ -126,7 +127,7 @@ class PromptSandbox:
             self._is_watching = True
 
     def close(self) -> None:
-        """Ends the processes. What is held is forgotten."""
+        """Ends the processes and drops all held requests."""
         self._pool.close()
         self._held.clear()
         self._cancelled.clear()
@@ -143,7 +144,7 @@ class PromptSandbox:
             case "dead":
                 text = TOO_LARGE
             case "unstartable":
-                kind, text = "unavailable", "The process that makes such prompts cannot be started."
+                kind, text = "unavailable", "The process that tokenizes such prompts cannot be started."
             case _:
                 assert_never(why)
         if kind == "invalid_request" and not _has_own_template(question):
@@ -152,9 +153,9 @@ class PromptSandbox:
             self._post("api", Failed(question.rid + i, kind, text))
 
     def beware(self) -> None:
-        """From now on every prompt is made aside."""
+        """Sends every prompt to the sandbox from now on."""
         if not self._takes_all:
-            log.warning("a prompt ran out of time or memory: from now on all are made in a process that may be killed")
+            log.warning("a prompt ran out of time or memory: from now on all are tokenized in the sandbox")
         self._takes_all = True
 
 

@@ -1,7 +1,7 @@
-"""The tokenizer process: prompts of every shape become token ids that fit the model, or a clear refusal.
+"""The tokenizer process: turns prompts of every shape into token ids that fit the model, or refuses them.
 
-A prompt or a template that fails here fails its own request; nothing of it reaches the core. What might keep all others
-waiting is made in a process that may be killed (`aside.py`).
+A prompt or a template that fails here fails its own request and never reaches the core. Prompts that could make all
+others wait are tokenized in a process that may be killed (`prompt_sandbox.py`).
 """
 
 import logging
@@ -47,8 +47,8 @@ from .checks import check_ids, check_min_tokens, check_parameters, check_task
 from .limits import CpuLimit, OutOfTime, limit_memory
 from .prompt_sandbox import MEMORY_BYTES, TOO_LARGE, PromptSandbox, cpu_s, too_slow
 
-# Longest text that is encoded: what so many bytes a token can hold. Some vocabularies have tokens of a hundred blanks,
-# but nobody means megabytes of blanks, and encoding them would take seconds.
+# Bounds the bytes of a text that is encoded. Some vocabularies have tokens of a hundred spaces, but megabytes of spaces
+# are useless as a prompt, and encoding them would take seconds.
 _BYTES_A_TOKEN = 16
 _ALWAYS_ENCODED_BYTES = 1 << 20
 
@@ -56,11 +56,11 @@ log = logging.getLogger("pagewire.tokenizer")
 T = TypeVar("T")
 Q = TypeVar("Q", Tokenize, Detokenize, Describe)
 Kept = Literal["all", "start", "end"]
-"""Of a prompt that is too long."""
+"""The part of a prompt that is kept if it is too long."""
 
 
 class TokenizerActor:
-    """api → core."""
+    """Takes submits from the api, and sends the core their token ids."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class TokenizerActor:
         has_prompt_sandbox: bool = False,
         is_replacement: bool = False,
     ) -> None:
-        """limit: of each prompt, in a process of our own. has_prompt_sandbox: prompts may be made in other processes.
-        is_replacement: one before this has died, maybe of a prompt that comes again."""
+        """limit: for each prompt; needs a process of its own. has_prompt_sandbox: prompts may be tokenized in other
+        processes. is_replacement: the previous tokenizer died, maybe of a prompt that comes again."""
         self._config = config
         self._limit = limit
         self._has_prompt_sandbox = has_prompt_sandbox
@@ -81,17 +81,16 @@ class TokenizerActor:
         self._template: ChatTemplate
 
     def start(self, post: Post) -> Facts:
-        """See `Actor`. Raises ConfigError if the model has no tokenizer that can be read."""
+        """Raises ConfigError if the model has no tokenizer that can be read."""
         self._post = post
         self._tokenizer, self._template = load_text(self._config)
         if self._limit is not None:
-            limit_memory(2 * MEMORY_BYTES)  # much may be waiting here
+            limit_memory(2 * MEMORY_BYTES)  # more than one prompt may be held here
         if self._has_prompt_sandbox:
             self._prompt_sandbox = PromptSandbox(self._config, post, is_wary=self._is_replacement)
         return Facts()
 
     def handle(self, messages: list[ToTokenizer]) -> None:
-        """See `Actor`."""
         for message in messages:
             match message:
                 case Submit() | Tokenize() if self._prompt_sandbox is not None and self._prompt_sandbox.wants(message):
@@ -110,14 +109,13 @@ class TokenizerActor:
                     self._answer(message, self._described)
                 case Reset():
                     if self._prompt_sandbox is not None:
-                        self._prompt_sandbox.close()  # who wants it still will ask again
+                        self._prompt_sandbox.close()  # the api sends again what it still wants
                 case Ping() | Leave() | Stop():
                     pass
                 case _:
                     assert_never(message)
 
     async def stop(self, grace_s: float) -> None:
-        """See `Actor`."""
         if self._prompt_sandbox is not None:
             self._prompt_sandbox.close()
 
@@ -213,8 +211,8 @@ class TokenizerActor:
                 assert_never(prompt)
 
     def _within_reach(self, text: str, kept: Kept) -> str:
-        """`text` without what would be cut off anyway, because nobody else has a turn while it is encoded. Raises
-        RequestError where nothing may be cut off, and it cannot fit."""
+        """`text` without what truncation would cut off anyway, because all other prompts wait while it is encoded.
+        Raises RequestError if it cannot fit and must not be cut."""
         longest = self._config.max_model_len
         most = min(self._tokenizer.most_bytes(longest), max(_ALWAYS_ENCODED_BYTES, _BYTES_A_TOKEN * longest))
         num_bytes = len(text.encode())
@@ -237,7 +235,7 @@ class TokenizerActor:
             raise RequestError("invalid_request", f"chat_template: {error}") from None
 
     def _constraint(self, submit: Submit) -> Constraint | None:
-        """The constraint with its bad words' ids: each at the start of a text and after a space, as vLLM does."""
+        """The constraint with the ids of the bad words: each at the start of a text and after a space, as in vLLM."""
         if not submit.bad_words:
             return submit.constraint
         spelled = [
@@ -245,13 +243,12 @@ class TokenizerActor:
             for word in submit.bad_words
             for before in ("", " ")
             if (ids := self._tokenizer.encode(before + word.lstrip(" "), add_special_tokens=False))
-            and max(ids) < self._config.model.vocab_size  # others are never drawn
+            and max(ids) < self._config.model.vocab_size  # ids beyond the logits are never sampled
         ]
         return replace(submit.constraint or Constraint(), bad_words=tuple(dict.fromkeys(spelled)))
 
     def _prompt_ids(self, submit: Submit) -> tuple["array[int]", bytes]:
-        """The prompt's ids, and for a pair which text each is of. Raises RequestError if the request cannot be
-        served."""
+        """The prompt's ids, and a pair's type ids as bytes. Raises RequestError if the request cannot be served."""
         max_tokens, type_ids = None if submit.pooling is None else submit.pooling.truncate, b""
         kept: Kept = "start" if max_tokens is not None else "end" if submit.truncate is not None else "all"
         if isinstance(submit.prompt, PairPrompt):
@@ -289,6 +286,6 @@ def load_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate]:
 
 
 def _bounds(config: EngineConfig, tokenizer: Tokenizer) -> ChatBounds:
-    """Of a chat: what is longer than the model's context in any case is not made to its end."""
+    """The bounds of a chat's prompt: rendering stops once it cannot fit the model's context."""
     longest = config.max_model_len
     return ChatBounds(max_chars=min(DEFAULT_MAX_CHARS, tokenizer.most_bytes(longest)), max_model_len=longest)

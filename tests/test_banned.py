@@ -177,6 +177,7 @@ CLIENTS_HEAR = {
     "ErrorFields",
     "complaint",
     "refusal",
+    "unsupported",
 }
 OURS = {"PagewireError", "HttpError", "RequestError", "ConfigError", "CheckpointError", "CannotSpell"}
 WORDS_ARE_KEPT = {

@@ -96,7 +96,7 @@ class Service:
             not scheduler.table.requests
             and scheduler.pool.num_held == 0
             and not grammar._matchers
-            and not grammar._tried
+            and not grammar._pending
             and not core._unsure
             and not core._given_up
         )

@@ -1,1 +1,1 @@
-"""The endpoints for whoever runs the server: health, metrics, versions of the model, sleep."""
+"""The endpoints for operators: health, metrics, versions of the model, sleep."""

@@ -1,4 +1,4 @@
-"""What the server says of itself: its models, its health, its load, its metrics."""
+"""Models, health, load and metrics of the server."""
 
 import time
 
@@ -30,41 +30,36 @@ class Load(Struct, frozen=True):
 
 
 class AboutEndpoints:
-    """Everything that is asked with GET and generates nothing."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started = int(time.time())
         self._metrics = Metrics(service.gateway, service.config, prefix=service.http.reports.metrics_prefix)
 
     def routes(self) -> list[Operation]:
-        """Paths, and who answers there."""
         return [
             Operation("GET", "/v1/models", self.models, "The models that are served", gives=ModelList),
             Operation("GET", "/v1/models/{id:path}", self.model, "One of the models", gives=ModelCard),
             Operation("GET", "/health", self.health, "Whether the engine answers", gives=Status),
-            Operation("GET", "/ready", self.ready, "Whether a new request would be taken", gives=Status),
-            Operation("GET", "/load", self.load, "What there is to do", gives=Load),
+            Operation("GET", "/ready", self.ready, "Whether a new request would be accepted", gives=Status),
+            Operation("GET", "/load", self.load, "Running and waiting requests, and KV cache usage", gives=Load),
             Operation("GET", "/metrics", self.metrics, "Prometheus metrics", gives=str, gives_as="text/plain"),
             Operation("GET", "/version", self.version, "The server's version", gives=Version),
         ]
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/models"""
         await send_json(send, ModelList([self._card(name) for name in self._service.config.served_model_names]))
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/models/{id}"""
         await send_json(send, self._card(self._service.model_name(scope["path_params"]["id"])))
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /health: 200 while the engine answers. A server that lets its last requests finish must not be killed."""
+        """200 while the engine answers, also while it drains: it must not be killed then."""
         if (trouble := self._service.healthy()) is not None:
             raise as_http_error(RequestError("unavailable", trouble))
         await send_json(send, Status("ok" if self._service.gateway.refusal is None else "draining"))
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /ready: 200 while a new request would be taken; a full queue is no reason to kill a server."""
+        """200 while a new request would be accepted. Other than /health it fails while the queue is full."""
         core = self._service.gateway.snapshot
         trouble = self._service.gateway.refusal or self._service.healthy()
         if trouble is None and core is not None and core.num_waiting >= self._service.config.max_queued_requests:
@@ -76,7 +71,7 @@ class AboutEndpoints:
         await send_json(send, Status("ready"))
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /load: requests in this process, and the engine's rows, queue and KV memory as it last reported them."""
+        """Requests of this process, and the engine's rows, queue and KV memory as last reported."""
         core = self._service.gateway.snapshot
         load = Load(
             server_load=self._service.gateway.num_requests,
@@ -87,11 +82,9 @@ class AboutEndpoints:
         await send_json(send, load)
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /metrics"""
         await send_body(send, 200, self._metrics.render(), content_type=CONTENT_TYPE.encode())
 
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /version"""
         await send_json(send, Version(self._service.version))
 
     def _card(self, name: str) -> ModelCard:

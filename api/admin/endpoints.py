@@ -1,7 +1,7 @@
-"""What only administrators may ask, with keys of their own: to put the engine to sleep and to wake it.
+"""Administrators' requests, which need keys of their own: put the engine to sleep and wake it.
 
-An engine that sleeps has given its memory to others. It takes requests, which wait in its queue, and goes on with those
-that it was serving when it wakes.
+A sleeping engine has freed its memory. It accepts requests, which wait in its queue, and continues those that were
+running when it wakes.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ...errors import RequestError
 from ...ipc.messages import Sleep, Slept, Wake
 from ..http.exchange import send_json
-from ..http.http_error import HttpError
+from ..http.http_error import unsupported
 from ..http.operation import Operation
 from ..output.service import Service
 
@@ -36,14 +36,14 @@ class SleepQuery(Struct, frozen=True):
 
 
 class Sleeper:
-    """Asks the core, and hears what it says."""
+    """Sends sleep and wake messages to the core, and waits for the answers."""
 
     def __init__(self, post: Callable[[Sleep | Wake], None]) -> None:
         self._post = post
         self._answers: list[asyncio.Future[Slept]] = []
 
     async def ask(self, message: Sleep | Wake) -> Slept:
-        """What the engine is once it is settled."""
+        """Sends a message and returns the core's answer. Raises RequestError if a process dies meanwhile."""
         answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
         self._answers.append(answer)
         self._post(message)
@@ -54,14 +54,14 @@ class Sleeper:
                 self._answers.remove(answer)
 
     def hear(self, message: Slept) -> None:
-        """From the core. Several who asked at once hear the same."""
+        """Takes an answer of the core. It answers all callers that wait."""
         answers, self._answers = self._answers, []
         for answer in answers:
             if not answer.done():
                 answer.set_result(message)
 
     def interrupt(self, reason: str) -> None:
-        """A process has died, and an answer may have died with it."""
+        """Fails all callers that wait, because a process has died and an answer may be lost."""
         answers, self._answers = self._answers, []
         for answer in answers:
             if not answer.done():
@@ -69,36 +69,32 @@ class Sleeper:
 
 
 class AdminEndpoints:
-    """Only with the flags that allow them."""
-
     def __init__(self, service: Service, sleeper: Sleeper) -> None:
         self._service = service
         self._sleeper = sleeper
 
     def routes(self) -> list[Operation]:
-        """Paths, and who answers there."""
         if not self._service.http.admin.enable_sleep_mode:
             return []
         return [
-            Operation("POST", "/sleep", self.sleep, "Give memory back", query=SleepQuery, gives=FellAsleep),
-            Operation("POST", "/wake_up", self.wake_up, "Take it again and go on", gives=Sleeping),
+            Operation("POST", "/sleep", self.sleep, "Free the engine's memory", query=SleepQuery, gives=FellAsleep),
+            Operation("POST", "/wake_up", self.wake_up, "Allocate the memory again and continue", gives=Sleeping),
             Operation("GET", "/is_sleeping", self.is_sleeping, "Whether the engine sleeps", gives=Sleeping),
         ]
 
     async def sleep(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /sleep: answered when the memory is free."""
+        """Answers when the memory is free."""
         _check_query(scope, {"level": "1"})
         answer = await self._ask(Sleep())
         await send_json(send, FellAsleep(True, answer.num_bytes))
 
     async def wake_up(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /wake_up: answered when requests are served again."""
+        """Answers when requests are served again."""
         _check_query(scope, {})
         await self._ask(Wake())
         await send_json(send, Sleeping(False))
 
     async def is_sleeping(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /is_sleeping"""
         core = self._service.gateway.snapshot
         await send_json(send, Sleeping(core is not None and core.is_asleep))
 
@@ -111,8 +107,8 @@ class AdminEndpoints:
 
 
 def _check_query(scope: Scope, only: Mapping[str, str]) -> None:
-    """What others can do besides, and this server cannot, must not look done. Raises HttpError 400."""
+    """Refuses query parameters that this server does not support, such as other sleep levels. Raises HttpError 400."""
     for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
         if only.get(name) != value:
-            text = f"{name[:100]} must be {only[name]}." if name in only else f"There is no {name[:100]!r} to choose."
-            raise HttpError(400, text, code="unsupported_value", param=name[:100])
+            text = f"{name[:100]} must be {only[name]}." if name in only else f"There is no parameter {name[:100]!r}."
+            raise unsupported(name[:100], text)

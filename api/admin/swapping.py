@@ -1,4 +1,4 @@
-"""Another model without another server: what administrators ask for, and how they see what became of it."""
+"""/admin/models: administrators swap the model of a running server, and list the versions that were served."""
 
 from collections.abc import Awaitable, Callable
 
@@ -15,14 +15,14 @@ from ..openai.translate import decode_body
 from ..output.service import Service
 
 Swap = Callable[[bytes, int | None, bool], Awaitable[Swapped]]
-"""Asks the supervisor: a JSON object of changed settings, the version to go back to, whether the old model goes
-first."""
+"""Asks the supervisor for a swap: changed settings as a JSON object, the version to go back to, and whether open
+requests are drained first."""
 
 _OWN = ("version", "drain")  # of the request's fields; the others are settings
 
 
 class SwapRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is not said stays as it is, or as it was in `version`."""
+    """Settings that are not given stay as they are, or as they were in `version`."""
 
     model: str | UnsetType = UNSET  # a folder, or a repository's name
     revision: str | UnsetType = UNSET
@@ -36,7 +36,7 @@ class SwapRequest(Struct, frozen=True, forbid_unknown_fields=True):
     tool_call_parser: str | UnsetType = UNSET
     reasoning_parser: str | UnsetType = UNSET
     version: int | UnsetType = UNSET  # one that was served before
-    drain: bool = False  # open requests end first, even if there is room for both
+    drain: bool = False  # wait for open requests first, even if there is memory for both models
 
 
 class SwapAnswer(Struct, frozen=True):
@@ -48,15 +48,12 @@ class Versions(Struct, frozen=True):
 
 
 class SwapEndpoints:
-    """Only with `--enable-model-swap`."""
-
     def __init__(self, service: Service, swap: Swap) -> None:
         self._service = service
         self._swap = swap
         self._decoder = msgspec.json.Decoder(SwapRequest)
 
     def routes(self) -> list[Operation]:
-        """Paths, and who answers there."""
         if not self._service.http.admin.enable_model_swap:
             return []
         return [
@@ -64,19 +61,19 @@ class SwapEndpoints:
                 "POST",
                 "/admin/models",
                 self.swap,
-                "Serve another model, another version, or the same otherwise",
+                "Serve another model, another version, or other settings",
                 takes=SwapRequest,
                 gives=SwapAnswer,
             ),
-            Operation("GET", "/admin/models", self.versions, "What was and is served", gives=Versions),
+            Operation("GET", "/admin/models", self.versions, "The versions served before and now", gives=Versions),
         ]
 
     async def swap(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /admin/models: 200 when the other model is served, 202 when it will be once open requests have ended."""
+        """Answers 200 once the other model is served, or 202 if it will be when open requests have ended."""
         request = decode_body(self._decoder, await read_json(scope, receive))
         fields = {name: value for name, value in msgspec.to_builtins(request).items() if name not in _OWN}
         if not fields and request.version is UNSET:
-            raise HttpError(400, "Say which model, version or other setting is to be served.", param="model")
+            raise HttpError(400, "Name the model, version or other setting to be served.", param="model")
         version = None if request.version is UNSET else request.version
         answer = await self._swap(msgspec.json.encode(fields), version, request.drain)
         if answer.status >= 400:
@@ -84,5 +81,4 @@ class SwapEndpoints:
         await send_body(send, answer.status, msgspec.json.encode(SwapAnswer(answer.detail)))
 
     async def versions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /admin/models"""
         await send_json(send, Versions(self._service.http.versions))

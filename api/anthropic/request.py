@@ -9,7 +9,7 @@ import msgspec
 
 from ...config.config import EngineConfig
 from ...errors import RequestError
-from ..http.http_error import HttpError, as_http_error
+from ..http.http_error import HttpError, as_http_error, unsupported
 from ..openai.conversation import Conversation
 from ..openai.translate import set_thinking
 from ..openai.types import ChatRequest
@@ -34,14 +34,14 @@ def chat_request(request: CountTokensRequest, config: EngineConfig) -> ChatReque
     """The request as a chat request. Raises HttpError."""
     for name in _REFUSED:
         if getattr(request, name):
-            raise _unsupported(name)
+            raise unsupported(name)
     _check_context_management(request)
     if request.prompt_logprobs is not None:
-        raise _unsupported("prompt_logprobs")
+        raise unsupported("prompt_logprobs")
     if request.n not in (None, 1):
-        raise _unsupported("n")
+        raise unsupported("n")
     if request.return_token_ids and not request.stream:
-        raise _unsupported("return_token_ids", " without stream")
+        raise unsupported("return_token_ids", "return_token_ids without stream is not supported.")
     conversation = _conversation(request)
     goes_on = conversation.last_role == "assistant"
     if goes_on and conversation.ends_with_call:
@@ -164,19 +164,16 @@ def _texts(content: str | Sequence[Block], place: str) -> list[str]:
 
 def _bad_block(block: Block, place: str, role: str) -> HttpError:
     of = f" of role {role}" if role else ""
-    return HttpError(
-        400,
-        f"{place}: a block of type {block.type[:40]!r} with these fields is not supported in a message{of}.",
-        code="unsupported_value",
-        param=place,
-    )
+    detail = f"{place}: a block of type {block.type[:40]!r} with these fields is not supported in a message{of}."
+    return unsupported(place, detail)
 
 
 def _tools(request: CountTokensRequest) -> list[dict[str, object]]:
     tools: list[dict[str, object]] = []
     for i, tool in enumerate(request.tools or ()):
         if tool.type not in (None, "custom"):
-            raise _unsupported(f"tools[{i}].type", f" {tool.type[:40]!r}")
+            param = f"tools[{i}].type"
+            raise unsupported(param, f"{param} {tool.type[:40]!r} is not supported.")
         schema = tool.input_schema or {"type": "object", "properties": {}}
         function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
         tools.append({"type": "function", "function": function})
@@ -191,7 +188,7 @@ def _tool_choice(request: CountTokensRequest) -> str | dict[str, object] | None:
             return "required"
         case "tool":
             if not request.tool_choice.name:
-                raise HttpError(400, "tool_choice.name is missing.", param="tool_choice.name")
+                raise HttpError(400, "tool_choice.name is missing: name a tool.", param="tool_choice.name")
             return {"type": "function", "function": {"name": request.tool_choice.name}}
         case "auto" | "none" as word:
             return word
@@ -203,7 +200,8 @@ def _check_context_management(request: CountTokensRequest) -> None:
     edits = request.context_management.edits if request.context_management is not None else None
     for i, edit in enumerate(edits or ()):
         if not edit.type.startswith("clear_"):
-            raise _unsupported(f"context_management.edits[{i}].type", f" {edit.type[:40]!r}")
+            param = f"context_management.edits[{i}].type"
+            raise unsupported(param, f"{param} {edit.type[:40]!r} is not supported.")
 
 
 def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
@@ -212,7 +210,3 @@ def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
         raise HttpError(400, "output_config.format and output_format cannot both be given.", param="output_format")
     format = format or request.output_format
     return None if format is None else format.as_response_format()
-
-
-def _unsupported(param: str, value: str = "") -> HttpError:
-    return HttpError(400, f"{param}{value} is not supported.", code="unsupported_value", param=param)

@@ -1,1 +1,1 @@
-"""/v1/files and /v1/batches: OpenAI's files of requests, answered in the background by the same endpoints."""
+"""/v1/files and /v1/batches: OpenAI's files of requests, which the other endpoints answer in the background."""

@@ -13,7 +13,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..http.exchange import ClientGone, read_json, send_json, too_large
-from ..http.http_error import HttpError
+from ..http.http_error import HttpError, unsupported
 from ..http.operation import Operation
 from ..openai.translate import decode_body
 from ..output.service import Service
@@ -27,10 +27,8 @@ _PIECE_BYTES = 1 << 20
 
 
 class BatchEndpoints:
-    """Files, and the batches that answer them."""
-
     def __init__(self, service: Service, app: ASGIApp) -> None:
-        """`app`: answers the requests of batches. Raises ConfigError if the folder cannot be used."""
+        """`app`: answers the requests of batches. Raises ConfigError if --batch-folder cannot be used."""
         config, http = service.config, service.http
         self._is_alone = http.service.api_processes == 1
         self._store = BatchStore(http.reports.batch_folder)
@@ -40,19 +38,19 @@ class BatchEndpoints:
         self._decoder = msgspec.json.Decoder(CreateBatch)
 
     def routes(self) -> list[Operation]:
-        """Paths, and who answers there. With several api processes nobody: the next request may reach another one."""
+        # With several api processes the next request may reach another one, which does not know the file.
         if not self._is_alone:
             return []
         return [
             Operation(
-                *("POST", "/v1/files", self.upload, "Keep a file of requests"),
+                *("POST", "/v1/files", self.upload, "Upload a file of requests"),
                 takes=Upload,
                 takes_as="multipart/form-data",
                 gives=FileBody,
             ),
             Operation("GET", "/v1/files", self.files, "The files, latest first", query=PageQuery, gives=Page[FileBody]),
-            Operation("GET", "/v1/files/{id}", self.file, "What is known of a file", gives=FileBody),
-            Operation("DELETE", "/v1/files/{id}", self.forget, "Forget a file", gives=FileDeleted),
+            Operation("GET", "/v1/files/{id}", self.file, "A file's description", gives=FileBody),
+            Operation("DELETE", "/v1/files/{id}", self.forget, "Delete a file", gives=FileDeleted),
             Operation(
                 *("GET", "/v1/files/{id}/content", self.content, "A file"),
                 gives=Binary,
@@ -66,23 +64,22 @@ class BatchEndpoints:
                 query=PageQuery,
                 gives=Page[BatchBody],
             ),
-            Operation("GET", "/v1/batches/{id}", self.batch, "How far a batch is", gives=BatchBody),
+            Operation("GET", "/v1/batches/{id}", self.batch, "A batch's state", gives=BatchBody),
             Operation("POST", "/v1/batches/{id}/cancel", self.cancel, "Cancel a batch", gives=BatchBody),
         ]
 
     def start(self) -> None:
-        """Goes on with what an earlier server has left open."""
+        """Continues the batches that an earlier server has left open."""
         self._runner.resume()
 
     async def stop(self) -> None:
-        """Leaves open batches for the next server, if there is a folder."""
+        """Leaves open batches for the next server, if --batch-folder is given."""
         await self._runner.stop()
         self._store.close()
 
     # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def upload(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/files, as multipart/form-data"""
         headers = Headers(scope=scope)
         if not headers.get("content-type", "").startswith("multipart/form-data"):
             raise HttpError(400, "A file is sent as multipart/form-data.", code="unsupported_value")
@@ -90,10 +87,10 @@ class BatchEndpoints:
         try:
             form = await parser.parse()
         except (MultiPartException, KeyError) as error:
-            raise HttpError(400, "The body is no multipart/form-data with one file.", param="file") from error
+            raise HttpError(400, "The body is not multipart/form-data with one file.", param="file") from error
         try:
             if form.get("purpose") != "batch":
-                raise HttpError(400, 'purpose must be "batch".', code="unsupported_value", param="purpose")
+                raise unsupported("purpose", 'purpose must be "batch".')
             upload = form.get("file")
             if not isinstance(upload, UploadFile):
                 raise HttpError(400, "file must be a file.", param="file")
@@ -110,15 +107,12 @@ class BatchEndpoints:
         await send_json(send, body)
 
     async def files(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/files"""
         await _send_page(scope, send, self._store.files_of(_owner(scope)))
 
     async def file(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/files/{id}"""
         await send_json(send, self._store.file(_owner(scope), scope["path_params"]["id"]))
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """DELETE /v1/files/{id}"""
         body = self._store.file(_owner(scope), scope["path_params"]["id"])
         if any(s.body.input_file_id == body.id and s.body.id in self._runner for s in self._store.batches.values()):
             raise HttpError(409, "A batch still reads this file.")
@@ -126,7 +120,6 @@ class BatchEndpoints:
         await send_json(send, FileDeleted(body.id))
 
     async def content(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/files/{id}/content"""
         body = self._store.file(_owner(scope), scope["path_params"]["id"])
         headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(body.bytes).encode())]
         with self._store.content(body.id).open("rb") as file:
@@ -138,15 +131,12 @@ class BatchEndpoints:
     # ── batches ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/batches"""
         request = decode_body(self._decoder, await read_json(scope, receive))
         if request.output_expires_after is not None:
             name = "output_expires_after"
-            raise HttpError(400, f"{name} is not supported.", code="unsupported_value", param=name)
+            raise unsupported(name)
         if request.endpoint not in URLS:
-            raise HttpError(
-                400, f"endpoint must be one of {', '.join(URLS)}.", code="unsupported_value", param="endpoint"
-            )
+            raise unsupported("endpoint", f"endpoint must be one of {', '.join(URLS)}.")
         owner = _owner(scope)
         try:
             self._store.file(owner, request.input_file_id)
@@ -166,15 +156,12 @@ class BatchEndpoints:
         await send_json(send, batch)
 
     async def batches(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/batches"""
         await _send_page(scope, send, self._store.batches_of(_owner(scope)))
 
     async def batch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/batches/{id}"""
         await send_json(send, self._store.batch(_owner(scope), scope["path_params"]["id"]))
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/batches/{id}/cancel"""
         batch = self._store.batch(_owner(scope), scope["path_params"]["id"])
         await send_json(send, self._runner.cancel(batch.id))
 
@@ -185,7 +172,7 @@ def _owner(scope: Scope) -> str:
 
 
 async def _body(receive: Receive) -> AsyncGenerator[bytes]:
-    """The pieces of a body. Raises HttpError 413, ClientGone."""
+    """The pieces of a body. Raises HttpError 413 if it is too large, ClientGone if the client hangs up."""
     size = 0
     while True:
         message = await receive()
@@ -200,7 +187,7 @@ async def _body(receive: Receive) -> AsyncGenerator[bytes]:
 
 
 async def _send_page(scope: Scope, send: Send, all: Sequence[FileBody] | Sequence[BatchBody]) -> None:
-    """A `Page`: at most `limit` behind the one whose id is `after`. Raises HttpError 400."""
+    """Sends a `Page`: at most `limit` items after the one with the id `after`. Raises HttpError 400."""
     query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
     limit = query.get("limit", "20")
     if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= 10_000):

@@ -1,4 +1,4 @@
-"""The lines of a batch, which `pagewire run-batch` reads and writes as well.
+"""The lines of batch files; `pagewire run-batch` reads and writes them, too.
 
 A request is {"custom_id", "method", "url", "body"}; its answer is {"id", "custom_id", "response", "error"}.
 """
@@ -9,7 +9,7 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/respon
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """A line of the input. Other fields are ignored."""
+    """A line of the input. Unknown fields are ignored."""
 
     custom_id: str
     url: str
@@ -21,16 +21,16 @@ _decode = msgspec.json.Decoder(BatchRequest).decode
 
 
 def read_request(line: bytes) -> BatchRequest:
-    """Raises ValueError that says, as a sentence, what is wrong."""
+    """Decodes a line. Raises ValueError with a sentence that says what is wrong."""
     try:
         request = _decode(line)
     except msgspec.ValidationError as error:
         raise ValueError(f"{error}.") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError("this is no JSON.") from error
+        raise ValueError("this is not JSON.") from error
     if request.method != "POST" or request.url not in URLS:
         raise ValueError(
-            f"{request.method[:20]} {request.url[:80]} is no request of a batch; there are POST {', '.join(URLS)}."
+            f"{request.method[:20]} {request.url[:80]} cannot be a request of a batch; use POST {', '.join(URLS)}."
         )
     if request.body.get("stream"):
         raise ValueError("a batch has no streams; leave `stream` out.")
@@ -38,7 +38,7 @@ def read_request(line: bytes) -> BatchRequest:
 
 
 def answer_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """The line that answers a request. `body`: what the server sent."""
+    """The output line of a request. `body`: of the server's answer."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -55,6 +55,6 @@ def answer_line(custom_id: str, status: int, request_id: str, body: bytes) -> by
 
 
 def error_message(body: object) -> str | None:
-    """What OpenAI's error object says, if this is one."""
+    """The message of an error object of OpenAI's; None if `body` is not one."""
     error = body.get("error") if isinstance(body, dict) else None
     return str(error["message"]) if isinstance(error, dict) and "message" in error else None

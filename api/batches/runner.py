@@ -1,6 +1,6 @@
-"""Answers the batches of one api process, a few requests at a time, through the very endpoints that others use.
+"""Answers the batches of one api process, a few requests at a time, through the same endpoints that clients use.
 
-Answers go to a file of the batch as they come, so a server that starts again goes on where the last one ended.
+Each answer is appended to a file of the batch at once, so a restarted server continues where the last one ended.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from .types import BatchBody, BatchError, BatchErrors, RequestCounts
 MAX_REQUESTS = 50_000
 WINDOW_S = 24 * 3600
 _MAX_COMPLAINTS = 100
-_LINES_A_TURN = 256  # read before others on the loop have their turn
-_PAUSE_S = 1.0  # after the engine was busy or gone
+_LINES_A_TURN = 256  # lines that are read before other tasks of the loop run
+_PAUSE_S = 1.0  # before a request is sent again after 429 or 503
 _OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,11 @@ class _Answered(msgspec.Struct, frozen=True):
 
 
 class BatchRunner:
-    """One task a batch."""
+    """Runs one task per batch."""
 
     def __init__(self, store: BatchStore, app: ASGIApp, *, concurrency: int, max_bytes: int) -> None:
-        """`app`: the endpoints, behind the edge. `concurrency`: most requests under way, of all batches.
-        `max_bytes`: of a request, as of those that come alone."""
+        """`app`: the endpoints, without checks of keys and rates. `concurrency`: limit of requests in flight, over all
+        batches. `max_bytes`: of a request's line."""
         self._store = store
         self._app = app
         self._slots = asyncio.Semaphore(concurrency)
@@ -51,7 +51,7 @@ class BatchRunner:
         return id in self._tasks
 
     def resume(self) -> None:
-        """Goes on with what an earlier server has left open."""
+        """Continues the batches that an earlier server has left open."""
         for id, stored in self._store.batches.items():
             if stored.body.status in _OPEN:
                 self.start(stored.owner, id)
@@ -61,7 +61,7 @@ class BatchRunner:
         self._tasks[id] = asyncio.get_running_loop().create_task(self._run(owner, id))
 
     def cancel(self, id: str) -> BatchBody:
-        """Ends a batch: what is answered stays."""
+        """Cancels a batch; its answers so far are kept. Raises HttpError 409 if it has ended."""
         batch = self._store.batches[id].body
         if batch.status not in _OPEN:
             raise HttpError(409, f"The batch is {batch.status} and cannot be cancelled.")
@@ -71,7 +71,7 @@ class BatchRunner:
         return batch
 
     async def stop(self) -> None:
-        """Leaves everything as it is, for the next server."""
+        """Stops without finishing, so that the next server continues."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -103,7 +103,7 @@ class BatchRunner:
             self._tasks.pop(id, None)
 
     async def _validate(self, batch: BatchBody) -> bool:
-        """Reads the whole file before anything is sent."""
+        """Checks the whole file before any request is sent. Returns whether it is valid."""
         wrong: list[BatchError] = []
         ids: set[str] = set()
         async for number, line in _lines(self._store.content(batch.input_file_id)):
@@ -114,7 +114,7 @@ class BatchRunner:
                 if request.url != batch.endpoint:
                     raise ValueError(f"the batch is for {batch.endpoint}, this is for {request.url}.")
                 if request.custom_id in ids:
-                    raise ValueError(f"custom_id {request.custom_id[:100]!r} stands there twice.")
+                    raise ValueError(f"custom_id {request.custom_id[:100]!r} appears twice.")
                 if len(ids) == MAX_REQUESTS:
                     raise ValueError(f"a batch has at most {MAX_REQUESTS} requests.")
                 ids.add(request.custom_id)
@@ -123,7 +123,7 @@ class BatchRunner:
                 if len(wrong) == _MAX_COMPLAINTS:
                     break
         if not ids and not wrong:
-            wrong.append(BatchError("The file holds no request."))
+            wrong.append(BatchError("The file has no requests."))
         if wrong:
             self._store.change(batch.id, status="failed", failed_at=int(time.time()), errors=BatchErrors(wrong))
         else:
@@ -136,7 +136,7 @@ class BatchRunner:
         counts = RequestCounts(batch.request_counts.total, len(well), len(badly))
         self._store.change(batch.id, request_counts=counts)
         async with asyncio.TaskGroup() as group:
-            # Tasks are made as others end, so that a long file is never in memory whole.
+            # A task is created when another ends, so that a long file is never in memory as a whole.
             ahead = asyncio.Semaphore(self._concurrency)
             async for _, line in _lines(self._store.content(batch.input_file_id)):
                 request = read_request(line)
@@ -163,7 +163,7 @@ class BatchRunner:
         self._store.change(id, request_counts=counts)
 
     async def _ask(self, path: str, body: bytes, state: dict[str, object]) -> tuple[int, bytes]:
-        """Status and body of one call of the endpoints."""
+        """Calls an endpoint. Returns status and body."""
         headers = [(b"content-type", b"application/json")]
         scope = {
             "type": "http",
@@ -173,8 +173,8 @@ class BatchRunner:
             "root_path": "",
             "query_string": b"",
             "headers": headers,
-            "state": state | {"account": Account()},  # a rate is for those who wait
-            "app": self._app,  # so that the router raises
+            "state": state | {"account": Account()},  # batches are not rate limited
+            "app": self._app,  # makes the router raise errors
         }
         incoming = [body]
         status, parts = 0, [b""]
@@ -182,7 +182,7 @@ class BatchRunner:
         async def receive() -> Message:
             if incoming:
                 return {"type": "http.request", "body": incoming.pop(), "more_body": False}
-            await asyncio.Event().wait()  # a batch does not hang up; it is cancelled
+            await asyncio.Event().wait()  # a batch never disconnects; its task is cancelled
             raise AssertionError
 
         async def send(message: Message) -> None:
@@ -216,7 +216,7 @@ class BatchRunner:
 
 
 async def _lines(path: Path) -> AsyncIterator[tuple[int, bytes]]:
-    """(number, line) of those that are not blank."""
+    """(number, line) of the lines that are not blank."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number % _LINES_A_TURN == 0:
@@ -226,7 +226,7 @@ async def _lines(path: Path) -> AsyncIterator[tuple[int, bytes]]:
 
 
 def _mend(path: Path) -> set[str]:
-    """The custom_ids that have an answer; a last line that was cut short is taken away."""
+    """The custom_ids that have an answer. Truncates an incomplete last line."""
     ids: set[str] = set()
     if not path.exists():
         return ids

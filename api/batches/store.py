@@ -1,7 +1,7 @@
-"""Files and batches on disk, each with its owner: the API key it was made with.
+"""Files and batches on disk, each with its owner, the API key it was made with.
 
-In the folder of `--batch-folder` they outlive the server; without one, they live in a temporary folder that is removed
-at the end. A file is `file-….bin` beside `file-….json`; a batch is `batch_….json`, written anew with each change.
+In the folder of `--batch-folder` they survive the server; without one, they are in a temporary folder that is removed
+at the end. A file is `file-….bin` beside `file-….json`; a batch is `batch_….json`, which is rewritten with each change.
 """
 
 import os
@@ -24,21 +24,21 @@ MAX_STORED_BYTES = 8 << 30  # of all files
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """What stands in a file's JSON."""
+    """The JSON of a file."""
 
     owner: str  # hex
     body: FileBody
 
 
 class StoredBatch(msgspec.Struct, frozen=True):
-    """What stands in a batch's JSON."""
+    """The JSON of a batch."""
 
     owner: str  # hex
     body: BatchBody
 
 
 class BatchStore:
-    """All of one api process. Needs no lock: everything happens on its loop."""
+    """The files and batches of one api process. Needs no lock: all calls come from its event loop."""
 
     def __init__(self, folder: str | None) -> None:
         """Raises ConfigError if the folder cannot be used."""
@@ -52,7 +52,7 @@ class BatchStore:
 
     @property
     def folder(self) -> Path:
-        """Made when it is first needed."""
+        """The folder, which is created at the first use. Raises ConfigError if that fails."""
         if self._opened is None:
             try:
                 if self._given is None:
@@ -78,44 +78,44 @@ class BatchStore:
                 elif path.name.startswith("batch_"):
                     self.batches[path.stem] = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
             except (OSError, msgspec.DecodeError) as error:
-                raise ConfigError(f"--batch-folder: {path} is not what pagewire has written there: {error}.") from error
+                raise ConfigError(f"--batch-folder: {path} was not written by pagewire: {error}.") from error
 
     # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def content(self, id: str) -> Path:
-        """Where the bytes of a file lie."""
+        """The path of a file's bytes."""
         return self.folder / f"{id}.bin"
 
     def file(self, owner: str, id: str) -> FileBody:
-        """Raises HttpError 404."""
+        """Raises HttpError 404 if the owner has none with this id."""
         stored = self.files.get(id)
         if stored is None or stored.owner != owner:
             raise HttpError(404, f"There is no file {id[:100]!r}.", code="not_found")
         return stored.body
 
     def files_of(self, owner: str) -> list[FileBody]:
-        """The latest first."""
+        """Latest first."""
         return [stored.body for stored in reversed(self.files.values()) if stored.owner == owner]
 
     def new_id(self) -> str:
-        """Of a file whose bytes are here already."""
+        """An id for a file whose bytes are in the folder already."""
         return f"file-{secrets.token_hex(12)}"
 
     def new_file(self) -> tuple[str, IO[bytes]]:
-        """An id, and the file to write before `keep` or `drop`. Raises HttpError 413 if there is no room."""
+        """A new id and its open file, to be written before `keep` or `drop`. Raises HttpError 413 if all is full."""
         if sum(stored.body.bytes for stored in self.files.values()) >= MAX_STORED_BYTES:
-            raise HttpError(413, f"The files here have {MAX_STORED_BYTES >> 30} GiB already; delete some.")
+            raise HttpError(413, f"The stored files already have {MAX_STORED_BYTES >> 30} GiB; delete some.")
         id = self.new_id()
         return id, self.content(id).open("xb")
 
     def drop(self, id: str) -> None:
-        """Removes a file, whole or not."""
+        """Removes a file, complete or not."""
         self.files.pop(id, None)
         self.content(id).unlink(missing_ok=True)
         (self.folder / f"{id}.json").unlink(missing_ok=True)
 
     def keep(self, owner: str, id: str, filename: str, purpose: Purpose) -> FileBody:
-        """The file is written."""
+        """Records a file that is completely written."""
         size = self.content(id).stat().st_size
         body = FileBody(id=id, bytes=size, created_at=int(time.time()), filename=filename, purpose=purpose)
         self.files[id] = StoredFile(owner, body)
@@ -125,14 +125,14 @@ class BatchStore:
     # ── batches ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def batch(self, owner: str, id: str) -> BatchBody:
-        """Raises HttpError 404."""
+        """Raises HttpError 404 if the owner has none with this id."""
         stored = self.batches.get(id)
         if stored is None or stored.owner != owner:
             raise HttpError(404, f"There is no batch {id[:100]!r}.", code="not_found")
         return stored.body
 
     def put(self, owner: str, body: BatchBody) -> None:
-        """Makes or changes a batch."""
+        """Creates or replaces a batch."""
         self.batches[body.id] = StoredBatch(owner, body)
         self._write(body.id, self.batches[body.id])
 
@@ -144,7 +144,7 @@ class BatchStore:
         return body
 
     def batches_of(self, owner: str) -> list[BatchBody]:
-        """The latest first."""
+        """Latest first."""
         return [stored.body for stored in reversed(self.batches.values()) if stored.owner == owner]
 
     def _write(self, name: str, what: StoredFile | StoredBatch) -> None:

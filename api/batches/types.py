@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's files and batches. See `openai.types` for the rules."""
+"""The bodies of OpenAI's files and batches. The rules are those of `api/openai/types.py`."""
 
 from collections.abc import Sequence
 from typing import Annotated, Generic, Literal, TypeVar
@@ -13,7 +13,7 @@ Binary = Annotated[str, Meta(extra_json_schema={"format": "binary"})]
 
 
 class Upload(Struct, frozen=True):
-    """The fields of the form."""
+    """The fields of the multipart form."""
 
     file: Binary
     purpose: Literal["batch"]
@@ -25,7 +25,7 @@ class PageQuery(Struct, frozen=True):
 
 
 class Page(Struct, Generic[T], frozen=True):
-    """A part of a list."""
+    """A page of a list."""
 
     data: Sequence[T]
     first_id: str | None
@@ -58,12 +58,12 @@ class CreateBatch(Struct, frozen=True, kw_only=True):
     completion_window: Literal["24h"] = "24h"
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
 
-    # Understood and refused.
+    # Refused.
     output_expires_after: object = None
 
 
 class BatchError(Struct, frozen=True):
-    """What is wrong with a line of the input."""
+    """An error in a line of the input."""
 
     message: str
     line: int | None = None

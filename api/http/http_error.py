@@ -97,6 +97,12 @@ class HttpError(PagewireError):
         return HttpError(self.status, str(self).replace(self.param, own), code=self.code, param=own)
 
 
+def unsupported(param: str, detail: str = "") -> HttpError:
+    """A 400 for a field or value that this server or model does not support. `detail`: a sentence in place of the usual
+    one."""
+    return HttpError(400, detail or f"{param} is not supported.", code="unsupported_value", param=param)
+
+
 class ShuttingDown(RequestError):
     """The server is on its way out."""
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ...config.config import EngineConfig
 from ...ipc.messages import MAX_GRAMMAR_BYTES, Constraint, Source
-from ..http.http_error import HttpError
+from ..http.http_error import HttpError, unsupported
 from ..output.parsers.family import Family
 from ..output.parsers.registry import find_family
 from ..output.parsers.spelling import ANY_OBJECT, CallRules, CannotSpell, Schema
@@ -42,7 +42,7 @@ def completion_constraint(request: CompletionRequest) -> Constraint | None:
     """The constraint of a completion, whose format starts at once. Raises HttpError."""
     for name in _BUDGETS:
         if getattr(request, name) is not None:
-            raise HttpError(400, f"{name} is for chat only.", code="unsupported_value", param=name)
+            raise unsupported(name, f"{name} is for chat only.")
     format = _format(request, request.response_format)
     return None if format is None else Constraint(format.kind, format.text, sources=(format.source,))
 
@@ -55,12 +55,8 @@ def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineC
     tags = family.reasoning
     budget = _budget(request)
     if budget is not None and tags is None:
-        raise HttpError(
-            400,
-            "thinking_token_budget needs to know how this model marks its reasoning: set --reasoning-parser.",
-            code="unsupported_value",
-            param="thinking_token_budget",
-        )
+        detail = "thinking_token_budget needs to know how this model marks its reasoning: set --reasoning-parser."
+        raise unsupported("thinking_token_budget", detail)
     if format is None and called is None and budget is None:
         return None
     constraint = Constraint(
@@ -70,9 +66,8 @@ def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineC
     )
     if called is not None:
         if format is not None:
-            raise HttpError(
-                400, f"{format.field} cannot be combined with a tool_choice that forces a call.", param=format.field
-            )
+            detail = f"{format.field} cannot be combined with a tool_choice that forces a call."
+            raise HttpError(400, detail, param=format.field)
         return _lark(constraint, "calls", called, _call_rules(request, called, family))
     if format is None:
         return constraint
@@ -81,12 +76,8 @@ def chat_constraint(request: ChatRequest, tools: Sequence[Tool], config: EngineC
         if possible:
             return _calls_or_answer(constraint, request, possible, format, family)
     if family.answer and format.kind == "lark":
-        raise HttpError(
-            400,
-            f"{format.field} is not supported with this model, whose answers are messages of their own format.",
-            code="unsupported_value",
-            param=format.field,
-        )
+        detail = f"{format.field} is not supported with this model, whose answers are messages of their own format."
+        raise unsupported(format.field, detail)
     return msgspec.structs.replace(
         constraint, kind=format.kind, text=format.text, lark_marks=_answer_marks(family), sources=(format.source,)
     )
@@ -103,7 +94,7 @@ def _format(request: GenerationRequest, response_format: ResponseFormat | None) 
     if outputs is not None:
         if outputs.structural_tag:
             param = "structured_outputs.structural_tag"
-            raise HttpError(400, f"{param} is not supported.", code="unsupported_value", param=param)
+            raise unsupported(param)
         if outputs.disable_any_whitespace:
             spaces["whitespace_flexible"] = False
         if outputs.whitespace_pattern is not None:
@@ -118,11 +109,8 @@ def _format(request: GenerationRequest, response_format: ResponseFormat | None) 
     if outputs is not None and outputs.json_object:
         found.append(("structured_outputs.json_object", "json_object", None))
     if outputs is not None and not found:
-        raise HttpError(
-            400,
-            "structured_outputs must have one of json, json_object, regex, choice and grammar.",
-            param="structured_outputs",
-        )
+        detail = "structured_outputs must have one of json, json_object, regex, choice and grammar."
+        raise HttpError(400, detail, param="structured_outputs")
     if len(found) > 1:
         fields = [field for field, _, _ in found]
         raise HttpError(400, f"{fields[0]} and {fields[1]} cannot both be given.", param=fields[1])
@@ -140,12 +128,8 @@ def _response_format(format: ResponseFormat) -> list[tuple[str, str, object]]:
                 raise HttpError(400, "response_format has no json_schema.schema.", param="response_format")
             return [("response_format", "json_schema", format.json_schema.schema)]
         case _:
-            raise HttpError(
-                400,
-                'response_format must be of type "text", "json_object" or "json_schema".',
-                code="unsupported_value",
-                param="response_format",
-            )
+            detail = 'response_format must be of type "text", "json_object" or "json_schema".'
+            raise unsupported("response_format", detail)
 
 
 def _as_text(field: str, kind: str, value: object, spaces: dict[str, object]) -> _Format:
@@ -221,16 +205,10 @@ def _called_tools(request: ChatRequest, tools: Sequence[Tool]) -> list[_Called] 
         case {"type": "function", "function": {"name": str(name)}}:
             called = [(i, tool) for i, tool in enumerate(tools) if tool.function.name == name]
             if tools and not called:
-                raise HttpError(
-                    400, f"tool_choice names {name[:80]!r}, which is not among the tools.", param="tool_choice"
-                )
+                detail = f"tool_choice names {name[:80]!r}, which is not among the tools."
+                raise HttpError(400, detail, param="tool_choice")
         case _:
-            raise HttpError(
-                400,
-                'tool_choice must be "none", "auto", "required" or name a function.',
-                code="unsupported_value",
-                param="tool_choice",
-            )
+            raise unsupported("tool_choice", 'tool_choice must be "none", "auto", "required" or name a function.')
     if not tools:
         raise HttpError(400, "tool_choice forces a call, but there are no tools.", param="tool_choice")
     return [_Called(i, tool.function.name, _object_schema(tool, i)) for i, tool in called]
@@ -302,17 +280,13 @@ def _call_rules(request: ChatRequest, called: Sequence[_Called], family: Family)
             family.spell_calls([(one.name, one.schema)], several=False)
         except CannotSpell as error:
             param = f"tools[{one.place}].function.{error.field}"
-            raise HttpError(400, f"{param}: {error}.", code="unsupported_value", param=param) from None
+            raise unsupported(param, f"{param}: {error}.") from None
         except RecursionError:
             raise HttpError(400, f"{one.field} is nested too deeply.", param=one.field) from None
     rules = family.spell_calls([(one.name, one.schema) for one in called], several=several)
     if rules is None:
-        raise HttpError(
-            400,
-            "tool_choice can force a call only where it is known how the model writes calls: set --tool-call-parser.",
-            code="unsupported_value",
-            param="tool_choice",
-        )
+        detail = "tool_choice can force a call only if it is known how the model writes calls: set --tool-call-parser."
+        raise unsupported("tool_choice", detail)
     return rules
 
 

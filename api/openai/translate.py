@@ -5,7 +5,7 @@ Owns every rule that concerns more than one field. The gateway assigns the rids.
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -24,7 +24,7 @@ from ...ipc.messages import (
     ids_to_bytes,
 )
 from ..gateway.journal import entries
-from ..http.http_error import HttpError
+from ..http.http_error import HttpError, unsupported
 from ..output.parsers.lexer import Grammar
 from ..output.parsers.registry import find_grammar
 from ..output.shapes import GenerationRequest
@@ -69,28 +69,17 @@ def chat_submits(request: ChatRequest, config: EngineConfig, salt: bytes) -> lis
     for message in messages:
         for part in message.content if isinstance(message.content, list) else ():
             if not isinstance(part, str) and part.type not in ("text", "refusal"):
-                raise HttpError(
-                    400,
-                    f"This model takes text only; a content part of type {part.type[:40]!r} was sent.",
-                    code="unsupported_value",
-                    param="messages",
-                )
+                detail = f"This model takes text only; a content part of type {part.type[:40]!r} was sent."
+                raise unsupported("messages", detail)
     tools = _check_chat(request)
     if request.chat_template is not None and not config.trust_request_chat_template:
-        raise HttpError(
-            400,
-            "chat_template in a request needs a server that was started with --trust-request-chat-template.",
-            code="unsupported_value",
-            param="chat_template",
-        )
+        detail = "chat_template in a request needs a server that was started with --trust-request-chat-template."
+        raise unsupported("chat_template", detail)
     goes_on = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt if request.add_generation_prompt is not None else not goes_on
     if goes_on and add_generation_prompt:
-        raise HttpError(
-            400,
-            "continue_final_message and add_generation_prompt cannot both be true.",
-            param="continue_final_message",
-        )
+        detail = "continue_final_message and add_generation_prompt cannot both be true."
+        raise HttpError(400, detail, param="continue_final_message")
     variables = dict(request.chat_template_kwargs or {})
     if request.documents is not None:
         variables["documents"] = request.documents
@@ -218,11 +207,8 @@ def _prompts(request: CompletionRequest) -> list[TextPrompt | IdsPrompt]:
     ids = [part for part in prompt if isinstance(part, int)]
     lists = [part for part in prompt if isinstance(part, list)]
     if len(prompt) not in (len(texts), len(ids), len(lists)) or not prompt or not all(lists):
-        raise HttpError(
-            400,
-            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not empty.",
-            param="prompt",
-        )
+        detail = "prompt must be a string, a list of strings, a list of token ids or a list of those, and not empty."
+        raise HttpError(400, detail, param="prompt")
     if ids:
         return [IdsPrompt(ids_to_bytes(ids))]
     if len(prompt) > MAX_PROMPTS:
@@ -249,10 +235,7 @@ def _resumed(request: ChatRequest | CompletionRequest, submits: list[Submit], vo
     if submits[0].limits.max_tokens is not None and len(longest) > submits[0].limits.max_tokens:
         raise HttpError(400, f"{name} has {len(longest)} tokens for a choice, more than max_tokens.", param=name)
     for ids in token_ids:
-        if ids and max(ids) >= vocab_size:
-            raise HttpError(
-                400, f"{name} has token id {max(ids)}, and the vocabulary ends at {vocab_size - 1}.", param=name
-            )
+        _check_ids(name, ids, vocab_size)
     return [
         replace(choice.order, resume_ids=ids_to_bytes(ids), resume_chars=-1 if ids else 0)
         for choice, ids in zip(choices, token_ids, strict=True)
@@ -337,7 +320,7 @@ def _submits(
 def _check_common(request: GenerationRequest, vocab_size: int) -> None:
     for name in _REFUSED:
         if getattr(request, name, None):
-            raise HttpError(400, f"{name} is not supported.", code="unsupported_value", param=name)
+            raise unsupported(name)
     if request.stream_options is not None and not request.stream:
         raise HttpError(400, "stream_options is only allowed when stream is true.", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -349,12 +332,14 @@ def _check_common(request: GenerationRequest, vocab_size: int) -> None:
     for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
         if getattr(request, name) not in (None, default) and not request.use_beam_search:
             raise HttpError(400, f"{name} is only allowed when use_beam_search is true.", param=name)
-    token_lists = {name: getattr(request, name) for name in ("logit_bias", "stop_token_ids", "allowed_token_ids")}
-    for name, ids in token_lists.items():
-        if ids and max(ids) >= vocab_size:
-            raise HttpError(
-                400, f"{name} has token id {max(ids)}, and the vocabulary ends at {vocab_size - 1}.", param=name
-            )
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        _check_ids(name, getattr(request, name), vocab_size)
+
+
+def _check_ids(name: str, ids: Collection[int] | None, vocab_size: int) -> None:
+    if ids and max(ids) >= vocab_size:
+        detail = f"{name} has token id {max(ids)}, and the vocabulary ends at {vocab_size - 1}."
+        raise HttpError(400, detail, param=name)
 
 
 def _check_chat(request: ChatRequest) -> list[Tool]:
@@ -362,14 +347,10 @@ def _check_chat(request: ChatRequest) -> list[Tool]:
     if request.top_logprobs and not request.logprobs:
         raise HttpError(400, "top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
     if request.add_special_tokens:
-        raise HttpError(
-            400,
-            "add_special_tokens must be false with messages: the chat template writes them itself.",
-            code="unsupported_value",
-            param="add_special_tokens",
-        )
+        detail = "add_special_tokens must be false with messages: the chat template writes them itself."
+        raise unsupported("add_special_tokens", detail)
     if request.modalities not in (None, [], ["text"]):
-        raise HttpError(400, 'modalities must be ["text"].', code="unsupported_value", param="modalities")
+        raise unsupported("modalities", 'modalities must be ["text"].')
     return _decode(lambda: _tools_decoder.decode(request.tools), "tools") if _sends_tools(request) else []
 
 

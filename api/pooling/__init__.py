@@ -1,1 +1,1 @@
-"""/v1/embeddings, /v1/rerank and /v1/score: a vector or a score instead of text."""
+"""/v1/embeddings, /v1/rerank and /v1/score: answers are vectors or scores."""

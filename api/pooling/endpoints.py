@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/rerank and /v1/score, the latter two also where other servers have them."""
+"""POST /v1/embeddings, /v1/rerank and /v1/score; the latter two also at the paths of other servers."""
 
 import time
 
@@ -15,7 +15,7 @@ from .types import EmbeddingList, EmbeddingsRequest, RerankBody, RerankRequest, 
 
 
 class PoolingEndpoints:
-    """Vectors and scores. Whether the model is made for them is said by the tokenizer process, as of any request."""
+    """Vectors and scores. The tokenizer process refuses them if the model is not made for them."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -24,7 +24,6 @@ class PoolingEndpoints:
         self._score_decoder = msgspec.json.Decoder(ScoreRequest)
 
     def routes(self) -> list[Operation]:
-        """Paths, and who answers there."""
         return [
             Operation(
                 *("POST", "/v1/embeddings", self.embeddings, "Vectors of texts"),
@@ -47,7 +46,6 @@ class PoolingEndpoints:
         ]
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/embeddings"""
         request = decode_body(self._embeddings_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         submits = embedding_submits(request, self._service.config, scope["state"]["salt"])
@@ -55,7 +53,6 @@ class PoolingEndpoints:
         await self._service.answer(submits, reply, False, scope, receive, send)
 
     async def rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /rerank, /v1/rerank, /v2/rerank"""
         request = decode_body(self._rerank_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         submits = pair_submits(request, rerank_pairs(request), self._service.config, scope["state"]["salt"])
@@ -68,7 +65,6 @@ class PoolingEndpoints:
         await self._service.answer(submits, reply, False, scope, receive, send)
 
     async def score(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /score, /v1/score"""
         request = decode_body(self._score_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         submits = pair_submits(request, score_pairs(request), self._service.config, scope["state"]["salt"])

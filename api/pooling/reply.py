@@ -1,4 +1,4 @@
-"""The answers to embeddings, rerank and score. None of them is streamed: they are one object."""
+"""The answers of embeddings, rerank and score: one object each, never streamed."""
 
 from array import array
 from base64 import b64encode
@@ -23,15 +23,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _VectorReply(Reply):
-    """Collects a vector for each text."""
+    """Collects the vector of each text."""
 
     def __init__(self, num: int) -> None:
         self._vectors = [b""] * num
         self._num_prompt = 0
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """Takes the vector of a text."""
-        assert chunk.vector and chunk.usage is not None, "a vector is an answer's only chunk"
+        assert chunk.vector and chunk.usage is not None, "a vector is the only chunk of its answer"
         self._vectors[index] = chunk.vector
         self._num_prompt += chunk.usage.num_prompt
 
@@ -60,7 +59,6 @@ class EmbeddingsReply(_VectorReply):
         self._is_base64 = is_base64
 
     def body(self) -> bytes:
-        """The list of embeddings."""
         show = _base64 if self._is_base64 else _numbers
         data = [EmbeddingBody(i, show(vector)) for i, vector in enumerate(self._vectors)]
         return _encode(EmbeddingList(data, self._model, self._usage))
@@ -73,7 +71,6 @@ class ScoreReply(_VectorReply):
         self._created = created
 
     def body(self) -> bytes:
-        """The list of scores."""
         data = [ScoreBody(i, score) for i, score in enumerate(self._scores)]
         return _encode(ScoreList(new_id("score-"), self._created, self._model, data, self._usage))
 
@@ -87,7 +84,6 @@ class RerankReply(_VectorReply):
         self._has_documents = has_documents
 
     def body(self) -> bytes:
-        """The documents that fit best, best first."""
         scores = self._scores
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._top_n]
         results = [

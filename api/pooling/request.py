@@ -1,10 +1,10 @@
-"""What a client asked for as `Submit` messages, one for each text or pair, or a clear 400."""
+"""Translates requests into `Submit` messages, one for each text or pair, or refuses them with a clear 400."""
 
 from collections.abc import Sequence
 
 from ...config.config import EngineConfig
 from ...ipc.messages import IdsPrompt, Limits, PairPrompt, Pooling, Sampling, Submit, TextPrompt, TextSpec, ids_to_bytes
-from ..http.http_error import HttpError
+from ..http.http_error import HttpError, unsupported
 from .types import EmbeddingsRequest, PoolingRequest, RerankRequest, ScoreRequest
 
 MAX_INPUTS = 2048  # of one request
@@ -13,10 +13,10 @@ _REFUSED = ("messages", "embed_dtype", "endianness", "use_activation", "rank_fie
 
 
 def embedding_submits(request: EmbeddingsRequest, config: EngineConfig, salt: bytes) -> list[Submit]:
-    """Raises HttpError."""
+    """One submit for each input. Raises HttpError."""
     purpose = config.model.purpose
     if request.dimensions is not None and request.dimensions > purpose.size:
-        detail = f"dimensions must be at most {purpose.size}, which this model has."
+        detail = f"dimensions must be at most {purpose.size}, the size of this model's vectors."
         raise HttpError(400, detail, param="dimensions")
     pooling = Pooling(
         purpose.pooling,
@@ -28,39 +28,39 @@ def embedding_submits(request: EmbeddingsRequest, config: EngineConfig, salt: by
 
 
 def score_pairs(request: ScoreRequest) -> list[PairPrompt]:
-    """Raises HttpError."""
+    """The pairs to be scored, in order. Raises HttpError."""
     names = ("text_1", "text_2") if request.text_1 is not None or request.text_2 is not None else ("queries", "items")
     columns = []
     for name in names:
         value: str | list[str] | None = getattr(request, name)
         if not value:
-            raise HttpError(400, f"{name} must be a text or a list of texts, and not empty.", param=name)
+            raise HttpError(400, f"{name} must be a string or a list of strings, and not empty.", param=name)
         columns.append([value] if isinstance(value, str) else value)
     first, second = columns
     if len(first) == 1:
         first = first * len(second)
     if len(first) != len(second):
-        detail = f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}; it must be one, or as many."
+        detail = f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}; it must have one or as many."
         raise HttpError(400, detail, param=names[0])
     return [PairPrompt(a, b) for a, b in zip(first, second, strict=True)]
 
 
 def rerank_pairs(request: RerankRequest) -> list[PairPrompt]:
-    """Raises HttpError."""
+    """The query with each document. Raises HttpError."""
     if not request.documents:
         raise HttpError(400, "documents must not be empty.", param="documents")
     return [PairPrompt(request.query, text) for text in document_texts(request)]
 
 
 def document_texts(request: RerankRequest) -> list[str]:
-    """The documents, in their order."""
+    """The texts of the documents, in order."""
     return [document if isinstance(document, str) else document.text for document in request.documents]
 
 
 def pair_submits(
     request: ScoreRequest | RerankRequest, pairs: Sequence[PairPrompt], config: EngineConfig, salt: bytes
 ) -> list[Submit]:
-    """Raises HttpError."""
+    """One submit for each pair. Raises HttpError."""
     return _submits(request, pairs, Pooling("score", truncate=_truncation(request, config)), salt)
 
 
@@ -78,7 +78,7 @@ def _inputs(request: EmbeddingsRequest, config: EngineConfig) -> list[TextPrompt
     if len(value) not in (len(texts), len(ids), len(lists)) or not value or not all(lists):
         raise HttpError(
             400,
-            "input must be a text, a list of texts, a list of token ids, or a list of such lists, and not empty.",
+            "input must be a string, a list of strings, a list of token ids or a list of such lists, and not empty.",
             param="input",
         )
     if texts:
@@ -103,7 +103,7 @@ def _submits(
 ) -> list[Submit]:
     for name in _REFUSED:
         if getattr(request, name, None) is not None:
-            raise HttpError(400, f"{name} is not supported.", code="unsupported_value", param=name)
+            raise unsupported(name)
     if len(prompts) > MAX_INPUTS:
         raise HttpError(400, f"At most {MAX_INPUTS} texts can be sent at once; these are {len(prompts)}.")
     return [

@@ -1,7 +1,6 @@
 """The bodies of embeddings (OpenAI's), rerank (Jina's and Cohere's) and score (vLLM's), with the bounds of each field.
 
-As in `openai.types`: null is the same as absent, unknown fields are ignored, and what cannot be served is named so that
-it is refused.
+The rules are those of `api/openai/types.py`.
 """
 
 from typing import Annotated, Literal
@@ -12,40 +11,40 @@ from ..output.shapes import TokenId
 
 
 class PoolingRequest(Struct, frozen=True, kw_only=True):
-    """What the three have in common."""
+    """The common fields of the three."""
 
     model: str | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: to the longest that fits
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: to the model's context
     user: Annotated[str, Meta(max_length=512)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     timeout: Annotated[float, Meta(ge=1.0, le=1e9)] | None = None  # seconds to wait for a start before failing
 
 
 class EmbeddingsRequest(PoolingRequest, frozen=True, kw_only=True):
-    """POST /v1/embeddings. `input`: a text, a list of texts, token ids, or a list of lists of them."""
+    """POST /v1/embeddings. `input`: a string, a list of strings, token ids, or a list of lists of token ids."""
 
     input: str | list[str | TokenId | list[TokenId]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     add_special_tokens: bool | None = None
-    normalize: bool | None = None  # absent: as the model's authors say
-    prompt_name: str | None = None  # which of their prompts stands before each text
+    normalize: bool | None = None  # default: as the checkpoint says
+    prompt_name: str | None = None  # of the checkpoint's prompt that is put before each text
 
-    # Understood and refused.
+    # Refused.
     messages: object = None
     embed_dtype: object = None
     endianness: object = None
 
 
 class ScoreRequest(PoolingRequest, frozen=True, kw_only=True):
-    """POST /v1/score. One text against one or many, or as many against as many; under either pair of names."""
+    """POST /v1/score: one text with one or many, or pairs of two lists; under either pair of names."""
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     queries: str | list[str] | None = None
     items: str | list[str] | None = None
 
-    # Understood and refused.
+    # Refused.
     use_activation: bool | None = None
 
 
@@ -61,7 +60,7 @@ class RerankRequest(PoolingRequest, frozen=True, kw_only=True):
     top_n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
 
-    # Understood and refused.
+    # Refused.
     rank_fields: object = None
     max_chunks_per_doc: int | None = None
     use_activation: bool | None = None

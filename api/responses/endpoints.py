@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what is kept of the answers."""
+"""POST /v1/responses, and the stored responses."""
 
 from urllib.parse import parse_qsl
 
@@ -6,7 +6,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ..http.exchange import read_json, send_body, send_json
-from ..http.http_error import HttpError
+from ..http.http_error import HttpError, unsupported
 from ..http.operation import Operation
 from ..openai.translate import chat_submits, decode_body, read_turn
 from ..output.reply import Reply
@@ -20,15 +20,12 @@ from .types import ResponseBody, ResponseDeleted, ResponseEvent, ResponsesReques
 
 
 class ResponsesEndpoints:
-    """Responses, made and stored."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
         self._decoder = msgspec.json.Decoder(ResponsesRequest)
         self._store = ResponseStore()
 
     def routes(self) -> list[Operation]:
-        """Paths, and who answers there."""
         return [
             Operation(
                 *("POST", "/v1/responses", self.respond, "Respond"),
@@ -37,17 +34,16 @@ class ResponsesEndpoints:
                 gives=ResponseBody,
                 streams=ResponseEvent,
             ),
-            Operation("GET", "/v1/responses/{id}", self.response, "A response that is kept", gives=ResponseBody),
+            Operation("GET", "/v1/responses/{id}", self.response, "A stored response", gives=ResponseBody),
             Operation("DELETE", "/v1/responses/{id}", self.forget, "Forget a response", gives=ResponseDeleted),
             Operation(
-                *("GET", "/v1/responses/{id}/input_items", self.input_items, "What a kept response answered"),
+                *("GET", "/v1/responses/{id}/input_items", self.input_items, "The input of a stored response"),
                 query=InputItemsQuery,
                 gives=ItemList,
             ),
         ]
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/responses"""
         request = decode_body(self._decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         owner = scope["state"]["salt"]
@@ -73,21 +69,18 @@ class ResponsesEndpoints:
             await self._service.answer(submits, reply, bool(request.stream), scope, receive, send)
 
     async def response(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/responses/{id}"""
         stored = self._stored(scope["state"]["salt"], scope["path_params"]["id"])
         if b"stream=true" in scope["query_string"]:
-            raise HttpError(400, "A stored response is not streamed.", code="unsupported_value", param="stream")
+            raise unsupported("stream", "A stored response is not streamed.")
         await send_body(send, 200, stored.body)
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """DELETE /v1/responses/{id}"""
         id = scope["path_params"]["id"]
         if not self._store.delete(scope["state"]["salt"], id):
             raise _no_response(id)
         await send_json(send, ResponseDeleted(id))
 
     async def input_items(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """GET /v1/responses/{id}/input_items"""
         stored = self._stored(scope["state"]["salt"], scope["path_params"]["id"])
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         await send_json(send, page(stored.input_items, query))
@@ -99,14 +92,14 @@ class ResponsesEndpoints:
         return stored
 
     def _earlier_messages(self, owner: bytes, id: str | None) -> bytes:
-        """The conversation up to the response with this id, in chat's shape. Raises HttpError 400."""
+        """The messages up to and including the response with this id. Raises HttpError 400."""
         if id is None:
             return b"[]"
         stored = self._store.get(owner, id)
         if stored is None:
             raise HttpError(
                 400,
-                f"There is no response {id[:100]!r}, or no longer: only the latest are kept, in memory.",
+                f"There is no response {id[:100]!r}; only the latest are stored.",
                 code="previous_response_not_found",
                 param="previous_response_id",
             )
@@ -114,4 +107,4 @@ class ResponsesEndpoints:
 
 
 def _no_response(id: str) -> HttpError:
-    return HttpError(404, f"There is no response {id[:100]!r}, or no longer.", code="not_found")
+    return HttpError(404, f"There is no response {id[:100]!r}; only the latest are stored.", code="not_found")

@@ -9,20 +9,18 @@ from ..http.http_error import HttpError
 from ..output.reply import new_id
 
 MAX_LISTED = 100
-_LISTED = 20  # unless asked otherwise
+_LISTED = 20  # by default
 _Item = dict[str, object]
 
 
 class InputItemsQuery(Struct, frozen=True):
-    """What a client may ask of the list."""
-
     limit: Annotated[int, Meta(ge=1, le=MAX_LISTED)] = _LISTED
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
 
 
 class ItemList(Struct, frozen=True):
-    """A page. `has_more`: there are others after `last_id`."""
+    """A page. `has_more`: there are items after `last_id`."""
 
     data: list[_Item]
     first_id: str | None
@@ -46,7 +44,7 @@ class _Part(Struct):
 
 
 class _Message(Struct):
-    """As `Conversation` writes it."""
+    """A message as `Conversation` writes it."""
 
     role: str
     content: str | list[_Part]
@@ -56,7 +54,7 @@ class _Message(Struct):
 
 
 def input_items(messages: bytes) -> bytes:
-    """What a `Conversation` holds as a JSON array of items, with ids of their own."""
+    """The messages of a `Conversation` as a JSON array of items with new ids."""
     items: list[_Item] = []
     for message in msgspec.json.decode(messages, type=list[_Message]):
         texts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content]
@@ -80,7 +78,7 @@ def input_items(messages: bytes) -> bytes:
 
 
 def page(items: bytes, query: dict[str, str]) -> ItemList:
-    """The part of `items` that is asked for. Raises HttpError."""
+    """The requested part of `items`. Raises HttpError."""
     found = msgspec.json.decode(items, type=list[_Item])
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(_LISTED))
     if order not in ("asc", "desc"):

@@ -1,7 +1,7 @@
-"""POST /v1/responses: the response object, plain and streamed as typed events.
+"""Answers of POST /v1/responses: the response object, plain or streamed as typed events.
 
-Both come from the same items, which grow by the same steps; a plain answer only leaves the events away. Clients check
-the order strictly: an item is added, its parts grow, it is done, and only then the next one begins.
+Both are built from the same items in the same steps; a plain answer drops the events. Clients check the order strictly:
+an item is added, its parts grow, it is done, and only then the next one begins.
 """
 
 import time
@@ -41,11 +41,11 @@ from .types import (
 
 _encode = msgspec.json.Encoder().encode
 
-_Event = tuple[str, dict[str, object]]  # its type and its fields, but for the sequence number
+_Event = tuple[str, dict[str, object]]  # type, and all fields but the sequence number
 
 
 def new_response(request: ResponsesRequest, *, model: str, temperature: float, top_p: float) -> ResponseBody:
-    """The response before anything has come of it."""
+    """The response before any output."""
     text = request.text or TextConfig()
     return ResponseBody(
         id=request.resume_id or new_id("resp_"),
@@ -73,8 +73,6 @@ def new_response(request: ResponsesRequest, *, model: str, temperature: float, t
 
 
 class ResponsesReply(Reply):
-    """The answer to one request for a response."""
-
     def __init__(
         self,
         response: ResponseBody,
@@ -83,28 +81,26 @@ class ResponsesReply(Reply):
         has_logprobs: bool,
         on_end: Callable[[ResponseBody], None],
     ) -> None:
-        """`on_end` is given the response when it has ended well, once."""
+        """`on_end` is called once with the complete response, unless it fails."""
         self._response = response
         self._turn = turn
         self._has_logprobs = has_logprobs
         self._is_simple = turn.is_verbatim and not has_logprobs
         self._on_end = on_end
         self._next_sequence_number = 0
-        self._items: list[OutputItem] = []  # those that are done
+        self._items: list[OutputItem] = []  # complete
         self._open: _Message | _Reasoning | _Call | None = None
-        self._logprobs: list[TokenLogprobBody] = []  # of tokens whose text has not come yet
+        self._logprobs: list[TokenLogprobBody] = []  # of tokens whose text is still held back
 
     # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opening(self) -> list[bytes]:
-        """That there is a response."""
         fields: dict[str, object] = {"response": self._response}
         return [self._event("response.created", fields), self._event("response.in_progress", fields)]
 
     def events(self, index: int, chunk: Chunk) -> list[bytes]:
-        """The chunk's news."""
         if self._is_simple and isinstance(self._open, _Message) and chunk.finish is None:
-            # Most events carry a piece of text and nothing else.
+            # Fast path: most chunks only append text.
             if not chunk.text:
                 return []
             self._next_sequence_number += 1
@@ -112,16 +108,14 @@ class ResponsesReply(Reply):
         return [self._event(type, fields) for type, fields in self._take(chunk)]
 
     def closing(self) -> list[bytes]:
-        """The whole response."""
         self._on_end(self._response)
         return [self._event(f"response.{self._response.status}", {"response": self._response})]
 
     def ending(self) -> bytes:
-        """The last event has said that it is the last."""
-        return b""
+        return b""  # the event of `closing` is the last
 
     def failure(self, error: HttpError) -> bytes:
-        """The response as far as it got, and why."""
+        """An event with the output so far and the error."""
         items = [*self._items, *([self._open.item("incomplete")] if self._open is not None else [])]
         failure = ResponseFailure("server_error", str(error))
         response = replace(self._response, status="failed", error=failure, output=items)
@@ -135,11 +129,9 @@ class ResponsesReply(Reply):
     # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """Takes the chunk's news."""
         self._take(chunk)
 
     def body(self) -> bytes:
-        """The response object."""
         self._on_end(self._response)
         return _encode(self._response)
 
@@ -162,10 +154,10 @@ class ResponsesReply(Reply):
                         self._begin(_Reasoning(self._response.id, self._next_index), chunks)
                     assert isinstance(self._open, _Reasoning)
                     chunks.append(self._open.grow(text))
-                    self._logprobs = []  # reasoning has no place for them
+                    self._logprobs = []  # reasoning items have no log-probabilities
                 case CallStart(name=name):
                     self._begin(_Call(self._response.id, self._next_index, name), chunks)
-                    self._logprobs = []  # a call has no place for them
+                    self._logprobs = []  # nor have calls
                 case CallArguments(text=text):
                     assert isinstance(self._open, _Call), "arguments without a call"
                     chunks.append(self._open.grow(text))
@@ -175,9 +167,9 @@ class ResponsesReply(Reply):
         if chunk.finish is not None:
             assert chunk.finish != "abort", "the gateway turns an abort into an error"
             if self._open is None and not self._items:
-                self._begin(_Message(self._response.id, 0), chunks)  # an answer of no words is still an answer
+                self._begin(_Message(self._response.id, 0), chunks)  # an empty answer is a message, too
             if isinstance(self._open, _Message):
-                self._open.logprobs += self._logprobs  # of what gave no text, such as the end of the turn
+                self._open.logprobs += self._logprobs  # of tokens without text, such as the eos
             is_complete = chunk.finish == "stop"
             self._end_item("completed" if is_complete else "incomplete", chunks)
             self._response = replace(
@@ -192,7 +184,6 @@ class ResponsesReply(Reply):
 
     @property
     def _next_index(self) -> int:
-        """Of the item after those that there are."""
         return len(self._items) + (self._open is not None)
 
     def _begin(self, item: "_Message | _Reasoning | _Call", chunks: list[_Event]) -> None:
@@ -208,14 +199,12 @@ class ResponsesReply(Reply):
 
 
 class _Message:
-    """What is being said to the reader."""
-
     def __init__(self, response_id: str, index: int) -> None:
         self._id = part_id("msg_", response_id, index)
         self._index = index
         self._texts: list[str] = []
         self.logprobs: list[TokenLogprobBody] = []
-        # A delta without log-probabilities is constants around its number and its text.
+        # A delta without log-probabilities is constant but for its sequence number and text.
         kind = "response.output_text.delta"
         fields = _encode({"type": kind, **self._place, "logprobs": []})
         self._head = f"event: {kind}\ndata: ".encode() + fields[:-1] + b',"sequence_number":'
@@ -240,7 +229,7 @@ class _Message:
         return "response.output_text.delta", {**self._place, "delta": text, "logprobs": logprobs}
 
     def grow_simply(self, text: str, sequence_number: int) -> bytes:
-        """The same event as that of `grow`, written already."""
+        """The event of `grow`, encoded."""
         self._texts.append(text)
         return self._head + str(sequence_number).encode() + b',"delta":' + _encode(text) + b"}\n\n"
 
@@ -257,8 +246,6 @@ class _Message:
 
 
 class _Reasoning:
-    """What the model tells itself."""
-
     def __init__(self, response_id: str, index: int) -> None:
         self._id = part_id("rs_", response_id, index)
         self._index = index
@@ -295,8 +282,6 @@ class _Reasoning:
 
 
 class _Call:
-    """A function call that is being written."""
-
     def __init__(self, response_id: str, index: int, name: str) -> None:
         self._id = part_id("fc_", response_id, index)
         self._call_id = part_id("call_", response_id, index)
@@ -330,7 +315,7 @@ class _Call:
 
 
 def go_on(conversation: Conversation, response: ResponseBody) -> bytes:
-    """The conversation with this response's answer, for the next request."""
+    """The messages with this response's output added, for the next request."""
     for item in response.output:
         match item:
             case MessageItem(content=parts):

@@ -1,5 +1,5 @@
-"""A request of the Responses API as a chat request, so that everything behind it is the same. What has no counterpart
-there is refused by name, and nothing is ignored that would change the answer.
+"""Translates requests of the Responses API into chat requests. Fields without a counterpart are refused by name if
+ignoring them would change the answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from ...errors import RequestError
-from ..http.http_error import HttpError, as_http_error
+from ..http.http_error import HttpError, as_http_error, unsupported
 from ..openai.conversation import Conversation
 from ..openai.types import ChatRequest
 from ..output.shapes import GenerationRequest, ResponseFormat
@@ -19,35 +19,35 @@ _REFUSED = (
     *("use_beam_search", "return_tokens_as_token_ids"),
 )
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_OWN = ("max_tokens", "return_token_ids")  # of those that chat has, too
+_OWN = ("max_tokens", "return_token_ids")  # chat has them, but they are not copied
 _OWN_NAMES = {"response_format": "text.format", "response_format.json_schema.schema": "text.format.schema"}
 _SHARED = tuple(name for name in GenerationRequest.__struct_fields__ if name not in _OWN)
 _LOGPROBS = "message.output_text.logprobs"
 
 
 def check_response(request: ResponsesRequest) -> None:
-    """Raises HttpError for what cannot be served."""
+    """Raises HttpError if the request has a field that cannot be served."""
     for name in _REFUSED:
         if getattr(request, name):
-            raise _unsupported(name)
+            raise unsupported(name)
     if request.prompt_logprobs is not None:
-        raise _unsupported("prompt_logprobs")
+        raise unsupported("prompt_logprobs")
     if request.n not in (None, 1):
-        raise _unsupported("n")
+        raise unsupported("n")
     if request.return_token_ids and not request.stream:
-        raise _unsupported("return_token_ids", " without stream")
+        raise unsupported("return_token_ids", "return_token_ids without stream is not supported.")
     for i, tool in enumerate(request.tools or ()):
         if tool.type == "function" and not tool.name:
             raise HttpError(400, "A function needs a name.", param=f"tools[{i}].name")
 
 
 def wants_logprobs(request: ResponsesRequest) -> bool:
-    """Whether the answer carries log-probabilities: that needs no number of candidates."""
+    """Whether the answer has log-probabilities, perhaps without candidates."""
     return request.top_logprobs is not None or _LOGPROBS in (request.include or ())
 
 
 def functions(request: ResponsesRequest) -> list[ResponseTool]:
-    """The tools that the model is told of. Clients also list some that the server would run, and it runs none."""
+    """The tools in the prompt. Clients also send tools that the server should run; it runs none."""
     return [tool for tool in request.tools or () if tool.type == "function"]
 
 
@@ -61,12 +61,12 @@ def conversation_of(request: ResponsesRequest, earlier: bytes) -> Conversation:
             for i, item in enumerate(items):
                 _add_item(conversation, item, f"input[{i}]")
         case _:
-            raise HttpError(400, "input must be a text or a list of items, and not empty.", param="input")
+            raise HttpError(400, "input must be a string or a list of items, and not empty.", param="input")
     return conversation
 
 
 def chat_request(request: ResponsesRequest, messages: bytes) -> ChatRequest:
-    """The same as a chat request over `messages`, the conversation without instructions, which is never empty."""
+    """The request as a chat request. `messages`: the conversation without instructions; it is not empty."""
     tools = [
         {
             "type": "function",
@@ -79,7 +79,7 @@ def chat_request(request: ResponsesRequest, messages: bytes) -> ChatRequest:
         for tool in functions(request)
     ]
     if request.instructions:
-        # Instructions hold for this response only, so they are not part of what is stored.
+        # Instructions are for this response only, so they are not stored with the conversation.
         instructions = msgspec.json.encode({"role": "system", "content": request.instructions})
         messages = b"[" + instructions + b"," + messages[1:]
     return ChatRequest(
@@ -100,7 +100,7 @@ def chat_request(request: ResponsesRequest, messages: bytes) -> ChatRequest:
 
 @contextmanager
 def in_terms_of_responses(request: ResponsesRequest) -> Iterator[None]:
-    """What the engine and chat refuse is refused with the names of this API's fields."""
+    """Rewrites errors of chat and the engine with this API's field names."""
     places = [i for i, tool in enumerate(request.tools or ()) if tool.type == "function"]
 
     def own_name(param: str) -> str:
@@ -115,10 +115,6 @@ def in_terms_of_responses(request: ResponsesRequest) -> Iterator[None]:
         raise as_http_error(error).with_name(own_name) from None
 
 
-def _unsupported(name: str, when: str = "") -> HttpError:
-    return HttpError(400, f"{name}{when} is not supported.", code="unsupported_value", param=name)
-
-
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     if request.text is None or request.text.format is None:
         return None
@@ -130,12 +126,8 @@ def _tool_choice(choice: str | dict[str, object] | None) -> str | dict[str, obje
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
         case dict():
-            raise HttpError(
-                400,
-                "tool_choice must be a word or name a function; the server runs no tools itself.",
-                code="unsupported_value",
-                param="tool_choice",
-            )
+            detail = "tool_choice must be a word or name a function; the server runs no tools itself."
+            raise unsupported("tool_choice", detail)
         case _:
             return choice
 
@@ -155,28 +147,19 @@ def _add_item(conversation: Conversation, item: InputItem, place: str) -> None:
             lacking = "role" if item.type in (None, "message") else "name" if item.call_id is not None else "call_id"
             raise HttpError(400, f"{place} has no {lacking}.", param=f"{place}.{lacking}")
         case _:
-            raise HttpError(
-                400,
-                f"Items of type {str(item.type)[:40]!r} are not supported.",
-                code="unsupported_value",
-                param=f"{place}.type",
-            )
+            raise unsupported(f"{place}.type", f"Items of type {str(item.type)[:40]!r} are not supported.")
 
 
 def _texts(content: str | Sequence[InputPart] | None, place: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if content is None:
-        raise HttpError(400, f"{place} must be a text or a list of parts.", param=place)
+        raise HttpError(400, f"{place} must be a string or a list of parts.", param=place)
     texts: list[str] = []
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXTS else None
         if text is None:
-            raise HttpError(
-                400,
-                f"This model takes text only; a content part of type {part.type[:40]!r} was sent.",
-                code="unsupported_value",
-                param=f"{place}[{i}].type",
-            )
+            detail = f"This model takes text only; a content part of type {part.type[:40]!r} was sent."
+            raise unsupported(f"{place}[{i}].type", detail)
         texts.append(text)
     return texts

@@ -1,33 +1,31 @@
-"""The responses that may be asked for again, in memory and within a bound: the longest unused go first.
+"""Stored responses, in the memory of one api process, with a bound: the least recently used are dropped first.
 
-Owned by one api process and gone with it. A response belongs to the API key that it was made with.
+A response belongs to the API key that it was made with.
 """
 
 from collections import OrderedDict
 from typing import NamedTuple
 
 MAX_STORED_BYTES = 64 << 20
-_ENTRY_BYTES = 512  # what an entry costs besides its contents, roughly
+_ENTRY_BYTES = 512  # overhead of an entry, roughly
 
 
 class StoredResponse(NamedTuple):
-    """One response and what it takes to go on after it."""
+    """A response, and the conversation for a request that continues it."""
 
-    body: bytes  # the response object, as it was sent
-    messages: bytes  # the conversation in chat's shape, answer included and instructions not
+    body: bytes  # the response object as JSON
+    messages: bytes  # chat messages as JSON, with the answer and without the instructions
     input_items: bytes = b"[]"  # the conversation before the answer, as a JSON array of items
 
 
 class ResponseStore:
-    """Response by owner and id."""
-
     def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_bytes = max_bytes
         self._responses: OrderedDict[tuple[bytes, str], StoredResponse] = OrderedDict()
         self.num_bytes = 0
 
     def put(self, owner: bytes, id: str, response: StoredResponse) -> None:
-        """Keeps it, at the cost of others; not at all if it alone is over the bound."""
+        """Stores a response and drops others for it; does nothing if it alone exceeds the bound."""
         self.delete(owner, id)
         size = _size(response)
         if size > self._max_bytes:
@@ -35,22 +33,22 @@ class ResponseStore:
         self._responses[owner, id] = response
         self.num_bytes += size
         while self.num_bytes > self._max_bytes:
-            _, gone = self._responses.popitem(last=False)
-            self.num_bytes -= _size(gone)
+            _, dropped = self._responses.popitem(last=False)
+            self.num_bytes -= _size(dropped)
 
     def get(self, owner: bytes, id: str) -> StoredResponse | None:
-        """The response, if it is still here and this owner's."""
+        """The response, if it is still stored and belongs to the owner."""
         response = self._responses.get((owner, id))
         if response is not None:
             self._responses.move_to_end((owner, id))
         return response
 
     def delete(self, owner: bytes, id: str) -> bool:
-        """Whether there was one."""
-        gone = self._responses.pop((owner, id), None)
-        if gone is not None:
-            self.num_bytes -= _size(gone)
-        return gone is not None
+        """Returns whether there was one."""
+        deleted = self._responses.pop((owner, id), None)
+        if deleted is not None:
+            self.num_bytes -= _size(deleted)
+        return deleted is not None
 
 
 def _size(response: StoredResponse) -> int:

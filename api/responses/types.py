@@ -1,7 +1,4 @@
-"""The bodies of OpenAI's Responses API, as far as they are understood here. See `openai_types` for the rules.
-
-Knows nothing of the engine; `responses_request` does.
-"""
+"""The bodies of OpenAI's Responses API. The rules are those of `api/openai/types.py`."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +12,7 @@ Truncation = Literal["auto", "disabled"]
 
 
 class InputPart(Struct, frozen=True):
-    """One part of an item's content; only texts are taken."""
+    """One part of an item's content; only text is supported."""
 
     type: str
     text: str | None = None
@@ -23,7 +20,7 @@ class InputPart(Struct, frozen=True):
 
 
 class InputItem(Struct, frozen=True):
-    """Every kind of item that `input` may hold; `type` says which fields count. A message needs no type."""
+    """An item of `input`; `type` says which fields count, and a message needs none."""
 
     type: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -55,7 +52,7 @@ class ReasoningConfig(Struct, frozen=True):
 
 
 class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
-    """POST /v1/responses. Besides OpenAI's fields it takes those that chat takes from vLLM's users."""
+    """POST /v1/responses: OpenAI's fields, and vLLM's extensions of chat."""
 
     input: str | list[InputItem] | None = None
     instructions: str | None = None
@@ -67,18 +64,18 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     previous_response_id: str | None = None
-    store: bool | None = None  # like the next two and the identifiers below, what the answer repeats
+    store: bool | None = None  # like the next two and the identifiers below repeated in the answer
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
-    truncation: Truncation | None = None  # auto: nothing is dropped all the same; see docs/http-api.md
-    max_tool_calls: int | None = None  # of tools that the server runs, and it runs none
+    truncation: Truncation | None = None  # auto drops nothing either; see docs/http-api.md
+    max_tool_calls: int | None = None  # of tools that the server runs; it runs none
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
-    resume_token_ids: list[list[TokenId]] | None = None  # what the answer is known to begin with
-    resume_id: Annotated[str, Meta(pattern="^resp_[0-9a-f]{24}$")] | None = None  # what its id is known to be
+    resume_token_ids: list[list[TokenId]] | None = None  # the first tokens of the answer, sampled by another engine
+    resume_id: Annotated[str, Meta(pattern="^resp_[0-9a-f]{24}$")] | None = None  # of the answer that is resumed
 
-    # Understood and refused.
+    # Refused.
     background: bool | None = None
     conversation: object = None
     prompt: object = None
@@ -153,7 +150,7 @@ class ResponseFailure(Struct, frozen=True):
 
 
 class ResponseBody(Struct, frozen=True, kw_only=True):
-    """The response object: what was asked for, and what has come of it so far."""
+    """The response object: the request's settings and the output so far."""
 
     id: str
     object: Literal["response"] = "response"
@@ -190,7 +187,7 @@ class ResponseBody(Struct, frozen=True, kw_only=True):
 
 
 class ResponseEvent(Struct, frozen=True):
-    """An event of a stream; its type says what else it carries."""
+    """An event of a stream; `type` says which other fields it has."""
 
     type: str
     sequence_number: int

@@ -1,1 +1,1 @@
-"""The web page and the description of the API."""
+"""The web pages and the OpenAPI description."""

@@ -1,7 +1,6 @@
-"""/openapi.json: what the operations say of themselves, with the schemas that msgspec reads off the very structs that
-decode the requests and encode the answers.
+"""/openapi.json: the operations, with schemas made from the structs that decode requests and encode answers.
 
-A field that may hold anything and need not be there is one that is known only to be refused; it is left out.
+Optional fields of type `object` are declared only to be refused, so they are left out.
 """
 
 import re
@@ -18,13 +17,13 @@ from ..openai.types import Message, Tool
 
 Json = dict[str, object]
 
-_REFERRED_TO = (Message, Tool)  # by fields that stay JSON
+_REFERRED_TO = (Message, Tool)  # by fields that are raw JSON in the structs
 _ANYTHING: Json = {"description": "Any JSON value."}
-_REFUSED_FIELD = {**_ANYTHING, "default": None}  # what msgspec makes of `object = None`
+_REFUSED_FIELD = {**_ANYTHING, "default": None}  # msgspec's schema of `object = None`
 
 
 class Description:
-    """Answers GET with the description."""
+    """Answers GET /openapi.json."""
 
     def __init__(self, description: Json) -> None:
         self._body = msgspec.json.encode(description)
@@ -36,7 +35,7 @@ class Description:
 def describe(
     sections: Mapping[str, Sequence[Operation]], *, version: str, has_keys: bool, open_paths: Collection[str]
 ) -> Json:
-    """All operations, by section. `has_keys`: whether they need a key, but for those at `open_paths`."""
+    """The description of all operations by section. `has_keys`: all but those at `open_paths` need a key."""
     operations = [operation for section in sections.values() for operation in section]
     shapes = [shape for one in operations for shape in (one.takes, one.query, one.gives, one.streams)]
     schemas = _Schemas([*filter(None, shapes), ErrorBody, AnthropicErrorBody, *_REFERRED_TO])
@@ -52,7 +51,7 @@ def describe(
     return {
         "openapi": "3.1.0",
         "info": {"title": "pagewire", "version": version},
-        "servers": [{"url": "."}],  # where this description is, whatever prefix a proxy gives it
+        "servers": [{"url": "."}],  # relative to this description, because a proxy may add a prefix
         "tags": [{"name": section} for section in sections],
         "security": [{"bearer": []}] if has_keys else [],
         "paths": paths,
@@ -60,7 +59,7 @@ def describe(
             "schemas": schemas.components,
             "responses": {
                 name: {
-                    "description": "Why there is no answer.",
+                    "description": "An error.",
                     "content": {"application/json": {"schema": schemas.of(body)}},
                 }
                 for name, body in (("Error", ErrorBody), ("AnthropicError", AnthropicErrorBody))
@@ -107,7 +106,7 @@ def _responses(operation: Operation, schemas: "_Schemas") -> Json:
 
 
 class _Schemas:
-    """The JSON schema of every shape, and the structs that they share."""
+    """The JSON schema of every shape, and of the structs that they share."""
 
     def __init__(self, shapes: Iterable[object]) -> None:
         self._shapes = list(shapes)
@@ -123,7 +122,7 @@ class _Schemas:
         return self._schemas[self._shapes.index(shape)]
 
     def query_parameters(self, struct: object) -> list[Json]:
-        """A struct's fields, as what may stand behind the path."""
+        """A struct's fields as query parameters."""
         if struct is None:
             return []
         fields = self.components[str(self.of(struct)["$ref"]).rpartition("/")[2]]["properties"]
@@ -131,6 +130,6 @@ class _Schemas:
 
 
 def _anything(shape: type) -> Json:
-    """The one type that msgspec has no schema for."""
+    """The schema of `object`, the only type for which msgspec has none."""
     assert shape is object, shape
     return dict(_ANYTHING)  # msgspec writes into it

@@ -1,7 +1,7 @@
-"""The web pages, in plain files that are sent as they are: a chat and a live view at `/`, the API at `/docs`.
+"""The web pages, which are static files: a chat and a live view at `/`, the API at `/docs`.
 
-Owns the files' bytes and the headers under which a browser may use them. The page asks the same endpoints as everyone
-else; no other part of the server knows of it. Its files hold no secret, so they are open without a key.
+Owns the files' bytes and their headers. The pages use the same endpoints as other clients. The files contain no
+secrets, so they need no key.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _TYPES = {
     ".js": b"text/javascript; charset=utf-8",
     ".svg": b"image/svg+xml",
 }
-# What the page needs and nothing more: no foreign origin, no inline script, no frame around it.
+# Only what the pages need: no other origin, no inline script, no frame around them.
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -39,7 +39,7 @@ PAGE_FILES = {
     "/page/docs.css": "docs.css",
     "/page/docs.js": "docs.js",
 }
-"""Every path that the pages are made of → its file."""
+"""Path → file."""
 
 
 class PageFile:
@@ -52,7 +52,7 @@ class PageFile:
         self._headers = [
             (b"content-type", _TYPES[Path(name).suffix]),
             (b"etag", self._etag),
-            (b"cache-control", b"no-cache"),  # kept, and asked for each time: a new version shows at once
+            (b"cache-control", b"no-cache"),  # cached but validated each time, so that a new version shows at once
             (b"content-security-policy", _POLICY),
             (b"x-content-type-options", b"nosniff"),
             (b"referrer-policy", b"no-referrer"),
@@ -60,7 +60,7 @@ class PageFile:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = dict(scope["headers"]).get(b"if-none-match", b"").split(b",")
-        if self._etag in (tag.strip().removeprefix(b"W/") for tag in known):  # proxies that compress weaken the tag
+        if self._etag in (tag.strip().removeprefix(b"W/") for tag in known):  # compressing proxies weaken the tag
             await send({"type": "http.response.start", "status": 304, "headers": self._headers})
             await send({"type": "http.response.body", "body": b""})
             return

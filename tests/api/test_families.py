@@ -82,6 +82,18 @@ def test_a_line_in_the_table_lets_templates_show_it(
         prepare(make_config(tool_call_parser="tagd"))
 
 
+@pytest.mark.parametrize(
+    ("flag", "name", "words"),
+    [
+        ("tool_call_parser", "pagewire.api.output.parsers.families.qwen3:QWEN3", "has no calls"),
+        ("reasoning_parser", "pagewire.api.output.parsers.families.hermes:HERMES", "has no reasoning"),
+    ],
+)
+def test_a_flag_wants_the_part_that_it_is_for(flag: str, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        prepare(make_config(**{flag: name}))  # type: ignore[arg-type]  # either flag is a str
+
+
 @pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])
 @pytest.mark.parametrize(
     ("name", "words"),

@@ -143,7 +143,7 @@ def test_only_the_tool_that_was_named(parser: str = "hermes") -> None:
 
 @pytest.mark.parametrize("name", ["", "a b", "é", 'q"', "x" * 300])
 def test_names_that_no_call_can_have(name: str) -> None:
-    with pytest.raises(CannotSpell, match="is no name"):
+    with pytest.raises(CannotSpell, match="is not a name"):
         find_family("hermes", "none").spell_calls([(name, {"type": "object"})], several=True)
 
 

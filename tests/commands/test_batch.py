@@ -99,8 +99,8 @@ def test_what_got_no_answer_is_left_for_the_next_run(
     [
         ("", "contains no requests"),
         ("nonsense\n", "line 1: "),
-        (line("a") + line("a"), "custom_id 'a' occurs twice"),
-        (line("a") + line("b", url="/v1/models"), "line 2: POST /v1/models is no request of a batch"),
+        (line("a") + line("a"), "custom_id 'a' appears twice"),
+        (line("a") + line("b", url="/v1/models"), "line 2: POST /v1/models cannot be a request of a batch"),
         (line("a", method="GET"), "line 1: GET /v1/completions"),
         (line("a", body={"stream": True}), "line 1: a batch has no streams"),
         (line("a", body=3), "line 1: Expected `object`, got `int`"),

@@ -202,12 +202,12 @@ def test_what_came_of_a_grammar_is_remembered(monkeypatch: pytest.MonkeyPatch) -
     sandbox._remember(msgspec.msgpack.encode(SOME), bad)
     sandbox.begin(1, SOME)
     assert sandbox.collect() == [(1, bad)] and sandbox.num_pending == 0
-    monkeypatch.setattr(grammar_sandbox, "_MAX_KNOWN_BYTES", 1000)
+    monkeypatch.setattr(grammar_sandbox, "_MAX_CACHED_BYTES", 1000)
     for i in range(300):
         sandbox._remember(msgspec.msgpack.encode(Constraint("regex", str(i) * 20)), bad)
         sandbox._remember(msgspec.msgpack.encode(SOME), bad)
-    assert sum(map(len, sandbox._known)) == sandbox._num_bytes <= 1000
-    assert msgspec.msgpack.encode(SOME) in sandbox._known  # it was asked for again and again
+    assert sum(map(len, sandbox._outcomes)) == sandbox._num_bytes <= 1000
+    assert msgspec.msgpack.encode(SOME) in sandbox._outcomes  # it was asked for again and again
 
 
 # What a process has freed before may serve again without its growing: alone, it has freed nothing.

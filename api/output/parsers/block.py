@@ -87,7 +87,7 @@ class Syntax(NamedTuple):
 
 
 def skip_space(give: Give | None = None) -> Reads[str]:
-    """The next character that is no space. The spaces go to `give`."""
+    """The next character that is not a space. The spaces go to `give`."""
     while (char := (yield)) in SPACE:
         if give is not None:
             give(char)
@@ -305,7 +305,7 @@ def arguments(block: Block, char: str) -> Reads[None]:
 def call_object(block: Block, char: str, *, needs_arguments: bool = False) -> Reads[None]:
     """One call as an object: `{"name": …, "arguments": {…}}`, with its keys in any order and others among them. The key
     may also be `parameters`, and its value null or a string that holds the object. `needs_arguments`: without them it
-    is no call, because no tag says that it is one."""
+    is not a call, because no tag marks it as one."""
     if char != "{":
         raise Broken
     block.quiet = False

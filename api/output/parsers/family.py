@@ -46,7 +46,7 @@ class Family(NamedTuple):
         """Rules for calls of any of `tools`; None if calls cannot be forced. Raises CannotSpell."""
         for name, _ in tools:
             if not is_call_name(name):
-                raise CannotSpell(f"{name[:80]!r} is no name that a call can have", "name")
+                raise CannotSpell(f"{name[:80]!r} is not a name that a call can have", "name")
         return None if self.spell is None else self.spell(tools, several)
 
 

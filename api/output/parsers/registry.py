@@ -5,7 +5,7 @@ from functools import cache
 from ....config.families import REASONING_PARSERS, TOOL_CALL_PARSERS
 from ....config.plugins import find_class
 from ....errors import ConfigError
-from .family import Family
+from .family import NO_CALLS, Family
 from .lexer import Grammar
 
 _TABLES = {"--tool-call-parser": TOOL_CALL_PARSERS, "--reasoning-parser": REASONING_PARSERS}
@@ -21,6 +21,9 @@ def _load(flag: str, name: str) -> Family:
     found = find_class(flag, target, ())
     if not isinstance(found, Family):
         raise ConfigError(f"{flag} {name}: this is not a Family of pagewire.api.output.parsers.family.")
+    part = "calls" if flag == "--tool-call-parser" else "reasoning"
+    if name != "none" and getattr(found, part) in (None, NO_CALLS):
+        raise ConfigError(f"{flag} {name}: this family has no {part}.")
     return found
 
 

@@ -53,7 +53,7 @@ def _read(tag: str, block: Block) -> Reads[str]:
 
 
 def _identifier(char: str) -> Reads[tuple[str, str]]:
-    """A name and the first character after it that is no space."""
+    """A name, and the first character after it that is not a space."""
     name, char = yield from call_name(char)
     if not name:
         raise Broken
