@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ..config.config import EngineConfig, HttpConfig
 from ..engine.parallel.rank import RankInfo
@@ -50,23 +50,25 @@ log = logging.getLogger("pagewire")
 
 
 class Launch(Struct, frozen=True):
-    """What the supervisor gives one of its children, in a file that only their user can read and the child removes.
-
-    Only an api process is given `http`, which holds keys."""
+    """What the supervisor gives one of its children, in a file that only their user can read and the child removes."""
 
     config: EngineConfig
-    http: HttpConfig | None
+    http: HttpConfig | None  # with the keys: for api processes only
     num_apis: int
-    addresses: dict[str, str]  # actor, or "supervisor" → where its mailbox is
-    keys: Keys | None
+    addresses: dict[str, str]  # of the mailboxes: actor, or "supervisor" → ZeroMQ address
+    keys: Keys | None  # of tcp:// mailboxes
     supervisor_pid: int
     lifeline_fd: int  # read end of a pipe whose other end only the supervisor holds
-    http_fd: int  # the api's bound socket; -1: none
+    http_fd: int  # bound socket, for api processes; -1: none
     progress: bool  # draw a progress bar while weights load
     ranks_here: tuple[int, ...] = (0,)  # of the tensor-parallel group; see `RankInfo`
     rendezvous: str = ""
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
+
+    def part_of(self, name: str) -> "Launch":
+        """What this actor may know of it."""
+        return self if kind(name) == "api" else structs.replace(self, http=None, http_fd=-1)
 
 
 def exit_code(error: BaseException) -> int:

@@ -167,28 +167,10 @@ class Supervisor:
 
     async def _spawn(self, actors: Sequence[str]) -> None:
         """Starts these at once: the slowest decides, and the others cost nothing meanwhile."""
-        listening_fd = self._listening.fd if self._listening is not None else -1
-        for name in actors:
-            is_api = kind(name) == "api"
-            launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
-            with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(self._launch(name, listening_fd if is_api else -1)))
-            process = await asyncio.create_subprocess_exec(
-                *interpreter.COMMAND,
-                "pagewire.procs.child",
-                name,
-                str(launch_file),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._lifeline, listening_fd) if is_api else (self._lifeline,),
-                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
-            )
-            child = self._children[name] = Child(name, process, self._epoch)
-            child.exited.add_done_callback(partial(self._on_exit, child))
-
-    def _launch(self, name: str, http_fd: int) -> Launch:
-        return Launch(
+        http_fd = self._listening.fd if self._listening is not None else -1
+        launch = Launch(
             config=self._config,
-            http=self._http if kind(name) == "api" else None,
+            http=self._http,
             num_apis=self._service.api_processes,
             addresses=self._addresses,
             keys=self._keys,
@@ -202,6 +184,21 @@ class Supervisor:
             epoch=self._epoch,
             device_epoch=self._device_epoch,
         )
+        for name in actors:
+            launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
+            with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(launch.part_of(name)))
+            process = await asyncio.create_subprocess_exec(
+                *interpreter.COMMAND,
+                "pagewire.procs.child",
+                name,
+                str(launch_file),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(self._lifeline, http_fd) if kind(name) == "api" else (self._lifeline,),
+                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
+            )
+            child = self._children[name] = Child(name, process, self._epoch)
+            child.exited.add_done_callback(partial(self._on_exit, child))
 
     async def _supervise(self) -> int:
         """Waits for everyone, opens the door, then watches until someone or something ends it."""

@@ -6,6 +6,7 @@ import checkpoints
 import pytest
 import torch
 import vocabulary
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, BeamSearchParams
@@ -80,9 +81,7 @@ def test_an_eos_ends_a_beam(folder: Path, llm: LLM) -> None:
     plain = llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True))[0]
     eos = plain.sequences[0].tokens[len(PROMPTS[0]) + 2]
     ending = LLM(str(folder), dtype="float32", threads=1, kv_cache_memory="32M")
-    ending._config = ending._config.__class__(
-        **{name: getattr(ending._config, name) for name in ending._config.__struct_fields__} | {"eos_token_ids": (eos,)}
-    )
+    ending._config = replace(ending._config, model=replace(ending._config.model, eos_token_ids=(eos,)))
     (output,) = ending.beam_search(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=6, length_penalty=0.0))
     assert any(b.finish_reason == "stop" and b.tokens[-1] == eos for b in output.sequences)
     assert all(eos not in b.tokens[len(PROMPTS[0]) : -1] for b in output.sequences)
