@@ -1,7 +1,7 @@
-"""The same actors in one process, for the offline API and for tests: no sockets, no loop, one thread.
+"""The same actors in one process, for the offline API and for tests: no sockets, no event loop, one thread.
 
-Messages go from actor to actor as they are. `run` lets everyone who has mail handle it until nobody has and neither KV
-nor a grammar is on its way; the worker takes one plan at a time.
+Messages are passed on without encoding. `run` has each actor handle its messages until there are none, and no KV
+transfer or grammar is under way. The worker takes one plan at a time.
 """
 
 import contextlib
@@ -51,9 +51,9 @@ class Inline:
     ) -> None:
         """Loads everything. Raises a PagewireError if it cannot."""
         if config.tensor_parallel_size > 1:
-            raise ConfigError("Several ranks are several processes: serve the model with --tensor-parallel-size.")
+            raise ConfigError("Several ranks need several processes: serve the model with --tensor-parallel-size.")
         if config.client_address is not None:
-            raise ConfigError("Nobody could be served at --client-address here: use EngineClient.start, or a server.")
+            raise ConfigError("--client-address needs an engine of its own: use EngineClient.start, or a server.")
         self._on_chunk = on_chunk
         self._on_failed = on_failed
         self._mail: dict[str, deque[Message]] = {
@@ -61,7 +61,7 @@ class Inline:
         }
         self._core = CoreActor(config)
         self._grammar = GrammarActor(config, grammars)
-        self._actors: dict[str, Actor[Any]] = {  # the topology says who is sent what
+        self._actors: dict[str, Actor[Any]] = {  # Any: the topology says which messages each is sent
             "tokenizer": TokenizerActor(config),
             "core": self._core,
             "grammar": self._grammar,
@@ -83,11 +83,11 @@ class Inline:
         return self._core.scheduler
 
     def post(self, receiver: str, message: Message) -> None:
-        """See `Post`. The caller posts `Submit` and `Cancel` to the tokenizer."""
+        """The actors' `Post`. The caller posts `Submit` and `Cancel` to the tokenizer."""
         self._mail[receiver].append(message)
 
     def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
-        """Works until nobody has mail and nothing else is under way, or `until()`, which is asked after each step."""
+        """Works until there are no messages and nothing is under way, or until `until()`, called after each step."""
         while not until():
             busy = False
             for name, actor in self._actors.items():
@@ -128,10 +128,9 @@ class Inline:
                 return
 
     def close(self) -> None:
-        """Ends every actor."""
         try:
             for actor in self._actors.values():
-                # None of them waits for anything, so no loop is needed: the caller may be running one.
+                # No actor awaits anything here, so no event loop is needed; the caller may be running one.
                 with contextlib.suppress(StopIteration):
                     actor.stop(0.0).__await__().__next__()
         finally:

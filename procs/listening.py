@@ -1,6 +1,5 @@
-"""The socket that clients connect to: taken by the supervisor before anything is loaded, and served by the api process.
-
-It is bound and does not listen yet: clients are refused until everyone is ready.
+"""The socket that clients connect to. The supervisor binds it before anything is loaded; the api process listens on it
+when every actor is ready. Until then connections are refused.
 """
 
 import contextlib
@@ -14,21 +13,20 @@ from ..errors import ConfigError
 
 
 class Listening:
-    """The socket. Raises ConfigError if it cannot be had."""
+    """The bound socket."""
 
     def __init__(self, options: ListenOptions) -> None:
-        """A port or, with `uds`, a file that only its owner may connect to."""
+        """A port or, with `uds`, a file that only its owner may connect to. Raises ConfigError."""
         self._path = None if options.uds is None else Path(options.uds).absolute()
         self._socket = _port(options.host, options.port) if self._path is None else _file(self._path)
         self._inode = None if self._path is None else self._path.stat().st_ino
 
     @property
     def fd(self) -> int:
-        """For the api process."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """The port is free then; the file goes, unless another server has put its own there."""
+        """Frees the port, and removes the file unless another server has replaced it."""
         if self._path is not None:
             with contextlib.suppress(FileNotFoundError):
                 if self._path.stat().st_ino == self._inode:
@@ -37,7 +35,7 @@ class Listening:
 
 
 def shown_address(options: ListenOptions, sock: socket.socket) -> str:
-    """Where clients on this machine find the server."""
+    """The URL of the server for clients on this machine."""
     if options.uds is not None:
         return f"unix:{options.uds}"
     host, port = sock.getsockname()[:2]
@@ -49,12 +47,12 @@ def _port(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigError(f"--host {host} is no address of this machine: {error.strerror}.") from error
+        raise ConfigError(f"--host {host} is not an address of this machine: {error.strerror}.") from error
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        # Two sockets may be bound to a port with SO_REUSEADDR as long as neither listens: look whether one does.
+        # With SO_REUSEADDR two sockets may be bound to a port while neither listens: listen, to see if another does.
         sock.listen(1)
     except OSError as error:
         sock.close()
@@ -71,7 +69,7 @@ def _port(host: str, port: int) -> socket.socket:
 def _file(path: Path) -> socket.socket:
     try:
         if stat.S_ISSOCK(path.lstat().st_mode) and not _is_in_use(path):
-            path.unlink()  # left behind by a server that was killed
+            path.unlink()  # of a server that was killed
     except FileNotFoundError:
         pass
     sock = socket.socket(socket.AF_UNIX)
@@ -87,7 +85,7 @@ def _file(path: Path) -> socket.socket:
 
 
 def _is_in_use(path: Path) -> bool:
-    """Whether someone listens, or holds the socket and does not listen yet, as this server does while it starts."""
+    """Whether a server listens there, or has bound the socket and does not listen yet."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
@@ -96,5 +94,5 @@ def _is_in_use(path: Path) -> bool:
         except ConnectionRefusedError:
             bound = Path("/proc/net/unix")
             return bound.exists() and any(line.endswith(f" {path}") for line in bound.read_text().splitlines())
-        except OSError:  # such as one of another user: not ours to take
+        except OSError:  # such as a socket of another user
             return True
