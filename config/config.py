@@ -338,7 +338,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelVersion(Struct, frozen=True):
-    """A model that a server has served, or serves."""
+    """A model that the server serves or has served."""
 
     version: int  # from 1, in the order of their loading
     root: str  # its folder
@@ -348,7 +348,7 @@ class ModelVersion(Struct, frozen=True):
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True):
-    """How to sample where a client of the server does not say: what the model's authors recommend."""
+    """Sampling parameters that the model's authors recommend, for requests that give none."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -361,29 +361,29 @@ Task = Literal["generate", "embed", "score"]
 
 
 class Purpose(Struct, frozen=True, kw_only=True):
-    """What a model is for, and how a prompt becomes one vector."""
+    """What a model can be used for, and how it turns a prompt into one vector."""
 
     tasks: tuple[Task, ...] = ("generate", "embed")
-    is_encoder: bool = False  # sees a whole prompt at once: there is no KV to keep, and nothing to go on from
+    is_encoder: bool = False  # attends to the whole prompt in one step and keeps no KV
     pooling: Literal["last", "mean", "cls"] = "last"  # of the tokens' last hidden states
     is_normalized: bool = True  # the vector has length 1
-    size: int = 0  # numbers of a vector
-    prompts: dict[str, str] = {}  # what the model's authors put before a text, by the use of the vector
+    size: int = 0  # dimensions of a vector
+    prompts: dict[str, str] = {}  # prefixes of a text, by the use of the vector
     default_prompt: str | None = None  # the name of one of them
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """What `engine.checkpoint.spec` reads of a checkpoint's config files for the configuration."""
+    """What `engine.checkpoint.spec` reads in a checkpoint's config files, and processes are given."""
 
     path: str
-    name: str  # what it is called if the user gives no name
+    name: str  # unless the user gives another
     max_position: int  # declared context, tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32, bfloat16, float16
-    weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint about what they would be without
-    fingerprint: str = ""  # hex; another one for other weights or another config
-    is_native: bool = True  # our own layers run it; else transformers' model does
+    weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint an estimate of their unquantized size
+    fingerprint: str = ""  # hex; differs if weights or config differ
+    is_native: bool = True  # run by our own layers; else by transformers' model
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
     tool_calls_shown: ToolCallParser = "hermes"  # by the chat template
@@ -391,7 +391,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
 
 class MachineFacts(Struct, frozen=True, kw_only=True):
-    """What `resolve` may know of the machine."""
+    """What `resolve` decides by; see `machine_facts`."""
 
     num_cores: int
     memory_bytes: int = 0
@@ -421,11 +421,11 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def batch_invariance(self) -> BatchInvariance:
-        """How far a request's tokens depend on what else is served, on chunks, prefix hits and preemptions.
+        """How far a request's tokens depend on other requests, on chunks, prefix hits and preemptions.
 
-        exact: not at all, bit by bit. float32: nothing is rounded to less than float32, so orders of summation show in
-        the last bits (some 1e-6 of a logit), and only two tokens that are as likely as that can change places. none:
-        roundings to 16 or 8 bits amplify these differences."""
+        exact: not at all, bit by bit. float32: nothing is rounded to less than float32, so the order of summation
+        changes logits by some 1e-6, and only tokens whose logits are that close can change places. none: roundings to
+        16 or 8 bits amplify these differences."""
         if self.deterministic:
             return "exact"
         is_wide = self.arithmetic == self.kv_cache_dtype == "float32" and self.quantization is None
@@ -433,7 +433,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def invariance_warning(self) -> str | None:
-        """What an operator should know at the start, if tokens depend on company more than rounding errors show."""
+        """One sentence for the operator, if other requests can change tokens more often than float32 rounding does."""
         if self.deterministic or self.model.purpose.is_encoder:
             return None
         if self.batch_invariance == "none":
@@ -444,7 +444,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def kv_model_key(self) -> bytes:
-        """32 bytes that differ wherever equal tokens may have different KV, or KV of a different layout."""
+        """32 bytes that differ if equal tokens may have different KV, or KV of a different layout."""
         who = self.model.fingerprint or self.model.path
         kind = (
             who,
