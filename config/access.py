@@ -23,8 +23,8 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_key_file(path: Path, flag: str = "--api-key-file") -> tuple[ApiKey, ...]:
-    """Reads lines such as `KEY requests_per_minute=60 tokens_per_minute=90000`, the rates optional. Skips empty lines and
-    those that begin with #. Raises ConfigError, which names the line and never the key."""
+    """Reads lines such as `KEY requests_per_minute=60 tokens_per_minute=90000`, whose rates are optional. Empty lines
+    and those that begin with # are skipped. Raises ConfigError, which names the line and never the key."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -15,7 +15,7 @@ def split_spec(flag: str, spec: str) -> tuple[str, Options]:
     for part in parts:
         option, equals, value = part.partition("=")
         if not option or not equals or option in options:
-            raise ConfigError(f"{flag} {spec}: {part!r} is not option=value, or the option is given twice.")
+            raise ConfigError(f"{flag} {spec}: {part!r} is not an option=value, or the option is given twice.")
         options[option] = value
     return name, options
 
