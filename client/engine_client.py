@@ -210,7 +210,7 @@ class EngineClient:
 
     @classmethod
     async def start(cls, model: str = "", **options: object) -> Self:
-        """Starts an engine of one's own that ends with this client or this process. `options`: the fields of `Config`.
+        """Starts an engine of one's own that ends with this client or this process. `options`: settings by name.
 
         Raises ConfigError, StartError."""
         folder = Path(tempfile.mkdtemp(prefix="pagewire-client-"))

@@ -91,7 +91,7 @@ class Swap(Struct, frozen=True, array_like=True, tag=True):
 
     name: str  # of the api process
     number: int  # of its question
-    changes: bytes  # a JSON object of fields of `Config`
+    changes: bytes  # a JSON object of settings by name
     version: int | None = None  # go back to this one, with the changes
     must_drain: bool = False  # do not try to have both in memory
 

@@ -33,7 +33,7 @@ from .watch import EVENTS, ZmqWatch
 M = TypeVar("M")
 
 # ZeroMQ hangs up on whoever sends more, without a word. Between our own processes nothing comes near: the largest body
-# (`Config.max_body_size`) becomes at most seven times as much. What clients of the core may send, its types bound.
+# (`--max-body-size`) becomes at most seven times as much. What clients of the core may send, its types bound.
 _MAX_MESSAGE_BYTES = 2**30
 _MAX_CLIENT_MESSAGE_BYTES = 64 * 2**20
 _MAX_PATH_BYTES = 107  # of a socket's path, unix(7)
