@@ -12,7 +12,6 @@ from .version import __version__
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Of the whole command."""
     parser = argparse.ArgumentParser(prog="pagewire", description="An LLM serving engine made of small processes.")
     parser.add_argument("--version", action="version", version=f"pagewire {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -28,8 +27,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     route = commands.add_parser(
         "route",
-        help="one door in front of several servers",
-        description="Shares requests out among servers of the same model, and goes on elsewhere when one of them goes.",
+        help="one address in front of several servers",
+        description="Distributes requests among servers of the same model, and continues them elsewhere when one ends.",
     )
     add_route_flags(route)
     chat = commands.add_parser(
@@ -62,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand. Returns the exit code: 0, 1 for our faults, 2 for what the user can mend."""
+    """Runs one subcommand. Returns the exit code: 0, 1 for our faults, 2 for what the user can correct."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     try:
@@ -94,8 +93,8 @@ def main(argv: list[str] | None = None) -> int:
         return exit_code(error)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has had enough
-        sys.stdout = None  # nothing is flushed into it at exit
+    except BrokenPipeError:  # the reader of the output has closed it
+        sys.stdout = None  # else Python flushes it at exit and fails again
         return 1
 
 
@@ -141,7 +140,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     server = ServerConfig(engine=engine, http=prepare_http(config))
     from .engine.runner.forecast import forecast
 
-    plan, num_blocks = forecast(engine)  # which refuses what serve would refuse
+    plan, num_blocks = forecast(engine)  # raises the errors that `serve` would raise
     print(explain(config, server, machine, said))
     ranks = f", of each of {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
     print(f"\nmemory{ranks}, calculated from the model's shapes")

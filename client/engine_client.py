@@ -209,7 +209,7 @@ class EngineClient:
 
     @classmethod
     async def start(cls, model: str = "", **options: object) -> Self:
-        """Starts an engine that ends with this client or this process. `options`: fields of `Config`.
+        """Starts an engine that ends with this client or this process. `options`: settings by name.
 
         Raises ConfigError, StartError."""
         folder = Path(tempfile.mkdtemp(prefix="pagewire-client-"))

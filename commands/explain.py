@@ -1,4 +1,4 @@
-"""`pagewire serve --explain`: every setting as it was resolved, why it is what it is, and the memory that follows.
+"""`pagewire serve --explain`: every setting as it was resolved, and the reason.
 
 The reasons repeat what `resolve` decides by; a test finds a setting that was changed without one.
 """
@@ -10,7 +10,7 @@ import msgspec
 from ..config.config import Config, EngineConfig, MachineFacts, ServerConfig
 from ..config.flags import SETTINGS, get_setting
 
-_WIDE = 32  # characters of a value; longer ones stand out of their column
+_WIDE = 32  # characters of a value; longer ones do not widen the column
 # Decided, but not settings: of the engine, and of the model.
 _OF_ENGINE = ("arithmetic", "batch_invariance", "block_size")
 _OF_MODEL = ("vocab_size", "eos_token_ids", "sampling", "purpose")
@@ -65,7 +65,7 @@ def _value(name: str, config: Config, server: ServerConfig) -> object:
 
 
 def _reason(name: str, engine: EngineConfig, machine: MachineFacts) -> str | None:
-    """Why a setting that nobody made is what it is; None: its default is a constant."""
+    """Why a setting that was not made has this value; None: its default is a constant."""
     on_cpu = engine.device == "cpu" or not machine.has_gpu
     place = "a CPU" if on_cpu else "a GPU"
     match name:
@@ -132,7 +132,7 @@ def _dtype_reason(engine: EngineConfig, *, on_cpu: bool) -> str:
 
 
 def shown(value: object) -> str:
-    """A setting's value for a person."""
+    """A setting's value as the user reads it."""
     match value:
         case None | ():
             return "-"

@@ -1,1 +1,1 @@
-"""Configuration: what an operator says, what is known of model and machine, and what every process receives."""
+"""Configuration: what the user says, facts about model and machine, and what each process is given."""

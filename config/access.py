@@ -1,7 +1,4 @@
-"""Who may use the server: keys with their rates, origins, certificates. What can be wrong with them is found here.
-
-`config.resolve` calls the pure part; `procs.prepare` reads the file of keys.
-"""
+"""Checks of keys with their rates, of origins, and of the settings of certificates."""
 
 import re
 from collections.abc import Iterable
@@ -18,7 +15,7 @@ _PRINTABLE = re.compile(r"[\x21-\x7e]+")
 
 
 class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who may use the server, and how much. The rates are None where there is no bound."""
+    """A key and its rates; None: no bound."""
 
     key: str
     requests_per_minute: Annotated[int, Meta(ge=1)] | None = None
@@ -26,14 +23,14 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_key_file(path: Path, flag: str = "--api-key-file") -> tuple[ApiKey, ...]:
-    """A line is a key and its own rates, if it has any: `KEY requests_per_minute=60 tokens_per_minute=90000`. Empty
-    lines and those that begin with # count for nothing. Raises ConfigError, which names the line and never the key."""
+    """Reads lines such as `KEY requests_per_minute=60 tokens_per_minute=90000`, whose rates are optional. Empty lines
+    and those that begin with # are skipped. Raises ConfigError, which names the line and never the key."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{flag} {path} is no UTF-8.") from error
+        raise ConfigError(f"{flag} {path} is not UTF-8.") from error
     found = []
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -47,14 +44,14 @@ def read_key_file(path: Path, flag: str = "--api-key-file") -> tuple[ApiKey, ...
                     "tokens_per_minute=N, and nothing else."
                 ) from error
     if not found:
-        raise ConfigError(f"{flag} {path} holds no key: everyone would be let in.")
+        raise ConfigError(f"{flag} {path} holds no key, so it would let everyone in; add one or leave the flag out.")
     return tuple(found)
 
 
 def merge_keys(
     keys: Iterable[ApiKey], requests_per_minute: int | None, tokens_per_minute: int | None
 ) -> tuple[ApiKey, ...]:
-    """The keys, with the general rates where they have none of their own. Raises ConfigError, which tells no key."""
+    """The keys, with these rates where a key has none of its own. Raises ConfigError, which never shows a key."""
     found: dict[str, ApiKey] = {}
     for one in keys:
         if not _PRINTABLE.fullmatch(one.key):
@@ -62,15 +59,13 @@ def merge_keys(
         if one.key in found:
             raise ConfigError("An API key is given twice; leave one of the two out.")
         found[one.key] = ApiKey(
-            one.key,
-            one.requests_per_minute or requests_per_minute,
-            one.tokens_per_minute or tokens_per_minute,
+            one.key, one.requests_per_minute or requests_per_minute, one.tokens_per_minute or tokens_per_minute
         )
     return tuple(found.values())
 
 
 def check_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None, cert_reqs: int) -> None:
-    """Raises ConfigError if a part of it is missing."""
+    """Raises ConfigError if one of these settings lacks another that it needs."""
     if certfile is None and (keyfile is not None or ca_certs is not None or cert_reqs):
         raise ConfigError("TLS needs a certificate; give --ssl-certfile as well.")
     if (ca_certs is not None) != (cert_reqs > 0):
@@ -78,14 +73,14 @@ def check_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None, c
 
 
 def check_origins(origins: Iterable[str]) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for a text that is not an origin."""
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
-            raise ConfigError(f"--allowed-origins {origin} is no origin; write https://host, http://host:port or *.")
+            raise ConfigError(f"--allowed-origins {origin} is not an origin: write https://host, http://host:port, *.")
 
 
 def check_root_path(text: str) -> str:
-    """Without the slash at its end. Raises ConfigError."""
+    """Returns it without a slash at its end. Raises ConfigError."""
     path = text.rstrip("/")
     if path and not path.startswith("/"):
         raise ConfigError(f"--root-path {text} must begin with a slash.")

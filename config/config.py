@@ -37,8 +37,7 @@ class SourceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: Annotated[str, _doc("model", "a folder or a Hub name; empty: the demo model that ships with pagewire")] = ""
     revision: Annotated[str | None, _doc("model", "branch, tag or commit of a Hub model")] = None
     served_model_name: Annotated[
-        tuple[str, ...],
-        _doc("model", "name(s) that clients may use; the first is the one answered (default: the model's)"),
+        tuple[str, ...], _doc("model", "name(s) that clients may use; responses have the first (default: the model's)")
     ] = ()
 
 
@@ -49,14 +48,14 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Literal["auto", "float32", "bfloat16", "float16"],
         _doc(
             "model",
-            "type of weights and KV cache, and on a GPU of activations; on a CPU bfloat16 is of weights and KV alone, "
-            "and the C kernels sum in float32. auto: on a GPU the checkpoint's (bfloat16 for float16), on a CPU "
-            "float32, with a bfloat16 checkpoint's matrices as they are. float16 is for GPUs",
+            "type of weights and KV cache, and on a GPU of activations; on a CPU activations are float32 with the C "
+            "kernels. auto: on a GPU the checkpoint's (bfloat16 for float16), on a CPU float32, with a bfloat16 "
+            "checkpoint's matrices as they are. float16 is for GPUs",
         ),
     ] = "auto"
     quantization: Annotated[
         Literal["int8"] | None,
-        _doc("model", "int8: weights of 8 bits, made at load, and activations rounded to 8 bits; on a CPU"),
+        _doc("model", "int8: weights quantized to 8 bits while loading, and activations in each step; CPU only"),
     ] = None
     load_format: Annotated[
         Literal["auto", "dummy"],
@@ -70,7 +69,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         None
     )
     trust_request_chat_template: Annotated[
-        bool, _doc("model", "let requests bring a chat_template of their own, which may keep the tokenizer busy")
+        bool, _doc("model", "let requests bring their own chat_template, which may keep the tokenizer busy")
     ] = False
     tool_call_parser: Annotated[
         str, _doc("model", f"how the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}, {_OR_SHOWN}")
@@ -82,26 +81,22 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Literal["auto", "cpu", "cuda"], _doc("engine", "where the model runs; auto: cuda if there is one")
     ] = "auto"
     tensor_parallel_size: Annotated[
-        int, _doc("engine", "ranks that share the model out, a process and a device each", ge=1, le=64)
+        int, _doc("engine", "ranks that split the model, each with its own process and device", ge=1, le=64)
     ] = 1
     data_parallel_size: Annotated[
         int, _doc("engine", "engines behind one port that share the requests, each with the whole model", ge=1, le=64)
     ] = 1
-    max_num_seqs: Annotated[int, _doc("engine", "most requests that run at once", ge=1, le=65536)] = 256
+    max_num_seqs: Annotated[int, _doc("engine", "maximum number of sequences that run at once", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
         _Positive | None,
-        _doc(
-            "engine",
-            "most tokens in one step; long prompts are chunked (default: 2048, on a CPU 512; of encoders 4 times that)",
-        ),
+        _doc("engine", "maximum tokens of a step; long prompts are chunked (default: 2048, CPU 512, encoders 4 times)"),
     ] = None
     kv_cache_memory: Annotated[
         _Positive | None,
-        _doc("engine", "bytes for the KV cache of each rank, such as 2G (default: from the memory that is free)"),
+        _doc("engine", "bytes for the KV cache of each rank, such as 2G (default: from the free memory)"),
     ] = None
     gpu_memory_utilization: Annotated[
-        float,
-        _doc("engine", "the share of a GPU's memory that this server may take, for weights, steps and KV", ge=0, le=1),
+        float, _doc("engine", "share of the GPU's memory for weights, activations and KV", ge=0, le=1)
     ] = 0.9
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "fp8"],
@@ -111,46 +106,47 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "bfloat16, a little less exact",
         ),
     ] = "auto"
-    enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts that begin alike")] = True
+    enable_prefix_caching: Annotated[bool, _doc("engine", "reuse the KV of prompts with a common prefix")] = True
     scheduling_policy: Annotated[
         Literal["fcfs", "priority", "fair"],
-        _doc("engine", "who goes first: by arrival, by the request's priority, or tenants in turn"),
+        _doc("engine", "order of requests: by arrival, by their priority, or fair shares for tenants"),
     ] = "fcfs"
     itl_target_ms: Annotated[
         _PositiveFloat | None,
-        _doc("engine", "how long a prompt's chunk may make streams wait for a token, in ms (default: no bound)"),
+        _doc("engine", "longest delay of a stream's next token by a prompt's chunk, in ms (default: no bound)"),
     ] = None
-    max_queued_requests: Annotated[int, _doc("engine", "most requests that wait; further ones get 429", ge=1)] = 10_000
+    max_queued_requests: Annotated[
+        int, _doc("engine", "maximum number of waiting requests; further ones get 429", ge=1)
+    ] = 10_000
     max_queued_tokens: Annotated[
         int,
         _doc(
             "engine",
-            "most tokens that wait, prompts and longest outputs; further requests get 429; 4M is 4194304",
+            "maximum tokens of waiting requests, prompt + longest output; further ones get 429; 4M is 4194304",
             ge=1,
         ),
     ] = 16_777_216
     kv_eviction: Annotated[
         Literal["lru", "lfu", "cost"],
-        _doc("engine", "which cached KV goes first: used longest ago, least often, or cheapest to compute again"),
+        _doc("engine", "which cached KV goes first: least recently, least frequently used, or cheapest to recompute"),
     ] = "lru"
     kv_connector: Annotated[
         tuple[str, ...],
         _doc(
             "engine",
-            "where KV is kept behind the device, nearest first: host, disk, shared, p2p or module:Class, each with its "
+            "where KV is kept beyond the device, nearest first: host, disk, shared, p2p or module:Class, each with its "
             "options, such as host,size=4G disk,path=DIR,size=20G",
         ),
     ] = ()
     kv_events: Annotated[
         str | None,
-        _doc("engine", "tell routers here what KV is cached: ipc:///path or tcp://127.0.0.1:port, a ZeroMQ PUB socket"),
+        _doc("engine", "publish KV events for routers here, ipc:///path or tcp://127.0.0.1:port (ZeroMQ PUB)"),
     ] = None
     kv_events_replay: Annotated[
-        str | None, _doc("engine", "repeat KV events here to routers that missed some, a ZeroMQ ROUTER socket")
+        str | None, _doc("engine", "resend KV events here to routers that missed some (ZeroMQ ROUTER)")
     ] = None
     extension: Annotated[
-        str | None,
-        _doc("engine", "module:Class,option=value: what says more about each plan, and attention that knows it"),
+        str | None, _doc("engine", "module:Class,option=value: adds data to each plan, with attention that reads it")
     ] = None
     record_trace: Annotated[
         str | None, _doc("engine", "write every arrival, plan and result to this file, for `pagewire replay`")
@@ -160,16 +156,14 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 2
     speculative: Annotated[
         str | None,
-        _doc("engine", "ngram: draft tokens from what the text said before; ngram,tokens=4: so many at once"),
+        _doc("engine", "ngram: draft tokens from earlier text of the request; ngram,tokens=4: at most 4 in a step"),
     ] = None
     deterministic: Annotated[
-        bool, _doc("engine", "slower: what a request is told depends on nothing else that is served, bit by bit")
+        bool, _doc("engine", "slower: a request's output does not depend on other requests, bit by bit")
     ] = False
     client_address: Annotated[
         str | None,
-        _doc(
-            "engine", "let programs that speak token ids (`EngineClient`) connect here: ipc:///path or tcp://host:port"
-        ),
+        _doc("engine", "address for programs that send token ids (`EngineClient`): ipc:///path or tcp://host:port"),
     ] = None
 
 
@@ -177,14 +171,14 @@ class CpuOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What computes on a CPU."""
 
     threads: Annotated[
-        int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, shared out", ge=0)
+        int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, split among ranks", ge=0)
     ] = 0
     cpu_kernels: Annotated[
         Literal["auto", "torch"],
         _doc(
             "engine",
-            "what computes on a CPU; auto: our C kernels, compiled at the first start, or torch where there is no C "
-            "compiler; torch: its own kernels, whose sums depend on how many requests run at once",
+            "kernels on a CPU; auto: our C kernels, compiled at the first start, or torch's if there is no C compiler; "
+            "torch: its own kernels, whose results depend on how many requests run at once",
         ),
     ] = "auto"
 
@@ -194,24 +188,19 @@ class ListenOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     host: Annotated[str, _doc("network", "address to listen on")] = "127.0.0.1"
     port: Annotated[int, _doc("network", "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
-    uds: Annotated[
-        str | None, _doc("network", "a Unix socket to listen on, for its owner alone, instead of a port")
-    ] = None
+    uds: Annotated[str | None, _doc("network", "listen on a Unix socket, for its owner only, instead of a port")] = None
     root_path: Annotated[
-        str,
-        _doc("network", "the path under which a proxy shows this server, such as /llm, whether it cuts it off or not"),
+        str, _doc("network", "path prefix under which a proxy serves this server, such as /llm; it may strip it or not")
     ] = ""
-    ssl_certfile: Annotated[
-        str | None, _doc("access", "speak TLS with this certificate, and those above it, in PEM form")
-    ] = None
+    ssl_certfile: Annotated[str | None, _doc("access", "serve TLS with this certificate chain (a PEM file)")] = None
     ssl_keyfile: Annotated[
         str | None, _doc("access", "the certificate's private key (default: in the certificate's file)")
     ] = None
     ssl_ca_certs: Annotated[
-        str | None, _doc("access", "ask clients for certificates, and check them by these authorities")
+        str | None, _doc("access", "verify clients' certificates with these authorities (a PEM file)")
     ] = None
     ssl_cert_reqs: Annotated[
-        int, _doc("access", "certificates of clients: 0 are not asked for, 1 may be sent, 2 must be", ge=0, le=2)
+        int, _doc("access", "client certificates: 0: not requested, 1: optional, 2: required", ge=0, le=2)
     ] = 0
 
 
@@ -220,22 +209,22 @@ class KeyOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     api_key: Annotated[tuple[str, ...], _doc("access", "key(s) that clients must send (also PAGEWIRE_API_KEY)")] = ()
     api_key_file: Annotated[
-        str | None, _doc("access", "a file of keys, one a line, each with rates of its own if need be")
+        str | None, _doc("access", "a file with a key in each line, optionally with rates of its own")
     ] = None
-    admin_api_key: Annotated[tuple[str, ...], _doc("access", "key(s) for the paths of administrators alone")] = ()
+    admin_api_key: Annotated[tuple[str, ...], _doc("access", "key(s) for administrators' paths only")] = ()
     admin_api_key_file: Annotated[
-        str | None, _doc("access", "a file of keys, one a line, for the paths of administrators alone")
+        str | None, _doc("access", "a file with a key in each line, for administrators' paths only")
     ] = None
 
 
 class AdminOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What administrators may do."""
 
-    enable_model_swap: Annotated[
-        bool, _doc("server", "administrators may have another model served (POST /admin/models)")
-    ] = False
+    enable_model_swap: Annotated[bool, _doc("server", "let administrators replace the model (POST /admin/models)")] = (
+        False
+    )
     enable_sleep_mode: Annotated[
-        bool, _doc("server", "administrators may put the engine to sleep (POST /sleep) and wake it (POST /wake_up)")
+        bool, _doc("server", "let administrators put the engine to sleep (POST /sleep) and wake it (POST /wake_up)")
     ] = False
 
 
@@ -243,22 +232,24 @@ class ClientOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What clients may send, how much, how fast, and from which web pages."""
 
     requests_per_minute: Annotated[
-        _Positive | None, _doc("access", "most requests of a key in a minute, or of all without keys")
+        _Positive | None,
+        _doc("access", "maximum requests per minute of each key, or of all clients if there are no keys"),
     ] = None
     tokens_per_minute: Annotated[
         _Positive | None,
-        _doc("access", "most tokens of a key in a minute, prompts and outputs, or of all without keys"),
+        _doc("access", "maximum prompt + output tokens per minute of each key, or of all clients if there are no keys"),
     ] = None
     allowed_origins: Annotated[
         tuple[str, ...],
-        _doc("access", "web pages that may use this server besides its own: https://host, or * for any (CORS)"),
+        _doc("access", "origins of web pages that may use this server: https://host, or * for any (CORS)"),
     ] = ()
     max_body_size: Annotated[
-        int, _doc("limits", "longest body of a request, in bytes, up to 128M; 16M is 16777216", ge=1, le=134217728)
+        int,
+        _doc("limits", "maximum size of a request's body in bytes, up to 128M; 16M is 16777216", ge=1, le=134217728),
     ] = 16777216
     max_head_size: Annotated[
         int,
-        _doc("limits", "longest head of a request, in bytes: its line and headers, of which there may be 100", ge=1024),
+        _doc("limits", "maximum size of a request's head in bytes: its first line and at most 100 headers", ge=1024),
     ] = 32768
     head_timeout_s: Annotated[
         float, _doc("limits", "how long a request's head may take to arrive, in seconds", ge=0.001)
@@ -268,12 +259,12 @@ class ClientOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 30.0
     timeout_keep_alive: Annotated[
         int,
-        _doc("limits", "how long a connection may rest between requests, in seconds; more than a proxy keeps it", ge=1),
+        _doc("limits", "how long an idle connection is kept, in seconds; should be longer than a proxy keeps it", ge=1),
     ] = 75
     request_timeout_s: Annotated[
-        _PositiveFloat | None, _doc("limits", "how long a request may take in all, in seconds (default: no bound)")
+        _PositiveFloat | None, _doc("limits", "maximum duration of a request, in seconds (default: no bound)")
     ] = None
-    access_log: Annotated[bool, _doc("network", "a line for each request in the log, without prompts and keys")] = True
+    access_log: Annotated[bool, _doc("network", "log a line for each request, without prompts and keys")] = True
 
 
 class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -281,14 +272,14 @@ class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     batch_folder: Annotated[
         str | None,
-        _doc("server", "keep files and batches here, and go on with them at the next start (default: gone at the end)"),
+        _doc("server", "folder of files and batches, which go on at the next start (default: deleted at the end)"),
     ] = None
     metrics_prefix: Annotated[
         Literal["pagewire", "vllm"],
-        _doc("server", "what names in /metrics begin with; vllm: dashboards made for vLLM find what they look for"),
+        _doc("server", "prefix of metric names in /metrics; vllm: for dashboards made for vLLM"),
     ] = "pagewire"
     enable_log_requests: Annotated[
-        bool, _doc("server", "a line in the log for each request that has ended: tokens and times, never texts")
+        bool, _doc("server", "log a line for each finished request: tokens and times, never texts")
     ] = False
     otlp_traces_endpoint: Annotated[
         str | None,
@@ -299,23 +290,21 @@ class ReportOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ServiceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How processes are started, watched, replaced and ended."""
 
-    start_timeout_s: Annotated[float, _doc("server", "longest start of a process, in seconds", ge=1)] = 600.0
+    start_timeout_s: Annotated[float, _doc("server", "how long a process may take to start, in seconds", ge=1)] = 600.0
     hang_timeout_s: Annotated[
-        float, _doc("server", "a process that says nothing for so many seconds is replaced as if it had died", ge=1)
+        float, _doc("server", "a process that does not respond for this many seconds is replaced", ge=1)
     ] = 10.0
     outage_wait: Annotated[
         float,
-        _doc(
-            "network", "how long new requests wait while a process is replaced, in seconds, before they get 503", ge=0
-        ),
+        _doc("network", "how long new requests wait for a process to be replaced, in seconds, before a 503", ge=0),
     ] = 30.0
     api_processes: Annotated[
         int,
-        _doc("server", "processes that serve HTTP on the one port; limits and rates are each one's own", ge=1, le=64),
+        _doc("server", "processes that serve HTTP on the port; limits and rates apply to each separately", ge=1, le=64),
     ] = 1
     drain_timeout: Annotated[
         float,
-        _doc("network", "how long open requests may go on after SIGTERM, in seconds; a second signal: no longer", ge=0),
+        _doc("network", "how long open requests may go on after SIGTERM, in seconds; a second signal ends them", ge=0),
     ] = 60.0
 
 
@@ -334,7 +323,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelVersion(Struct, frozen=True):
-    """A model that a server has served, or serves."""
+    """A model that the server serves or has served."""
 
     version: int  # from 1, in the order of their loading
     root: str  # its folder
@@ -344,7 +333,7 @@ class ModelVersion(Struct, frozen=True):
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True):
-    """How to sample where a client of the server does not say: what the model's authors recommend."""
+    """Sampling parameters that the model's authors recommend, for requests that give none."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -357,29 +346,29 @@ Task = Literal["generate", "embed", "score"]
 
 
 class Purpose(Struct, frozen=True, kw_only=True):
-    """What a model is for, and how a prompt becomes one vector."""
+    """What a model can be used for, and how it turns a prompt into one vector."""
 
     tasks: tuple[Task, ...] = ("generate", "embed")
-    is_encoder: bool = False  # sees a whole prompt at once: there is no KV to keep, and nothing to go on from
+    is_encoder: bool = False  # attends to the whole prompt in one step and keeps no KV
     pooling: Literal["last", "mean", "cls"] = "last"  # of the tokens' last hidden states
     is_normalized: bool = True  # the vector has length 1
-    size: int = 0  # numbers of a vector
-    prompts: dict[str, str] = {}  # what the model's authors put before a text, by the use of the vector
+    size: int = 0  # dimensions of a vector
+    prompts: dict[str, str] = {}  # prefixes of a text, by the use of the vector
     default_prompt: str | None = None  # the name of one of them
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """What `engine.checkpoint.spec` reads of a checkpoint's config files for the configuration."""
+    """What `engine.checkpoint.spec` reads in a checkpoint's config files, and processes are given."""
 
     path: str
-    name: str  # what it is called if the user gives no name
+    name: str  # unless the user gives another
     max_position: int  # declared context, tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32, bfloat16, float16
-    weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint about what they would be without
-    fingerprint: str = ""  # hex; another one for other weights or another config
-    is_native: bool = True  # our own layers run it; else transformers' model does
+    weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint an estimate of their unquantized size
+    fingerprint: str = ""  # hex; differs if weights or config differ
+    is_native: bool = True  # run by our own layers; else by transformers' model
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
     tool_calls_shown: str = "hermes"  # the family that the chat template shows
@@ -387,7 +376,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
 
 class MachineFacts(Struct, frozen=True, kw_only=True):
-    """What `resolve` may know of the machine."""
+    """What `resolve` decides by; see `machine_facts`."""
 
     num_cores: int
     memory_bytes: int = 0
@@ -417,11 +406,11 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def batch_invariance(self) -> BatchInvariance:
-        """How far a request's tokens depend on what else is served, on chunks, prefix hits and preemptions.
+        """How far a request's tokens depend on other requests, on chunks, prefix hits and preemptions.
 
-        exact: not at all, bit by bit. float32: nothing is rounded to less than float32, so orders of summation show in
-        the last bits (some 1e-6 of a logit), and only two tokens that are as likely as that can change places. none:
-        roundings to 16 or 8 bits amplify these differences."""
+        exact: not at all, bit by bit. float32: nothing is rounded to less than float32, so the order of summation
+        changes logits by some 1e-6, and only tokens whose logits are that close can change places. none: roundings to
+        16 or 8 bits amplify these differences."""
         if self.deterministic:
             return "exact"
         is_wide = self.arithmetic == self.kv_cache_dtype == "float32" and self.quantization is None
@@ -429,7 +418,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def invariance_warning(self) -> str | None:
-        """What an operator should know at the start, if tokens depend on company more than rounding errors show."""
+        """One sentence for the operator, if other requests can change tokens more often than float32 rounding does."""
         if self.deterministic or self.model.purpose.is_encoder:
             return None
         if self.batch_invariance == "none":
@@ -440,7 +429,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def kv_model_key(self) -> bytes:
-        """32 bytes that differ wherever equal tokens may have different KV, or KV of a different layout."""
+        """32 bytes that differ if equal tokens may have different KV, or KV of a different layout."""
         who = self.model.fingerprint or self.model.path
         kind = (
             who,

@@ -1,7 +1,7 @@
 """The facts about this machine by which `resolve` decides: cores, memory, GPU, C compiler, the CPU's instructions.
 
-The environment variable PAGEWIRE_MACHINE replaces some of them, such as `{"has_compiler": false, "num_cores": 1}`: so
-the defaults of any machine can be tried, and are tested, on any other.
+The environment variable PAGEWIRE_MACHINE replaces some of them, such as `{"has_compiler": false, "num_cores": 1}`, so
+that the defaults of one machine can be tested on another.
 """
 
 import os
@@ -19,7 +19,7 @@ OVERRIDES = "PAGEWIRE_MACHINE"
 
 
 def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
-    """The facts, but for those that `environment` replaces. Raises ConfigError for a replacement that is none."""
+    """The facts, as far as `environment` does not replace them. Raises ConfigError for a wrong replacement."""
     found = _look(environment)
     text = environment.get("PAGEWIRE_MACHINE")
     if text is None:
@@ -27,7 +27,8 @@ def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
     try:
         changes = msgspec.json.decode(text, type=dict[str, object])
         if unknown := sorted(changes.keys() - set(MachineFacts.__struct_fields__)):
-            raise ConfigError(f"{OVERRIDES} names {unknown[0]}, which is no fact about a machine.")
+            known = ", ".join(MachineFacts.__struct_fields__)
+            raise ConfigError(f"{OVERRIDES} names {unknown[0]}, which is none of the facts: {known}.")
         return msgspec.convert(msgspec.structs.asdict(found) | changes, MachineFacts)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{OVERRIDES} must be a JSON object of facts about the machine: {error}.") from None
@@ -39,7 +40,7 @@ def _look(environment: Mapping[str, str]) -> MachineFacts:
     return MachineFacts(
         num_cores=_num_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        # A torch for CPUs alone says so in its version; asking torch itself would take seconds.
+        # The version tells a torch that is for CPUs only; importing torch would take seconds.
         has_gpu=Path("/dev/nvidiactl").exists()
         and not _version("torch").endswith("+cpu")
         and environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"),
@@ -57,7 +58,7 @@ def _version(package: str) -> str:
 
 
 def _num_cores() -> int:
-    """Cores that this process may use; the hardware threads of a core share what a product needs, and count once."""
+    """Cores that this process may use. The hardware threads of a core count once: they share its vector units."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()
@@ -68,8 +69,8 @@ def _num_cores() -> int:
 
 
 def cpu_quota(group: Path) -> int:
-    """Whole CPUs whose time a control group grants (cpu.max: microseconds, of so many), as `docker run --cpus` sets it:
-    threads beyond them would stand still with those they wait for. A large number where nothing is set."""
+    """Whole CPUs whose time a control group grants (cpu.max: microseconds of each period), as `docker run --cpus` sets
+    it. More threads would be stopped while others wait for them. A large number if there is no limit."""
     try:
         granted, period = (group / "cpu.max").read_text().split()
         return max(1, int(granted) // int(period))

@@ -1,8 +1,7 @@
 """Reads a model folder's text files: JSON, templates, lists. (Weights are read by `engine/weights`.)
 
-A folder may come from anyone. So nothing is opened that would never end or answer (a pipe, a device), nothing is read
-that is larger than such files get, and each complaint is one sentence that names the file. Links are followed: a Hub
-cache is made of them.
+A folder may come from anyone, so only regular files of a bounded size are read, and each error is one sentence that
+names the file. Links are followed: a Hub cache is made of them.
 """
 
 import os
@@ -16,25 +15,25 @@ from ..errors import ConfigError
 
 T = TypeVar("T")
 
-MAX_BYTES = 256 << 20  # the largest vocabularies take a tenth of it
+MAX_BYTES = 256 << 20  # ten times the largest vocabularies
 
 
 def open_file(path: Path) -> int:
     """A descriptor of a regular file, to be closed by the caller. Raises FileNotFoundError, ConfigError."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # else opening a pipe waits for its writer
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # NONBLOCK: a pipe would wait for its writer
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise ConfigError(f"{path} cannot be read: it is no regular file.")
+        raise ConfigError(f"{path} cannot be read: it is not a regular file.")
     return fd
 
 
 def read_file(path: Path) -> bytes:
-    """All of a file. Raises FileNotFoundError, ConfigError."""
+    """Raises FileNotFoundError, ConfigError."""
     with open(open_file(path), "rb") as file:
         try:
             size = os.fstat(file.fileno()).st_size
@@ -42,12 +41,12 @@ def read_file(path: Path) -> bytes:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     if size > MAX_BYTES or len(data) > MAX_BYTES:
-        raise ConfigError(f"{path} is larger than the {MAX_BYTES >> 20} MB that such a file may have.")
+        raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MB, the most that such a file may have.")
     return data
 
 
 def read_text(path: Path) -> str:
-    """All of a text in UTF-8. Raises FileNotFoundError, ConfigError."""
+    """Reads a UTF-8 text. Raises FileNotFoundError, ConfigError."""
     try:
         return read_file(path).decode()
     except UnicodeDecodeError as error:
@@ -55,7 +54,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """A file's JSON. Raises FileNotFoundError, ConfigError."""
+    """Reads a JSON file. Raises FileNotFoundError, ConfigError."""
     data = read_file(path)
     try:
         return msgspec.json.decode(data, type=kind)

@@ -1,4 +1,4 @@
-"""Classes that people name on the command line: `module:Class,option=value,…`."""
+"""Classes that users name on the command line: `module:Class,option=value,…`."""
 
 import importlib
 from collections.abc import Sequence
@@ -6,29 +6,28 @@ from collections.abc import Sequence
 from ..errors import ConfigError
 
 Options = dict[str, str]
-"""What stands behind the name."""
 
 
 def split_spec(flag: str, spec: str) -> tuple[str, Options]:
-    """The name and its options. Raises ConfigError."""
+    """Returns the name and its options. Raises ConfigError."""
     name, *parts = spec.split(",")
     options: Options = {}
     for part in parts:
         option, equals, value = part.partition("=")
         if not option or not equals or option in options:
-            raise ConfigError(f"{flag} {spec}: {part!r} is not an option=value that stands there once.")
+            raise ConfigError(f"{flag} {spec}: {part!r} is not an option=value, or the option is given twice.")
         options[option] = value
     return name, options
 
 
 def find_class(flag: str, target: str, methods: Sequence[str]) -> object:
-    """Imports `module:Class`, which must have these methods. Raises ConfigError."""
+    """Imports `module:Class`. Raises ConfigError if that fails or one of `methods` is missing."""
     module_name, colon, class_name = target.partition(":")
     if not module_name or not colon or not class_name:
         raise ConfigError(f"{flag} {target}: write module:Class, with options as module:Class,option=value.")
     try:
         found: object = getattr(importlib.import_module(module_name), class_name.strip(), None)
-    except Exception as error:  # whatever somebody's module raises, the answer is the same
+    except Exception as error:  # a module may raise anything
         raise ConfigError(
             f"{flag} {target}: {module_name} cannot be imported ({type(error).__name__}: {error})."
         ) from error

@@ -10,16 +10,7 @@ from msgspec.structs import replace
 
 from ..errors import ConfigError
 from .access import ApiKey, check_origins, check_root_path, check_tls, merge_keys
-from .config import (
-    Config,
-    CpuKernels,
-    Dtype,
-    EngineConfig,
-    EngineOptions,
-    HttpConfig,
-    MachineFacts,
-    ModelFacts,
-)
+from .config import Config, CpuKernels, Dtype, EngineConfig, EngineOptions, HttpConfig, MachineFacts, ModelFacts
 
 
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
@@ -32,11 +23,11 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens {model.name} was made for."
         )
     if options.kv_events_replay is not None and options.kv_events is None:
-        raise ConfigError("--kv-events-replay repeats what --kv-events tells; give that address as well.")
+        raise ConfigError("--kv-events-replay repeats what --kv-events publishes; give that address as well.")
     if options.kv_events is not None and not options.enable_prefix_caching:
-        raise ConfigError("--kv-events has nothing to tell with --no-enable-prefix-caching; leave one of them out.")
+        raise ConfigError("--kv-events has nothing to publish with --no-enable-prefix-caching; leave one of them out.")
     if options.speculative is not None and options.extension is not None:
-        raise ConfigError("--speculative computes more than --extension is told of a plan; leave one of them out.")
+        raise ConfigError("--speculative computes tokens that --extension does not know of; leave one of them out.")
     if options.tensor_parallel_size > 1 and (options.kv_connector or options.extension is not None):
         flag = "--kv-connector" if options.kv_connector else "--extension"
         raise ConfigError(f"{flag} knows the KV of one rank only; leave it or --tensor-parallel-size out.")
@@ -55,7 +46,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     kernels: CpuKernels | None = None
     if on_cpu:
         kernels = "compiled" if machine.has_compiler and config.cpu.cpu_kernels == "auto" else "torch"
-    # What computes in float32 whatever the type of the weights.
+    # These compute in float32 whatever the type of the weights.
     is_wide = model.is_native and (kernels == "compiled" or options.quantization == "int8")
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide)
     num_ranks = options.tensor_parallel_size * options.data_parallel_size
@@ -114,7 +105,7 @@ def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: S
 
 
 def _check_encoder(options: EngineOptions, model: ModelFacts) -> None:
-    """Refuses what an encoder, whose sequences are computed whole and leave nothing behind, has no use for."""
+    """Refuses options that do not apply to an encoder, which computes each text in one step and keeps no KV."""
     for flag, is_asked in (
         ("--tensor-parallel-size", options.tensor_parallel_size > 1),
         ("--quantization", options.quantization is not None),
@@ -142,24 +133,24 @@ def _on_cpu(options: EngineOptions, machine: MachineFacts) -> bool:
 
 def _choose_budget(options: EngineOptions, model: ModelFacts, machine: MachineFacts, max_model_len: int) -> int:
     usual = 512 if _on_cpu(options, machine) else 2048
-    # No stream waits for an encoder's step, and many texts can be sorted into batches of nearly one length.
+    # No stream waits for an encoder's step, and among many texts there are more of nearly the same length.
     return max(4 * usual, max_model_len) if model.purpose.is_encoder else usual
 
 
 def _choose_dtype(options: EngineOptions, model: ModelFacts, machine: MachineFacts, *, is_wide: bool) -> Dtype:
-    """is_wide: activations are float32 in any case. A CPU's bfloat16 instructions decide nothing: a request's tokens
-    would depend on the machine, and on the requests beside it."""
+    """is_wide: activations are float32 in any case. Whether a CPU has bfloat16 instructions is not considered: tokens
+    would depend on the machine and on other requests."""
     if options.dtype != "auto":
         return options.dtype
     if model.checkpoint_dtype == "float32" or is_wide:
         return "float32"
-    # torch needs every weight as float32 to compute in it.
+    # To compute in float32, torch needs every weight in float32.
     fits_wide = 2 * model.weight_bytes <= machine.memory_bytes // 2
     return "float32" if _on_cpu(options, machine) and fits_wide else "bfloat16"
 
 
 def _check_deterministic(config: Config, model: ModelFacts, machine: MachineFacts) -> None:
-    """Refuses --deterministic with what sums in an order that depends on other requests."""
+    """Refuses --deterministic with options whose order of summation depends on other requests."""
     tail = "whose sums depend on what else is served"
     for flag, is_asked in (
         ("--tensor-parallel-size", config.engine.tensor_parallel_size > 1),

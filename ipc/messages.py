@@ -734,7 +734,7 @@ class Swap(Struct, frozen=True, array_like=True, tag=True):
 
     name: str  # of the api process
     number: int  # of this swap; `Swapped` repeats it
-    changes: bytes  # a JSON object of fields of `Config`
+    changes: bytes  # a JSON object of settings by name
     version: int | None = None  # go back to this version, with the changes
     must_drain: bool = False  # drain first instead of holding both models in memory
 

@@ -33,7 +33,7 @@ from .watch import EVENTS, ZmqWatch
 M = TypeVar("M")
 
 # ZeroMQ closes the connection of a peer that sends more, without an error. Our own processes send far less: the largest
-# body (`Config.max_body_size`) becomes at most seven times as large. Types bound the messages of clients of the core.
+# body (`--max-body-size`) becomes at most seven times as large. Types bound the messages of clients of the core.
 _MAX_MESSAGE_BYTES = 2**30
 _MAX_CLIENT_MESSAGE_BYTES = 64 * 2**20
 _MAX_PATH_BYTES = 107  # of a socket's path, unix(7)

@@ -107,7 +107,7 @@ class LLM:
     """A model in this process."""
 
     def __init__(self, model: str = "", **options: object) -> None:
-        """`model`: a folder or a Hub name; empty: the demo model. `options`: fields of `Config`, such as
+        """`model`: a folder or a Hub name; empty: the demo model. `options`: settings by name, such as
         `dtype="float32"`, `max_model_len=4096`, `kv_cache_memory="2G"`. Raises ConfigError or CheckpointError."""
         config = from_options("LLM", {**_DEFAULTS, "model": model, **options})
         self._outputs: dict[int, CompletionOutput] = {}  # by rid

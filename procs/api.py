@@ -1,5 +1,5 @@
-"""The api process: uvicorn and the gateway on one loop. It opens the port when everyone else is ready, and closes last
-what clients see: on `Stop` it refuses new requests, lets open ones go on for the grace time, then ends them in order.
+"""The api process: uvicorn and the gateway on one event loop. It listens when every other actor is ready. On `Stop` it
+refuses new requests, lets open ones go on for the grace time, and then ends them.
 """
 
 import asyncio
@@ -42,33 +42,32 @@ from .listening import shown_address
 if TYPE_CHECKING:
     from ..api.gateway.tracing import Tracing
 
-SILENT_LIMIT_S = 10.0  # the core reports twice a second, busy or not
-STEP_LIMIT_S = 120.0  # one step of a large model on a slow CPU takes many seconds
+SILENT_LIMIT_S = 10.0  # without a report of the core, which sends two a second
+STEP_LIMIT_S = 120.0  # for one step; of a large model on a slow CPU it takes many seconds
 _LEAVING = "The server is shutting down."
 CLOSE_TIMEOUT_S = 3.0  # for connections to take their last bytes
 
 
 class _Server(HttpServer):
-    """Says when it listens."""
+    """Calls `on_listening` when it listens."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         await super().startup(sockets)
         self._on_listening()
 
 
 class ApiActor:
-    """HTTP ⇄ pipeline."""
+    """Passes requests from HTTP to the other actors, and their output back."""
 
     def __init__(
         self, config: EngineConfig, http: HttpConfig, *, http_fd: int, name: str = "api", index: int = 0
     ) -> None:
-        """`http_fd`: a bound socket that does not listen yet, or on which other api processes listen. `index`: what its
-        rids begin with."""
+        """`http_fd`: a bound socket that does not listen yet, or on which other api processes listen. `index`: the high
+        bits of its rids."""
         self._name = name
         self._config = config
         self._http = http
@@ -77,18 +76,17 @@ class ApiActor:
         self._serving: asyncio.Task[None] | None = None
         self._heard_at = time.monotonic()  # the core's last report
         self._tracing: Tracing | None = None
-        self._hands_over = False  # when it stops
-        self._failure: str | None = None  # why it stops, if not in order
+        self._hands_over = False  # to another engine, when it stops
+        self._failure: str | None = None  # of the engine
         self._num_swaps = 0
-        self._swaps: dict[int, asyncio.Future[Swapped]] = {}  # asked for, and not answered
+        self._swaps: dict[int, asyncio.Future[Swapped]] = {}  # not answered yet, by number
 
     def start(self, post: Post) -> Facts:
-        """See `Actor`."""
         self._post = post
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a descriptor
-        # Its warnings are of bytes that are no HTTP, as anyone can send; the supervisor tells when the port opens.
+        # uvicorn warns of bytes that are not HTTP, which anyone can send; the supervisor logs the open port.
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
         self._sleeper = Sleeper(lambda message: post("core", message))
         self._gateway = Gateway(
@@ -113,8 +111,7 @@ class ApiActor:
         return Facts()
 
     def handle(self, messages: list[ToApi]) -> None:
-        """See `Actor`."""
-        news: list[FromEngine] = []
+        outputs: list[FromEngine] = []
         for message in messages:
             match message:
                 case Serve():
@@ -130,7 +127,7 @@ class ApiActor:
                         swap.set_result(message)
                 case Stop():
                     self._hands_over = message.hands_over
-                    if message.is_failure:  # whoever drains waits for nothing more
+                    if message.is_failure:  # draining requests end now
                         self._failure = message.reason
                         self._gateway.close(message.reason, has_failed=True)
                 case Ping() | Leave():
@@ -140,12 +137,11 @@ class ApiActor:
                         self._sleeper.interrupt(message.reason)
                     if isinstance(message, Snapshot | Restored):
                         self._heard_at = time.monotonic()
-                    news.append(message)
-        if news:
-            self._gateway.handle(news)
+                    outputs.append(message)
+        if outputs:
+            self._gateway.handle(outputs)
 
     async def stop(self, grace_s: float) -> None:
-        """See `Actor`."""
         if self._hands_over:
             await self._app.stop()
             await self._server.hand_over(grace_s)
@@ -164,7 +160,7 @@ class ApiActor:
             self._tracing.close()
 
     async def swap(self, changes: bytes, version: int | None, must_drain: bool) -> Swapped:
-        """Has another model served, see `Swap`."""
+        """Asks the supervisor to replace the model; see `Swap`."""
         self._num_swaps += 1
         number = self._num_swaps
         answer: asyncio.Future[Swapped] = asyncio.get_running_loop().create_future()
@@ -173,7 +169,7 @@ class ApiActor:
         return await answer
 
     def _observers(self) -> list[Observer]:
-        """Who is told of requests that have ended. Raises ConfigError."""
+        """What is called at the end of each request. Raises ConfigError."""
         observers: list[Observer] = [log_request] if self._http.reports.enable_log_requests else []
         if (endpoint := self._http.reports.otlp_traces_endpoint) is not None:
             try:
@@ -190,7 +186,7 @@ class ApiActor:
         self._post("supervisor", Serving(shown_address(self._http.listen, self._socket)))
 
     def _complaint(self) -> str | None:
-        """What is wrong with the engine, for /health. A busy engine is not a dead one."""
+        """What is wrong with the engine, for /health; None if it is healthy or only busy."""
         if self._failure is not None:
             return self._failure
         if (outage := self._gateway.outage) is not None:

@@ -1,7 +1,7 @@
-"""The main program of one actor's process: `python -m pagewire.procs.child NAME LAUNCH_FILE`.
+"""The main program of an actor's process: `python -m pagewire.procs.child NAME LAUNCH_FILE`.
 
-The supervisor starts it. It names the process, ties its life to the supervisor's, connects the mailboxes that the
-topology allows, runs the actor, and reports Ready, Fault and Pong.
+The supervisor starts it. It sets the process's title, ends it with the supervisor, connects the mailboxes that the
+topology allows, runs the actor, and sends Ready, Fault and Pong.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ..config.config import EngineConfig, HttpConfig
 from ..engine.parallel.rank import RankInfo
@@ -50,32 +50,34 @@ log = logging.getLogger("pagewire")
 
 
 class Launch(Struct, frozen=True):
-    """What the supervisor gives one of its children, in a file that only their user can read and the child removes.
-
-    Only an api process is given `http`, which holds keys."""
+    """What the supervisor gives one of its children, in a file that only their user can read and the child removes."""
 
     config: EngineConfig
-    http: HttpConfig | None
+    http: HttpConfig | None  # with the keys: for api processes only
     num_apis: int
-    addresses: dict[str, str]  # actor, or "supervisor" → where its mailbox is
-    keys: Keys | None
+    addresses: dict[str, str]  # of the mailboxes: actor, or "supervisor" → ZeroMQ address
+    keys: Keys | None  # of tcp:// mailboxes
     supervisor_pid: int
     lifeline_fd: int  # read end of a pipe whose other end only the supervisor holds
-    http_fd: int  # the api's bound socket; -1: none
+    http_fd: int  # bound socket, for api processes; -1: none
     progress: bool  # draw a progress bar while weights load
     ranks_here: tuple[int, ...] = (0,)  # of the tensor-parallel group; see `RankInfo`
     rendezvous: str = ""
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
 
+    def part_of(self, name: str) -> "Launch":
+        """What this actor may know of it."""
+        return self if kind(name) == "api" else structs.replace(self, http=None, http_fd=-1)
+
 
 def exit_code(error: BaseException) -> int:
-    """2 where the user can mend it, 1 where we must."""
+    """2 if the user can correct it, 1 if it is our fault."""
     return 2 if isinstance(error, ConfigError | CheckpointError) else 1
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, interpreter start included. 0 where /proc does not tell."""
+    """Seconds since this process was started, interpreter start included; 0 without /proc."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -86,7 +88,7 @@ def process_age_s() -> float:
 def run_worker(
     name: str, launch: Launch, epochs: Epochs, inbox: Inbox[object], post: Post, on_ready: Callable[[Facts], None]
 ) -> None:
-    """The worker's plain loop."""
+    """Runs the worker, which has no event loop, until `Stop`."""
     from .worker import Worker, run
 
     with contextlib.ExitStack() as stack:
@@ -101,7 +103,7 @@ def run_worker(
 
 
 def _progress_bar(stack: contextlib.ExitStack) -> Callable[[int, int], None]:
-    """A bar for the weights that appears only if loading takes long enough to look at."""
+    """A progress bar of the weights, shown if loading takes longer than a second."""
     from tqdm import tqdm
 
     bar = stack.enter_context(
@@ -125,7 +127,7 @@ async def run_actor(
     post: Post,
     on_ready: Callable[[Facts], None],
 ) -> None:
-    """An event loop around an actor, until `Stop`."""
+    """Hands an actor its messages, until `Stop`."""
     woken = asyncio.Event()
     on_ready(actor.start(post))
     inbox.subscribe(asyncio.get_running_loop(), woken.set)
@@ -145,7 +147,7 @@ async def run_actor(
                 post("supervisor", Pong(name, epochs.chain, num_handled))
                 pulse = Pulse(name, lag.seconds.report(), epochs.num_stale)
                 if kind(name) == "api":
-                    actor.handle([pulse])  # nobody has an outbox to themselves
+                    actor.handle([pulse])  # a process has no outbox to itself
                 else:
                     post("api", pulse)
             elif isinstance(message, Leave):
@@ -153,7 +155,7 @@ async def run_actor(
             elif isinstance(message, Stop):
                 lag.stop()
                 stopping = asyncio.ensure_future(actor.stop(message.grace_s))
-                while not stopping.done():  # its streams still need what others send
+                while not stopping.done():  # its open streams still need messages
                     waiting = asyncio.ensure_future(woken.wait())
                     await asyncio.wait({stopping, waiting}, return_when=asyncio.FIRST_COMPLETED)
                     waiting.cancel()
@@ -166,7 +168,7 @@ async def run_actor(
 
 
 def make_actor(name: str, launch: Launch) -> Actor[object]:
-    """Imports and makes the actor of that name."""
+    """Imports only this actor's modules."""
     config = launch.config
     actor: object
     match kind(name):
@@ -199,11 +201,11 @@ def make_actor(name: str, launch: Launch) -> Actor[object]:
 
 
 def main(name: str, launch_file: str) -> int:
-    """Runs one actor to its end. The exit code is 0 after `Stop`."""
+    """Runs one actor. The exit code: 0 after `Stop`, else see `exit_code`."""
     launch = msgspec.json.decode(Path(launch_file).read_bytes(), type=Launch)
     Path(launch_file).unlink()
     tie_life_to(launch.supervisor_pid, launch.lifeline_fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides; Ctrl-C reaches the whole group
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dump_stacks_on_quit()
     volunteer(_OOM_SCORES.get(kind(name), 0))
@@ -221,7 +223,7 @@ def main(name: str, launch_file: str) -> int:
         is_ready = True
         timings = {"python": python_s, **facts.timings}
         timings["rest"] = max(0.0, process_age_s() - sum(timings.values()))
-        gc.freeze()  # what the start has made stays; no collection shall look through it again
+        gc.freeze()  # what exists now stays: collections skip it
         post("supervisor", Ready(name, SCHEMA_VERSION, Facts(timings, facts.notes), launch.epoch))
 
     python_s = process_age_s()
@@ -238,7 +240,7 @@ def main(name: str, launch_file: str) -> int:
         code = exit_code(error)
         if isinstance(error, PagewireError):
             summary, trace = str(error), ""
-        else:  # its words may hold what a user wrote, once there are users
+        else:  # once requests are served, its message may contain their text
             summary = type(error).__name__ if is_ready else escaped(f"{type(error).__name__}: {error}")
             trace = "".join(traceback.format_tb(error.__traceback__))
         with contextlib.suppress(ChannelFull):

@@ -1,7 +1,7 @@
-"""An engine for the program that started it, without HTTP: `python -m pagewire.procs.embedded`.
+"""An engine without HTTP, for the program that started it: `python -m pagewire.procs.embedded`.
 
-Reads a `Config` as one line of JSON from standard input. When that is closed, whether the program asks for it or has
-been killed, the engine ends.
+It reads a `Config` as one line of JSON from standard input, and ends when its standard input is closed, which is also
+the case when that program was killed.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from .topology import workers
 
 
 def main() -> int:
-    """Runs the engine to its end. Returns the exit code."""
+    """Returns the exit code."""
     import uvloop
 
     try:
@@ -42,7 +42,7 @@ async def _run(supervisor: Supervisor) -> int:
             loop.remove_reader(0)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    await asyncio.sleep(0)  # the supervisor listens to signals first
+    await asyncio.sleep(0)  # the supervisor installs its signal handlers first
     loop.add_reader(0, on_input)
     return await running
 

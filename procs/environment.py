@@ -1,4 +1,4 @@
-"""The environment that an actor's process begins with."""
+"""The environment variables of an actor's process."""
 
 from ..config.config import EngineConfig
 from . import interpreter
@@ -6,11 +6,11 @@ from .topology import kind
 
 
 def environment_of(name: str, config: EngineConfig, *, ranks_are_here: bool) -> dict[str, str]:
-    """What glibc and OpenMP read only when a process starts.
+    """This process's variables without secrets, and settings that glibc and OpenMP read only when a process starts.
 
-    The worker's threads wait for each other between two products of a step and would otherwise spin the other processes
-    off their cores, or sleep and be woken a hundred times a step: they spin for about a tenth of a millisecond. The
-    malloc settings keep large buffers mapped, whose page faults would otherwise cost more than the copies into them.
+    The worker's threads wait for each other between the products of a step. They spin for about 0.1 ms and then sleep:
+    longer, and they take cores from other processes; shorter, and they are woken a hundred times a step. The malloc
+    settings keep large buffers mapped, since page faults would cost more than the copies into them.
     """
     environment = interpreter.environment(interpreter.COLLECTOR_HEADERS if kind(name) == "api" else ())
     if kind(name) == "worker":

@@ -1,9 +1,8 @@
-"""One launch over its life: the engine that serves, and the one that takes its place.
+"""Replaces the model of a running server: the engine that serves, and the one that takes its place.
 
-Another model, or another version of it, is a whole engine of its own beside the first, with its own processes. Both
-share the socket that clients connect to: when the new one is ready, the old one stops accepting, serves the connections
-that it has to their end, and goes; the new one accepts. Where there is no room for both, the old one goes first, and
-clients wait in the socket's queue meanwhile.
+Each model is served by an engine with its own processes. Both engines share the listening socket: when the new one is
+ready, the old one stops accepting, serves its open connections, and ends. If memory does not suffice for both, the old
+one ends first, and new connections wait in the socket's queue.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from ..ipc.messages import Swap, Swapped
 from .listening import Listening
 from .supervisor import Supervisor
 
-_KV_BYTES = 4 << 30  # what a worker takes at most if nothing is said
+_KV_BYTES = 4 << 30  # a worker's KV cache at most, if --kv-cache-memory is not given
 _PROCESSES_BYTES = 1 << 30  # of the processes themselves
 _SWAPPABLE = frozenset(
     {
@@ -44,20 +43,20 @@ _SWAPPABLE = frozenset(
 
 
 class Generations:
-    """Of one `pagewire serve`. `run` is called once."""
+    """The engines of one `pagewire serve`. `run` is called once."""
 
     def __init__(
         self,
         config: Config,
         prepare: Callable[[Config], ServerConfig],
     ) -> None:
-        """`prepare` may take long; it is called on a thread but for the first time."""
+        """`prepare` may take long; from its second call on it runs on a thread."""
         self._prepare = prepare
         self._config = config
-        self._configs: dict[int, Config] = {}  # version → what was said to have it
+        self._configs: dict[int, Config] = {}  # by version
         self._versions: tuple[ModelVersion, ...] = ()
         self._engine: Supervisor
-        self._running: dict[Supervisor, asyncio.Task[int]] = {}  # the one that serves, and those around it
+        self._running: dict[Supervisor, asyncio.Task[int]] = {}  # also one that drains or starts
         self._swap: asyncio.Task[None] | None = None
         self._signals: list[signal.Signals] = []
 
@@ -76,14 +75,14 @@ class Generations:
             self._listening.close()
 
     async def _watch(self) -> int:
-        """Until the engine that serves has ended and no swap is under way."""
+        """Waits until the engine that serves has ended and no swap is under way. The exit code."""
         while True:
             engine = self._engine
             await asyncio.wait({self._running[engine]})
-            if self._swap is not None:  # it may have ended for the other one
+            if self._swap is not None:  # it may have ended because of the swap
                 await asyncio.wait({self._swap})
             if engine is self._engine:
-                for other in () if self._signals else self._running:  # else they have been told
+                for other in () if self._signals else self._running:  # else they got the signal
                     other.on_signal(signal.SIGTERM)
                 return max([await task for task in list(self._running.values())])
 
@@ -93,7 +92,7 @@ class Generations:
             engine.on_signal(signum)
 
     def _begin(self, config: Config, prepared: ServerConfig) -> Supervisor:
-        """Starts an engine, which does not serve yet."""
+        """Starts an engine, which does not listen yet."""
         number = len(self._versions) + 1
         self._configs[number] = config
         retired = tuple(structs.replace(version, state="retired") for version in self._versions)
@@ -107,7 +106,7 @@ class Generations:
         return engine
 
     def _on_swap(self, engine: Supervisor, swap: Swap) -> None:
-        """`engine`: whose api was asked; on an old connection it may be one that does not serve any more."""
+        """`engine`: the one whose api got the request; a request on an old connection may reach one that drains."""
         if self._swap is not None or self._signals or engine is not self._engine:
             detail = "Another model is being loaded or has taken over, or the server stops."
             engine.answer(swap.name, Swapped(swap.number, 409, detail))
@@ -117,10 +116,10 @@ class Generations:
 
     def _swapped(self, task: asyncio.Task[None]) -> None:
         self._swap = None
-        task.result()  # what is raised here is told by the loop
+        task.result()  # the loop logs an exception
 
     async def _replace(self, old: Supervisor, swap: Swap) -> None:
-        """Whatever goes wrong, some engine serves afterwards, if there is one that can."""
+        """Replaces `old`, or keeps it if the new engine does not start."""
         try:
             config = self._changed(swap)
             prepared = await asyncio.to_thread(self._prepare, config)
@@ -136,7 +135,7 @@ class Generations:
                 failed = self._engine
                 print("pagewire: going back to the model before.", file=sys.stderr)
                 if await self._try(before, await asyncio.to_thread(self._prepare, before)):
-                    del self._running[failed]  # how it ended is not how the launch ends
+                    del self._running[failed]  # its exit code is not the server's
             return
         versions = self._versions
         engine = self._begin(config, prepared)
@@ -153,7 +152,7 @@ class Generations:
         self._running[old].add_done_callback(lambda _: self._running.pop(old, None))
 
     async def _try(self, config: Config, prepared: ServerConfig) -> bool:
-        """Serves this one, if it comes up."""
+        """Starts this engine and has it listen. Whether it became ready."""
         versions = self._versions
         engine = self._begin(config, prepared)
         if not await self._is_up(engine):
@@ -164,14 +163,14 @@ class Generations:
         return True
 
     async def _is_up(self, engine: Supervisor) -> bool:
-        """Once it is ready, or has ended before."""
+        """Waits until the engine is ready or has ended. Whether it is ready."""
         ready = asyncio.ensure_future(engine.is_ready.wait())
         await asyncio.wait((ready, self._running[engine]), return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         return engine.is_ready.is_set() and not self._running[engine].done()
 
     def _changed(self, swap: Swap) -> Config:
-        """What is to be served. Raises ConfigError."""
+        """The settings that `swap` asks for. Raises ConfigError."""
         config = self._config if swap.version is None else self._configs.get(swap.version)
         if config is None:
             raise ConfigError(f"There is no version {swap.version}; there are 1 to {len(self._versions)}.")
@@ -189,7 +188,7 @@ def changed(config: Config, changes: dict[str, object]) -> Config:
 
 
 def _has_room(config: EngineConfig) -> bool:
-    """Whether this engine fits beside the one that is there: both would hold their weights, their KV, and addresses."""
+    """Whether this engine can run beside the present one: memory for its weights and KV, and no fixed addresses."""
     has_gpu = config.device == "cuda" or (config.device == "auto" and machine_facts().has_gpu)
     if has_gpu or config.client_address or config.kv_events or config.kv_connector:
         return False

@@ -63,7 +63,7 @@ class Inline:
         }
         self._core = CoreActor(config)
         self._grammar = GrammarActor(config, grammars)
-        self._actors: dict[str, Actor[Any]] = {  # the topology says who is sent what
+        self._actors: dict[str, Actor[Any]] = {  # Any: the topology says which messages each is sent
             "tokenizer": TokenizerActor(config),
             "core": self._core,
             "grammar": self._grammar,

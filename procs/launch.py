@@ -1,10 +1,10 @@
-"""Starts any subset of the actors on given addresses, so that the parts of one engine can run on several machines.
+"""Starts a subset of the actors on given addresses, so that one engine can run on several machines.
 
-Every machine gets the same model and engine flags; each mailbox that is not on this machine, or that others must reach,
-gets an address. The actor's own machine listens there, the others connect to it. Launches may be started in any order.
+Give every launch the same model and engine flags, and an address for each mailbox that another machine must reach. The
+actor's own machine listens there, the others connect. Launches may be started in any order.
 
-The engine ends as a whole. When a part of another launch has ended, or has not answered for --hang-timeout-s, open
-requests fail, and this launch ends with exit code 1 and says which part that was. SIGTERM to any launch drains all.
+The engine ends as a whole. When an actor of another launch has ended, or has not answered for --hang-timeout-s, open
+requests fail, and this launch names the actor and ends with exit code 1. SIGTERM to any launch drains all.
 """
 
 import argparse
@@ -31,7 +31,7 @@ example: the model on one machine, everything else on another (copy the key file
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+    """Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m pagewire.procs.launch",
         description=__doc__,
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
             addresses[name] = address
         needed = {r for name in actors for r in receivers(name, num_ranks, num_apis)} - {"supervisor", *actors}
         if config.engine.client_address is not None and not {"api", "detokenizer"} & {*actors, *addresses}:
-            needed -= {"api", "detokenizer"}  # it serves only `EngineClient`s
+            needed -= {"api", "detokenizer"}  # it serves `EngineClient`s only
         here = {name for name in workers(num_ranks) if name in actors}
         if here and len(here) < num_ranks:
             needed.add(RENDEZVOUS)
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(supervisor: Supervisor) -> int:
-    """Runs a supervisor on its loop. Returns the exit code, which no later signal replaces: the process must end."""
+    """Runs a supervisor. Returns the exit code; later signals are ignored, since the process is about to end."""
     import uvloop
 
     return uvloop.run(_run(supervisor))
@@ -98,7 +98,7 @@ def run(supervisor: Supervisor) -> int:
 async def _run(supervisor: Supervisor) -> int:
     code = await supervisor.run()
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):  # launches that end together may each be told to as well
+    for signum in (signal.SIGINT, signal.SIGTERM):  # launches that end together may each get a signal as well
         loop.remove_signal_handler(signum)
         signal.signal(signum, signal.SIG_IGN)
     return code

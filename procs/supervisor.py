@@ -1,10 +1,9 @@
 """The supervisor: starts the actors, watches them, replaces those that die or hang, and stops them all in order.
 
-It is the process that a person starts and that a service manager watches. It does no work of its own: children are
-reaped by the loop, messages are few, and nothing here can block on a device or a client.
+It is the process that a user starts and that a service manager watches. It never waits for a device or a client.
 
-When one of them dies another epoch begins (`ipc/epochs.py`): the others are told with `Reset`, forget what was on its
-way, and say with their next `Pong` that they have; once all are there and of this epoch, `Restored` has the api go on.
+When an actor dies, the next epoch begins (`ipc/epochs.py`): the others get `Reset`, drop messages of older epochs, and
+answer `Ping` with the new epoch. When every actor is ready and in this epoch, the api gets `Restored` and goes on.
 """
 
 import asyncio
@@ -50,10 +49,10 @@ from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
 
 PING_INTERVAL_S = 0.5
 STOP_GRACE_S = 5.0  # for each actor, on top of what open requests are given
-FAULT_WAIT_S = 1.0  # how long a dead child's last words are waited for
-START_REPORT_S = 30.0  # a start that takes longer says now and then for whom it waits
-_HANDOVER_S = 600.0  # for open requests, when another model is served; idle connections end before
-STACKS_WAIT_S = 0.2  # for a process that hangs to print where it is
+FAULT_WAIT_S = 1.0  # for the `Fault` of a child that has ended, which may still be on its way
+START_REPORT_S = 30.0  # between messages that say which actors are not ready
+_HANDOVER_S = 600.0  # for open requests, after another model has taken over; idle connections end at once
+STACKS_WAIT_S = 0.2  # for a hanging process to print its stacks
 
 
 class Child:
@@ -62,11 +61,11 @@ class Child:
     def __init__(self, name: str, process: asyncio.subprocess.Process, epoch: int) -> None:
         self.name = name
         self.process = process
-        self.epoch = epoch  # the last one that it is known to be in
+        self.epoch = epoch  # the latest that it has confirmed
         self.started_at = time.monotonic()
         self.facts: Facts | None = None  # once ready
         self.liveness: Liveness | None = None  # once ready
-        self.may_end = False  # we have asked for it
+        self.may_end = False  # it was asked to end
         self.exited = asyncio.ensure_future(process.wait())
 
 
@@ -84,43 +83,42 @@ class Supervisor:
         listening: Listening | None = None,
         on_swap: Callable[[Swap], None] | None = None,
     ) -> None:
-        """`actors`: those to start here (default: all). `addresses`: mailboxes that are not in this launch's own run
-        folder, and `ranks`, where the ranks of a tensor-parallel group meet. `quiet`: no timeline, no banner.
+        """`actors`: those to start here (default: all). `addresses`: mailboxes outside this launch's run folder, and
+        `ranks`, where the ranks of a tensor-parallel group meet. `quiet`: no timeline, no banner.
 
-        With `listening` somebody else owns the door and the signals: see `Generations`. `on_swap` is told what an
-        admin asks for."""
+        With `listening`, the caller owns the socket and the signals (see `Generations`). `on_swap` is called when an
+        administrator asks for another model."""
         self._config = config.engine
         self._service = config.http.service
         self._http = config.http
-        self._num_ranks, num_apis = config.engine.tensor_parallel_size, config.http.service.api_processes
-        self._names = names(self._num_ranks, num_apis)
+        self._names = names(config.engine.tensor_parallel_size, config.http.service.api_processes)
         self._actors = [name for name in self._names if actors is None or name in actors]
         self._given = addresses or {}
         self._elsewhere = Elsewhere(self._actors, self._given, hang_timeout_s=self._service.hang_timeout_s)
         self._keys = keys
         self._quiet = quiet
         self._children: dict[str, Child] = {}
-        self._dead: list[Child] = []  # in the order of their ends: who died first may have taken others along
+        self._dead: list[Child] = []  # oldest first: the first death may have caused the others
         self._inbox: ZmqInbox[ToSupervisor] | None = None
         self._listening = listening
         self._is_owned = listening is not None
         self._on_swap = on_swap
         self._may_serve = not self._is_owned
         self._is_retired = self._is_over = False
-        self.is_ready = asyncio.Event()  # every actor is
-        self.failure: str | None = None  # why it ended by itself
+        self.is_ready = asyncio.Event()  # every actor is ready
+        self.failure: str | None = None  # why it ended, unless it was stopped
         self._faults: dict[str, Fault] = {}
         self._url: str | None = None
         self._woken = asyncio.Event()
         self._signals: list[signal.Signals] = []
         self._marks: list[tuple[str, float]] = []  # phase of the start → when it ended
-        self._epoch = self._device_epoch = self._restored = 1  # the last: of which the api has been told
+        self._epoch = self._device_epoch = self._restored = 1  # `_restored`: epoch of the last `Restored`
         self._deaths = Deaths()
-        self._lost_at: dict[str, float] = {}  # who is being replaced → since when
-        self._looked_at = 0.0  # when who hangs was last looked for
+        self._lost_at: dict[str, float] = {}  # actors that are being replaced → when they were lost
+        self._looked_at = 0.0  # when `_hung` last ran
 
     async def run(self) -> int:
-        """From start to stop. The exit code: 0 after a signal, 2 for what the user can mend, else 1."""
+        """From start to stop. The exit code: 0 after a signal, 2 for what the user can correct, else 1."""
         loop = asyncio.get_running_loop()
         for signum in () if self._is_owned else (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self.on_signal, signum)
@@ -166,29 +164,11 @@ class Supervisor:
     # ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _spawn(self, actors: Sequence[str]) -> None:
-        """Starts these at once: the slowest decides, and the others cost nothing meanwhile."""
-        listening_fd = self._listening.fd if self._listening is not None else -1
-        for name in actors:
-            is_api = kind(name) == "api"
-            launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
-            with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(self._launch(name, listening_fd if is_api else -1)))
-            process = await asyncio.create_subprocess_exec(
-                *interpreter.COMMAND,
-                "pagewire.procs.child",
-                name,
-                str(launch_file),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._lifeline, listening_fd) if is_api else (self._lifeline,),
-                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
-            )
-            child = self._children[name] = Child(name, process, self._epoch)
-            child.exited.add_done_callback(partial(self._on_exit, child))
-
-    def _launch(self, name: str, http_fd: int) -> Launch:
-        return Launch(
+        """Starts these processes at the same time."""
+        http_fd = -1 if self._listening is None else self._listening.fd
+        launch = Launch(
             config=self._config,
-            http=self._http if kind(name) == "api" else None,
+            http=self._http,
             num_apis=self._service.api_processes,
             addresses=self._addresses,
             keys=self._keys,
@@ -197,14 +177,28 @@ class Supervisor:
             http_fd=http_fd,
             progress=not self._quiet and sys.stderr.isatty(),
             ranks_here=tuple(index(name) for name in self._actors if kind(name) == "worker"),
-            # Each group of ranks meets at a place of its own.
             rendezvous=self._given.get(RENDEZVOUS, f"file://{self._run_folder}/{RENDEZVOUS}-{self._device_epoch}"),
             epoch=self._epoch,
             device_epoch=self._device_epoch,
         )
+        for name in actors:
+            launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
+            with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(launch.part_of(name)))
+            process = await asyncio.create_subprocess_exec(
+                *interpreter.COMMAND,
+                "pagewire.procs.child",
+                name,
+                str(launch_file),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(self._lifeline, http_fd) if kind(name) == "api" else (self._lifeline,),
+                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
+            )
+            child = self._children[name] = Child(name, process, self._epoch)
+            child.exited.add_done_callback(partial(self._on_exit, child))
 
     async def _supervise(self) -> int:
-        """Waits for everyone, opens the door, then watches until someone or something ends it."""
+        """Waits until every actor is ready, has the api listen, and watches until the end. The exit code."""
         await self._until(
             lambda: all(child.facts is not None for child in self._children.values()),
             "not ready in time",
@@ -229,17 +223,17 @@ class Supervisor:
         return await self._stop(reason, grace_s=self._service.drain_timeout)
 
     def serve(self) -> None:
-        """Opens the door, once everyone is ready."""
+        """Has the api listen as soon as every actor is ready."""
         self._may_serve = True
         self._woken.set()
 
     def retire(self) -> None:
-        """Leaves the door to others, and ends when its connections have."""
+        """Stops accepting connections, which another supervisor does now, and ends when the open ones have ended."""
         self._is_retired = True
         self._woken.set()
 
     def answer(self, name: str, answer: Swapped) -> None:
-        """Tells an api what becomes of its `Swap`, if it is still there."""
+        """Answers the `Swap` of an api process."""
         if not self._is_over:
             self._outboxes[name].send(answer)
 
@@ -262,10 +256,21 @@ class Supervisor:
                 next_report = now + START_REPORT_S
                 print(f"pagewire: still waiting for {late} after {now - started:.0f} s", file=sys.stderr)
 
+    def _mark(self, phase: str) -> None:
+        self._marks.append((phase, process_age_s()))
+
+    def _announce(self, slowest: Child) -> None:
+        if self._quiet:
+            return
+        notes = [note for child in self._children.values() for note in (child.facts or Facts()).notes]
+        timings = {f"{slowest.name} ready": (slowest.facts or Facts()).timings}
+        text = announcement(self._config, notes, self._marks, timings, self._url, has_keys=bool(self._http.api_keys))
+        print(text, file=sys.stderr, flush=True)
+
     # ── watch ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _watch(self, is_over: Callable[[], bool]) -> None:
-        """Keeps everyone alive until `is_over()`. Raises StartError when that cannot be."""
+        """Replaces actors that die or hang, until `is_over()`. Raises StartError if they cannot be replaced."""
         next_ping = 0.0
         while not is_over():
             await self._look_elsewhere()
@@ -274,16 +279,16 @@ class Supervisor:
             if died:
                 await self._replace(died)
             self._restore()
-            if time.monotonic() >= next_ping:  # an answer is an event, too
+            if time.monotonic() >= next_ping:  # not in every turn: the answer to a ping is an event, too
                 next_ping = time.monotonic() + PING_INTERVAL_S
                 for name in self._actors:
                     self._outboxes[name].send(Ping())
             await self._next_event(PING_INTERVAL_S)
 
     async def _hung(self) -> list[Child]:
-        """Ends those that hang, or do not come up."""
+        """Kills the children that hang or are not ready in time, and returns them."""
         now = time.monotonic()
-        was_away = now - self._looked_at > self._service.hang_timeout_s / 2  # we, or the whole machine
+        was_away = now - self._looked_at > self._service.hang_timeout_s / 2  # this process or the machine was stopped
         self._looked_at = now
         hung = []
         for child in self._children.values():
@@ -307,7 +312,7 @@ class Supervisor:
         return hung
 
     async def _replace(self, died: Sequence[Child]) -> None:
-        """Begins another epoch, with others in the place of those that are lost. Raises StartError."""
+        """Begins the next epoch with new processes for these and for those that depend on them. Raises StartError."""
         now = time.monotonic()
         lost: dict[str, None] = {}
         reason = ""
@@ -316,7 +321,7 @@ class Supervisor:
             cause = self._cause(child)
             reason = reason or cause
             self._deaths.add(child.name, cause.removeprefix(f"{child.name} ").removesuffix("."), now)
-            lost.update(dict.fromkeys(lost_with(child.name, self._num_ranks)))
+            lost.update(dict.fromkeys(lost_with(child.name, self._config.tensor_parallel_size)))
         if self._elsewhere:
             raise StartError(f"{reason} Stopping: what runs in several launches is not replaced.")
         if self._deaths.are_a_storm:
@@ -339,8 +344,8 @@ class Supervisor:
         await self._spawn(list(lost))
 
     async def _look_elsewhere(self) -> None:
-        """Raises StartError if a part of another launch is lost, unless that launch ends in order: its word of that may
-        come a moment after its parts have gone."""
+        """Raises StartError if an actor of another launch is lost, unless that launch ends in order: its `Leave` may
+        arrive after its actors have ended."""
         was_told = self._must_end
         deadline = time.monotonic() + FAULT_WAIT_S
         while (complaint := self._elsewhere.complaint(in_order=was_told)) is not None:
@@ -351,7 +356,7 @@ class Supervisor:
                 return
 
     def _restore(self) -> None:
-        """Has the api go on once all others are there and know of this epoch."""
+        """Sends the api `Restored` once every other actor is ready and in this epoch."""
         if not self._lost_at:
             return
         behind = [child for child in self._children.values() if kind(child.name) != "api"]
@@ -367,7 +372,7 @@ class Supervisor:
 
     @property
     def _must_end(self) -> bool:
-        """In order: it was told to, or another launch of this engine was."""
+        """This launch, or another launch of this engine, was told to stop."""
         return bool(self._signals) or self._elsewhere.is_leaving
 
     @property
@@ -375,7 +380,7 @@ class Supervisor:
         return [name for name in apis(self._service.api_processes) if name in self._actors]
 
     def on_signal(self, signum: signal.Signals) -> None:
-        """Ends it in order; once more, at once."""
+        """The first signal stops in order, a second one at once."""
         self._signalled_at = time.monotonic()
         self._signals.append(signum)
         self._woken.set()
@@ -385,7 +390,7 @@ class Supervisor:
         self._woken.set()
 
     async def _next_event(self, timeout_s: float) -> None:
-        """Returns after a message, a signal, a death, or the time."""
+        """Waits for a message, a signal, the end of a child or the timeout, and handles the messages."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._woken.wait(), timeout_s)
         self._woken.clear()
@@ -414,7 +419,7 @@ class Supervisor:
         if message.schema != SCHEMA_VERSION:
             raise StartError(f"{message.name} speaks schema {message.schema}, not {SCHEMA_VERSION}.")
         child = self._children[message.name]
-        if child.facts is not None or message.epoch < child.epoch:  # of one that has died since
+        if child.facts is not None or message.epoch < child.epoch:  # of a process that was replaced
             return
         child.facts = message.facts
         is_worker = kind(child.name) == "worker"
@@ -423,11 +428,11 @@ class Supervisor:
             self._outboxes[child.name].send(Serve())
 
     async def _last_words(self, child: Child) -> None:
-        """A child that ended by itself has said why; its message may still be on the way."""
+        """Waits for the `Fault` of a child that has ended by itself."""
         deadline = time.monotonic() + FAULT_WAIT_S
         while child.name not in self._faults and time.monotonic() < deadline and child.process.returncode:
             if child.process.returncode < 0:
-                return  # killed: it could say nothing
+                return  # killed by a signal: it sent nothing
             await self._next_event(0.05)
 
     def _cause(self, child: Child) -> str:
@@ -444,13 +449,13 @@ class Supervisor:
     # ── stop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _stop(self, reason: str, grace_s: float = 0.0, *, hands_over: bool = False) -> int:
-        """Stops the actors from the door inwards, each with a deadline, and after those of other launches that are
-        nearer to it. While the api drains, whoever dies behind it is replaced as ever. A second signal ends everything
-        at once; where the first went to another launch, and for what hands over, the next one does."""
+        """Stops the api first and the worker last, each with a deadline, after actors of other launches that are nearer
+        to the api. While the api drains, actors that die are replaced. A second signal ends everything at once; if the
+        first went to another launch, or with `hands_over`, the next one does. The exit code."""
         num_signals = len(self._signals) + (hands_over or not self._signals)
         self._elsewhere.leave()
-        doors = [self._children[name] for name in self._apis]
-        for child in doors:
+        api_children = [self._children[name] for name in self._apis]
+        for child in api_children:
             child.may_end = True
             self._outboxes[child.name].send(Stop(grace_s, reason, hands_over))
         deadline = time.monotonic() + grace_s + STOP_GRACE_S
@@ -460,7 +465,7 @@ class Supervisor:
             if hands_over and len(self._signals) == num_signals:
                 deadline = min(deadline, self._signalled_at + self._service.drain_timeout)
             is_hurried = len(self._signals) > num_signals or time.monotonic() > deadline
-            return is_hurried or (all(child.exited.done() for child in doors) and not self._elsewhere.is_awaited)
+            return is_hurried or (all(child.exited.done() for child in api_children) and not self._elsewhere.is_awaited)
 
         await self._watch(is_drained)
         for name in reversed(self._actors):
@@ -477,33 +482,18 @@ class Supervisor:
         return 0
 
     async def _fail_requests(self) -> None:
-        """Has those that serve tell every client that the engine has failed, before everything is killed."""
+        """Has the api fail every open request before all processes are killed."""
         stop = Stop(0.0, "The engine has failed: a part of it has ended.", is_failure=True)
-        doors = [self._children[name] for name in self._apis if self._url is not None]
-        for child in doors:
+        api_children = [self._children[name] for name in self._apis if self._url is not None]
+        for child in api_children:
             self._outboxes[child.name].send(stop)
-        if doors:
-            await asyncio.wait([child.exited for child in doors], timeout=STOP_GRACE_S)
+        if api_children:
+            await asyncio.wait([child.exited for child in api_children], timeout=STOP_GRACE_S)
 
     async def _kill(self) -> None:
-        """Whoever is left."""
         for child in self._children.values():
             if not child.exited.done():
                 with contextlib.suppress(ProcessLookupError):
                     child.process.kill()
         for child in self._children.values():
             await child.exited
-
-    # ── tell ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _mark(self, phase: str) -> None:
-        self._marks.append((phase, process_age_s()))
-
-    def _announce(self, slowest: Child) -> None:
-        if self._quiet:
-            return
-        notes = [note for child in self._children.values() for note in (child.facts or Facts()).notes]
-        timings = {f"{slowest.name} ready": (slowest.facts or Facts()).timings}
-        has_keys = bool(self._http.api_keys)
-        text = announcement(self._config, notes, self._marks, timings, self._url, has_keys=has_keys)
-        print(text, file=sys.stderr, flush=True)

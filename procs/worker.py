@@ -1,8 +1,8 @@
-"""The worker process: the only one that touches a device.
+"""The worker process: the only one that uses a device.
 
 A plain loop instead of an event loop, because it waits for a device and not for sockets: take the next plan, launch it,
-answer those that are done. On a CPU a launched step is done when `launch` returns; a GPU works on it while the next
-plan is taken, and the loop looks again and again which of the two comes first: no system call wakes a thread as fast.
+send the results of those that are done. On a CPU a step is done when `launch` returns. A GPU computes while the next
+plan is taken, and the loop polls both: no system call wakes a thread as fast.
 """
 
 import time
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 _ALONE = RankInfo()
 _IDLE_WAIT_S = 1.0
-_TRANSFER_WAIT_S = 0.001  # between looks at KV transfers under way
+_TRANSFER_WAIT_S = 0.001  # between polls of KV transfers
 
 
 class Worker:
-    """One rank. Every rank is sent the same plans and computes its part; the first one answers."""
+    """One rank. Every rank gets the same plans and computes its part; the first one sends the results."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Worker:
         rank_info: RankInfo = _ALONE,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`progress` is told the bytes of weights that were read, and of all."""
+        """`progress` is called with the bytes of weights read so far and in all."""
         self._config = config
         self._rank_info = rank_info
         self._progress = progress
@@ -55,9 +55,10 @@ class Worker:
         self._num_answered = 0
 
     def start(self, post: Post) -> None:
-        """Loads the model and offers the core what memory is left for KV. Raises a PagewireError."""
+        """Loads the model and offers the core the KV blocks that fit into the remaining memory. Raises a
+        PagewireError."""
         started = time.perf_counter()
-        import torch  # the one process that does
+        import torch  # no other process imports it
 
         self._timings = {f"torch {torch.__version__}": time.perf_counter() - started}
         from ..engine.runner.runner import Runner
@@ -71,11 +72,11 @@ class Worker:
         self._post("core", CacheOffer(self._rank_info.rank, runner.offer(), runner.block_bytes))
 
     def reset(self) -> None:
-        """The core has died: its rows and KV are nobody's. The next one is made the offer that the cache is, and knows
-        of no sleep."""
+        """After the core's death: forgets its rows and KV, wakes up, and offers the cache to the new core. Raises
+        StartError."""
         self._started().forget()
         if not self._started().wake():
-            raise StartError("There is not memory enough to wake up for a new core.")
+            raise StartError("There is too little free memory to wake up for a new core.")
         self._offer()
 
     def open(self, message: OpenCache) -> Facts:
@@ -87,21 +88,21 @@ class Worker:
 
     @property
     def num_answered(self) -> int:
-        """Plans that are done."""
+        """Plans computed so far."""
         return self._num_answered
 
     @property
     def num_pending(self) -> int:
-        """Plans launched and not answered: as long as there are any, `answer` is to be called."""
+        """Plans launched and not answered. Call `answer` while there are any."""
         return self._started().num_pending
 
     def step(self, plan: StepPlan) -> None:
-        """Launches a plan, and answers what is done."""
+        """Launches a plan, and sends the results of steps that are done."""
         self._started().launch(plan)
         self.answer()
 
     def answer(self, *, wait: bool = False) -> None:
-        """Tells the core, on the first rank, of the steps that are done; with `wait` of the oldest in any case."""
+        """Sends the core, on the first rank, the results of steps that are done. `wait`: waits for the oldest step."""
         runner = self._started()
         while runner.num_pending and (wait or runner.is_done()):
             result = runner.collect()
@@ -116,18 +117,18 @@ class Worker:
         self._post("core", Slept(True, self._started().sleep(), rank=self._rank_info.rank))
 
     def wake(self) -> None:
-        """Brings it back, or stays asleep."""
+        """Restores it, or stays asleep if memory does not suffice."""
         is_awake = self._started().wake()
         problem = "" if is_awake else "There is not memory enough to wake up; free some and try again."
         self._post("core", Slept(not is_awake, problem=problem, rank=self._rank_info.rank))
 
     def use_idle(self) -> bool:
-        """Does something that makes later steps faster, if anything is left to do. Returns whether more is."""
+        """Does a piece of work that makes later steps faster. Whether more is left."""
         return self._runner is not None and self._runner.use_idle()
 
     @property
     def num_transfers(self) -> int:
-        """KV transfers under way: as long as there are any, `poll` is to be called."""
+        """KV transfers under way. Call `poll` while there are any."""
         return self._started().num_transfers
 
     def poll(self) -> None:
@@ -148,7 +149,7 @@ class Worker:
 def run(
     worker: Worker, inbox: Inbox[ToWorker], post: Post, on_ready: Callable[[Facts], None], on_ping: Callable[[], None]
 ) -> None:
-    """Serves the mailbox until told to stop."""
+    """Handles messages until `Stop`."""
     worker.start(post)
     has_idle_work = False
     try:

@@ -13,7 +13,7 @@ _GROUPS = ("network", "access", "limits")
 
 
 class RouteConfig(Struct, frozen=True, kw_only=True):
-    """Of one router."""
+    """What one router is given."""
 
     http: HttpConfig
     engines: tuple[str, ...]  # their URLs
@@ -22,7 +22,7 @@ class RouteConfig(Struct, frozen=True, kw_only=True):
 
 
 def add_route_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of `pagewire route`."""
+    """Adds the flags of `pagewire route`."""
     section = parser.add_argument_group("engines")
     section.add_argument(
         "--engines",
@@ -38,7 +38,7 @@ def add_route_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_route(arguments: argparse.Namespace) -> RouteConfig:
-    """The RouteConfig of parsed flags. Raises ConfigError."""
+    """Raises ConfigError."""
     config = read_flags(arguments)
     engines = tuple(url.strip().rstrip("/") for url in arguments.engines.split(",") if url.strip())
     if not engines or len(set(engines)) < len(engines):

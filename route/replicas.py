@@ -1,8 +1,8 @@
 """Several engines of one launch behind a router: `pagewire serve --data-parallel-size N`.
 
-The launcher is the router's process. It starts each engine, which is a supervisor with its actors like any other, on a
-Unix socket in its run folder, opens the port when all are ready, replaces an engine that has died, and stops them all.
-SIGHUP restarts every engine in turn.
+The launcher is the router's process. It starts each engine, a supervisor with its actors, on a Unix socket in its run
+folder, listens when all engines are ready, replaces engines that die, and stops them all. SIGHUP restarts the engines
+one after another.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ from ..procs.lifeline import tie_life_to
 from ..procs.listening import Listening
 from ..procs.supervisor import Supervisor
 from .config import RouteConfig
-from .serve import Door, Signals
+from .serve import RouterServer, Signals
 
-MAX_DEATHS = 5  # within DEATHS_WINDOW_S; one more ends the service
+MAX_DEATHS = 5  # of engines within DEATHS_WINDOW_S; one more ends the launch
 DEATHS_WINDOW_S = 60.0
 STOP_GRACE_S = 30.0  # for an engine, on top of what open requests are given
 
 
 class Launch(Struct, frozen=True):
-    """What the launcher tells an engine's process, in a file that only their user can read."""
+    """What the launcher gives an engine's process, in a file that only their user can read and that process removes."""
 
     config: ServerConfig
     launcher_pid: int
@@ -53,19 +53,20 @@ class Replica:
         self.is_stopping = False
         self.process: asyncio.subprocess.Process
         self._lifeline_fd = lifeline_fd
-        self._config = config.engine
+        self._config = config
         self._file = folder / f"engine-{index}.json"
-        launch = Launch(config, os.getpid(), lifeline_fd)
-        with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(launch))
 
     async def start(self) -> None:
         environment = interpreter.environment(interpreter.COLLECTOR_HEADERS)
-        if self._config.device == "cuda":
+        engine = self._config.engine
+        if engine.device == "cuda":
             visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(1024)))
-            size = self._config.tensor_parallel_size
+            size = engine.tensor_parallel_size
             own = visible.split(",")[self.index * size : (self.index + 1) * size]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        launch = Launch(self._config, os.getpid(), self._lifeline_fd)
+        with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(launch))
         self.is_stopping = False
         self.process = await asyncio.create_subprocess_exec(
             *(*interpreter.COMMAND, "pagewire.route.replicas", str(self._file)),
@@ -76,7 +77,7 @@ class Replica:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """In good form, or by force when the time is over."""
+        """Sends SIGTERM, and kills the engine if it has not ended after `grace_s`."""
         self.is_stopping = True
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -91,14 +92,14 @@ class Replica:
         self.is_stopping = True
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self.process.kill()  # its actors end with it
+                self.process.kill()  # its actors end as well
 
 
 class Replicas:
     """One launch of several engines. `run` is called once."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Raises ConfigError if it asks for what only one engine can have."""
+        """Raises ConfigError for settings that only a single engine can have."""
         engine = config.engine
         alone = {
             "--client-address": engine.client_address,
@@ -110,13 +111,13 @@ class Replicas:
         asked = [flag for flag, value in alone.items() if value]
         asked += [f"--kv-connector {spec}" for spec in engine.kv_connector if spec.startswith(("disk", "p2p"))]
         if asked:
-            raise ConfigError(f"{asked[0]} is one engine's own; leave it or --data-parallel-size out.")
+            raise ConfigError(f"{asked[0]} is for a single engine; leave it or --data-parallel-size out.")
         self._config = config
         self._service = config.http.service
         self._replicas: list[Replica] = []
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
-        self._failed: asyncio.Future[int]  # the exit code, when it cannot go on
+        self._failed: asyncio.Future[int]  # the exit code of a launch that has failed
         self._restarting: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
@@ -132,13 +133,13 @@ class Replicas:
                 Replica(i, _of_replica(self._config, i, folder), folder, lifeline)
                 for i in range(self._config.engine.data_parallel_size)
             ]
-            self._door = Door(_of_router(self._config, self._replicas), listening)
+            self._router = RouterServer(_of_router(self._config, self._replicas), listening)
             for replica in self._replicas:
                 await self._start(replica)
-            self._door.start()
+            self._router.start()
             if not await self._until_ready(signals):
                 return await self._stop(signals, 0.0)
-            await self._door.open()
+            await self._router.open()
             loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
             self._announce()
             first = asyncio.ensure_future(signals.first())
@@ -167,7 +168,7 @@ class Replicas:
         self._watchers[replica] = asyncio.create_task(self._watch(replica))
 
     async def _watch(self, replica: Replica) -> None:
-        """Replaces it when it dies."""
+        """Replaces the engine when it dies."""
         code = await replica.process.wait()
         if replica.is_stopping or self._failed.done():
             return
@@ -175,23 +176,23 @@ class Replicas:
         self._deaths.append(now)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         too_many = len(self._deaths) > MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_S
-        if too_many or not self._door.is_open:
+        if too_many or not self._router.is_open:
             why = f" {len(self._deaths)} engines have died in {now - self._deaths[0]:.0f} s." if too_many else ""
             print(f"pagewire: engine {replica.index} {how}.{why} Stopping.", file=sys.stderr, flush=True)
             self._failed.set_result(max(1, code))
             return
-        print(f"pagewire: engine {replica.index} {how}; another one is started.", file=sys.stderr, flush=True)
+        print(f"pagewire: engine {replica.index} {how} and is replaced.", file=sys.stderr, flush=True)
         await self._start(replica)
 
     async def _until_ready(self, signals: Signals) -> bool:
-        """False: a signal came first, or a start failed."""
+        """Whether all engines are ready; False if a signal or the end of an engine came first. Raises StartError."""
         deadline = time.monotonic() + self._service.start_timeout_s
-        while not all(engine.is_able for engine in self._door.fleet.engines):
+        while not all(engine.is_able for engine in self._router.fleet.engines):
             if signals.num or self._failed.done():
                 return False
             if time.monotonic() > deadline:
                 raise StartError(f"The engines are not ready in time ({self._service.start_timeout_s:g} s).")
-            await self._door.fleet.news(asyncio.get_running_loop().time() + 0.5)
+            await self._router.fleet.news(asyncio.get_running_loop().time() + 0.5)
         return True
 
     def _on_hangup(self) -> None:
@@ -199,27 +200,27 @@ class Replicas:
             self._restarting = asyncio.create_task(self._restart_in_turn())
 
     async def _restart_in_turn(self) -> None:
-        """Each engine gets nothing new, ends what it has or leaves it to the others, and starts again."""
+        """Restarts each engine: it gets no new requests, finishes its own or leaves them to the others, and starts."""
         for replica in self._replicas:
-            engine = self._door.fleet.find(replica.url)
+            engine = self._router.fleet.find(replica.url)
             assert engine is not None, replica.url
             engine.is_leaving = True
             await replica.stop(self._service.drain_timeout + STOP_GRACE_S)
-            engine.lost("It starts again.")
+            engine.lost("It restarts.")
             engine.is_leaving = False
             await self._start(replica)
             deadline = asyncio.get_running_loop().time() + self._service.start_timeout_s
-            while not engine.is_able and await self._door.fleet.news(deadline):
+            while not engine.is_able and await self._router.fleet.news(deadline):
                 pass
-        print("pagewire: every engine was started again.", file=sys.stderr, flush=True)
+        print("pagewire: every engine was restarted.", file=sys.stderr, flush=True)
 
     async def _stop(self, signals: Signals, grace_s: float) -> int:
-        """The door first, then the engines. The exit code."""
+        """Stops the router first, then the engines. The exit code."""
 
         async def stop() -> None:
             if self._restarting is not None:
                 self._restarting.cancel()
-            await self._door.close(grace_s)
+            await self._router.close(grace_s)
             await asyncio.gather(*(replica.stop(STOP_GRACE_S) for replica in self._watchers))
 
         if not await signals.unless_again(stop()):
@@ -229,7 +230,9 @@ class Replicas:
     def _announce(self) -> None:
         names, num = self._config.engine.served_model_names, len(self._replicas)
         print(
-            f"pagewire serves {names[0]} with {num} engines\nlistening on {self._door.url}", file=sys.stderr, flush=True
+            f"pagewire serves {names[0]} with {num} engines\nlistening on {self._router.url}",
+            file=sys.stderr,
+            flush=True,
         )
 
 
@@ -255,6 +258,7 @@ def _of_router(config: ServerConfig, replicas: list[Replica]) -> RouteConfig:
 def main(launch_file: str) -> int:
     """An engine's process. The exit code."""
     launch = msgspec.json.decode(Path(launch_file).read_bytes(), type=Launch)
+    Path(launch_file).unlink()
     tie_life_to(launch.launcher_pid, launch.lifeline_fd)
     return run_supervisor(Supervisor(launch.config, quiet=True))
 

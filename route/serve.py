@@ -1,4 +1,4 @@
-"""The router's process: a port, the application behind it, and its end."""
+"""The router's process: starts, listens, and stops on a signal."""
 
 import asyncio
 import contextlib
@@ -20,16 +20,18 @@ _REASON = "The server is shutting down."
 _CLOSE_TIMEOUT_S = 3.0  # for connections to take their last bytes
 
 
-class Door:
-    """An open port with a router behind it."""
+class RouterServer:
+    """A router that listens on a socket."""
 
     def __init__(self, config: RouteConfig, listening: Listening) -> None:
-        """On the loop that serves. Raises ConfigError."""
+        """Call it on the event loop that serves. Raises ConfigError."""
         self._http = config.http
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection is a descriptor
-        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # of bytes that are no HTTP, as anyone can send
+        logging.getLogger("uvicorn").setLevel(
+            logging.ERROR
+        )  # it warns of bytes that are not HTTP, which anyone can send
         key = config.http.api_keys[0].key if config.http.api_keys else None
         self.fleet = Fleet(config.engines, cacert=config.cacert, key=key)
         self._app = RouterApp(self.fleet, config)
@@ -47,17 +49,17 @@ class Door:
         return self._serving is not None
 
     def start(self) -> None:
-        """Looks after the engines."""
+        """Begins to poll the engines."""
         self._edge.start()
 
     async def open(self) -> None:
         """Listens."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not (self._server.started or self._serving.done()):
-            await asyncio.sleep(0.001)  # uvicorn does not tell
+            await asyncio.sleep(0.001)  # uvicorn has no callback
 
     async def close(self, grace_s: float) -> None:
-        """Takes nothing new, lets what is open go on for so long, and ends the rest."""
+        """Refuses new requests, lets open ones go on for `grace_s`, and ends the rest."""
         self._app.refuse(_REASON)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -72,22 +74,24 @@ class Door:
 
 
 async def run(config: RouteConfig) -> int:
-    """`pagewire route`, from start to stop. The exit code. Raises ConfigError."""
+    """`pagewire route`. The exit code. Raises ConfigError."""
     listening = Listening(config.http.listen)
     signals = Signals()
     try:
-        door = Door(config, listening)
-        door.start()
-        await door.open()
-        print(f"pagewire routes to {len(config.engines)} engines\nlistening on {door.url}", file=sys.stderr, flush=True)
+        server = RouterServer(config, listening)
+        server.start()
+        await server.open()
+        print(
+            f"pagewire routes to {len(config.engines)} engines\nlistening on {server.url}", file=sys.stderr, flush=True
+        )
         await signals.first()
-        return 0 if await signals.unless_again(door.close(config.http.service.drain_timeout)) else 130
+        return 0 if await signals.unless_again(server.close(config.http.service.drain_timeout)) else 130
     finally:
         listening.close()
 
 
 class Signals:
-    """SIGINT and SIGTERM: the first one ends in good form, a second SIGINT at once."""
+    """Counts SIGINT and SIGTERM: the first one drains and stops, a second SIGINT stops at once."""
 
     def __init__(self) -> None:
         self._seen: list[signal.Signals] = []
@@ -97,7 +101,6 @@ class Signals:
 
     @property
     def num(self) -> int:
-        """So far."""
         return len(self._seen)
 
     async def first(self) -> signal.Signals:
@@ -107,7 +110,7 @@ class Signals:
         return self._seen[0]
 
     async def unless_again(self, ending: Coroutine[object, object, None]) -> bool:
-        """Runs `ending`. False: a second SIGINT came first."""
+        """Runs `ending`. False if a second SIGINT came before its end."""
         num_seen = len(self._seen)
         task = asyncio.ensure_future(ending)
         while not task.done():

@@ -47,7 +47,7 @@ class Timed:
 
 class Engine:
     def __init__(self, model: Path, **options: object) -> None:
-        """`options`: fields of `Config`."""
+        """`options`: settings by name."""
         config = convert({"pipeline_depth": 1, "model": str(model), **options})
         self._open: dict[int, Timed] = {}
         self._num_sent = 0

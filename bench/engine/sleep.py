@@ -22,7 +22,7 @@ class Engine:
     """Serves the same prompts repeatedly."""
 
     def __init__(self, prompts: list[list[int]], **options: object) -> None:
-        """`options`: fields of `Config`."""
+        """`options`: settings by name."""
         self._prompts = prompts
         self._output: dict[int, bytes] = {}
         self.inline = Inline(prepare(convert(options)), on_chunk=self._on_chunk, on_failed=self._on_failed)

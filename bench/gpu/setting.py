@@ -42,6 +42,6 @@ class Setting:
         return folder
 
     def flags(self) -> dict[str, object]:
-        """Fields of `Config` that every engine here uses."""
+        """Settings of every engine here."""
         device = "cpu" if self.smoke else "cuda"
         return {"model": str(self.model_folder()), "load_format": "dummy", "dtype": "bfloat16", "device": device}

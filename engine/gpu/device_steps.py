@@ -126,6 +126,7 @@ class DeviceSteps:
 
     def __init__(self, *, config: EngineConfig, model: DeviceModel, cache: KvCache) -> None:
         self._config = config
+        self._vocab_size = config.model.vocab_size
         self._decoder, self._state = model.decoder, model.state
         self._queue, self._limits = model.queue, model.limits
         limits, queue = model.limits, model.queue
@@ -135,7 +136,7 @@ class DeviceSteps:
             num_rows=limits.rows,
             max_len=config.max_model_len,
             block_size=config.block_size,
-            vocab_size=config.model.vocab_size,
+            vocab_size=self._vocab_size,
         )
         self._pooler = RowPooler(num_rows=limits.rows)
         self._num_sent: NDArray[np.int64] = np.zeros(limits.rows, np.int64)  # blocks in the device's table
@@ -224,9 +225,7 @@ class DeviceSteps:
         vectors: dict[int, bytes] = {}
         if len(picked):
             self._recordings.run(shape)
-            prompt = prompt_logprobs(
-                rows, picked, starts, counts, order, self._logits_of, self._config.model.vocab_size
-            )
+            prompt = prompt_logprobs(rows, picked, starts, counts, order, self._logits_of, self._vocab_size)
             vectors = self._pooler.take(picked, starts, counts, order, rows.num_prompt, self._hidden_of)
         if self._fetched is not None:
             self._queue.follow(self._fetched)  # the previous step's ids are copied from the memory that this one writes
@@ -412,7 +411,7 @@ class DeviceSteps:
         in_part = np.bincount(asking // self._part, minlength=1)  # a part's log-probabilities stand at its beginning
         moved = np.repeat(np.arange(len(in_part)) * self._part - (np.cumsum(in_part) - in_part), in_part)
         for i, at in zip(asking.tolist(), (np.arange(len(asking)) + moved).tolist(), strict=True):
-            width = 1 + min(int(step.num_logprobs[i]), self._config.model.vocab_size)
+            width = 1 + min(int(step.num_logprobs[i]), self._vocab_size)
             if ids[i] >= 0:
                 row = slot.best_ids[at : at + 1, :width].numpy(), slot.best_values[at : at + 1, :width].numpy()
                 logprobs[int(samples.order[i])] = row_logprobs(*row)

@@ -60,6 +60,6 @@ def test_what_it_cannot_do_is_refused_by_name(path: str, name: str) -> None:
 
 def test_a_wake_that_fails_is_a_503() -> None:
     engine = FakeEngine()
-    engine.problem = "There is not memory enough to wake up; free some and try again."
+    engine.problem = "There is too little free memory to wake up; free some and try again."
     answer = request(engine, "/wake_up", b"", method="POST", headers=ADMIN, **ON)
-    assert answer.status == 503 and "not memory enough" in answer.error["message"]
+    assert answer.status == 503 and "too little free memory" in answer.error["message"]

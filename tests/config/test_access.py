@@ -34,7 +34,7 @@ def test_a_wrong_line_is_named_without_its_key(tmp_path: Path, line: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"), [(b"# none\n", "holds no key"), (b"\xff", "no UTF-8"), (None, "No such file")]
+    ("content", "sentence"), [(b"# none\n", "holds no key"), (b"\xff", "not UTF-8"), (None, "No such file")]
 )
 def test_a_file_that_cannot_be_used(tmp_path: Path, content: bytes | None, sentence: str) -> None:
     file = tmp_path / "keys"
@@ -60,8 +60,8 @@ def test_general_rates_are_for_keys_without_their_own() -> None:
         ({"ssl_cert_reqs": 2}, "TLS needs a certificate"),
         ({"ssl_certfile": "c", "ssl_ca_certs": "a"}, "give both or neither"),
         ({"ssl_certfile": "c", "ssl_cert_reqs": 1}, "give both or neither"),
-        ({"allowed_origins": ("example.com",)}, "--allowed-origins example.com is no origin"),
-        ({"allowed_origins": ("https://a/b",)}, "--allowed-origins https://a/b is no origin"),
+        ({"allowed_origins": ("example.com",)}, "--allowed-origins example.com is not an origin"),
+        ({"allowed_origins": ("https://a/b",)}, "--allowed-origins https://a/b is not an origin"),
         ({"root_path": "llm"}, "--root-path llm must begin with a slash"),
     ],
 )

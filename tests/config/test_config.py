@@ -1,15 +1,26 @@
 """Flags, sizes and the pure function that decides the rest."""
 
 import argparse
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
 
-from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts, parse_size
+from pagewire.config.config import (
+    Config,
+    EngineConfig,
+    HttpConfig,
+    MachineFacts,
+    ModelFacts,
+    ServerConfig,
+    parse_size,
+)
 from pagewire.config.flags import SETTINGS, add_flags, make_config, read_flags
 from pagewire.config.machine import OVERRIDES, cpu_quota, machine_facts
 from pagewire.config.resolve import resolve
 from pagewire.errors import ConfigError
+from pagewire.route.config import RouteConfig
 
 MODEL = ModelFacts(
     path="/m", name="m", max_position=4096, vocab_size=100, eos_token_ids=(2,), checkpoint_dtype="float16"
@@ -72,6 +83,30 @@ def test_what_knows_one_rank_is_refused_beside_several(flags: dict[str, object])
 def test_ranks_share_the_cores() -> None:
     assert [decide(make_config(tensor_parallel_size=size)).num_threads for size in (1, 2, 8)] == [4, 2, 1]
     assert decide(make_config(tensor_parallel_size=2, threads=3)).num_threads == 3
+
+
+def test_a_field_is_declared_in_one_struct() -> None:
+    """Except that `EngineConfig` narrows fields that it inherits from `EngineOptions`."""
+    sections = [struct for struct in get_type_hints(Config).values() if issubclass(struct, msgspec.Struct)]
+    given = [EngineConfig, HttpConfig, ServerConfig, RouteConfig, ModelFacts, MachineFacts]
+    owner: dict[str, type[msgspec.Struct]] = {}
+    for struct in (*sections, *given):
+        hints = get_type_hints(struct)
+        for name in struct.__annotations__:
+            if hints[name] in (*sections, *given):
+                continue  # a struct that is given to several processes
+            first = owner.setdefault(name, struct)
+            if first is not struct:
+                assert issubclass(struct, first), f"{name}: {first.__name__}, {struct.__name__}"
+                wide, narrow = choices(get_type_hints(first)[name]), choices(hints[name])
+                assert narrow < wide, f"{name} is declared again and is not narrower"
+
+
+def choices(kind: object) -> set[object]:
+    """The types of a union and the values of its literals."""
+    if isinstance(kind, UnionType) or get_origin(kind) in (Union, Literal):
+        return {choice for part in get_args(kind) for choice in choices(part)}
+    return {kind}
 
 
 def test_every_flag_has_help() -> None:

@@ -32,9 +32,9 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "text").write_bytes(b"caf\xe9")
     for path, words in (
-        (tmp_path, "no regular file"),
-        (tmp_path / "pipe", "no regular file"),  # which nobody writes to
-        (Path("/dev/zero"), "no regular file"),
+        (tmp_path, "not a regular file"),
+        (tmp_path / "pipe", "not a regular file"),  # which nobody writes to
+        (Path("/dev/zero"), "not a regular file"),
         (tmp_path / "loop", "symbolic links"),
         (tmp_path / "a\0b", "null byte"),
         (tmp_path / "text" / "x", "Not a directory"),

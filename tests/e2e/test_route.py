@@ -58,12 +58,12 @@ def test_engines_of_one_launch_are_replaced_and_restarted_under_load(start: Star
         raise AssertionError(launch.log.read_text())
 
     os.kill(launch.process.pid, signal.SIGHUP)
-    assert asyncio.run(served_until("every engine was started again")) > 2
-    victim = launch.supervisor.children()[0]
+    assert asyncio.run(served_until("every engine was restarted")) > 2
+    victim = launch.process.children()[0]
     actors = victim.children()
     victim.kill()
-    asyncio.run(served_until("another one is started"))
-    everyone = [*actors, *launch.supervisor.children(recursive=True)]
+    asyncio.run(served_until("and is replaced"))
+    everyone = [*actors, *launch.process.children(recursive=True)]
     started_at = time.monotonic()
     assert launch.stop() == 0, launch.log.read_text()
     assert time.monotonic() - started_at < 20

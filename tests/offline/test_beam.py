@@ -81,8 +81,7 @@ def test_an_eos_ends_a_beam(folder: Path, llm: LLM) -> None:
     plain = llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True))[0]
     eos = plain.sequences[0].tokens[len(PROMPTS[0]) + 2]
     ending = LLM(str(folder), dtype="float32", threads=1, kv_cache_memory="32M")
-    model = replace(ending._config.model, eos_token_ids=(eos,))
-    ending._config = replace(ending._config, model=model)
+    ending._config = replace(ending._config, model=replace(ending._config.model, eos_token_ids=(eos,)))
     (output,) = ending.beam_search(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=6, length_penalty=0.0))
     assert any(b.finish_reason == "stop" and b.tokens[-1] == eos for b in output.sequences)
     assert all(eos not in b.tokens[len(PROMPTS[0]) : -1] for b in output.sequences)

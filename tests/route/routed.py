@@ -13,7 +13,7 @@ from typing import Any
 from pagewire.config.access import ApiKey
 from pagewire.procs.listening import Listening
 from pagewire.route.config import RouteConfig
-from pagewire.route.serve import Door
+from pagewire.route.serve import RouterServer
 
 from ..api.harness import FakeEngine, http_config
 from ..api.served import Served
@@ -104,13 +104,13 @@ class Routed:
         self.loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
         listening = Listening(self._config.http.listen)
-        self.door = Door(self._config, listening)
-        self.url = self.door.url
-        self.door.start()
-        await self.door.open()
+        self.server = RouterServer(self._config, listening)
+        self.url = self.server.url
+        self.server.start()
+        await self.server.open()
         self._ready.set()
         await self._end.wait()
-        await self.door.close(self._config.http.service.drain_timeout)
+        await self.server.close(self._config.http.service.drain_timeout)
         listening.close()
 
     def __enter__(self) -> "Routed":
@@ -123,8 +123,8 @@ class Routed:
 
     def wait_ready(self, num: int) -> None:
         deadline = time.monotonic() + 10
-        while sum(engine.is_able for engine in self.door.fleet.engines) != num:
-            assert time.monotonic() < deadline, [engine.state() for engine in self.door.fleet.engines]
+        while sum(engine.is_able for engine in self.server.fleet.engines) != num:
+            assert time.monotonic() < deadline, [engine.state() for engine in self.server.fleet.engines]
             time.sleep(0.01)
 
     def ask(self, path: str, body: Any = None, *, method: str | None = None, **headers: str) -> Answered:

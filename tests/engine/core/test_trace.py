@@ -60,6 +60,13 @@ def test_a_cut_trace_replays_to_its_last_whole_frame(recorded: Path) -> None:
     assert num_plans > 5 and difference is None
 
 
+def test_a_trace_of_an_older_version_replays() -> None:
+    """Its configuration is flat: the model's facts, the network's settings and those of the engine in one map."""
+    data = (Path(__file__).parent / "version_0_2.trace").read_bytes()
+    assert b"admin_keys" in data and b"eos_token_ids" in data
+    assert trace.replay(trace.read(BytesIO(data))) == (59, None)
+
+
 def test_what_is_no_trace_gives_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x").write_bytes(b"\x05\0\0\0hello")
     assert main(["replay", str(tmp_path / "x")]) == 2

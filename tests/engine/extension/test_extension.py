@@ -40,7 +40,7 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("topk_blocks:Nothing", "no class Nothing"),
         ("topk_blocks:BlockBudget", "no class BlockBudget with core and wrap_attention"),
         ("topk_blocks:TopkBlocks,share", "'share' is not an option=value"),
-        ("topk_blocks:TopkBlocks,share=1,share=2", "'share=2' is not an option=value that stands there once"),
+        ("topk_blocks:TopkBlocks,share=1,share=2", "'share=2' is not an option=value, or the option is given twice"),
     ],
 )
 def test_names_that_mean_nothing(spec, sentence):

@@ -44,7 +44,7 @@ def test_the_check_opens_nothing(tmp_path: Path) -> None:
         ("host,size=", r"host needs size=…"),
         ("host,size=much", r"host,size=much: 'much' is not a number or a size"),
         ("host,size=0", r"host,size=0: it must be more than 0"),
-        ("host,size=1G,size=2G", r"'size=2G' is not an option=value that stands there once"),
+        ("host,size=1G,size=2G", r"'size=2G' is not an option=value, or the option is given twice"),
         ("host,4G", r"'4G' is not an option=value"),
         ("host,size=1G,path=/tmp", r"host has no option 'path'; it has size, eviction\."),
         ("host,size=1G,eviction=fifo", r"eviction=fifo: it must be one of lru, lfu, cost\."),

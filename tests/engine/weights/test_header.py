@@ -93,7 +93,7 @@ def test_a_header_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 def test_paths_that_are_no_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(CheckpointError, match="no regular file"):
+        with pytest.raises(CheckpointError, match="not a regular file"):
             check_header(path)
     (tmp_path / "m").write_bytes(b"1234")
     with pytest.raises(CheckpointError, match="do not hold its header"):

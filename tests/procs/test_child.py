@@ -1,0 +1,52 @@
+"""What a process is given when it starts."""
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from pagewire.config.access import ApiKey
+from pagewire.config.config import ListenOptions
+from pagewire.procs import interpreter
+from pagewire.procs.child import Launch
+from pagewire.procs.environment import environment_of
+from pagewire.procs.topology import kind, names
+
+from ..api.harness import CONFIG, http_config
+
+SECRETS = ("sk-user", "sk-admin", "/secret/tls.key", "collector-password")
+LAUNCH = Launch(
+    config=CONFIG,
+    http=replace(
+        http_config(otlp_traces_endpoint=f"http://user:{SECRETS[3]}@127.0.0.1:4318"),
+        listen=ListenOptions(ssl_certfile="cert", ssl_keyfile=SECRETS[2]),
+        api_keys=(ApiKey(SECRETS[0]),),
+        admin_keys=(ApiKey(SECRETS[1]),),
+    ),
+    num_apis=2,
+    addresses={},
+    keys=None,
+    supervisor_pid=1,
+    lifeline_fd=3,
+    http_fd=4,
+    progress=False,
+)
+
+
+@pytest.mark.parametrize("name", names(2, 2))
+def test_only_api_processes_are_told_secrets(name: str) -> None:
+    message = msgspec.json.encode(LAUNCH.part_of(name))
+    told = [secret for secret in SECRETS if secret.encode() in message]
+    assert told == (list(SECRETS) if kind(name) == "api" else [])
+    launch = msgspec.json.decode(message, type=Launch)
+    assert launch.config == CONFIG and launch.num_apis == 2
+
+
+@pytest.mark.parametrize("name", names(2, 2))
+def test_environments_hold_only_the_secrets_that_are_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in interpreter.SECRETS:
+        monkeypatch.setenv(variable, "secret")
+    monkeypatch.setenv("NO_SECRET", "x")
+    environment = environment_of(name, CONFIG, ranks_are_here=True)
+    assert environment["NO_SECRET"] == "x"
+    left = {variable for variable, value in environment.items() if value == "secret"}
+    assert left == (set(interpreter.COLLECTOR_HEADERS) if kind(name) == "api" else set())
