@@ -137,7 +137,7 @@ def paged_attention(
     """Causal attention of several rows over paged KV, one query at a time: the specification of attention backends.
 
     query: [tokens, heads, dim], row after row; k_pages, v_pages: [blocks, block_size, kv_heads, dim]; block_table:
-    [rows, most blocks]; context_lens: [rows], keys of each row, whose last query_lens keys are those of its queries.
+    [rows, max blocks]; context_lens: [rows], keys of each row, whose last query_lens keys are those of its queries.
     With `window` w a query sees itself and the w - 1 positions before it. Result as query, computed in float32.
     """
     kv_heads, dim = k_pages.shape[2:]

@@ -59,7 +59,7 @@ class Cached:
         options = {} if chunk is None else {"chunk": chunk}
         workspace = workspace_decode(
             rows=rows,
-            most_context=most * block_size,
+            max_context=most * block_size,
             heads=self.heads,
             kv_heads=kv_heads,
             head_dim=head_dim,

@@ -75,7 +75,7 @@ def moe_us(queue: Queue, *, tokens: int, num_experts: int, top_k: int, hidden: i
     """Microseconds of a layer of experts, and the bytes of the weights that its tokens use."""
     torch.manual_seed(0)
     workspace = workspace_moe(
-        most_tokens=tokens,
+        max_tokens=tokens,
         num_experts=num_experts,
         top_k=top_k,
         hidden=hidden,

@@ -109,8 +109,8 @@ class Stepper:
 def measure(setting: Setting) -> Iterator[Figure]:
     model, context = setting.model, setting.choose(1024, 16)
     num, many = setting.choose((200, 256), (2, 2))
-    max_len, most_tokens = setting.choose((1280, 2048), (40, 16))
-    stepper = Stepper(setting, max_len=max_len, rows=many, max_num_batched_tokens=most_tokens)
+    max_len, max_tokens = setting.choose((1280, 2048), (40, 16))
+    stepper = Stepper(setting, max_len=max_len, rows=many, max_num_batched_tokens=max_tokens)
     ms = stepper.decode_ms(1, context, num)
     yield Figure(name=f"step, 1 × {context}", value=ms, unit="ms", most=_STEP_MS.get(model))
     ms = stepper.prompt_ms(context, setting.choose(20, 1))
@@ -145,8 +145,8 @@ def _of_device(stepper: Stepper, rows: int, context: int) -> Iterator[Figure]:
 def probe(setting: Setting) -> Iterator[Figure]:
     """Whether a row has bit-identical logits alone and in a batch, with --deterministic."""
     context, sizes, pieces = setting.choose((512, (1, 7, 64), 4), (8, (2,), 2))
-    max_len, most_tokens = setting.choose((1024, 2048), (16, 8))
-    flags: dict[str, object] = {"deterministic": True, "max_num_batched_tokens": most_tokens}
+    max_len, max_tokens = setting.choose((1024, 2048), (16, 8))
+    flags: dict[str, object] = {"deterministic": True, "max_num_batched_tokens": max_tokens}
     stepper = Stepper(setting, max_len=max_len, rows=max(sizes), **flags)
 
     def seen(rows: int, pieces: int) -> RowLogprobs:

@@ -22,7 +22,7 @@ class AttentionStep:
     num_decode: int
     context_lens: NDArray[np.int64]  # [rows] keys each row sees, this step's tokens included
     query_lens: NDArray[np.int64]  # [rows] tokens of each row in this step
-    block_table: NDArray[np.int32]  # [rows, most blocks]; any values beyond a row's own blocks
+    block_table: NDArray[np.int32]  # [rows, max blocks]; any values beyond a row's own blocks
     slots: Tensor  # [tokens] int64: where each token's key and value are written
     fresh_blocks: Tensor | None  # int64: blocks that this step begins and leaves partly empty
     order: NDArray[np.int64]  # [rows] index of each row into the plan's rows

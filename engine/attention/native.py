@@ -37,8 +37,8 @@ class NativePagedAttention:
     def begin(self, step: AttentionStep) -> None:
         counts, num_decode = step.query_lens, 0 if self._is_deterministic else step.num_decode
         table, contexts = step.block_table, step.context_lens
-        most_few = 0 if self._is_deterministic else _FEW
-        few = num_decode + int(np.argmax(np.append(counts[num_decode:], most_few + 1) > most_few))
+        max_few = 0 if self._is_deterministic else _FEW
+        few = num_decode + int(np.argmax(np.append(counts[num_decode:], max_few + 1) > max_few))
         if few > num_decode:  # the next rows have few tokens: each token is computed like a decode row
             rows = np.concatenate((np.repeat(np.arange(few), counts[:few]), np.arange(few, len(counts))))
             num_decode = int(counts[:few].sum())

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernels.ops import reference_ops
 from ...kernels.reference import TorchMatrix
 from ...kernels.triton.decode_attention import DecodeWorkspace, decode_attention, plan_decode, workspace_decode
-from ...kernels.triton.extend_attention import extend_attention, most_tiles, tile_tokens
+from ...kernels.triton.extend_attention import extend_attention, max_tiles, tile_tokens
 from ...kernels.triton.moe import MoeWorkspace, workspace_moe
 from ...kernels.triton.norm_rotary_write import norm_rotary_write, rotary_table
 from ...kernels.triton.prepare_step import prepare_step
@@ -146,7 +146,7 @@ class TritonDecoder:
         self._windows: dict[int | None, DecodeWorkspace] = {
             window: workspace_decode(
                 rows=limits.rows,
-                most_context=decoder.max_len,
+                max_context=decoder.max_len,
                 heads=self._heads,
                 kv_heads=self._kv_heads,
                 head_dim=self._dim,
@@ -190,7 +190,7 @@ class TritonDecoder:
         tiles = None
         if shape.tile_rows:
             per_tile = tile_tokens(self.group, shape.tile_rows)
-            tiles = packet.tiles[: most_tiles(tokens, rows, per_tile)]
+            tiles = packet.tiles[: max_tiles(tokens, rows, per_tile)]
 
         stream = self._stream[:tokens]
         stream.copy_(self._decoder.model.embed_tokens(ids))
@@ -266,9 +266,9 @@ def _add_norm(delta: Tensor, stream: Tensor, norm: Norm, out: Tensor) -> None:
     rms_norm(delta, norm.weight, norm.eps, out, residual=stream)
 
 
-def _moe_workspace(module: MoeMlp, down: Tensor, most_tokens: int, dtype: torch.dtype) -> MoeWorkspace:
+def _moe_workspace(module: MoeMlp, down: Tensor, max_tokens: int, dtype: torch.dtype) -> MoeWorkspace:
     return workspace_moe(
-        most_tokens=most_tokens,
+        max_tokens=max_tokens,
         num_experts=module.num_experts,
         top_k=module.top_k,
         hidden=down.shape[1],

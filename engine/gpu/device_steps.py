@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...config.config import EngineConfig
 from ...ipc.messages import RowLogprobs, StepPlan, StepResult
-from ...kernels.triton.extend_attention import extend_work, most_tiles, tile_tokens
+from ...kernels.triton.extend_attention import extend_work, max_tiles, tile_tokens
 from ...kernels.triton.logprobs import MAX_BEST
 from ...kernels.triton.prepare_step import fill_packet
 from ..attention.kv_cache import KvCache, KvShape
@@ -90,7 +90,7 @@ def limits_of(config: EngineConfig, *, group: int, draft_tokens: int) -> Limits:
     rows = config.max_num_seqs
     tokens = max(config.max_num_batched_tokens, rows)
     part = min(rows, _MAX_PART)
-    tiles = max(most_tiles(tokens, rows, tile_tokens(group, tile_rows)) for tile_rows in (DRAFT_ROWS, PROMPT_ROWS))
+    tiles = max(max_tiles(tokens, rows, tile_tokens(group, tile_rows)) for tile_rows in (DRAFT_ROWS, PROMPT_ROWS))
     return Limits(
         rows=rows,
         tokens=tokens,

@@ -56,8 +56,8 @@ class RowState:
             bias_values=torch.zeros(rows * MAX_BIASES, device=device),
         )
         self._vocab_size = vocab_size
-        self._workspace = workspace_sampling(most_picked=part, vocab_size=vocab_size, device=device)
-        self._logprobs = workspace_logprobs(most_asking=part, vocab_size=vocab_size, device=device)
+        self._workspace = workspace_sampling(max_picked=part, vocab_size=vocab_size, device=device)
+        self._logprobs = workspace_logprobs(max_asking=part, vocab_size=vocab_size, device=device)
         self._edited = torch.empty((part, vocab_size), device=device)
         self.masks = torch.zeros((limits.rows, -(-vocab_size // 32)), dtype=torch.int32, device=device)  # of a step
         self.sampled = torch.zeros(limits.samples, dtype=torch.int32, device=device)

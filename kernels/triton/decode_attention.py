@@ -32,10 +32,10 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 class DecodeWorkspace:
     """Scratch memory of the layers that share a window, which run one after another; from `workspace_decode`."""
 
-    items: Tensor  # [most items, 5] int32: row, first position, end, index of the chunk in its row, chunks of the row
+    items: Tensor  # [max items, 5] int32: row, first position, end, index of the chunk in its row, chunks of the row
     num_items: Tensor  # [1] int32
-    partials: Tensor  # [most items, heads, head_dim] float32: the attention output of a chunk
-    lses: Tensor  # [most items, heads] float32: log2 of the chunk's sum of exponentials
+    partials: Tensor  # [max items, heads, head_dim] float32: the attention output of a chunk
+    lses: Tensor  # [max items, heads] float32: log2 of the chunk's sum of exponentials
     arrivals: Tensor  # [rows, kv_heads] int32: finished chunks; zero between launches
     window: int | None
     chunk: int
@@ -44,7 +44,7 @@ class DecodeWorkspace:
 def workspace_decode(
     *,
     rows: int,
-    most_context: int,
+    max_context: int,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -52,18 +52,18 @@ def workspace_decode(
     chunk: int | None = None,
     device: torch.device | str,
 ) -> DecodeWorkspace:
-    """For up to `rows` rows of up to `most_context` positions. chunk: a multiple of the block size; None: the tuned
+    """For up to `rows` rows of up to `max_context` positions. chunk: a multiple of the block size; None: the tuned
     size."""
     chunk = chunk or tuned("decode_attention", head_dim, chunk=CHUNK)["chunk"]
-    assert most_context <= (chunk << DOUBLINGS.value) * MAX_CHUNKS, (most_context, chunk)
-    span = most_context if window is None else min(window, most_context)
-    most_items = rows * min(MAX_CHUNKS, -(-span // chunk) + 1)  # one more: a window may begin inside a chunk
-    assert most_items * heads * head_dim < 2**31, f"{most_items} items of {heads} heads overflow 32-bit offsets"
+    assert max_context <= (chunk << DOUBLINGS.value) * MAX_CHUNKS, (max_context, chunk)
+    span = max_context if window is None else min(window, max_context)
+    max_items = rows * min(MAX_CHUNKS, -(-span // chunk) + 1)  # one more: a window may begin inside a chunk
+    assert max_items * heads * head_dim < 2**31, f"{max_items} items of {heads} heads overflow 32-bit offsets"
     return DecodeWorkspace(
-        items=torch.empty((most_items, _FIELDS.value), dtype=torch.int32, device=device),
+        items=torch.empty((max_items, _FIELDS.value), dtype=torch.int32, device=device),
         num_items=torch.zeros(1, dtype=torch.int32, device=device),
-        partials=torch.empty((most_items, heads, head_dim), device=device),
-        lses=torch.empty((most_items, heads), device=device),
+        partials=torch.empty((max_items, heads, head_dim), device=device),
+        lses=torch.empty((max_items, heads), device=device),
         arrivals=torch.zeros((rows, kv_heads), dtype=torch.int32, device=device),
         window=window,
         chunk=chunk,
@@ -73,8 +73,8 @@ def workspace_decode(
 def plan_decode(context_lens: Tensor, workspace: DecodeWorkspace) -> None:
     """Lists the chunks of a step's rows in `workspace`. context_lens: [rows] int32, keys of each row, its new token
     included; 0 for padding rows."""
-    (rows,), most_rows = context_lens.shape, workspace.arrivals.shape[0]
-    assert rows <= most_rows, (rows, most_rows)
+    (rows,), max_rows = context_lens.shape, workspace.arrivals.shape[0]
+    assert rows <= max_rows, (rows, max_rows)
     _plan_kernel[(1,)](
         workspace.items,
         workspace.num_items,
@@ -83,7 +83,7 @@ def plan_decode(context_lens: Tensor, workspace: DecodeWorkspace) -> None:
         workspace.window,
         CHUNK=workspace.chunk,
         MAX_CHUNKS=MAX_CHUNKS,
-        ROWS=triton.next_power_of_2(most_rows),
+        ROWS=triton.next_power_of_2(max_rows),
         num_warps=NUM_WARPS,
     )
 
@@ -106,7 +106,7 @@ def decode_attention(
     """Attention of the rows that `workspace` was planned for; rows with a context of 0 get zeros.
 
     out, query: [rows, heads, head_dim], rows of any stride; k_pages, v_pages: [blocks, kv_heads, block_size, head_dim],
-    of the queries' type or float8_e4m3fn, which `k_scale` and `v_scale` multiply; block_table: [rows, most blocks]
+    of the queries' type or float8_e4m3fn, which `k_scale` and `v_scale` multiply; block_table: [rows, max blocks]
     int32, with any values beyond a row's own blocks. sinks: [heads] float32, a score that takes part in the softmax and
     has no value. num_programs: as many as the device holds at once, three per multiprocessor with head_dim 128; the
     result does not depend on it.
@@ -324,7 +324,7 @@ def _decode_kernel(
 def _workspace(heads: int, kv_heads: int, window: int | None = None) -> DecodeWorkspace:
     """256 rows: the default number of concurrent requests."""
     return workspace_decode(
-        rows=256, most_context=32768, heads=heads, kv_heads=kv_heads, head_dim=128, window=window, device="meta"
+        rows=256, max_context=32768, heads=heads, kv_heads=kv_heads, head_dim=128, window=window, device="meta"
     )
 
 

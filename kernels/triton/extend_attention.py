@@ -31,7 +31,7 @@ def tile_tokens(group: int, tile_rows: int = TILE_ROWS) -> int:
     return tile_rows // group
 
 
-def most_tiles(tokens: int, rows: int, per_tile: int) -> int:
+def max_tiles(tokens: int, rows: int, per_tile: int) -> int:
     """The most tiles that `tokens` tokens of `rows` rows can make."""
     return (tokens + rows * (per_tile - 1)) // per_tile
 
@@ -75,7 +75,7 @@ def extend_attention(
 
     out, query: [tokens, heads, head_dim]; context_lens: [rows] int32, 0: the row's outputs are zeros; work: [tiles, 4]
     int32 on the device, from `extend_work` with tiles of `tile_tokens(heads // kv_heads, tile_rows)` tokens. Tiles of 0
-    tokens at its end cost next to nothing, so its length can always be `most_tiles`. With `window` w a token sees
+    tokens at its end cost next to nothing, so its length can always be `max_tiles`. With `window` w a token sees
     itself and the w - 1 tokens before it. Other arguments as in `decode_attention`.
     """
     _, heads, head_dim = query.shape

@@ -17,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .epilogue import store_product
-from .product import check
+from .product import PROCESSORS, check
 from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
 _NUM_STAGES = 4  # three tiles in flight
-_PROCESSORS = 132  # of an H100 or H200; a constant, so that tiles are the same on every GPU
 
 
 @triton.jit
@@ -160,7 +159,7 @@ def tile(rows: int, n: int) -> dict[str, int]:
         return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8}
     if rows > 16:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
-    return {"BLOCK_M": 16, "BLOCK_N": 32 if n // 32 >= _PROCESSORS else 16, "num_warps": 4}
+    return {"BLOCK_M": 16, "BLOCK_N": 32 if n // 32 >= PROCESSORS else 16, "num_warps": 4}
 
 
 def _options(rows: int, n: int, k: int, block: tuple[int, int] | None) -> dict[str, int | None]:

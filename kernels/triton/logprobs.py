@@ -30,9 +30,9 @@ class LogprobsWorkspace:
     best_ids: Tensor  # [asking, blocks, MAX_BEST] int32
 
 
-def workspace_logprobs(*, most_asking: int, vocab_size: int, device: torch.device | str) -> LogprobsWorkspace:
-    """For up to `most_asking` rows at a time."""
-    shape = (most_asking, triton.cdiv(vocab_size, _BLOCK))
+def workspace_logprobs(*, max_asking: int, vocab_size: int, device: torch.device | str) -> LogprobsWorkspace:
+    """For up to `max_asking` rows at a time."""
+    shape = (max_asking, triton.cdiv(vocab_size, _BLOCK))
     return LogprobsWorkspace(
         block_most=torch.empty(shape, device=device),
         block_mass=torch.empty(shape, device=device),
@@ -181,7 +181,7 @@ def _variant(vocab: int) -> Variant:
     def launch(rows: int) -> None:
         out_ids, out_values = (shaped(rows, 1 + MAX_BEST, dtype=of) for of in (torch.int32, torch.float32))
         logits, asking = shaped(rows, vocab, dtype=torch.float32), shaped(rows, dtype=torch.int32)
-        workspace = workspace_logprobs(most_asking=rows, vocab_size=vocab, device="meta")
+        workspace = workspace_logprobs(max_asking=rows, vocab_size=vocab, device="meta")
         logprobs(out_ids, out_values, logits, asking, asking, workspace, num_best=min(rows, MAX_BEST))
 
     scan = Plan(sm_80=("LDG.E.128",), sm_90=("LDG.E.128",))

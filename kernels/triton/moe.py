@@ -35,8 +35,8 @@ class MoeWorkspace:
 
     weights: Tensor  # [tokens, top_k] float32
     experts: Tensor  # [tokens, top_k] int32; -1 for padding tokens
-    assignments: Tensor  # [most rows] int32, token · top_k + choice, by expert; tokens · top_k marks padding rows
-    block_experts: Tensor  # [most blocks] int32
+    assignments: Tensor  # [max rows] int32, token · top_k + choice, by expert; tokens · top_k marks padding rows
+    block_experts: Tensor  # [max blocks] int32
     num_blocks: Tensor  # [1] int32
     gated: Tensor  # [tokens · top_k, inter], of the activations' type
     parts: Tensor  # [tokens · top_k, hidden], of the activations' type: weighted results, to be added
@@ -44,7 +44,7 @@ class MoeWorkspace:
 
 def workspace_moe(
     *,
-    most_tokens: int,
+    max_tokens: int,
     num_experts: int,
     top_k: int,
     hidden: int,
@@ -52,24 +52,24 @@ def workspace_moe(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> MoeWorkspace:
-    """For up to `most_tokens` tokens a launch."""
-    num_assigned = most_tokens * top_k
+    """For up to `max_tokens` tokens a launch."""
+    num_assigned = max_tokens * top_k
 
     def buffer(shape: tuple[int, ...], of: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=of, device=device)
 
     return MoeWorkspace(
-        weights=buffer((most_tokens, top_k), torch.float32),
-        experts=buffer((most_tokens, top_k), torch.int32),
-        assignments=buffer((max(_most_blocks(num_assigned, num_experts, rows) * rows for rows in _ROWS),), torch.int32),
-        block_experts=buffer((_most_blocks(num_assigned, num_experts, _ROWS[0]),), torch.int32),
+        weights=buffer((max_tokens, top_k), torch.float32),
+        experts=buffer((max_tokens, top_k), torch.int32),
+        assignments=buffer((max(_max_blocks(num_assigned, num_experts, rows) * rows for rows in _ROWS),), torch.int32),
+        block_experts=buffer((_max_blocks(num_assigned, num_experts, _ROWS[0]),), torch.int32),
         num_blocks=buffer((1,), torch.int32),
         gated=buffer((num_assigned, inter), dtype),
         parts=buffer((num_assigned, hidden), dtype),
     )
 
 
-def _most_blocks(num_assigned: int, num_experts: int, rows: int) -> int:
+def _max_blocks(num_assigned: int, num_experts: int, rows: int) -> int:
     """The most blocks of `rows` assignments: every expert that has any may waste part of its last block."""
     return min(num_assigned, num_assigned // rows + num_experts)
 
@@ -333,7 +333,7 @@ def moe(
     route(router_logits, num_tokens, workspace, top_k=top_k, renormalize=renormalize)
     align(workspace, num_assigned=num_assigned, num_experts=num_experts)
     tiles = _tiles(num_assigned, num_experts)
-    blocks = _most_blocks(num_assigned, num_experts, tiles.rows)
+    blocks = _max_blocks(num_assigned, num_experts, tiles.rows)
     order = (workspace.assignments, workspace.block_experts, workspace.num_blocks, num_assigned, hidden, inter)
     options = {"ROWS": tiles.rows, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     _gate_up_kernel[(blocks, triton.cdiv(2 * inter, tiles.columns))](
@@ -365,7 +365,7 @@ def moe(
 def _variant(model: str, num_experts: int, top_k: int, hidden: int, inter: int, tokens: tuple[int, int]) -> Variant:
     def launch(rows: int) -> None:
         workspace = workspace_moe(
-            most_tokens=rows,
+            max_tokens=rows,
             num_experts=num_experts,
             top_k=top_k,
             hidden=hidden,

@@ -67,7 +67,7 @@ def fill_packet(
     return end
 
 
-@triton.jit(do_not_specialize=["most_tokens", "most_blocks"])
+@triton.jit(do_not_specialize=["max_tokens", "max_blocks"])
 def _prepare_step(
     packet,
     last_ids,
@@ -77,8 +77,8 @@ def _prepare_step(
     slots,
     context_lens,
     tables,
-    most_tokens,
-    most_blocks,
+    max_tokens,
+    max_blocks,
     PAGE: tl.constexpr,
     HEADER: tl.constexpr,
     RECORD: tl.constexpr,
@@ -89,11 +89,11 @@ def _prepare_step(
     lanes = tl.arange(0, BLOCK)
     num_rows = tl.load(packet)
     if place == tl.num_programs(0) - 1:
-        for begin in range(tl.load(packet + 1), most_tokens, BLOCK):
+        for begin in range(tl.load(packet + 1), max_tokens, BLOCK):
             token = begin + lanes
-            tl.store(ids + token, 0, mask=token < most_tokens)
-            tl.store(positions + token, 0, mask=token < most_tokens)
-            tl.store(slots + token, -1, mask=token < most_tokens)
+            tl.store(ids + token, 0, mask=token < max_tokens)
+            tl.store(positions + token, 0, mask=token < max_tokens)
+            tl.store(slots + token, -1, mask=token < max_tokens)
     elif place >= num_rows:
         tl.store(context_lens + place, 0)
     else:
@@ -105,7 +105,7 @@ def _prepare_step(
         num_new = tl.load(record + 5)
         new_blocks = packet + tl.load(packet + 3) + tl.load(record + 6)
         known_ids = packet + tl.load(packet + 2)
-        table = row_tables + row.to(tl.int64) * most_blocks
+        table = row_tables + row.to(tl.int64) * max_blocks
         new_table = table + tl.load(record + 4)
         for begin in range(0, num_new, BLOCK):
             i = begin + lanes
@@ -125,7 +125,7 @@ def _prepare_step(
             tl.store(slots + first_token + i, block * PAGE + position % PAGE, mask=inside)
 
         num_blocks = (end + PAGE - 1) // PAGE
-        step_table = tables + place.to(tl.int64) * most_blocks
+        step_table = tables + place.to(tl.int64) * max_blocks
         for begin in range(0, num_blocks, BLOCK):
             i = begin + lanes
             tl.store(step_table + i, tl.load(table + i, mask=i < num_blocks), mask=i < num_blocks)
@@ -151,9 +151,9 @@ def prepare_step(
     tables: Tensor,
     block_size: int,
 ) -> None:
-    """All tensors are int32 and contiguous. State: last_ids: [all rows]; row_tables: [all rows, most blocks], to which
-    the new blocks are added. Step: ids, positions, slots: [most tokens]; context_lens: [most rows], this step's tokens
-    included; tables: [most rows, most blocks], of which only a row's own blocks are written. A row may appear once in
+    """All tensors are int32 and contiguous. State: last_ids: [all rows]; row_tables: [all rows, max blocks], to which
+    the new blocks are added. Step: ids, positions, slots: [max tokens]; context_lens: [max rows], this step's tokens
+    included; tables: [max rows, max blocks], of which only a row's own blocks are written. A row may appear once in
     a packet.
     """
     assert tables.shape[1] == row_tables.shape[1], (tables.shape, row_tables.shape)

@@ -16,7 +16,7 @@ from .variant import Plan, Variant, shaped
 _BLOCK_M = 64
 _BLOCK_K = 64
 _NUM_STAGES = 4  # three tiles in flight
-_PROCESSORS = 132  # of an H100 or H200; a constant, so that tiles are the same on every GPU
+PROCESSORS = 132  # of an H100 or H200; a constant, so that tiles and splits are the same on every GPU
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -116,7 +116,7 @@ def check(x: Tensor, out: Tensor, residual: Tensor | None, n: int, k: int, is_ga
 def _options(n: int, k: int) -> dict[str, int]:
     """The compile-time options for a weight of this shape. The untuned rule: the widest tiles that occupy half of the
     multiprocessors at one row."""
-    block_n = next((block for block in (128, 64) if n // block >= _PROCESSORS // 2), 32)
+    block_n = next((block for block in (128, 64) if n // block >= PROCESSORS // 2), 32)
     return {
         "N": n,
         "K": k,

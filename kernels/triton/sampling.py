@@ -64,13 +64,13 @@ class SamplingWorkspace:
     candidates: Tensor  # [picked, vocab] int32, tokens
 
 
-def workspace_sampling(*, most_picked: int, vocab_size: int, device: torch.device | str) -> SamplingWorkspace:
-    """For up to `most_picked` rows a step. Nearly all of it is for the candidates, 4 bytes a logit."""
+def workspace_sampling(*, max_picked: int, vocab_size: int, device: torch.device | str) -> SamplingWorkspace:
+    """For up to `max_picked` rows a step. Nearly all of it is for the candidates, 4 bytes a logit."""
     blocks = triton.cdiv(vocab_size, _BLOCK)
     groups = blocks * (_BLOCK // _GROUP)
 
     def buffer(width: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty((most_picked, width), dtype=dtype, device=device)
+        return torch.empty((max_picked, width), dtype=dtype, device=device)
 
     return SamplingWorkspace(
         block_most=buffer(blocks, torch.float32),
@@ -444,7 +444,7 @@ def _variant(kind: Kind, vocab: int) -> Variant:
         columns = SamplingColumns(
             temperature=numbers, top_k=integers, top_p=numbers, min_p=numbers, seed=shaped(256, dtype=torch.int64)
         )
-        workspace = workspace_sampling(most_picked=rows, vocab_size=vocab, device="meta")
+        workspace = workspace_sampling(max_picked=rows, vocab_size=vocab, device="meta")
         sample(picked, logits, logits, picked, picked, picked, columns, workspace, kind=kind)
 
     scan = Plan(sm_80=("LDG.E.128",), sm_90=("LDG.E.128",))

@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .product import PROCESSORS, check
 from .silu_mul import gated
 from .tuned import tuned
 from .variant import Plan, Variant, shaped
 
 MAX_ROWS = 16  # the M of the smallest tensor core instruction
-_PROCESSORS = 132  # of an H100 or H200; a constant, so that sums are split alike on every GPU
 _IN_FLIGHT = 96 << 10  # bytes of tiles: a little less than the shared memory per program of sm_89, which has the least
 _BUSY = 0.9  # the share of multiprocessor time that a tiling should use
 
@@ -127,7 +127,7 @@ def tiling(n: int, k: int) -> Tiling:
 
     def busy(candidate: Tiling) -> float:
         tiles = n // candidate.block_n * candidate.splits
-        return tiles / (-(-tiles // _PROCESSORS) * _PROCESSORS)
+        return tiles / (-(-tiles // PROCESSORS) * PROCESSORS)
 
     candidates = [
         Tiling(block_n, 256 if block_n < 64 else 128, splits)
@@ -170,12 +170,8 @@ def small_product(
     """
     n, k = weight.shape
     rows = x.shape[0]
-    assert rows <= MAX_ROWS and x.shape[1] == k and out.shape == (rows, n // 2 if is_gated else n), (
-        x.shape,
-        out.shape,
-    )
-    assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous(), (x.stride(), out.stride())
-    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1 and not is_gated)
+    check(x, out, residual, n, k, is_gated)
+    assert rows <= MAX_ROWS and weight.is_contiguous(), (rows, weight.stride())
     if rows == 0:
         return
     options = _options(n, k)

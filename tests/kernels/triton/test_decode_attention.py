@@ -76,10 +76,10 @@ def expected_of(query, k_pages, v_pages, table, contexts, *, window=None, softca
     return out
 
 
-def workspace_of(rows, most_context, case, device, window=None) -> DecodeWorkspace:
+def workspace_of(rows, max_context, case, device, window=None) -> DecodeWorkspace:
     _, heads, kv_heads, head_dim, block_size = case
     return workspace_decode(
-        rows=rows, most_context=most_context, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window,
+        rows=rows, max_context=max_context, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window,
         chunk=2 * block_size, device=device,
     )  # fmt: skip
 
@@ -198,7 +198,7 @@ def test_plans(window, device):
     edge = MAX_CHUNKS * 256
     contexts = [0, 1, 255, 256, 257, 300, 301, 5000, 0, edge, edge + 1, 2 * edge + 1, 131_072, 7]
     workspace = workspace_decode(
-        rows=20, most_context=131_072, heads=2, kv_heads=1, head_dim=16, window=window, device=device
+        rows=20, max_context=131_072, heads=2, kv_heads=1, head_dim=16, window=window, device=device
     )
     workspace.items.fill_(-1)
     plan_decode(torch.tensor(contexts, dtype=torch.int32, device=device), workspace)

@@ -145,7 +145,7 @@ def test_tokens_sampled_from_edited_logits_are_those_of_the_cpu(case):
             min_p=column(rows.min_p, np.float32),
             seed=column(rows.seed, np.int64),
         ),
-        workspace_sampling(most_picked=12, vocab_size=VOCAB, device=device),
+        workspace_sampling(max_picked=12, vocab_size=VOCAB, device=device),
         kind="filtered",
     )
     assert out.tolist() == expected.tolist()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.triton.decode_attention import decode_attention, plan_decode, workspace_decode
-from pagewire.kernels.triton.extend_attention import extend_attention, extend_work, most_tiles, tile_tokens
+from pagewire.kernels.triton.extend_attention import extend_attention, extend_work, max_tiles, tile_tokens
 
 BIG = torch.cuda.is_available()
 FP8 = torch.float8_e4m3fn
@@ -174,7 +174,7 @@ def test_decode_rows_are_those_of_decode_attention(case, device):
     query, pages = queries_of(3, case, device), pages_of([1, 1, 1], contexts, case, device)
     out = attend(query, pages, [1, 1, 1], contexts, case, scale=0.2)
     workspace = workspace_decode(
-        rows=3, most_context=max(contexts), heads=heads, kv_heads=kv_heads, head_dim=head_dim, chunk=2 * block_size,
+        rows=3, max_context=max(contexts), heads=heads, kv_heads=kv_heads, head_dim=head_dim, chunk=2 * block_size,
         device=device,
     )  # fmt: skip
     plan_decode(torch.tensor(contexts, dtype=torch.int32, device=device), workspace)
@@ -212,7 +212,7 @@ def test_tiles_hold_every_token_once_and_come_longest_first():
         counts = rng.integers(0, 200, 30)
         contexts = counts + rng.integers(0, 500, 30)
         work = extend_work(counts, contexts, per_tile)
-        assert work.dtype == np.int32 and len(work) <= most_tiles(int(counts.sum()), len(counts), per_tile)
+        assert work.dtype == np.int32 and len(work) <= max_tiles(int(counts.sum()), len(counts), per_tile)
         starts = np.cumsum(counts) - counts
         tokens, keys = [], []
         for row, token, number, remaining in work.tolist():
@@ -223,4 +223,4 @@ def test_tiles_hold_every_token_once_and_come_longest_first():
         assert sorted(tokens) == list(range(counts.sum()))
         assert keys == sorted(keys, reverse=True)
     assert extend_work(np.array([0, 0]), np.array([5, 0]), 4).shape == (0, 4)
-    assert most_tiles(10, 10, 4) == 10 and most_tiles(64, 1, 64) == 1
+    assert max_tiles(10, 10, 4) == 10 and max_tiles(64, 1, 64) == 1

@@ -11,7 +11,7 @@ from pagewire.kernels.triton.logprobs import logprobs, workspace_logprobs
 def _logprobs(logits, asking, chosen, num_best, width=21):
     """(ids, values) as the kernels write them, -7 and NaN where they do not."""
     device = logits.device
-    workspace = workspace_logprobs(most_asking=len(asking) + 2, vocab_size=logits.shape[1], device=device)
+    workspace = workspace_logprobs(max_asking=len(asking) + 2, vocab_size=logits.shape[1], device=device)
     workspace.block_most.fill_(torch.nan)
     workspace.block_mass.fill_(torch.nan)
     workspace.best.fill_(2**31 - 1)

@@ -10,14 +10,14 @@ BIG = torch.cuda.is_available()
 CLOSE = 6e-3  # gate, up, silu, their product, the part and the sum are each rounded to bfloat16, as in transformers
 
 
-def _case(device, *, tokens, num_experts, top_k, hidden, inter, most_tokens=None, dtype=torch.bfloat16):
+def _case(device, *, tokens, num_experts, top_k, hidden, inter, max_tokens=None, dtype=torch.bfloat16):
     """Activations, router logits, weights, and a workspace full of NaN."""
     x = torch.randn(tokens, hidden + 8, device=device).to(dtype)[:, :hidden]  # rows need not follow one another
     logits = torch.randn(tokens, num_experts, device=device)
     gate_up = (torch.randn(num_experts, 2 * inter, hidden, device=device) * hidden**-0.5).to(dtype)
     down = (torch.randn(num_experts, hidden, inter, device=device) * inter**-0.5).to(dtype)
     workspace = moe.workspace_moe(
-        most_tokens=most_tokens or tokens,
+        max_tokens=max_tokens or tokens,
         num_experts=num_experts,
         top_k=top_k,
         hidden=hidden,
@@ -83,7 +83,7 @@ def test_lines_assignments_up_by_expert(device, tokens, num_experts, top_k):
         own = (experts == expert).nonzero()[:, 0].tolist()
         lined_up += own + [num_assigned] * (-len(own) % rows)
         of += [expert] * -(-len(own) // rows)
-    assert num_blocks == len(of) <= moe._most_blocks(num_assigned, num_experts, rows)
+    assert num_blocks == len(of) <= moe._max_blocks(num_assigned, num_experts, rows)
     assert workspace.block_experts[:num_blocks].tolist() == of
     assert workspace.assignments[: num_blocks * rows].tolist() == lined_up
 
@@ -94,7 +94,7 @@ def test_there_is_room_for_the_worst_case():
             rows = moe._tiles(num_assigned, num_experts).rows
             used = min(num_experts, num_assigned)  # all but one of them with one row more than whole blocks
             worst = used + (num_assigned - used) // rows
-            assert worst <= moe._most_blocks(num_assigned, num_experts, rows), (num_experts, num_assigned)
+            assert worst <= moe._max_blocks(num_assigned, num_experts, rows), (num_experts, num_assigned)
 
 
 _SHAPES = [
@@ -127,7 +127,7 @@ def test_half_precision_with_weights_as_the_router_has_them(device):
 
 def test_padding_tokens_are_not_computed_and_change_no_other(device):
     sizes = {"num_experts": 6, "top_k": 2, "hidden": 64, "inter": 64}
-    x, logits, gate_up, down, workspace = _case(device, tokens=9, most_tokens=20, **sizes)
+    x, logits, gate_up, down, workspace = _case(device, tokens=9, max_tokens=20, **sizes)
     x[6:] = torch.nan
     logits[7:] = torch.nan
     out = _moe(x, logits, gate_up, down, workspace, num_tokens=6)

@@ -49,7 +49,7 @@ def _apart(values, device):
 
 
 def _workspace(rows, vocab, device):
-    workspace = workspace_sampling(most_picked=rows, vocab_size=vocab, device=device)
+    workspace = workspace_sampling(max_picked=rows, vocab_size=vocab, device=device)
     for tensor in (workspace.block_most, workspace.block_mass, workspace.group_most):
         tensor.fill_(torch.nan)
     for tensor in (workspace.block_token, workspace.groups, workspace.candidates):
