@@ -32,22 +32,18 @@ class Lru:
     """All are worth the same, so the one used longest ago goes."""
 
     def rank(self, place: int, uses: int) -> float:
-        """See `Ranking`."""
         return 0.0
 
-    def evicted(self, rank: float) -> None:
-        """See `Ranking`."""
+    def evicted(self, rank: float) -> None: ...
 
 
 class Lfu:
     """What was used most often is worth most."""
 
     def rank(self, place: int, uses: int) -> float:
-        """See `Ranking`."""
         return float(uses)
 
-    def evicted(self, rank: float) -> None:
-        """See `Ranking`."""
+    def evicted(self, rank: float) -> None: ...
 
 
 class CostAware:
@@ -61,11 +57,9 @@ class CostAware:
         self._floor = 0.0
 
     def rank(self, place: int, uses: int) -> float:
-        """See `Ranking`."""
         return self._floor + 1.0 + place / _EVEN
 
     def evicted(self, rank: float) -> None:
-        """See `Ranking`."""
         self._floor = max(self._floor, rank)
 
 

@@ -48,21 +48,16 @@ class Fcfs:
     may_interrupt = False
 
     def join(self, message: Enqueue) -> Hashable:
-        """See `Policy`."""
         return None
 
     def rank(self, queue_key: Hashable) -> int:
-        """See `Policy`."""
         return 0
 
-    def serve(self, queue_key: Hashable, num_tokens: int) -> None:
-        """See `Policy`."""
+    def serve(self, queue_key: Hashable, num_tokens: int) -> None: ...
 
-    def leave(self, queue_key: Hashable) -> None:
-        """See `Policy`."""
+    def leave(self, queue_key: Hashable) -> None: ...
 
     def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
-        """See `Policy`."""
         return False
 
 
@@ -72,16 +67,13 @@ class Priority(Fcfs):
     may_interrupt = True
 
     def join(self, message: Enqueue) -> Hashable:
-        """See `Policy`."""
         return message.priority
 
     def rank(self, queue_key: Hashable) -> int:
-        """See `Policy`."""
         assert isinstance(queue_key, int)
         return queue_key
 
     def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
-        """See `Policy`."""
         return self.rank(queue_key) < self.rank(running)
 
 
@@ -102,7 +94,6 @@ class Fair:
         self._floor = 0  # where the next tenant starts if nobody is present
 
     def join(self, message: Enqueue) -> Hashable:
-        """See `Policy`."""
         tenant = message.tenant
         if tenant not in self._open:
             level = min(self._served.values(), default=self._floor)
@@ -113,15 +104,12 @@ class Fair:
         return tenant
 
     def rank(self, queue_key: Hashable) -> int:
-        """See `Policy`."""
         return self._served[queue_key]
 
     def serve(self, queue_key: Hashable, num_tokens: int) -> None:
-        """See `Policy`."""
         self._served[queue_key] += num_tokens
 
     def leave(self, queue_key: Hashable) -> None:
-        """See `Policy`."""
         self._open[queue_key] -= 1
         if self._open[queue_key] == 0:
             del self._open[queue_key]
@@ -131,7 +119,6 @@ class Fair:
                 self._left[queue_key] = served
 
     def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
-        """See `Policy`."""
         # Taking turns must bring everyone further than it costs to start again, or nobody would ever end.
         return self.rank(running) - self.rank(queue_key) > FAIR_QUANTUM + num_tokens
 

@@ -131,13 +131,11 @@ class TracedConnector:
         self._connector = connector
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `CoreConnector`."""
         num, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
         self._record(Matched(num, is_async))
         return num, is_async
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """See `CoreConnector`."""
         kept = self._connector.request_finished(request, block_ids)
         self._record(Kept(kept))
         return kept
@@ -152,43 +150,35 @@ class ReplayedConnector:
         self.metadata = b""  # of the next plan
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `CoreConnector`."""
         if not self.matches:
             return 0, False  # the plan differs from the recorded one, which its comparison tells
         match = self.matches.popleft()
         return match.num, match.is_async
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """See `CoreConnector`."""
         event = next(self._events, None)
         return isinstance(event, Kept) and event.kept
 
     def build_connector_meta(self) -> bytes:
-        """See `CoreConnector`."""
         return self.metadata
 
-    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """See `CoreConnector`."""
+    def update_state_after_alloc(
+        self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None: ...
 
-    def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """See `CoreConnector`."""
+    def blocks_evicted(self, evicted: Sequence[Evicted]) -> None: ...
 
-    def update_connector_output(self, output: Transferred) -> None:
-        """See `CoreConnector`."""
+    def update_connector_output(self, output: Transferred) -> None: ...
 
     def take_events(self) -> list[KvEvent]:
-        """See `CoreConnector`."""
         return []
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        """See `CoreConnector`."""
         return ()
 
-    def reset(self) -> None:
-        """See `CoreConnector`."""
+    def reset(self) -> None: ...
 
-    def close(self) -> None:
-        """See `CoreConnector`."""
+    def close(self) -> None: ...
 
 
 def make_scheduler(
