@@ -443,7 +443,7 @@ class Scheduler:
             self._finish(request, finish, tokens, logprobs, prompt_logprobs)
             return False
         if request.is_constrained:
-            self.constraints.draw(request.rid, tokens[-1])
+            self.constraints.sampled(request.rid, tokens[-1])
         if logprobs is None and prompt_logprobs is None:
             return True
         self._add_tokens(request, tokens, logprobs, prompt_logprobs)

@@ -36,7 +36,6 @@ _request_set_back = Request.set_back
 _request_preempt = Request.preempt
 _request_loaded = Request.loaded
 _request_open = Request.open
-_request_poison = Request.poison
 _request_forget = Request._forget
 _apply_each = Request.apply_each
 _apply_drafted = Request.apply_drafted
@@ -287,13 +286,6 @@ def _open_again(self: Request) -> bool:
     return is_first
 
 
-def _poison_and_find_again(self: Request) -> bool:
-    wants_all = self.wants_all
-    may_recover = _request_poison(self)
-    self.wants_all = wants_all
-    return may_recover
-
-
 def _offer_draft_tokens(self: RequestTable, request: Request) -> None:
     if request.row >= 0 and request.num_computed < min(len(request.ids), len(request.blocks) * request.block_size):
         request.num_computed += 1  # there is no KV of its last id, but perhaps of a guess
@@ -382,14 +374,13 @@ MUTANTS: dict[str, Patch] = {
     "plans of a lost worker stay in flight": (Request, "reset", _reset_but_flights),
     "a load that is over stays in flight": (Request, "loaded", _loaded_but_in_flight),
     "a row is opened with every chunk": (Request, "open", _open_again),
-    "a request with bad numbers starts again with the same": (Request, "poison", _poison_and_find_again),
     "tokens after the end are told": (scheduler, "num_until_end", lambda tokens, stops: len(tokens)),
     "the KV of a wrong guess is offered": (RequestTable, "release", _offer_draft_tokens),
     "guesses cost no budget": (Planner, "_plan_speculative", _speculate_for_free),
     "guesses have no blocks": (Planner, "_plan_speculative", _speculate_without_blocks),
     "a constrained request draws while it is in flight": (Request, "__init__", _sample_without_a_mask),
     "a mask holds for more than one token": (Request, "allow", _any_mask_for_any_token),
-    "a grammar is not told what was drawn": (Constraints, "draw", _nothing),
+    "a grammar is not told what was sampled": (Constraints, "sampled", _nothing),
     "a grammar is followed after the end": (Constraints, "end", _nothing),
     "what a step without memory computes is found": (BlockPool, "forget", _nothing),
     "a step without memory has computed": (InFlight, "emptied", lambda self: self),
