@@ -1,4 +1,4 @@
-"""What an output must keep to, and what the core and the grammar process tell each other of it.
+"""Constraints of outputs, and the messages between the core and the grammar process.
 
 `messages` has all names of this file.
 
@@ -17,52 +17,46 @@ _Mark = Annotated[str, Meta(max_length=256)]
 
 
 class Source(Struct, frozen=True, array_like=True):
-    """Which field of the client's request a part of a constraint's text is from."""
+    """The field of the client's request that a part of a constraint's text is from."""
 
     field: _Mark  # as errors name it, such as tools[3].function.parameters
     tool: _Mark = ""  # the function whose parameters it describes
-    instead: _Mark = (
-        ""  # the schema, as JSON, that is enforced in its place if it cannot be; "": the request is refused
-    )
+    # The schema, as JSON, that is enforced if this one cannot be; "": the request is refused.
+    instead: _Mark = ""
 
 
 class Constraint(Struct, frozen=True, array_like=True):
-    """What the output must keep to besides the model's own taste. Compiled and followed by the grammar process."""
+    """What an output must match. The grammar process compiles it and follows the output."""
 
-    kind: Literal["none", "json_schema", "json_object", "regex", "choice", "lark"] = "none"  # none: only what follows
-    text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] = (
-        ""  # the schema as JSON, the pattern, the choices as a JSON list, the grammar
-    )
-    reasoning_ends: Annotated[
-        tuple[_Mark, ...], Meta(max_length=16)
-    ] = ()  # the grammar starts after the first of these; (): at once
-    reasoning_starts: Annotated[
-        tuple[_Mark, ...], Meta(max_length=16)
-    ] = ()  # what opens reasoning in an output (a prompt may have opened it already)
-    thinking_budget: Annotated[int, Meta(ge=0)] | None = None  # tokens of reasoning after which its end is forced
-    bad_words: Annotated[
-        tuple[Annotated[bytes, Meta(max_length=8192)], ...], Meta(max_length=MAX_BAD_SEQUENCES)
-    ] = ()  # int32 ids of each sequence that must not appear
+    kind: Literal["none", "json_schema", "json_object", "regex", "choice", "lark"] = "none"  # none: only other fields
+    # The schema as JSON, the pattern, the choices as a JSON list, or the grammar.
+    text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] = ""
+    # Ends of reasoning: the grammar starts after the first of them; (): at once.
+    reasoning_ends: Annotated[tuple[_Mark, ...], Meta(max_length=16)] = ()
+    # What opens reasoning in an output (a prompt may have opened it already).
+    reasoning_starts: Annotated[tuple[_Mark, ...], Meta(max_length=16)] = ()
+    thinking_budget: Annotated[int, Meta(ge=0)] | None = None  # reasoning tokens after which its end is forced
+    # int32 ids of each sequence that must not appear.
+    bad_words: Annotated[tuple[Annotated[bytes, Meta(max_length=8192)], ...], Meta(max_length=MAX_BAD_SEQUENCES)] = ()
     lark_marks: tuple[str, ...] = ()  # in a lark text, what its rules mark0, mark1 … stand for; else, what comes first
-    sources: tuple[
-        Source, ...
-    ] = ()  # of `text`; with rules of our own (lark and marks): of each line's schema, in order
+    # Of `text`; with rules of our own (lark and marks): of each line's schema, in order.
+    sources: tuple[Source, ...] = ()
 
 
 class Constrain(Struct, frozen=True, array_like=True, tag=True):
-    """core → grammar: the sequences `rid` … `rid + n - 1` are to keep to this. `Constrained` answers, then `Masks`."""
+    """core → grammar: the sequences `rid` … `rid + n - 1` must match this. `Constrained` answers, then `Masks`."""
 
     rid: int
     n: int
     constraint: Constraint
     tail_ids: bytes  # int32, the last ids of the prompt: a template may have begun the reasoning already
-    resume_ids: bytes = b""  # int32, output that is there already
+    resume_ids: bytes = b""  # int32, output that was delivered before
 
 
 class Sampled(Struct, frozen=True, array_like=True, tag=True):
-    """core → grammar: what constrained sequences drew, one token each, and which of them are over.
+    """core → grammar: what constrained sequences sampled, one token each, and which of them have ended.
 
-    One that `Constrained` has not told of yet may be over, too: its grammar is not compiled then."""
+    One may have ended before its `Constrained` came: its grammar need not be compiled then."""
 
     rids: bytes  # int64
     ids: bytes  # int32, parallel to rids
@@ -70,7 +64,7 @@ class Sampled(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Constrained(Struct, frozen=True, array_like=True, tag=True):
-    """grammar → core: the sequences of a `Constrain` may begin, or `kind` and `detail` say why not."""
+    """grammar → core: the sequences of a `Constrain` may start, or `kind` and `detail` say why not."""
 
     rid: int
     kind: ErrorKind | None = None
@@ -79,10 +73,10 @@ class Constrained(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Masks(Struct, frozen=True, array_like=True, tag=True):
-    """grammar → core: what constrained sequences may draw next, each in one of the four."""
+    """grammar → core: what constrained sequences may sample next. A sequence is in one of the four fields."""
 
-    rids: bytes  # int64, of those that may draw what their bits say
+    rids: bytes  # int64, of those that may sample what their bits allow
     bits: bytes  # int32 [rids × ⌈vocab / 32⌉]; bit t % 32 of word t / 32: token t is allowed
-    free: bytes = b""  # int64, of those that may draw anything
-    complete: bytes = b""  # int64, of those to which nothing can be added: they end here
+    free: bytes = b""  # int64, of those that may sample any token
+    complete: bytes = b""  # int64, of those to which nothing can be added: they end
     failed: tuple[tuple[int, ErrorKind, str], ...] = ()  # (rid, kind, one sentence for the client)

@@ -7,8 +7,8 @@ exactly one of three states:
     idle    count 0, but its content has a key: found again by `match`, evicted when blocks run out
     empty   count 0 and no key
 
-A key names either a full block or the beginning of one, after which its holder may still be writing. The latter can only
-be copied, and the key of the full block replaces it.
+A key names either a full block or the beginning of one, after which its holder may still be writing. The latter can
+only be copied, and the key of the full block replaces it.
 """
 
 from collections.abc import Iterable, Sequence

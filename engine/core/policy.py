@@ -76,8 +76,8 @@ class Priority(Fcfs):
 
 
 class Fair:
-    """A queue for each tenant. The tenant that was served the fewest tokens goes first: virtual token counters (Sheng et
-    al. 2024).
+    """A queue for each tenant. The tenant that was served the fewest tokens goes first: virtual token counters (Sheng
+    et al. 2024).
 
     A tenant that comes back from idling starts level with the least served of the tenants with open requests, so idling
     saves nothing up; but not below its own count, so sending one request at a time does not reset it.
