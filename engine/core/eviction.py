@@ -92,9 +92,7 @@ class EvictionQueue:
     def __init__(self, ranking: Ranking) -> None:
         self._ranking = ranking
         self._blocks: dict[bytes, _Block] = {}
-        self._children: dict[
-            bytes, set[bytes]
-        ] = {}  # key → blocks of the tier that follow it; it may be in another tier
+        self._children: dict[bytes, set[bytes]] = {}  # key, of any tier → blocks of this tier that follow it
         self._pins: dict[bytes, int] = {}  # key → how many times it is pinned; it may have been removed since
         self._heap: list[tuple[_Worth, bytes]] = []  # all blocks that may be evicted, and outdated entries
         self._age = 0

@@ -24,9 +24,8 @@ class Loads:
         self._connector = connector
         self._cost = cost
         self._block_size = block_size
-        self._requests: dict[
-            int, tuple[Request, tuple[bytes, ...]]
-        ] = {}  # rid → request whose load is under way, and keys of its blocks
+        # rid → request whose load is under way, and keys of its blocks
+        self._requests: dict[int, tuple[Request, tuple[bytes, ...]]] = {}
         self._ms_per_block: float | None = None  # None: nothing was loaded yet
         self.keys: set[bytes] = set()  # of all blocks under way
         self._refused: dict[bytes, None] = {}  # keys of blocks that are not to be loaded, the oldest first

@@ -77,9 +77,7 @@ class OomRecovery:
             if request.asked.pooling is not None and request.wants_all:
                 num = 0  # the worker has dropped the vectors of its earlier positions
             elif num == request.num_found:
-                num -= (
-                    num % size
-                )  # no result of it was applied, so the block that it copies from may not have been copied
+                num -= num % size  # no result of it was applied, so the copy of its last block may not have been made
             request.set_back(num)
             bad.update(request.blocks[num // size :])
         self._pool.forget(bad)

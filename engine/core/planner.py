@@ -111,9 +111,7 @@ class Planner:
         elif (
             self._speculate
             and len(running) * (1 + self._speculate) + (len(table.waiting) > 0) <= limit
-            and all(
-                request.num_total - request.num_planned <= 1 for request in running
-            )  # beside prompts every position has its price
+            and all(request.num_total - request.num_planned <= 1 for request in running)  # else every position counts
         ):
             running = self._plan_speculative(builder, running)
         planned, others = decode_rows.plan(running, limit - len(builder.decodes))
@@ -304,27 +302,23 @@ class Planner:
             if pinned and short + self._pool.num_idle(pinned) > 0:
                 found, pinned = found._replace(source=None, num_copied=0), []  # no room to copy from it
             if short > 0 or not table.free_rows:
-                victims = []
                 if self._policy.may_interrupt:
                     has_row = bool(table.free_rows)
-                    victims = choose_interrupted(table.running, request, short, has_row, self._pool, self._policy)
-                for victim in victims:  # they free what is missing; the next plan admits the request
-                    table.preempt(victim)
+                    # They free what is missing; a later plan admits the request.
+                    for victim in choose_interrupted(table.running, request, short, has_row, self._pool, self._policy):
+                        table.preempt(victim)
                 return
-            external = 0
-            if loads is not None and self._prefix.enabled and not request.wants_all:
-                asked = loads.match(request, num_cached)
-                if asked is None:
-                    return
-                external = asked
-            num = 0
-            if not external:
-                copied = found.num_copied
-                num = self._chunk(builder, num_cached + copied, request.num_computable - num_cached - copied)
+            external = loads.match(request, num_cached) if loads is not None and not request.wants_all else 0
+            if external is None:
+                return
+            num, num_copied = 0, 0 if external else found.num_copied
+            if external:
+                pinned = []
+            else:
+                past = num_cached + num_copied
+                num = self._chunk(builder, past, request.num_computable - past)
                 if num == 0:
                     return  # no budget, or its mask has not come
-            num_copied = 0 if external else found.num_copied
-            pinned = [] if external else pinned
             self._pool.hold(hits + pinned)  # before others are allocated in their place
             blocks = hits + self._pool.allocate(self._num_blocks(num_cached + external + num_copied + num) - len(hits))
             table.admit(request, blocks, num_hits=len(hits), num_copied=num_copied, num_loading=external // size)

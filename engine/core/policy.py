@@ -87,13 +87,9 @@ class Fair:
     may_interrupt = True
 
     def __init__(self) -> None:
-        self._served: dict[
-            Hashable, int
-        ] = {}  # tenant → tokens, computed and sampled; only of tenants with open requests
+        self._served: dict[Hashable, int] = {}  # tenant with open requests → tokens, computed and sampled
         self._open: dict[Hashable, int] = {}  # tenant → its requests that have not ended
-        self._left: dict[
-            Hashable, int
-        ] = {}  # tenant without open requests, ahead of others → tokens; until they catch up
+        self._left: dict[Hashable, int] = {}  # tenant without any, ahead of others → tokens; until they catch up
         self._floor = 0  # where the next tenant starts if no other has open requests
 
     def join(self, message: Enqueue) -> Hashable:

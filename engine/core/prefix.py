@@ -47,9 +47,7 @@ class PrefixCache:
         whole = keys[num : num + 1]
         beginnings = request.partial_keys(num, min(size - 1, num_known - num * size), size)
         if num == len(keys) and len(request.ids) % size == 0:
-            whole = request.block_keys(num + 1, size)[
-                num:
-            ]  # all but its last position, which is computed again, are copied
+            whole = request.block_keys(num + 1, size)[num:]  # copied but for its last position
         for num_copied in range(len(beginnings), 0, -1):
             source = pool.find(beginnings[num_copied - 1])
             if source is None and num_copied == size - 1 and whole:

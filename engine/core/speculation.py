@@ -46,9 +46,7 @@ def num_sampled(flight: InFlight, result: StepResult, num_ids: int) -> "array[in
         return _one * first
     nums = bytes_to_ids(result.num_sampled)
     if len(nums) != due or sum(nums) != num_ids or min(nums) < 1:
-        raise ValueError(
-            f"step {result.step} sampled {num_ids} tokens in {len(nums)} rows, and {sum(nums)} are counted"
-        )
+        raise ValueError(f"step {result.step} sampled {num_ids} tokens, but counts {sum(nums)} in {len(nums)} rows")
     if max(nums[:first], default=1) > 1 + flight.speculate or max(nums[first:], default=1) > 1:
         raise ValueError(f"step {result.step} sampled more tokens of a row than its plan allows")
     return nums[:first]
