@@ -207,10 +207,13 @@ class Scheduler:
         tokens = bytes_to_ids(result.ids)
         nums = num_sampled(flight, result, len(tokens))
         self._learn(flight, result)
-        odd, single = (self._apply_drafted(flight, nums, tokens), tokens[sum(nums) :]) if nums else (set(), tokens)
+        odd: set[int] = set()  # rids of decode rows whose output is not just tokens
+        single = tokens  # of the rows without draft tokens
+        if nums:
+            odd, single = self._apply_drafted(flight, nums, tokens), tokens[sum(nums) :]
         if result.logprobs or (single and min(single) < 0):
             odd |= self._apply_odd_decodes(flight, single, result.logprobs)
-        elif len(flight.decodes) > len(nums):
+        else:
             odd |= self._apply_decodes(flight, single)
         rids, ids = decode_rows.columns(flight.decodes, nums, tokens, odd)
         if flight.others:
@@ -363,7 +366,8 @@ class Scheduler:
     def _apply_odd_decodes(
         self, flight: InFlight, tokens: "array[int]", logprobs: Mapping[int, RowLogprobs]
     ) -> set[int]:
-        """The same in a step with log-probabilities, or with a row whose numbers are not finite."""
+        """The same in a step with log-probabilities, or with a row whose numbers are not finite: a later step offers
+        what these rows have computed to the prefix cache."""
         first = flight.num_speculative
         return {
             request.rid

@@ -288,7 +288,7 @@ def _open_again(self: Request) -> bool:
 
 def _offer_draft_tokens(self: RequestTable, request: Request) -> None:
     if request.row >= 0 and request.num_computed < min(len(request.ids), len(request.blocks) * request.block_size):
-        request.num_computed += 1  # there is no KV of its last id, but perhaps of a guess
+        request.num_computed += 1  # there is no KV of its last id, but perhaps of a draft token
         request.num_planned = max(request.num_planned, request.num_computed)
     _table_release(self, request)
 
@@ -321,7 +321,7 @@ def _any_mask_for_any_token(self: Request, mask: bytes) -> None:
 
 
 def _nothing(*_: object) -> None:
-    """Done by nobody."""
+    """Not done."""
 
 
 Patch = tuple[object, str, Callable[..., object]]
@@ -358,8 +358,8 @@ MUTANTS: dict[str, Patch] = {
     "tenants are served as they come": (Waiting, "first", _by_arrival),
     "the queue has no bound": (Scheduler, "refusal", _take_everybody),
     "a router is told too little": (PrefixCache, "take_events", _never_removed),
-    "a wrong guess is accepted": (FakeWorker, "_speculate", _accept_one_too_many),
-    "the bound of wrong guesses stays": (Request, "apply_drafted", staticmethod(_keep_the_bound)),
+    "a wrong draft token is accepted": (FakeWorker, "_speculate", _accept_one_too_many),
+    "the bound of rejected draft tokens stays": (Request, "apply_drafted", staticmethod(_keep_the_bound)),
     "a plan in flight is not counted": (Request, "plan", _plan_uncounted),
     "a decode row samples no token": (Request, "plan_each", staticmethod(_plan_each_without_tokens)),
     "a decode row gets further than it was planned": (Request, "apply_each", staticmethod(_apply_each_and_more)),
@@ -375,17 +375,17 @@ MUTANTS: dict[str, Patch] = {
     "a load that is over stays in flight": (Request, "loaded", _loaded_but_in_flight),
     "a row is opened with every chunk": (Request, "open", _open_again),
     "tokens after the end are told": (scheduler, "num_until_end", lambda tokens, stops: len(tokens)),
-    "the KV of a wrong guess is offered": (RequestTable, "release", _offer_draft_tokens),
-    "guesses cost no budget": (Planner, "_plan_speculative", _speculate_for_free),
-    "guesses have no blocks": (Planner, "_plan_speculative", _speculate_without_blocks),
-    "a constrained request draws while it is in flight": (Request, "__init__", _sample_without_a_mask),
+    "the KV of a rejected draft token is offered": (RequestTable, "release", _offer_draft_tokens),
+    "draft tokens cost no budget": (Planner, "_plan_speculative", _speculate_for_free),
+    "draft tokens have no blocks": (Planner, "_plan_speculative", _speculate_without_blocks),
+    "a constrained request samples while it is in flight": (Request, "__init__", _sample_without_a_mask),
     "a mask holds for more than one token": (Request, "allow", _any_mask_for_any_token),
     "a grammar is not told what was sampled": (Constraints, "sampled", _nothing),
     "a grammar is followed after the end": (Constraints, "end", _nothing),
     "what a step without memory computes is found": (BlockPool, "forget", _nothing),
     "a step without memory has computed": (InFlight, "emptied", lambda self: self),
     "plans go on from a step without memory": (PlanBuilder, "finish", _know_every_fault),
-    "who wants log-probabilities gets guesses": (Request, "__init__", _speculate_for_all),
+    "a row with log-probabilities gets draft tokens": (Request, "__init__", _speculate_for_all),
 }
 
 
