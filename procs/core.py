@@ -1,4 +1,4 @@
-"""The core process: the scheduler behind a mailbox. It decides; it computes nothing and touches no text."""
+"""The core process: the scheduler behind a mailbox. It makes plans; it computes nothing and handles no text."""
 
 import asyncio
 import contextlib
@@ -54,15 +54,15 @@ from .topology import kind, workers
 
 log = logging.getLogger("pagewire")
 
-_ASK_AGAIN_S = 0.001  # until a KV connector that has not made up its mind is asked again
-_NUM_TAIL_IDS = 64  # of a prompt: whether it ends within reasoning
+_ASK_AGAIN_S = 0.001  # until a KV connector that has not decided is asked again
+_NUM_TAIL_IDS = 64  # of a prompt's end, which say whether it ends within reasoning
 
 
 class CoreActor:
-    """Schedules as soon as the worker has offered its KV blocks; what arrives before that waits."""
+    """Schedules once every worker has offered its KV blocks; requests that arrive before that wait."""
 
     def __init__(self, config: EngineConfig, *, keys: Keys | None = None, epoch: int = 1) -> None:
-        """`keys`: of the address where clients connect. `epoch`: in which it begins; the first core's is 1."""
+        """`keys`: of the address where clients connect. `epoch`: in which it starts; the first core's is 1."""
         self._config = config
         self._keys = keys
         self._epoch = epoch
@@ -70,12 +70,12 @@ class CoreActor:
         self._scheduler: Scheduler | None = None
         self._trace: BinaryIO | None = None
         self._kv_events: KvEventPublisher | None = None
-        self._early: list[Enqueue | Cancel] = []  # what came before the worker's offer
-        self._unsure: dict[int, Enqueue] = {}  # rid → what is not taken in before its grammar is known to be one
-        self._unsure_since: dict[int, float] = {}  # first rid of such a request → when it came
-        self._given_up: set[int] = set()  # of them, those that were cancelled since
+        self._early: list[Enqueue | Cancel] = []  # messages that came before the workers' offers
+        self._unsure: dict[int, Enqueue] = {}  # rid → request that is not added before its grammar is compiled
+        self._unsure_since: dict[int, float] = {}  # first rid of such a request → when it arrived (monotonic s)
+        self._given_up: set[int] = set()  # rids of them that were cancelled since
         self._workers = workers(config.tensor_parallel_size)
-        self._offers: dict[int, CacheOffer] = {}  # of each rank that is here
+        self._offers: dict[int, CacheOffer] = {}  # by rank
         self._asks_again = False  # a call of `_advance` is due
         self._oldest_plan_at = 0.0  # when the oldest plan in flight became the oldest (monotonic s)
         self._step_times = StepTimes()
@@ -147,7 +147,7 @@ class CoreActor:
             self._step_times.handled(num_steps, time.monotonic() - started)
 
     async def stop(self, grace_s: float) -> None:
-        """See `Actor`. The api has ended every request before."""
+        """See `Actor`. The api has ended every request before this call."""
         if self._trace is not None:
             self._trace.close()
             self._trace = None
@@ -161,7 +161,7 @@ class CoreActor:
             self._scheduler.connector.close()
 
     def _add(self, message: Enqueue, arrived: float) -> bool:
-        """Whether it was accepted."""
+        """Adds a request. Returns whether it was accepted."""
         self._record(trace.Arrived(message, arrived))
         replies = self.scheduler.add(message, arrived)
         for reply in replies:
@@ -175,7 +175,8 @@ class CoreActor:
             self._post("api", reply)
 
     def _constrain(self, message: Enqueue) -> None:
-        """Takes a request in once its grammar is compiled, so that a bad one is refused before anything is computed."""
+        """Has the grammar of a request compiled before the request is added, so a bad grammar is refused before
+        anything is computed."""
         rids = range(message.rid, message.rid + message.n)
         if any(rid in self._unsure for rid in rids):
             refusal: Failed | None = Failed(message.rid, "internal", "Two requests have the same number.")
@@ -197,9 +198,9 @@ class CoreActor:
         self._post("grammar", Constrain(message.rid, message.n, message.constraint, tail_ids, message.resume_ids))
 
     def _begin(self, answer: Constrained) -> None:
-        """A grammar is one, or it is none."""
+        """The grammar of a request was compiled, or it cannot be: adds the request or refuses it."""
         message = self._unsure.get(answer.rid)
-        if message is None:  # asked for in vain: everyone began anew
+        if message is None:  # the request was dropped by `_reset`
             return
         rids = range(message.rid, message.rid + message.n)
         arrived = self._unsure_since.pop(message.rid)
@@ -210,7 +211,7 @@ class CoreActor:
         if answer.kind is not None:
             for rid in rids:
                 self._reply(Failed(rid, answer.kind, answer.detail, answer.param))
-        elif not self._add(message, arrived):  # the wait for the grammar is a wait
+        elif not self._add(message, arrived):  # its queue timeout counts from its arrival
             for rid in rids:
                 self.scheduler.constraints.end(rid)
         elif given_up:
@@ -237,7 +238,7 @@ class CoreActor:
         return self._scheduler
 
     def _open(self, offer: CacheOffer) -> None:
-        """Begins once every rank has made its offer: there are as many blocks as all have room for."""
+        """Makes the scheduler once every rank has made its offer. It gets as many blocks as the smallest offer."""
         config = self._config
         self._offers[offer.rank] = offer
         if not self._has_workers:
@@ -258,7 +259,7 @@ class CoreActor:
         )
         connector = core_connector(config.kv_connector, facts)
         if config.record_trace is not None:
-            # For its owner alone: it holds what users wrote. Closed by `stop`.
+            # Only its owner may read it: it holds what users wrote. `stop` closes it.
             path = config.record_trace if self._epoch == 1 else f"{config.record_trace}.{self._epoch}"
             self._trace = open(path, "wb", opener=partial(os.open, mode=0o600))  # noqa: SIM115
             connector = trace.TracedConnector(connector, self._record) if connector is not None else None
@@ -275,12 +276,12 @@ class CoreActor:
 
     @property
     def _has_workers(self) -> bool:
-        """Every rank is here."""
+        """Every rank has offered its blocks."""
         return len(self._offers) == len(self._workers)
 
     def _reset(self, reset: Reset) -> None:
-        """A process has died. The api will submit its requests again, and so will the core's own clients whose requests
-        are lost with a worker, or with what the grammar process knew of them; others of theirs go on."""
+        """A process has died. The api will submit its requests again. The core's own clients are asked to submit again
+        those of their requests that are lost with a worker or with the grammar process; their other requests go on."""
         self._early.clear()
         has_lost_workers = any(kind(name) == "worker" for name in reset.lost)
         if has_lost_workers:
@@ -293,28 +294,28 @@ class CoreActor:
             scheduler.reset()
             self._sleep.forget()
         requests = scheduler.table.requests
-        gone = {rid for rid in requests if rid < CLIENT_RIDS}
+        dropped = {rid for rid in requests if rid < CLIENT_RIDS}
         if self._clients is not None:
             lost = [rid for rid, request in requests.items() if has_lost_workers or request.is_constrained]
-            gone.update(self._clients.begin_anew((*lost, *self._unsure)))
+            dropped.update(self._clients.begin_anew((*lost, *self._unsure)))
             for rid in (rid for rid in self._unsure if rid >= CLIENT_RIDS):
                 self._clients.reply(Failed(rid, "unavailable", reset.reason))
         self._unsure.clear()
         self._unsure_since.clear()
         self._given_up.clear()
-        self._cancel(Cancel(tuple(sorted(gone & requests.keys()))))
-        scheduler.constraints.take()  # the grammar process has forgotten them all
+        self._cancel(Cancel(tuple(sorted(dropped & requests.keys()))))
+        scheduler.constraints.take()  # the grammar process has dropped them all
         outputs = scheduler.take_outputs()
         if self._clients is not None:
             self._clients.sort(outputs)
 
     def hear_clients(self) -> None:
-        """Takes in what clients ask for."""
+        """Handles the messages of the core's own clients."""
         if self._clients is not None and (asked := self._clients.drain()):
             self.handle(list(asked))
 
     def _advance(self, scheduler: Scheduler) -> None:
-        """Keeps the worker supplied first, and tells the news while it computes."""
+        """Sends plans to the workers first, and outputs to the detokenizer while they compute."""
         if scheduler.deadlines:
             now = time.monotonic()
             self._record(trace.Expired(now))
@@ -338,12 +339,12 @@ class CoreActor:
                 times = structs.replace(item.times, started=time.monotonic(), num_cached=item.num_cached)
                 item = structs.replace(item, times=times)
             self._post("detokenizer", item)
-        for gone in () if self._clients is None else self._clients.flush():
-            self._cancel(gone)
+        for cancel in () if self._clients is None else self._clients.flush():
+            self._cancel(cancel)
         if self._kv_events is not None:
             self._kv_events.publish(scheduler.take_kv_events())
         if scheduler.asks_again and not self._asks_again:
-            with contextlib.suppress(RuntimeError):  # without a loop, whoever runs the actors calls `handle` again
+            with contextlib.suppress(RuntimeError):  # without a loop, the caller of the actors calls `handle` again
                 asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
                 self._asks_again = True
 
@@ -352,7 +353,7 @@ class CoreActor:
             self._post(name, message)
 
     def _tell_sleep(self, message: Slept) -> None:
-        self._report()  # so that everyone who asks knows by then
+        self._report()  # before it: the api must know the state by then
         self._post("api", message)
 
     def _ask_again(self) -> None:
@@ -365,7 +366,7 @@ class CoreActor:
             return
         if self._idle_check.is_due(scheduler) and (flaw := scheduler.mend()) is not None:
             self._record(trace.Mended())
-            log.error("rows and KV blocks did not add up and are counted anew: %s", flaw)
+            log.error("rows and KV blocks did not add up and were counted again: %s", flaw)
         counters = scheduler.counters
         snapshot = Snapshot(
             step=scheduler.step,
@@ -393,5 +394,5 @@ class CoreActor:
             },
         )
         self._post("api", snapshot)
-        for gone in () if self._clients is None else self._clients.beat(snapshot):
-            self._cancel(gone)
+        for cancel in () if self._clients is None else self._clients.beat(snapshot):
+            self._cancel(cancel)

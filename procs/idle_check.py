@@ -1,21 +1,21 @@
-"""Whether rows and blocks add up while nobody is served: a leak must never cost more than itself.
+"""When to check that rows and blocks add up, so that a leak does not add up over months.
 
-The simulator proves that none leaks. If one does all the same, a server that runs for months would lose its memory
-piece by piece, so the core looks now and then. It costs some milliseconds, once after each time that there was work.
+`tests/sim` shows that none leaks. Should one leak all the same, the core finds it while no request is open. The check
+takes some milliseconds and runs once after each time that there was work.
 """
 
 from ..engine.core.scheduler import Scheduler
 
 
 class IdleCheck:
-    """Of one core. `look` is called every half second."""
+    """`is_due` is called every half second."""
 
     def __init__(self) -> None:
-        self._idle_since = -1  # the step that was the last when nobody was served
-        self._checked = 0  # the same, when rows and blocks were looked at
+        self._idle_since = -1  # the last step when no request was open at the last call; -1: one was
+        self._checked = 0  # the last step when a check was due last
 
     def is_due(self, scheduler: Scheduler) -> bool:
-        """Whether nobody was served this time and the time before, and there was work since it was due last."""
+        """No request is open now or was at the last call, and there was a step since the last check was due."""
         is_idle = not scheduler.table.requests and not scheduler.is_busy
         was_idle, self._idle_since = self._idle_since == scheduler.step, scheduler.step if is_idle else -1
         if not (is_idle and was_idle and self._checked != scheduler.step):

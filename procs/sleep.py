@@ -1,7 +1,8 @@
 """Puts an engine to sleep and wakes it: the core's part.
 
-Asleep, nothing is planned and new requests wait in the queue. An engine falls asleep when nothing is in flight any
-more; all that ran then waits with its output as part of its prompt, because there is no KV while the workers sleep.
+While it is asleep nothing is planned, and new requests wait in the queue. An engine falls asleep when nothing is in
+flight any more. Requests that ran then wait with their output as part of their prompt, because the workers have no KV
+cache while they sleep.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from ..ipc.messages import Sleep, Slept, Wake
 
 
 class SleepControl:
-    """Of one core. `pause` is called before plans are made, and `settle` when no more can be."""
+    """The sleep state of one core. `pause` is called before plans are made, and `settle` when no more can be made."""
 
     def __init__(
         self,
@@ -22,14 +23,14 @@ class SleepControl:
         tell_api: Callable[[Slept], None],
         record: Callable[[trace.Event], None],
     ) -> None:
-        """`tell_api` hears what the engine is after each `Sleep` and `Wake`."""
+        """`tell_api` is called with the engine's state after each `Sleep` and `Wake`."""
         self._num_workers = num_workers
         self._tell_workers = tell_workers
         self._tell_api = tell_api
         self._record = record
-        self._is_wanted = False  # that it sleeps
-        self._is_owed = False  # an answer to the api
-        self._was_told = False  # the workers, last: to sleep
+        self._is_wanted = False  # the api wants the engine to sleep
+        self._is_owed = False  # the api waits for an answer
+        self._was_told = False  # the last message to the workers was `Sleep`
         self._answers: dict[int, Slept] | None = None  # by rank, until all have answered
         self._num_bytes = 0
         self._problem = ""
@@ -54,23 +55,24 @@ class SleepControl:
 
     @property
     def is_asleep(self) -> bool:
-        """The workers are asleep, or will be when they read their mail: no plan is for them."""
+        """The workers are asleep, or will be when they read their messages: they must not be sent a plan."""
         return self._was_told
 
     def pause(self, scheduler: Scheduler) -> None:
-        """Nothing is computed from the wish to sleep until everybody is awake."""
+        """Pauses the scheduler from the api's `Sleep` until every worker is awake again."""
         is_paused = self._is_wanted or self._was_told or self._answers is not None
         if scheduler.is_paused != is_paused:
             self._record(trace.Paused(is_paused))
             scheduler.is_paused = is_paused
 
     def settle(self, scheduler: Scheduler) -> None:
-        """Does what can be done now. What the KV connector is to read before the memory goes was planned."""
+        """Takes the next step to what the api wants, if it can be taken now. The KV connector's last reads of the KV
+        cache were planned before."""
         if self._answers is not None:
             return
         if self._is_wanted and not self._was_told:
             if scheduler.is_busy:
-                return  # what is in flight ends first
+                return  # plans, loads and sends in flight must end first
             self._record(trace.Emptied())
             scheduler.empty()
         if self._is_wanted != self._was_told:

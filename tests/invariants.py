@@ -91,29 +91,29 @@ def states_hold_what_they_may(scheduler: Scheduler, touched: Touched) -> None:
         elif request.state is not State.ENDED:
             assert request.row >= 0, f"a {request.state.value} request has no row"
         if request.state is State.LOADING:
-            assert id(request) in touched.loading, "nobody loads for it"
+            assert id(request) in touched.loading, "no load is under way for it"
             assert id(request) not in touched.requests, "a request is computed while it is loaded"
     assert table.num_leaving == sum(r.state is State.LEAVING for r in touched.everyone), "who leaves is miscounted"
 
 
 def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
-    """computed ≤ planned ≤ total ≤ what was asked for, and blocks for all that is planned, guesses included."""
+    """computed ≤ planned ≤ total ≤ what was asked for, and blocks for all that is planned, draft tokens included."""
     for r in touched.everyone:
         if r.state in (State.WAITING, State.ENDED):
             continue
         assert 0 <= r.num_computed <= r.num_planned <= r.num_total <= scheduler.max_model_len, r.rid
         assert r.num_planned - r.num_computed == touched.num_positions.get(id(r), 0), "a position is in no plan"
         assert len(r.blocks) * scheduler.block_size >= r.num_planned, "positions without blocks"
-        assert r.num_planned <= r.num_needed, "a position is planned that nobody needs"
-        assert r.num_total <= r.max_len, "too many tokens drawn"
-        assert r.num_total <= r.num_allowed, "a token was drawn before its grammar allowed one"
+        assert r.num_planned <= r.num_needed, "a position is planned that is never needed"
+        assert r.num_total <= r.max_len, "too many tokens sampled"
+        assert r.num_total <= r.num_allowed, "a token was sampled before its grammar allowed one"
         if r.state is State.RUNNING and r.is_open and r.generates:
             due = -1 if r.is_constrained else min(r.num_needed, len(r.blocks) * scheduler.block_size)
             assert r.fast_limit == due, "its fast_limit is out of date"
 
 
 def tokens_in_flight_have_a_place(touched: Touched) -> None:
-    """A token that is still on the device was drawn by exactly one plan in flight."""
+    """A token that is still on the device was sampled by exactly one plan in flight."""
     for r in touched.everyone:
         if r.state is not State.ENDED:
             sampled = touched.num_sampled.get(id(r), 0)

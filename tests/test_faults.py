@@ -105,7 +105,7 @@ def test_blocks_and_rows_that_were_lost_are_found_while_nobody_is_served(model, 
         inline.post("core", Ping())
         inline.run()
         assert scheduler.counters.num_mended == num_mended
-    assert "counted anew: reference counts differ from the tables" in caplog.text
+    assert "counted again: reference counts differ from the tables" in caplog.text
     assert scheduler.pool.num_free == scheduler.pool.num_blocks and len(scheduler.table.free_rows) == 256
     assert tokens(llm) == expected
     for _ in range(3):

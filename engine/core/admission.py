@@ -1,4 +1,4 @@
-"""The bounds that a request has to keep to be taken in."""
+"""The limits that a request must keep to be accepted."""
 
 from collections.abc import Container
 
@@ -9,14 +9,12 @@ from .waiting import Waiting
 
 
 class Admission(Struct, frozen=True):
-    """Of one engine."""
-
     max_model_len: int
     max_queued_requests: int
-    max_queued_tokens: int  # of all that wait, prompts and longest outputs
+    max_queued_tokens: int  # prompts and longest outputs of all waiting requests
 
     def refusal(self, message: Enqueue, open_rids: Container[int], waiting: Waiting) -> Failed | None:
-        """Why a request is not taken in. Decided before anything of it is copied."""
+        """Why a request is not accepted; None: it is. Decided before anything of it is copied."""
         rid, num_prompt = message.rid, len(message.prompt_ids) // 4
         if any(rid + i in open_rids for i in range(message.n)):
             return Failed(rid, "internal", "Two requests have the same number.")
@@ -41,7 +39,7 @@ class Admission(Struct, frozen=True):
             )
             return Failed(rid, "invalid_request", detail)
         is_full = len(waiting) + message.n > self.max_queued_requests
-        # One that was taken in before and then lost has waited already.
+        # A request that was accepted before and then lost has waited already.
         if (is_full or waiting.num_tokens + price > self.max_queued_tokens) and not message.attempt:
             detail = f"{len(waiting)} requests with {waiting.num_tokens} tokens are waiting already; try again later."
             return Failed(rid, "queue_full", detail)

@@ -1,4 +1,4 @@
-"""Names for what a KV block holds, so that equal prefixes can be found again.
+"""Keys for the content of KV blocks, so that equal prefixes can be found again.
 
 A block's key is SHA-256 over its parent's key and its own token ids; the first parent is a root made of everything
 else that the KV depends on. Equal keys therefore mean equal prefixes, from the first token on, of the same owner.
@@ -8,8 +8,8 @@ from hashlib import sha256
 
 
 def root_key(model: bytes, salt: bytes, adapter: bytes = b"") -> bytes:
-    """The parent of every first block: who the model is, which adapter changes its weights (none can yet), and whose
-    prefix this is."""
+    """The parent key of every first block: names the model, the adapter (none is supported yet) and, by `salt`, the
+    owner of the prefix."""
     parts = (len(part).to_bytes(8, "little") + part for part in (model, adapter))
     return sha256(b"".join(parts) + salt).digest()
 

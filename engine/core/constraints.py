@@ -1,7 +1,8 @@
-"""The requests that follow a grammar, as the scheduler sees them: what they drew, and the masks that came back.
+"""Constrained requests: what they sampled, for the grammar process, and the masks that it sends back.
 
-The grammar process reads each token before it says what may come next, so such a request draws one token at a time:
-it is planned to draw only once the mask for that very position is here (`Request.num_allowed`). Prompts go ahead.
+The grammar process must read each token before it can say what may follow, so such a request samples one token at a
+time: a plan samples from it only when the mask for that position has come (`Request.num_allowed`). Its prompt is
+computed before.
 """
 
 from array import array
@@ -12,24 +13,24 @@ from .request import Request
 
 
 class Constraints:
-    """What the grammar process has not been told yet."""
+    """Tokens and ends of constrained requests that were not sent to the grammar process yet."""
 
     def __init__(self) -> None:
         self._rids = array("q")
         self._ids = array("i")
         self._ended = array("q")
 
-    def draw(self, rid: int, token: int) -> None:
+    def sampled(self, rid: int, token: int) -> None:
         """A constrained request goes on with this token."""
         self._rids.append(rid)
         self._ids.append(token)
 
     def end(self, rid: int) -> None:
-        """It is over, whatever the reason."""
+        """It has ended, for whatever reason."""
         self._ended.append(rid)
 
     def take(self) -> Sampled | None:
-        """Everything since the last call, if there is anything."""
+        """Everything since the last call; None: nothing."""
         if not self._rids and not self._ended:
             return None
         sampled = Sampled(self._rids.tobytes(), self._ids.tobytes(), self._ended.tobytes())
@@ -38,7 +39,8 @@ class Constraints:
 
 
 def allow(message: Masks, requests: Mapping[int, Request]) -> Iterator[tuple[Request, Tokens | Failed]]:
-    """Gives requests their masks. Those that end by it, and how. Whoever has ended meanwhile needs no mask."""
+    """Gives requests their masks. Yields those that end by it with their terminal messages. Requests that have ended
+    meanwhile are skipped."""
     rids = memoryview(message.rids).cast("q")
     size = len(message.bits) // len(rids) if rids else 0
     for i, rid in enumerate(rids):
@@ -61,5 +63,5 @@ def allow(message: Masks, requests: Mapping[int, Request]) -> Iterator[tuple[Req
 
 
 def _leaves_any(mask: bytes, allowed: Collection[int]) -> bool:
-    """Whether a mask has one of these tokens; without any of them everything is allowed."""
+    """Whether a mask allows one of these tokens; no tokens: all are allowed."""
     return not allowed or any(mask[token >> 3] >> (token & 7) & 1 for token in allowed)

@@ -1,28 +1,27 @@
-"""What a step costs: a model of its milliseconds, learnt from every step.
+"""What a step costs: a model of its milliseconds, learnt from the steps that ran.
 
     ms ≈ c0 + c1·rows + c2·context + c3·prefill + c4·pairs
 
-with rows and their context (positions read) of those that compute one position, prefill the positions of the others,
-and pairs the query–key pairs of their attention. The coefficients come from least squares over all steps with
-exponential forgetting, so the model follows a machine that gets busier. They are solved from the normal equations,
-which no rounding can drive apart, however long the service. Plain numbers in, plain numbers out: the scheduler that
-asks it stays deterministic.
+`rows` are those that compute one position, `context` the positions that they read, `prefill` the positions of the other
+rows, and `pairs` the query–key pairs of their attention. The coefficients come from least squares over all steps with
+exponential forgetting, so the model follows a machine that gets busier. They are solved from the normal equations, so
+rounding errors do not add up, however long the service. The model is deterministic, as the scheduler must be.
 """
 
 from typing import NamedTuple
 
 _FORGETTING = 0.995  # weight of the past at each step: a memory of some 200 steps
-_RIDGE = 1e-2  # how much what was believed counts, in scaled steps
+_RIDGE = 1e-2  # weight of the coefficients before, in scaled steps
 _SCALES = (1.0, 0.01, 1e-4, 1e-3, 1e-6)  # bring the features to one magnitude
 _MIN_OBSERVED = 4  # steps with prefill before predictions are trusted
 
 
 CAUTIOUS = 1 / 3
-"""What share of guesses has to come true while nothing is known of their cost."""
+"""Share of draft tokens that must be accepted while nothing is known of their cost."""
 
 
 class Work(NamedTuple):
-    """What a step computes."""
+    """What a step computes, as the model sees it."""
 
     rows: int  # that compute one position
     context: int  # positions that they read
@@ -34,7 +33,7 @@ NO_WORK = Work(0, 0, 0, 0)
 
 
 class CostModel:
-    """Learns from steps that ran; predicts steps that might."""
+    """Learns from steps that ran; predicts other steps."""
 
     def __init__(self) -> None:
         n = len(_SCALES)
@@ -46,7 +45,7 @@ class CostModel:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its predictions can be trusted."""
+        """It has seen enough steps to predict others."""
         return self.num_prefill_steps >= _MIN_OBSERVED
 
     def observe(self, work: Work, ms: float) -> None:
@@ -67,13 +66,13 @@ class CostModel:
         return sum(max(0.0, c) * v * s for c, v, s in zip(self._coefficients, x, _SCALES, strict=True))
 
     def predict_more(self, work: Work) -> float:
-        """Milliseconds that this work adds to a step that is made anyway."""
+        """Milliseconds that this work adds to a step."""
         return self.predict(work) - self.predict(NO_WORK)
 
     def break_even(self, work: Work) -> float:
-        """The share of guessed tokens that must come true, so that computing them after `work` takes no longer than as
-        many tokens more in steps of their own. Few rows share the weights that a step reads and may guess freely; for
-        many each position has its price. `CAUTIOUS` until steps were seen."""
+        """The share of draft tokens that must be accepted, so that computing them with `work` takes no longer than
+        sampling as many tokens in steps of their own. Beside few rows, whose step is the time of reading the weights, a
+        draft token costs little; beside many it costs what any position does. `CAUTIOUS` until steps were seen."""
         work = Work(work.rows, work.context, 0, 0)
         ms = self.predict(work)
         more = self.predict(with_draft_tokens(work, work.rows)) - ms
@@ -82,7 +81,7 @@ class CostModel:
     def longest_chunk(self, beside: Work, past: int, target_ms: float, limit: int) -> int:
         """The most positions of one row, `past` of it computed, that keep a step with `beside` below `target_ms`.
 
-        Never more than twice what was ever observed: far from its data the model is only a guess.
+        Never more than twice the most that was observed: far from its data the model is not reliable.
         """
         low, high = 0, min(limit, 2 * self._most_prefill)
         while low < high:
@@ -94,8 +93,8 @@ class CostModel:
         return low
 
     def _solve(self) -> None:
-        """The least squares coefficients, held back a little towards those believed before: what no step has told apart
-        for long stays as it was. The matrix is symmetric and, with that, positive definite: no pivots are needed."""
+        """The least squares coefficients, pulled a little towards those before: a coefficient that recent steps do not
+        determine stays as it was. This also makes the symmetric matrix positive definite, so no pivots are needed."""
         n = len(_SCALES)
         rows = [
             [*row, t + _RIDGE * c] for row, t, c in zip(self._products, self._times, self._coefficients, strict=True)
@@ -114,8 +113,8 @@ class CostModel:
 
 
 def with_draft_tokens(work: Work, num: int) -> Work:
-    """`work` whose rows computed `num` guessed positions more. Each reads as much as the one before it; nobody can tell
-    beforehand how many there will be, so what is predicted is a step without them."""
+    """`work` whose rows computed `num` draft tokens in addition. Each reads as much as an average row. Their number is
+    known only afterwards, so predictions are of steps without them."""
     return work._replace(rows=work.rows + num, context=work.context + num * (work.context // max(1, work.rows)))
 
 

@@ -1,4 +1,4 @@
-"""When requests give up waiting for their first step."""
+"""When waiting requests time out."""
 
 from collections.abc import Container, Iterator, Sized
 from heapq import heapify, heappop, heappush
@@ -24,13 +24,13 @@ class Deadlines:
         return self._heap[0][0] if self._heap else None
 
     def put(self, at: float, rid: int, open: _Open) -> None:
-        """`open`: who may still care; most have ended long before their time."""
+        """`open`: the requests that have not ended; deadlines of all others are dropped now and then."""
         heappush(self._heap, (at, rid))
         if len(self._heap) > 2 * len(open) + 64:
             self._heap = [deadline for deadline in self._heap if deadline[1] in open]
             heapify(self._heap)
 
     def take_due(self, now: float) -> Iterator[int]:
-        """The rids whose time has come, each once."""
+        """The rids whose deadline has passed, each once."""
         while self._heap and self._heap[0][0] <= now:
             yield heappop(self._heap)[1]

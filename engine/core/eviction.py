@@ -1,11 +1,11 @@
-"""Which block a full tier gives up next.
+"""Which block a full tier evicts next.
 
 `EvictionQueue` knows the blocks of one tier by key and place, and keeps two rules whatever the policy: a pinned block
-stays, and a block stays as long as one that follows it is there, because the latter is of no use without it. Among the
-rest a `Ranking` says what is worth least; of equals the one that was used longest ago goes, and of one sequence its
-tail before its head. Every operation costs O(log n), spread over many.
+stays, and a block stays as long as a block that follows it is there, which would be of no use without it. Of the other
+blocks the one of least rank is evicted; of equal ranks the one that was used longest ago, and of one sequence the tail
+before the head. Every operation costs amortized O(log n).
 
-Which block follows which is known from `added` and `used`; a block whose predecessor was never named has none.
+`added`, `touched` and `used` say which block follows which; a block whose predecessor was never named has none.
 """
 
 from collections.abc import Sequence
@@ -14,69 +14,63 @@ from typing import Literal, NamedTuple, Protocol
 
 EvictionName = Literal["lru", "lfu", "cost"]
 
-_EVEN = 256  # the place where reading back all that came before costs about as much as the rest of a block's work
-_SLACK = 64  # outdated entries that a heap may have beside as many as there are blocks
+_EVEN = 256  # the place at which attention to all earlier blocks costs about as much as the rest of a block's work
+_SLACK = 64  # outdated entries that a heap may have in addition to one for each block
 
 
 class Ranking(Protocol):
-    """What a block is worth keeping for. It may only grow from use to use."""
+    """The worth of blocks. It must not shrink from use to use."""
 
     def rank(self, place: int, uses: int) -> float:
-        """Of block `place` of its sequence, from 0, that was used so many times, at this moment."""
+        """The rank, now, of block `place` of a sequence, from 0, that was used `uses` times."""
 
     def evicted(self, rank: float) -> None:
-        """A block of this rank was given up."""
+        """A block of this rank was evicted."""
 
 
 class Lru:
-    """All are worth the same, so the one used longest ago goes."""
+    """All ranks are equal, so the block that was used longest ago is evicted."""
 
     def rank(self, place: int, uses: int) -> float:
-        """See `Ranking`."""
         return 0.0
 
-    def evicted(self, rank: float) -> None:
-        """See `Ranking`."""
+    def evicted(self, rank: float) -> None: ...
 
 
 class Lfu:
-    """What was used most often is worth most."""
+    """A block that was used more often ranks higher."""
 
     def rank(self, place: int, uses: int) -> float:
-        """See `Ranking`."""
         return float(uses)
 
-    def evicted(self, rank: float) -> None:
-        """See `Ranking`."""
+    def evicted(self, rank: float) -> None: ...
 
 
 class CostAware:
-    """A block is worth what it costs to compute again, and that grows with its place: attention reads all before it.
+    """A block ranks by what it costs to compute again, which grows with its place: attention reads all blocks before.
 
-    What is not used loses worth as others are given up: a rank counts from the highest that was ever given up
-    (GreedyDual), so a dear block outlives cheap ones for a while, not for ever.
+    Unused blocks lose worth as others are evicted: a rank counts from the highest rank that was ever evicted
+    (GreedyDual), so an expensive block outlives cheap ones for a while, but not for ever.
     """
 
     def __init__(self) -> None:
         self._floor = 0.0
 
     def rank(self, place: int, uses: int) -> float:
-        """See `Ranking`."""
         return self._floor + 1.0 + place / _EVEN
 
     def evicted(self, rank: float) -> None:
-        """See `Ranking`."""
         self._floor = max(self._floor, rank)
 
 
 RANKINGS: dict[str, type[Lru] | type[Lfu] | type[CostAware]] = {"lru": Lru, "lfu": Lfu, "cost": CostAware}
 """By the name of the option."""
 
-_Worth = tuple[float, int, int]  # rank, when it was used last, minus its place: the least goes first
+_Worth = tuple[float, int, int]  # (rank, when it was used last, minus its place): the least is evicted first
 
 
 class Victim(NamedTuple):
-    """A block that was given up."""
+    """A block that was evicted."""
 
     key: bytes
     place: int
@@ -93,14 +87,14 @@ class _Block:
 
 
 class EvictionQueue:
-    """The blocks of one tier in the order in which they go."""
+    """The blocks of one tier in the order of their eviction."""
 
     def __init__(self, ranking: Ranking) -> None:
         self._ranking = ranking
         self._blocks: dict[bytes, _Block] = {}
-        self._children: dict[bytes, set[bytes]] = {}  # key → blocks of the tier that follow it; it may be elsewhere
+        self._children: dict[bytes, set[bytes]] = {}  # key, of any tier → blocks of this tier that follow it
         self._pins: dict[bytes, int] = {}  # key → how many times it is pinned; it may have been removed since
-        self._heap: list[tuple[_Worth, bytes]] = []  # all blocks that may go, and outdated entries
+        self._heap: list[tuple[_Worth, bytes]] = []  # all blocks that may be evicted, and outdated entries
         self._age = 0
 
     def __len__(self) -> int:
@@ -110,11 +104,11 @@ class EvictionQueue:
         return key in self._blocks
 
     def keys(self) -> list[bytes]:
-        """Of all its blocks."""
+        """The keys of all its blocks."""
         return list(self._blocks)
 
     def added(self, key: bytes, place: int, parent: bytes | None = None, uses: int = 0) -> None:
-        """A block that was not there. `parent`: the key of the block before it, if there is one and it is known."""
+        """Adds a block. `parent`: the key of the block before it, if there is one and it is known."""
         assert key not in self._blocks, key.hex()
         self._blocks[key] = block = _Block(place)
         block.uses = uses
@@ -123,14 +117,14 @@ class EvictionQueue:
         self._value(key, block)
 
     def touched(self, key: bytes, parent: bytes | None = None) -> None:
-        """A block that is there counts as recent, but not as used. `parent` as in `added`."""
+        """Counts a block as recent, but not as used. `parent` as in `added`."""
         block = self._blocks[key]
         self._link(key, block, parent)
         self._age += 1
         self._value(key, block)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """A sequence was served whose first blocks these are, from block 0 on. Some of them may not be there."""
+        """A sequence was served that begins with these blocks. Some of them may not be in the tier."""
         self._age += 1
         for i in range(len(keys) - 1, -1, -1):
             if (block := self._blocks.get(keys[i])) is not None:
@@ -139,7 +133,7 @@ class EvictionQueue:
                 self._value(keys[i], block)
 
     def pin(self, key: bytes) -> None:
-        """It stays until `unpin` was called as often."""
+        """The block stays until `unpin` was called as often."""
         self._pins[key] = self._pins.get(key, 0) + 1
         if (block := self._blocks.get(key)) is not None:
             self._uncover(block.parent)
@@ -153,7 +147,7 @@ class EvictionQueue:
                 self._push(key, block)
 
     def removed(self, key: bytes) -> None:
-        """It is no longer there, pinned or not."""
+        """The block is no longer in the tier, pinned or not."""
         block = self._blocks.pop(key)
         if block.parent is not None:
             siblings = self._children[block.parent]
@@ -163,7 +157,7 @@ class EvictionQueue:
             self._uncover(block.parent)
 
     def evict(self) -> Victim | None:
-        """Removes the block that is to go next. None: all are pinned, or there are none."""
+        """Removes the block that is evicted next. None: all are pinned, or there are none."""
         while self._heap:
             worth, key = self._heap[0]
             block = self._blocks.get(key)
@@ -179,11 +173,11 @@ class EvictionQueue:
         return None
 
     def _is_followed(self, key: bytes) -> bool:
-        """Whether a block that follows it would be left behind."""
+        """Whether a block that is not pinned follows it."""
         return any(child not in self._pins for child in self._children.get(key, ()))
 
     def _uncover(self, key: bytes | None) -> None:
-        """A block that follows it has gone or was pinned."""
+        """A block that followed it was removed or pinned."""
         if key is not None and (block := self._blocks.get(key)) is not None and not self._is_followed(key):
             self._push(key, block)
 

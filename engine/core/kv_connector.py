@@ -1,12 +1,12 @@
 """What the scheduler asks of a KV connector: the core half, without torch.
 
 A connector keeps KV of full blocks somewhere behind the device, names it by the same keys as the prefix cache, and
-brings it back. Names and meanings follow vLLM's V1 connector where it has them, with these differences:
+loads it again. Names and meanings follow vLLM's V1 connector where it has them, with these differences:
 
-- A request is computed only once its load is known to be over, so a load that fails is recomputed and never read. The
-  second value of `get_num_new_matched_tokens` is therefore no promise that others rely on; see the worker half.
-- No parameter of a connector comes from a client's request; what is found is found by key.
-- `blocks_evicted` is pagewire's own: the device's prefix cache gives blocks up, and a tier may keep them.
+- A request is computed only once its load is known to be over, so blocks that failed to load are computed and never
+  read. Nothing depends on the second value of `get_num_new_matched_tokens`; see the worker half.
+- No parameter of a connector comes from a client's request; KV is found by key only.
+- `blocks_evicted` is pagewire's own: the device's prefix cache evicts blocks, and a tier may keep them.
 
 Every method is called by the scheduler's thread, between steps, and must not block.
 """
@@ -22,7 +22,7 @@ class KvRequest(Protocol):
     """What a connector may know of a request."""
 
     rid: int
-    ids: "array[int]"  # prompt, and output as far as it is known
+    ids: "array[int]"  # prompt, and output that was applied
     num_computed: int  # leading positions whose KV is in its blocks
 
     def block_keys(self, num: int, block_size: int) -> list[bytes]:
@@ -30,7 +30,7 @@ class KvRequest(Protocol):
 
 
 class Evicted(NamedTuple):
-    """A block that leaves the device's prefix cache. Its content is there until the next plan has been carried out."""
+    """A block that leaves the device's prefix cache. Its content is there until the next plan runs."""
 
     block: int
     key: bytes
@@ -39,7 +39,7 @@ class Evicted(NamedTuple):
 
 
 class KvEvent(NamedTuple):
-    """What a tier holds has changed."""
+    """The content of a tier has changed."""
 
     stored: bool  # else removed
     keys: tuple[bytes, ...]
@@ -62,27 +62,28 @@ class CoreConnector(Protocol):
         on. Not called when nothing is to be loaded."""
 
     def build_connector_meta(self) -> bytes:
-        """What the worker half must do with the next plan, and forgets it here. Empty: nothing."""
+        """What the worker half must do with the next plan; handed over once. Empty: nothing."""
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
         """A request has ended and no plan in flight touches it; its KV is whole as far as `num_computed`. True: its
-        blocks stay until `Transferred.sent` names it. False: they may be given to others by the next plan, whose
-        metadata is still in time to read them."""
+        blocks stay until `Transferred.sent` names it. False: the next plan may give them to other requests, and its
+        metadata can still have them read first."""
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """The plan being made gives these blocks to others. A tier that wants them reads them with that plan."""
+        """The plan under construction gives these blocks to other requests. A tier that wants their content reads it
+        with that plan."""
 
     def update_connector_output(self, output: Transferred) -> None:
         """What the worker half reported."""
 
     def take_events(self) -> list[KvEvent]:
-        """What its tiers stored and removed since the last call, which was at the plan before or since."""
+        """What its tiers stored and removed since the last call. Called with each plan, or more often."""
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
         """For metrics."""
 
     def reset(self) -> None:
-        """The worker was replaced: what only its memory held is gone, and nothing is under way."""
+        """The worker was replaced: KV that only its memory held is lost, and nothing is under way."""
 
     def close(self) -> None:
-        """Lets go of files and sockets."""
+        """Closes files and sockets."""

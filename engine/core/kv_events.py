@@ -1,8 +1,8 @@
-"""What the scheduler tells routers about cached KV: which blocks have become findable, and which no longer are.
+"""The scheduler's events for routers: which KV blocks can be found in a cache, and which no longer can.
 
-Facts in the engine's own words. `procs/kv_events.py` gives them the shape in which they leave the engine. Keys are
-those of the prefix cache (`block_hash.py`): 32 bytes that name a block and everything before it, the request's salt and
-the model included, so equal keys mean equal KV.
+`procs/kv_events.py` gives them the format in which they leave the engine. Keys are those of the prefix cache
+(`block_hash.py`): 32 bytes that name a block and everything before it, the request's salt and the model included, so
+equal keys mean equal KV.
 """
 
 from msgspec import Struct
@@ -17,28 +17,28 @@ class Stored(Struct, frozen=True):
     """Consecutive full blocks of one sequence can now be found."""
 
     keys: tuple[bytes, ...]  # in the order of the sequence
-    parent: bytes | None  # key of the block before the first; None: the sequence starts here, or it is not known
+    parent: bytes | None  # key of the block before the first; None: there is none, or it is not known
     ids: bytes  # int32 of all their tokens, `len(keys) * block_size` of them; b"" where the tier knows keys only
     block_size: int  # tokens of one block
     tier: str = DEVICE
 
 
 class Removed(Struct, frozen=True):
-    """These blocks can no longer be found in that tier."""
+    """These blocks can no longer be found in the tier."""
 
     keys: tuple[bytes, ...]
     tier: str = DEVICE
 
 
 class Cleared(Struct, frozen=True):
-    """Everything that was told before is to be forgotten: the engine has just started, with an empty device."""
+    """All events before this one are void: the engine has just started, with an empty device."""
 
 
 KvCacheEvent = Stored | Removed | Cleared
 
 
 def event_of_tier(block_size: int, event: KvEvent) -> KvCacheEvent:
-    """What a connector tells of a tier behind the device."""
+    """The event for a connector's event about a tier behind the device."""
     if event.stored:
         return Stored(event.keys, None, b"", block_size, event.tier)
     return Removed(event.keys, event.tier)

@@ -1,7 +1,7 @@
-"""KV that a connector brings from behind the device: what is under way, and whether it pays.
+"""KV that a connector loads from behind the device: what is under way, and whether it pays.
 
 A request whose load is under way holds its row and blocks and computes nothing. A block that could not be loaded is
-computed instead, so a load that fails costs time and nothing else.
+computed instead, so a load that fails costs only time.
 """
 
 from itertools import islice
@@ -11,24 +11,25 @@ from .cost import NO_WORK, CostModel, with_chunk
 from .kv_connector import CoreConnector
 from .request import Request
 
-_WEIGHT = 0.2  # of a load that took longer than expected in the running mean of what a block costs
+_WEIGHT = 0.2  # in the running mean of ms per block, of a load that took longer than the mean
 _MAX_REFUSED = 65_536  # keys
-_LONG = 1024  # positions
-_DOUBT = 0.98  # what a load that was not worth its while does to that mean, so that it is tried again one day
+_LONG = 1024  # positions of a prefix for which `keeps` is decided
+_DOUBT = 0.98  # factor on that mean for each load that is not tried because of it, so that it is tried again one day
 
 
 class Loads:
-    """Everything that the connector fills for requests that wait for it."""
+    """The loads of all requests."""
 
     def __init__(self, connector: CoreConnector, cost: CostModel, block_size: int) -> None:
         self._connector = connector
         self._cost = cost
         self._block_size = block_size
-        self._requests: dict[int, tuple[Request, tuple[bytes, ...]]] = {}  # rid → whose load is under way, and its keys
-        self._ms_per_block: float | None = None  # nothing was loaded yet
+        # rid → request whose load is under way, and keys of its blocks
+        self._requests: dict[int, tuple[Request, tuple[bytes, ...]]] = {}
+        self._ms_per_block: float | None = None  # None: nothing was loaded yet
         self.keys: set[bytes] = set()  # of all blocks under way
         self._refused: dict[bytes, None] = {}  # keys of blocks that are not to be loaded, the oldest first
-        self.asks_again = False  # the connector has not made up its mind about somebody
+        self.asks_again = False  # the connector has not decided about a request
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -58,11 +59,11 @@ class Loads:
         self._connector.update_state_after_alloc(request, request.blocks, request.num_loading * self._block_size)
 
     def finish(self, message: Transferred) -> list[tuple[Request, int]]:
-        """(request, how many of its blocks were loaded before the first that was not) of each load that is over."""
+        """(request, how many of its blocks were loaded before the first that failed) for each load that is over."""
         if message.num_blocks:
             ms = message.load_ms / message.num_blocks
             mean = self._ms_per_block
-            # Good news counts at once: trying again what does not pay costs little, never trying it costs much.
+            # A fast load counts at once: a load that does not pay costs little, never loading again costs much.
             self._ms_per_block = ms if mean is None or ms < mean else mean + _WEIGHT * (ms - mean)
         failed = set(bytes_to_ids(message.failed_blocks))
         done = []
@@ -75,25 +76,25 @@ class Loads:
         return done
 
     def refuse(self, request: Request) -> None:
-        """What is stored of this request is worth nothing."""
+        """What is stored of this request is bad: do not load it again."""
         full = min(request.num_planned, len(request.ids)) // self._block_size
         self._refused.update(dict.fromkeys(request.block_keys(full, self._block_size)))
         for key in list(islice(self._refused, max(0, len(self._refused) - _MAX_REFUSED))):
             del self._refused[key]
 
     def requests(self) -> list[Request]:
-        """Whose loads are under way."""
+        """Those whose loads are under way."""
         return [request for request, _ in self._requests.values()]
 
     def forget(self) -> list[Request]:
-        """The worker that carried them out is gone. Whose they were."""
+        """Drops all loads, because their worker died. Returns their requests."""
         requests = self.requests()
         self._requests.clear()
         self.keys.clear()
         return requests
 
     def ms_to_load(self, num_blocks: int) -> float | None:
-        """What it would cost; None if nothing is known."""
+        """Milliseconds to load so many blocks; None if nothing is known."""
         return None if self._ms_per_block is None else self._ms_per_block * num_blocks
 
     @property

@@ -1,9 +1,9 @@
-"""Steps that the device had no memory for: they are taken back, and steps are smaller for a while.
+"""Steps that the device had no memory for: they are taken back, and later steps are smaller for a while.
 
-The worker has dropped the rows of such a plan and of every later one that was made before the core knew, because those
-went on from where it would have ended. What they would have computed counts for nothing: everybody in them keeps row
-and blocks, and is told of anew, as far as results say that it was computed. So every step that has memory brings
-somebody further, however many have none. Only who found blocks that were about to be filled has to start again.
+The worker has dropped the rows of such a plan, and those of every later plan that was made before the core knew,
+because these went on from where it would have ended. Nothing of these plans counts. Their requests keep row and blocks,
+and the worker is told of the rows again, as far as results say that they were computed. So every step that has memory
+makes progress, however many have none. Only requests that found blocks which these plans were to fill are preempted.
 """
 
 from collections import deque
@@ -19,11 +19,11 @@ from .request import Request, State
 from .request_table import RequestTable
 from .stats import Counters
 
-_MAX_TRIES = 3  # steps without memory in a row, before a request that has a step to itself is given up
+_MAX_TRIES = 3  # steps without memory in a row, until a request that is alone in a step fails
 
 
 class OomRecovery:
-    """Of one scheduler. Halves the budget of a step with each fault, and adds a token to it with each good step."""
+    """Halves the budget of a step with each fault, and adds a position to it with each good step."""
 
     def __init__(
         self, planner: Planner, table: RequestTable, pool: BlockPool, loads: Loads | None, counters: Counters
@@ -33,20 +33,20 @@ class OomRecovery:
         self._planner = planner
         self._loads = loads
         self._counters = counters
-        self._most = planner.budget
+        self._max_budget = planner.budget
         self._num_tries = 0  # faults since the last good step
-        self._lost_until = 0  # the last step that was in flight when a fault became known
-        self.is_untold = False  # the worker waits for a plan that was made with its fault in mind
+        self._lost_until = 0  # the last step that was in flight when a fault was reported
+        self.is_untold = False  # a fault was reported, and no plan was sent since
 
     def passed(self, flight: InFlight) -> None:
-        """A step had memory enough."""
-        if (self._num_tries or self._planner.budget < self._most) and flight.num_positions:
+        """A step had enough memory."""
+        if (self._num_tries or self._planner.budget < self._max_budget) and flight.num_positions:
             self._num_tries = 0
-            self._planner.budget = min(self._most, self._planner.budget + 1)
+            self._planner.budget = min(self._max_budget, self._planner.budget + 1)
 
     def take_back(self, flight: InFlight, later: deque[InFlight]) -> None:
         """The worker has dropped `flight`, the oldest plan in flight, and will drop the `later` ones."""
-        if flight.step > self._lost_until:  # else it is lost since an earlier one was
+        if flight.step > self._lost_until:  # else it was lost with an earlier step
             self._lose(flight, later)
             for i, lost in enumerate(later):
                 later[i] = lost.emptied()
@@ -69,15 +69,15 @@ class OomRecovery:
             self._table.end(first, Failed(first.rid, "unavailable", detail))
 
     def _set_back(self, touched: list[Request]) -> None:
-        """To what is known to be computed."""
+        """Sets these requests back to what is known to be computed."""
         size = self._planner.block_size
-        bad: set[int] = set()
+        bad: set[int] = set()  # blocks that were to be filled
         for request in touched:
             num = request.num_computed
             if request.asked.pooling is not None and request.wants_all:
-                num = 0  # the worker has forgotten what it has of the others
+                num = 0  # the worker has dropped the vectors of its earlier positions
             elif num == request.num_found:
-                num -= num % size  # nothing of it was applied, so what it was to copy is not there
+                num -= num % size  # no result of it was applied, so the copy of its last block may not have been made
             request.set_back(num)
             bad.update(request.blocks[num // size :])
         self._pool.forget(bad)

@@ -1,7 +1,7 @@
-"""What the detokenizer is to be told, collected in order.
+"""The messages for the detokenizer, collected in order.
 
-Nearly all news is tokens of a request and nothing else: it travels in two columns, without an object a token. All
-other news of a step follows in `TokenBatch.tokens`; a request is never in both.
+Most output of a step is tokens and nothing else: it is sent in two columns, without an object for each token. All other
+output of the step follows in `TokenBatch.tokens`; a request is never in both.
 """
 
 from array import array
@@ -12,7 +12,7 @@ Item = Opened | TokenBatch | Failed
 
 
 class OutputBuffer:
-    """A batch being filled, and everything before it."""
+    """A batch under construction, and everything before it."""
 
     def __init__(self) -> None:
         self._items: list[Item] = []
@@ -21,29 +21,29 @@ class OutputBuffer:
         self._ids = b""
 
     def set_columns(self, rids: "array[int]", ids: "array[int]") -> None:
-        """The tokens of these requests, in the batch that `close_batch` began; who has several stands there as often,
-        in a row. rids: int64; ids: int32."""
+        """Tokens of requests, for the batch under construction; `rids[i]` sampled `ids[i]`, and several tokens of a
+        request are adjacent. rids: int64; ids: int32."""
         assert not self._rids, "a batch has the columns of one step"
         self._rids, self._ids = rids.tobytes(), ids.tobytes()
 
     def add(self, tokens: Tokens) -> None:
-        """Any other news of one request that was opened."""
+        """Any other output of a request whose `Opened` was added."""
         self._tokens.append(tokens)
 
     def add_item(self, item: Opened | Failed) -> None:
-        """After everything so far."""
+        """Adds a message after everything so far."""
         self.close_batch()
         self._items.append(item)
 
     def close_batch(self) -> None:
-        """What follows may be about the same requests again."""
+        """Ends the batch under construction: what follows may be about the same requests again."""
         if self._tokens or self._rids:
             self._items.append(TokenBatch(tuple(self._tokens), self._rids, self._ids))
             self._tokens.clear()
             self._rids = self._ids = b""
 
     def take(self) -> list[Item]:
-        """Everything since the last call."""
+        """The messages since the last call."""
         self.close_batch()
         items, self._items = self._items, []
         return items

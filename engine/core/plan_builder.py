@@ -79,15 +79,9 @@ class PlanBuilder:
 
     def sent(self, step: int, learns: bool) -> InFlight:
         """What is to be remembered. `learns`: the cost model learns from this step."""
+        work = self.work if learns else None
         return InFlight(
-            step,
-            self.decodes,
-            self.others,
-            self.counts,
-            self.sample,
-            self.work if learns else None,
-            self.num_speculative,
-            self.speculate,
+            step, self.decodes, self.others, self.counts, self.sample, work, self.num_speculative, self.speculate
         )
 
     def finish(self, step: int, kv: bytes, extension: bytes, after_fault: bool) -> StepPlan:

@@ -1,8 +1,9 @@
 """Fills the plan of the next step: who computes how many positions, who gets blocks, who is preempted or admitted.
 
 Every running request has positions to compute up to the tokens it has, and one budget covers all rows. Rows that need a
-single position go first, so that a long prompt delays no stream by more than its chunk. The first in line that runs has
-a position in every plan and is never preempted while another can be; `docs/scheduling.md` draws a bound from it.
+single position go first, so that a long prompt delays no stream by more than its chunk. The first running request, in
+the policy's order, has a position in every plan and is not preempted while another can be; `docs/scheduling.md` derives
+a bound on waiting from it.
 """
 
 from . import decode_rows
@@ -22,7 +23,7 @@ _MIN_CHUNK = 16  # positions of a prompt that a step computes whatever the laten
 
 
 class Planner:
-    """Decides; what becomes of the builder is the scheduler's."""
+    """Fills plans; the scheduler sends them and applies their results."""
 
     def __init__(
         self,
@@ -41,9 +42,9 @@ class Planner:
         speculate: int,
         is_chunked: bool,
     ) -> None:
-        """`speculate`: positions that the worker may compute of a row's guessed tokens in a step; 0: none. Less than a
-        block, so that a row never needs two blocks at once for one token. `is_chunked`: a prompt may be computed in
-        pieces; if not, the budget of a step has room for the longest."""
+        """`speculate`: draft tokens that the worker may compute of a row in a step; 0: none. Less than a block, so that
+        a row never needs two blocks for one step. `is_chunked`: a prompt may be computed in chunks; if not, the budget
+        of a step must have room for the longest prompt."""
         assert 0 <= speculate < block_size, (speculate, block_size)
         self._table = table
         self._pool = pool
@@ -58,7 +59,7 @@ class Planner:
         self._itl_target_ms = itl_target_ms
         self._speculate = speculate
         self.is_chunked = is_chunked
-        self.break_even = CAUTIOUS  # see `StepPlan`; whoever learns what steps cost sets it
+        self.break_even = CAUTIOUS  # see `StepPlan`; the scheduler sets it as it learns what steps cost
 
     def build(self) -> PlanBuilder:
         """The next step, possibly empty."""
@@ -71,7 +72,7 @@ class Planner:
             self._loads.asks_again = False
         first = table.waiting.first()
         if first is not None and self._policy.may_interrupt and any(self._goes_before(first, r) for r in rest):
-            rest.sort(key=order(self._policy))  # it must not overtake those that stand before it as well
+            rest.sort(key=order(self._policy))  # it must not overtake requests that stand before it
         for request in rest:
             self._admit(builder, ahead_of=request)
             if builder.budget == 0:
@@ -82,8 +83,8 @@ class Planner:
         return builder
 
     def account(self, builder: PlanBuilder) -> None:
-        """The builder is sent: what it computes may be found, and who is served has got it."""
-        for request in builder.chunked:  # a single position fills a block only when its result is applied
+        """The plan is sent: the prefix cache may find what it computes, and its positions count for their tenants."""
+        for request in builder.chunked:  # the id of a single position is known only when its result is applied
             self._prefix.commit(request)
             if request.num_planned >= len(request.ids):
                 self._prefix.commit_beginning(request, len(request.ids) - 1)
@@ -94,8 +95,8 @@ class Planner:
                 self._policy.serve(request.queue_key, count)
 
     def _plan_decodes(self, builder: PlanBuilder) -> list[Request]:
-        """Plans the rows that need one position and no block: nearly every row of nearly every step. Returns the others
-        that have something to compute, the first in line first, then those with one position."""
+        """Plans the rows that need one position, with the blocks for it. Returns the other requests that have positions
+        to compute: the first in the policy's order, if it must be served now, then those with one position."""
         table = self._table
         running = table.running
         limit = builder.budget
@@ -104,13 +105,13 @@ class Planner:
             front = self._make_room(builder)
             running = sorted(table.running, key=order(self._policy))
             if front is not None and (front.num_planned >= front.fast_limit or front.num_total - front.num_planned > 1):
-                limit -= 1  # it is none of the rows below, and must have a position all the same
+                limit -= 1  # it is not among the rows below and must have a position
             elif (first := table.waiting.first()) is not None and self._goes_before(first, running[-1]):
                 limit -= 1
         elif (
             self._speculate
             and len(running) * (1 + self._speculate) + (len(table.waiting) > 0) <= limit
-            and all(request.num_total - request.num_planned <= 1 for request in running)  # else positions are dear
+            and all(request.num_total - request.num_planned <= 1 for request in running)  # else every position counts
         ):
             running = self._plan_speculative(builder, running)
         planned, others = decode_rows.plan(running, limit - len(builder.decodes))
@@ -176,8 +177,8 @@ class Planner:
         return others
 
     def _make_room(self, builder: PlanBuilder) -> Request | None:
-        """When blocks are short: preempts until the first in line can have its chunk and each row that needs one
-        position its block, as far as that is possible. Returns the first in line."""
+        """When blocks are short: preempts until the first request can have its chunk and each row that needs one
+        position its block, as far as that is possible. Returns the first request in the policy's order."""
         table = self._table
         working = [r for r in table.running if r.has_work]
         front = min(working, key=order(self._policy), default=None)
@@ -185,14 +186,14 @@ class Planner:
         def need(request: Request) -> int:
             num = request.num_computable - request.num_planned
             if num > 1 and request is not front:
-                return 0  # it takes what is left
+                return 0  # its chunk is as long as the blocks that are left allow
             return max(0, self._num_blocks(request.num_planned + min(num, builder.budget)) - len(request.blocks))
 
         total = sum(map(need, working))
         candidates = sorted((r for r in table.running if r.state is State.RUNNING), key=order(self._policy))
-        coming = sum(len(r.blocks) for r in table.running if r.state is State.LEAVING)
+        num_coming = sum(len(r.blocks) for r in table.running if r.state is State.LEAVING)
         while self._pool.num_free < total:
-            if coming and self._pool.num_free + coming >= total:
+            if num_coming and self._pool.num_free + num_coming >= total:
                 break  # they return when the steps in flight are applied
             victim = choose_victim(candidates, total, pool=self._pool, price=self._price)
             if victim is None:
@@ -201,12 +202,13 @@ class Planner:
             if victim.has_work:
                 total -= need(victim)
             table.preempt(victim)
-            coming += len(victim.blocks)  # none, if they have returned already
+            num_coming += len(victim.blocks)  # none, if they have returned already
             builder.preempted = True
         return front
 
     def _price(self, request: Request) -> float:
-        """What it costs to bring the KV of a preempted request back: computed again or, if that is cheaper, loaded."""
+        """Milliseconds to bring the KV of a preempted request back: to compute it again or, if cheaper, to load it. Its
+        positions while nothing is known of the cost."""
         if not self._cost.is_ready:
             return request.num_planned
         price = self._cost.predict_more(with_chunk(NO_WORK, 0, request.num_planned))
@@ -214,7 +216,7 @@ class Planner:
         return price if load_ms is None else min(price, load_ms)
 
     def _plan_rest(self, builder: PlanBuilder, request: Request) -> None:
-        """Plans a running request that needs a block or has more than one position, as far as blocks allow."""
+        """Plans a running request that was left by `_plan_decodes`, as far as blocks allow."""
         if not request.has_work:
             return
         have = (len(request.blocks) + self._pool.num_free) * self.block_size - request.num_planned
@@ -252,10 +254,10 @@ class Planner:
         builder.sample.append(int(samples))
 
     def _chunk(self, builder: PlanBuilder, past: int, num: int) -> int:
-        """How many of a prompt's next `num` positions, after `past` computed ones, go into this plan.
+        """How many of a request's next `num` positions, after `past` computed ones, go into this plan.
 
-        Beside streams that wait for their next token, as many as keep the step within the latency target; at least
-        `_MIN_CHUNK` for the first prompt of a step, so that every prompt gets on. Otherwise what the budget allows.
+        Beside decode rows, as many as keep the step within the latency target, but at least `_MIN_CHUNK` for the first
+        prompt of a step, so that prompts make progress. Otherwise as many as the budget allows.
         """
         if not self.is_chunked:
             return num if num <= builder.budget or not builder.num_rows else 0
@@ -278,49 +280,45 @@ class Planner:
         )
 
     def _admit(self, builder: PlanBuilder, ahead_of: Request | None = None) -> None:
-        """Takes waiting requests in, strictly in their order, while rows, blocks and budget last; with `ahead_of`, only
-        those that may interrupt that running one."""
+        """Admits waiting requests, strictly in their order, while rows, blocks and budget last; with `ahead_of`, only
+        those that may interrupt that running request."""
         table, loads, size = self._table, self._loads, self.block_size
         while builder.budget > 0 and (request := table.waiting.first()) is not None:
             if builder.preempted or table.num_leaving:
-                return  # those that leave come first
+                return  # preempted requests go before it, or their blocks are not free yet
             if ahead_of is not None and not self._goes_before(request, ahead_of):
                 return
             if not table.free_rows and not self._policy.may_interrupt:
                 return
             found = self._prefix.find(request)
             if not builder.fresh.isdisjoint(found.missing) or (loads and not loads.keys.isdisjoint(found.missing)):
-                return  # what it lacks is on its way: a later plan finds it
+                return  # its next block is being computed or loaded: a later plan finds it
             hits = found.blocks
             num_cached = len(hits) * size
             pinned = [] if found.source is None else [found.source]
             need = self._num_blocks(len(request.ids)) - len(hits)
-            reserve = len(table.running)  # every running row may want its next block soon
+            reserve = len(table.running)  # every running row may need its next block soon
             short = need + reserve - (self._pool.num_free - self._pool.num_idle(hits))
             if pinned and short + self._pool.num_idle(pinned) > 0:
                 found, pinned = found._replace(source=None, num_copied=0), []  # no room to copy from it
             if short > 0 or not table.free_rows:
-                victims = []
                 if self._policy.may_interrupt:
                     has_row = bool(table.free_rows)
-                    victims = choose_interrupted(table.running, request, short, has_row, self._pool, self._policy)
-                for victim in victims:  # they give up what is missing; the next plan admits the request
-                    table.preempt(victim)
+                    # They free what is missing; a later plan admits the request.
+                    for victim in choose_interrupted(table.running, request, short, has_row, self._pool, self._policy):
+                        table.preempt(victim)
                 return
-            external = 0
-            if loads is not None and self._prefix.enabled and not request.wants_all:
-                asked = loads.match(request, num_cached)
-                if asked is None:
-                    return
-                external = asked
-            num = 0
-            if not external:
-                copied = found.num_copied
-                num = self._chunk(builder, num_cached + copied, request.num_computable - num_cached - copied)
+            external = loads.match(request, num_cached) if loads is not None and not request.wants_all else 0
+            if external is None:
+                return
+            num, num_copied = 0, 0 if external else found.num_copied
+            if external:
+                pinned = []
+            else:
+                past = num_cached + num_copied
+                num = self._chunk(builder, past, request.num_computable - past)
                 if num == 0:
-                    return  # or its mask is on its way
-            num_copied = 0 if external else found.num_copied
-            pinned = [] if external else pinned
+                    return  # no budget, or its mask has not come
             self._pool.hold(hits + pinned)  # before others are allocated in their place
             blocks = hits + self._pool.allocate(self._num_blocks(num_cached + external + num_copied + num) - len(hits))
             table.admit(request, blocks, num_hits=len(hits), num_copied=num_copied, num_loading=external // size)

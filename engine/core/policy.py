@@ -1,7 +1,7 @@
-"""Who goes first: `fcfs`, `priority` or `fair`.
+"""Which request goes first: `fcfs`, `priority` or `fair`.
 
-Requests wait in lines, in each by arrival; a policy says which line a request joins and how the lines are ranked. It
-has no part in anything else, so a new policy is these few answers.
+Requests wait in queues, in each by arrival. A policy says which queue a request joins, named by its queue key, and how
+the queues are ranked.
 """
 
 from collections.abc import Hashable
@@ -12,12 +12,10 @@ from ...ipc.messages import Enqueue
 PolicyName = Literal["fcfs", "priority", "fair"]
 
 FAIR_QUANTUM = 1024
-"""Tokens that a tenant may be ahead of another before its running requests are interrupted for the other's."""
+"""Tokens by which a tenant must be ahead of another, at least, before the other interrupts its running requests."""
 
 
 class Policy(Protocol):
-    """See the head of the file."""
-
     counts_tokens: bool
     """Whether `serve` must be called."""
 
@@ -25,84 +23,76 @@ class Policy(Protocol):
     """Whether `interrupts` can ever be true."""
 
     def join(self, message: Enqueue) -> Hashable:
-        """The line of a request that arrives; called once for each."""
+        """The queue key of a request that arrives; called once for each."""
 
     def rank(self, queue_key: Hashable) -> int:
-        """Smaller goes first. May change as tokens are served."""
+        """The rank of a queue: the smallest goes first. May change as tokens are served."""
 
     def serve(self, queue_key: Hashable, num_tokens: int) -> None:
-        """So many tokens of a request of this line go into a step."""
+        """A step computes so many tokens of a request of this queue."""
 
     def leave(self, queue_key: Hashable) -> None:
-        """A request of this line has ended; called once for each."""
+        """A request of this queue has ended; called once for each."""
 
     def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
-        """Whether a waiting request of `queue_key` may preempt a running one of the key `running`. `num_tokens`:
-        what the waiting one has to compute, perhaps again, before it gets on."""
+        """Whether a waiting request of `queue_key` may preempt a running one of the key `running`. `num_tokens`: what
+        the waiting one must compute, perhaps again, before it samples its next token."""
 
 
 class Fcfs:
-    """One line."""
+    """One queue."""
 
     counts_tokens = False
     may_interrupt = False
 
     def join(self, message: Enqueue) -> Hashable:
-        """See `Policy`."""
         return None
 
     def rank(self, queue_key: Hashable) -> int:
-        """See `Policy`."""
         return 0
 
-    def serve(self, queue_key: Hashable, num_tokens: int) -> None:
-        """See `Policy`."""
+    def serve(self, queue_key: Hashable, num_tokens: int) -> None: ...
 
-    def leave(self, queue_key: Hashable) -> None:
-        """See `Policy`."""
+    def leave(self, queue_key: Hashable) -> None: ...
 
     def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
-        """See `Policy`."""
         return False
 
 
 class Priority(Fcfs):
-    """A line for each priority; the lower number goes first and interrupts."""
+    """A queue for each priority; the lower number goes first and interrupts."""
 
     may_interrupt = True
 
     def join(self, message: Enqueue) -> Hashable:
-        """See `Policy`."""
         return message.priority
 
     def rank(self, queue_key: Hashable) -> int:
-        """See `Policy`."""
         assert isinstance(queue_key, int)
         return queue_key
 
     def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
-        """See `Policy`."""
         return self.rank(queue_key) < self.rank(running)
 
 
 class Fair:
-    """A line for each tenant; who was served the fewest tokens goes first (virtual token counters, Sheng et al. 2024).
+    """A queue for each tenant. The tenant that was served the fewest tokens goes first: virtual token counters (Sheng
+    et al. 2024).
 
-    A tenant that comes back from idling starts level with the least served of those present, so nobody saves up; but
-    not below where it left, so nobody sheds what it was served by sending one request at a time.
+    A tenant that comes back from idling starts level with the least served of the tenants with open requests, so idling
+    saves nothing up; but not below its own count, so sending one request at a time does not reset it.
     """
 
     counts_tokens = True
     may_interrupt = True
 
     def __init__(self) -> None:
-        self._served: dict[Hashable, int] = {}  # tenant → tokens, computed and drawn; only of tenants with requests
+        self._served: dict[Hashable, int] = {}  # tenant with open requests → tokens, computed and sampled
         self._open: dict[Hashable, int] = {}  # tenant → its requests that have not ended
-        self._left: dict[Hashable, int] = {}  # tenant that went while ahead of others → tokens; until they catch up
-        self._floor = 0  # where the next tenant starts if nobody is present
+        self._left: dict[Hashable, int] = {}  # tenant without any, ahead of others → tokens; until they catch up
+        self._floor = 0  # where the next tenant starts if no other has open requests
 
     def join(self, message: Enqueue) -> Hashable:
-        """See `Policy`."""
         tenant = message.tenant
         if tenant not in self._open:
             level = min(self._served.values(), default=self._floor)
@@ -113,15 +103,12 @@ class Fair:
         return tenant
 
     def rank(self, queue_key: Hashable) -> int:
-        """See `Policy`."""
         return self._served[queue_key]
 
     def serve(self, queue_key: Hashable, num_tokens: int) -> None:
-        """See `Policy`."""
         self._served[queue_key] += num_tokens
 
     def leave(self, queue_key: Hashable) -> None:
-        """See `Policy`."""
         self._open[queue_key] -= 1
         if self._open[queue_key] == 0:
             del self._open[queue_key]
@@ -131,8 +118,7 @@ class Fair:
                 self._left[queue_key] = served
 
     def interrupts(self, queue_key: Hashable, running: Hashable, num_tokens: int) -> bool:
-        """See `Policy`."""
-        # Taking turns must bring everyone further than it costs to start again, or nobody would ever end.
+        # A turn must compute more than a restart costs, or two tenants could interrupt each other for ever.
         return self.rank(running) - self.rank(queue_key) > FAIR_QUANTUM + num_tokens
 
 

@@ -1,6 +1,6 @@
-"""Whom to preempt: when blocks run out, and when somebody of a better line waits.
+"""Which requests to preempt: when blocks run out, and when a request of a better rank waits.
 
-Pure choices over the running requests; the scheduler carries them out.
+Pure choices over the running requests; the planner carries them out.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,17 +13,17 @@ _NUM_CANDIDATES = 8  # running requests whose preemption is priced when blocks r
 
 
 def order(policy: Policy) -> Callable[[Request], tuple[int, int]]:
-    """A sort key for running requests: who goes first comes first."""
+    """A sort key for running requests: the policy's order, then arrival."""
     return lambda request: (policy.rank(request.queue_key), request.arrival)
 
 
 def choose_victim(
     candidates: Sequence[Request], need: int, *, pool: BlockPool, price: Callable[[Request], float]
 ) -> Request | None:
-    """Whom it costs least to preempt so that `need` blocks become free, among the last few of these, who are in order.
+    """The request that is cheapest to preempt so that `need` blocks become free, among the last few `candidates`.
 
-    The cost is the `price` of bringing its KV back, for each block that is wanted and freed. The first in line is never
-    taken, so somebody always gets on; None if it is alone.
+    The cost is the `price` of bringing its KV back, per block that is needed and freed. `candidates` are in the
+    policy's order; the first is never taken, so that one request always makes progress. None if it is alone.
     """
 
     def cost(request: Request) -> float:
@@ -36,9 +36,9 @@ def choose_victim(
 def choose_interrupted(
     running: Sequence[Request], request: Request, short: int, has_row: bool, pool: BlockPool, policy: Policy
 ) -> list[Request]:
-    """Running requests that the policy ranks so far behind the waiting `request` that it may have their place.
+    """Running requests that the policy allows the waiting `request` to interrupt, enough to make room for it.
 
-    `short`: blocks that are missing; `has_row`: whether a row is free. Empty if the whole of it cannot be had.
+    `short`: blocks that are missing; `has_row`: whether a row is free. Empty if they would not make enough room.
     """
     last = max(running, key=order(policy), default=None)
     if last is None or not policy.interrupts(request.queue_key, last.queue_key, len(request.ids)):

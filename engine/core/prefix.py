@@ -1,7 +1,7 @@
-"""The prefix cache: which blocks already hold the beginning of a request, and offering what a request has computed.
+"""The prefix cache: finds blocks that hold the beginning of a request, and offers the blocks that requests compute.
 
-Full blocks are shared. A block whose beginning alone fits is copied (copy-on-write): that is how the choices of one
-prompt, the beams of a search and the turns of a conversation go on from the last position of another.
+Full blocks are shared. A block of which only the beginning fits is copied (copy-on-write): so the choices of one
+prompt, the beams of a search and the turns of a conversation go on from the last position of another request.
 """
 
 from typing import NamedTuple
@@ -12,19 +12,19 @@ from .request import Request
 
 
 class Found(NamedTuple):
-    """The longest known beginning of a request; at least one position of it is left to compute."""
+    """The longest cached prefix of a request; at least one position is left to compute."""
 
     blocks: list[int]  # full ones, not yet held
     source: int | None  # a block whose first `num_copied` positions come after them, not yet held
     num_copied: int
-    missing: tuple[bytes, ...]  # whoever computes one of these brings it further
+    missing: tuple[bytes, ...]  # keys: if one of them is computed or loaded, the prefix gets longer
 
 
 NOTHING = Found([], None, 0, ())
 
 
 class PrefixCache:
-    """Over one pool."""
+    """The prefix cache of one pool."""
 
     def __init__(self, pool: BlockPool, *, block_size: int, enabled: bool, kv_events: bool) -> None:
         """`kv_events`: whether `take_events` is going to be called."""
@@ -36,7 +36,7 @@ class PrefixCache:
             pool.removed = []
 
     def find(self, request: Request) -> Found:
-        """What is there for a request that is to be admitted."""
+        """The cached prefix of a request that is to be admitted."""
         if not self.enabled or request.wants_all:
             return NOTHING
         size, pool = self._block_size, self._pool
@@ -47,7 +47,7 @@ class PrefixCache:
         whole = keys[num : num + 1]
         beginnings = request.partial_keys(num, min(size - 1, num_known - num * size), size)
         if num == len(keys) and len(request.ids) % size == 0:
-            whole = request.block_keys(num + 1, size)[num:]  # its last position is computed again in a copy
+            whole = request.block_keys(num + 1, size)[num:]  # copied but for its last position
         for num_copied in range(len(beginnings), 0, -1):
             source = pool.find(beginnings[num_copied - 1])
             if source is None and num_copied == size - 1 and whole:
@@ -57,7 +57,8 @@ class PrefixCache:
         return Found(blocks, None, 0, (*whole, *beginnings[-1:]))
 
     def upcoming(self, request: Request) -> list[bytes]:
-        """Keys of what the plan being made computes of a request, and of its prompt but for the last position."""
+        """Keys of the blocks that the plan under construction computes of a request: full ones, and the beginning that
+        ends before the last id."""
         if not self.enabled:
             return []
         size, num_ids = self._block_size, len(request.ids)
@@ -69,7 +70,8 @@ class PrefixCache:
     def commit(self, request: Request) -> None:
         """Offers its full blocks.
 
-        Those of the plan being made count as well: plans run in order, so whoever hits them is computed after them.
+        Those of the plan under construction count as well: plans run in order, so a request that finds them is computed
+        after them.
         """
         if not self.enabled:
             return
@@ -88,14 +90,14 @@ class PrefixCache:
                 self._events.append(Stored((keys[i],), parent, ids[i * size : (i + 1) * size].tobytes(), size))
 
     def commit_beginning(self, request: Request, num: int) -> None:
-        """Offers the block that its position `num` falls into, as far as before it."""
+        """Offers the block that holds position `num`, up to that position."""
         size = self._block_size
         if self.enabled and num % size and num <= len(request.ids):
             key = request.partial_keys(num // size, num % size, size)[-1]
             self._pool.register_partial(request.blocks[num // size], key)
 
     def take_events(self) -> list[KvCacheEvent]:
-        """What became known and unknown since the last call, in that order."""
+        """Blocks that can be found or no longer be found, since the last call, in order."""
         assert self._events is not None, "made without kv_events"
         self._note_removed()
         events, self._events = self._events, []

@@ -47,43 +47,13 @@ class Request:
     with draft tokens are in flight, `num_planned` and `num_total` are upper bounds: as if all of them were accepted.
     """
 
-    __slots__ = (
-        "arrival",
-        "asked",
-        "block_size",
-        "blocks",
-        "fast_limit",
-        "ids",
-        "is_constrained",
-        "is_open",
-        "is_poisoned",
-        "keys",
-        "mask",
-        "max_len",
-        "may_speculate",
-        "next_check",
-        "num_allowed",
-        "num_cached",
-        "num_committed",
-        "num_computed",
-        "num_found",
-        "num_in_flight",
-        "num_loading",
-        "num_needed",
-        "num_planned",
-        "num_prompt",
-        "num_prompt_logprobs",
-        "num_resumed",
-        "num_total",
-        "opened",
-        "queue_key",
-        "rid",
-        "root",
-        "row",
-        "state",
-        "stops",
-        "wants_all",
-    )
+    __slots__ = (  # noqa: SIM905  # in groups, as in `__init__`
+        "rid asked arrival queue_key block_size root is_constrained wants_all stops may_speculate "
+        "ids num_prompt num_resumed max_len num_needed keys num_allowed mask "
+        "state row blocks num_in_flight num_loading is_open is_poisoned "
+        "num_computed num_planned num_total num_found num_committed "
+        "opened num_cached num_prompt_logprobs fast_limit next_check"
+    ).split()
 
     def __init__(
         self,
@@ -421,19 +391,11 @@ class Request:
 
     def as_opened(self, num_resumed: int | None = None) -> Opened:
         """What the detokenizer is told first. `num_resumed`: of the output that it came with (default: all)."""
-        text = self.asked.text
-        first = 0 if text.prompt else max(0, self.num_prompt - _NUM_CONTEXT_IDS)
-        resumed = self.num_resumed if num_resumed is None else num_resumed
-        return Opened(
-            self.rid,
-            self.num_prompt,
-            self.num_cached,
-            self.ids[first : self.num_prompt].tobytes(),
-            text,
-            self.asked.times,
-            self.ids[self.num_prompt : self.num_prompt + resumed].tobytes(),
-            self.asked.resume_chars,
-        )
+        asked, num = self.asked, self.num_prompt
+        end = num + (self.num_resumed if num_resumed is None else num_resumed)
+        context = self.ids[0 if asked.text.prompt else max(0, num - _NUM_CONTEXT_IDS) : num].tobytes()
+        resumed = self.ids[num:end].tobytes()
+        return Opened(self.rid, num, self.num_cached, context, asked.text, asked.times, resumed, asked.resume_chars)
 
     def last_word(self, prompt_logprobs: RowLogprobs | None, vector: bytes) -> Tokens | Failed:
         """Its terminal message when its prompt is computed and nothing is to be generated."""

@@ -1,7 +1,7 @@
-"""Who is in: the requests that wait, in lines, and those that run, with their rows and blocks.
+"""The requests of a scheduler: those that wait, in queues, and those that run, with their rows and blocks.
 
-The one place where a request comes, is preempted, and goes. The in-flight rule lives here: row and blocks return to
-their pools only once a request has ended or been preempted *and* nothing in flight touches it.
+Requests are added, preempted and ended here and nowhere else. The in-flight rule: row and blocks return to their pools
+only once a request has ended or been preempted *and* nothing in flight touches it.
 """
 
 from bisect import bisect_left, insort
@@ -46,11 +46,11 @@ class RequestTable:
         self.requests: dict[int, Request] = {}  # every request that has not ended
         self.waiting = Waiting(policy)
         self.running: list[Request] = []  # by arrival: all that hold a row, and ended ones not yet swept
-        self.num_leaving = 0  # of them
+        self.num_leaving = 0  # of them, those that are LEAVING
         self.held: dict[int, list[int]] = {}  # ended rid → blocks that the connector still reads
         self._num_rows = num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
-        self._has_ended = False  # somebody in running
+        self._has_ended = False  # a request in running
 
     def join(self, request: Request) -> None:
         """A new request waits."""
@@ -65,13 +65,13 @@ class RequestTable:
         insort(self.running, request, key=_arrival)
 
     def sweep(self) -> None:
-        """Leaves out of `running` who has ended."""
+        """Removes ended requests from `running`."""
         if self._has_ended:
             self.running = [r for r in self.running if r.state is not State.ENDED]
             self._has_ended = False
 
     def end(self, request: Request, terminal: Tokens | Failed) -> None:
-        """The one way out: finished, cancelled or failed."""
+        """Ends a request: it has finished, was cancelled or failed. Its terminal message goes out."""
         if request.state is State.WAITING:
             self.waiting.remove(request)
         else:
@@ -90,30 +90,30 @@ class RequestTable:
 
     def allow(self, message: Masks) -> None:
         """The masks of constrained requests; those to which nothing can be added end."""
-        self._outputs.close_batch()  # it may have news of them
+        self._outputs.close_batch()  # it may have output of them
         for request, end in allow(message, self.requests):
             self.end(request, end)
 
     def preempt(self, request: Request) -> None:
-        """Its blocks go to others; it waits again in its old place with its output as part of the prompt."""
+        """Frees its row and blocks. It waits again in its old place, with its output as part of its prompt."""
         self._counters.num_preemptions += 1
         request.preempt()
         self.num_leaving += 1
         self.release_if_idle(request)
 
     def start_again(self, request: Request) -> None:
-        """It is preempted, and what steps in flight give of it counts for nothing."""
+        """Preempts a poisoned request; its results in flight do not count."""
         if request.state is State.RUNNING:
             request.preempt()
             self.num_leaving += 1
 
     def release_if_idle(self, request: Request) -> None:
-        """Something that touched it is over, or it has ended or was preempted."""
+        """Releases it if it has ended or was preempted and nothing in flight touches it any more."""
         if request.may_release:
             self.release(request)
 
     def release(self, request: Request) -> None:
-        """Gives row and blocks back, and a preempted request its place in the line. Nothing in flight touches it."""
+        """Takes row and blocks back; a preempted request waits again. Nothing in flight touches it."""
         was_preempted = request.state is State.LEAVING
         if request.row >= 0:
             kept = False
@@ -146,10 +146,10 @@ class RequestTable:
             self._pool.release(self.held.pop(rid))
 
     def mend(self) -> str | None:
-        """While nobody is in: what is wrong with rows and blocks, which are then counted anew. None: nothing."""
+        """While no request is open: what is wrong with rows and blocks, which are then counted again. None: nothing."""
         flaw = self._pool.flaw(self.held.values())
         if flaw is None and sorted(self.free_rows) != list(range(self._num_rows)):
-            flaw = f"{len(self.free_rows)} rows of {self._num_rows} are free and nobody is served"
+            flaw = f"{len(self.free_rows)} rows of {self._num_rows} are free while no request is open"
         if flaw is not None:
             self._counters.num_mended += 1
             self._pool.rebuild(self.held.values())
@@ -157,7 +157,8 @@ class RequestTable:
         return flaw
 
     def reset(self, touched: Iterable[Request]) -> None:
-        """Nothing is in flight, no KV is left, and whoever ran waits again. `touched`: by what was in flight."""
+        """All KV and everything in flight is lost; requests that ran wait again. `touched`: what was in flight touched
+        them."""
         holders = {id(r): r for r in (*touched, *self.running) if r.row >= 0}
         for request in holders.values():
             self._pool.release(request.blocks)

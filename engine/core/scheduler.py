@@ -11,6 +11,7 @@ Several plans may be in flight: a sampled token stays on the worker, so the next
 from array import array
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -51,6 +52,17 @@ from .stats import Counters
 
 _BEFORE_ALL = 2**40  # resumed requests stand before all others, among themselves as they came
 _LEARN_EVERY = 8  # steps; the cost model learns from each step with prefill
+
+
+class _Extras(NamedTuple):
+    """What a step reports of a row besides its tokens."""
+
+    logprobs: RowLogprobs | None = None
+    prompt_logprobs: RowLogprobs | None = None
+    vector: bytes = b""
+
+
+_NO_EXTRAS = _Extras()
 
 
 class Scheduler:
@@ -195,10 +207,13 @@ class Scheduler:
         tokens = bytes_to_ids(result.ids)
         nums = num_sampled(flight, result, len(tokens))
         self._learn(flight, result)
-        odd, single = (self._apply_drafted(flight, nums, tokens), tokens[sum(nums) :]) if nums else (set(), tokens)
+        odd: set[int] = set()  # rids of decode rows whose output is not just tokens
+        single = tokens  # of the rows without draft tokens
+        if nums:
+            odd, single = self._apply_drafted(flight, nums, tokens), tokens[sum(nums) :]
         if result.logprobs or (single and min(single) < 0):
             odd |= self._apply_odd_decodes(flight, single, result.logprobs)
-        elif len(flight.decodes) > len(nums):
+        else:
             odd |= self._apply_decodes(flight, single)
         rids, ids = decode_rows.columns(flight.decodes, nums, tokens, odd)
         if flight.others:
@@ -351,12 +366,13 @@ class Scheduler:
     def _apply_odd_decodes(
         self, flight: InFlight, tokens: "array[int]", logprobs: Mapping[int, RowLogprobs]
     ) -> set[int]:
-        """The same in a step with log-probabilities, or with a row whose numbers are not finite."""
+        """The same in a step with log-probabilities, or with a row whose numbers are not finite: a later step offers
+        what these rows have computed to the prefix cache."""
         first = flight.num_speculative
         return {
             request.rid
             for i, request in enumerate(flight.decodes[first:])
-            if not self._apply_row(request, 1, tokens[i : i + 1], logprobs.get(first + i))
+            if not self._apply_row(request, 1, tokens[i : i + 1], _Extras(logprobs.get(first + i)))
         }
 
     def _apply_others(
@@ -366,8 +382,8 @@ class Scheduler:
         rows = zip(flight.others, flight.counts, flight.sample, strict=True)
         for row, (request, count, num) in enumerate(rows, start=len(flight.decodes)):
             own, tokens = tokens[:num], tokens[num:]
-            prompt_logprobs, vector = result.prompt_logprobs.get(row), result.vectors.get(row, b"")
-            if self._apply_row(request, count, own, result.logprobs.get(row), prompt_logprobs, vector):
+            extras = _Extras(result.logprobs.get(row), result.prompt_logprobs.get(row), result.vectors.get(row, b""))
+            if self._apply_row(request, count, own, extras):
                 rids.append(request.rid)
                 ids.append(request.ids[-1])
 
@@ -384,15 +400,7 @@ class Scheduler:
             self.prefix.commit(request)
         return is_plain
 
-    def _apply_row(
-        self,
-        request: Request,
-        count: int,
-        tokens: "array[int]",
-        logprobs: RowLogprobs | None = None,
-        prompt_logprobs: RowLogprobs | None = None,
-        vector: bytes = b"",
-    ) -> bool:
+    def _apply_row(self, request: Request, count: int, tokens: "array[int]", extras: _Extras = _NO_EXTRAS) -> bool:
         """One row of a step: `count` positions were computed and `tokens` sampled, of which only the last may end the
         request. True: its output is these tokens and nothing else, and the caller delivers them."""
         is_plain, is_finite = False, not tokens or tokens[-1] >= 0
@@ -405,12 +413,12 @@ class Scheduler:
         else:
             start = request.num_computed
             request.apply(count, tokens if is_finite else tokens[:0])
-            if prompt_logprobs is not None:
-                prompt_logprobs = request.take_undelivered(start, prompt_logprobs)
+            if extras.prompt_logprobs is not None:
+                extras = extras._replace(prompt_logprobs=request.take_undelivered(start, extras.prompt_logprobs))
             if not tokens:
-                self._deliver_prompt(request, prompt_logprobs, vector)
+                self._deliver_prompt(request, extras)
             elif is_finite:
-                is_plain = self._deliver(request, tokens, logprobs, prompt_logprobs)
+                is_plain = self._deliver(request, tokens, extras)
             else:
                 if len(tokens) > 1:
                     self._add_tokens(request, tokens[:-1])
@@ -418,45 +426,33 @@ class Scheduler:
         self.table.release_if_idle(request)
         return is_plain
 
-    def _deliver_prompt(self, request: Request, prompt_logprobs: RowLogprobs | None, vector: bytes) -> None:
+    def _deliver_prompt(self, request: Request, extras: _Extras) -> None:
         """A part of its prompt was computed."""
         if not request.generates and request.num_computed == request.num_needed:
-            terminal = request.last_word(prompt_logprobs, vector)
+            terminal = request.last_word(extras.prompt_logprobs, extras.vector)
             if isinstance(terminal, Failed):
                 poison(request, self.pool, self._loads, self.table)
             if not request.starts_again:
                 self.table.end(request, terminal)
-        elif prompt_logprobs is not None:
-            self._outputs.add(Tokens(request.rid, b"", prompt_logprobs=prompt_logprobs))
+        elif extras.prompt_logprobs is not None:
+            self._outputs.add(Tokens(request.rid, b"", prompt_logprobs=extras.prompt_logprobs))
 
-    def _deliver(
-        self,
-        request: Request,
-        tokens: "array[int]",
-        logprobs: RowLogprobs | None,
-        prompt_logprobs: RowLogprobs | None,
-    ) -> bool:
+    def _deliver(self, request: Request, tokens: "array[int]", extras: _Extras) -> bool:
         """Tokens of it were applied. True: see `_apply_row`."""
         finish = request.finish_of(tokens[-1])
         if finish is not None:
             self.counters.num_output_tokens += len(tokens)
-            self._finish(request, finish, tokens, logprobs, prompt_logprobs)
+            self._finish(request, finish, tokens, extras)
             return False
         if request.is_constrained:
-            self.constraints.draw(request.rid, tokens[-1])
-        if logprobs is None and prompt_logprobs is None:
+            self.constraints.sampled(request.rid, tokens[-1])
+        if extras.logprobs is None and extras.prompt_logprobs is None:
             return True
-        self._add_tokens(request, tokens, logprobs, prompt_logprobs)
+        self._add_tokens(request, tokens, extras)
         return False
 
-    def _add_tokens(
-        self,
-        request: Request,
-        tokens: "array[int]",
-        logprobs: RowLogprobs | None = None,
-        prompt_logprobs: RowLogprobs | None = None,
-    ) -> None:
-        self._outputs.add(Tokens(request.rid, tokens.tobytes(), logprobs, prompt_logprobs))
+    def _add_tokens(self, request: Request, tokens: "array[int]", extras: _Extras = _NO_EXTRAS) -> None:
+        self._outputs.add(Tokens(request.rid, tokens.tobytes(), extras.logprobs, extras.prompt_logprobs))
         self.counters.num_output_tokens += len(tokens)
 
     def _finish(
@@ -464,15 +460,14 @@ class Scheduler:
         request: Request,
         finish: FinishReason,
         tokens: "array[int]",
-        logprobs: RowLogprobs | None = None,
-        prompt_logprobs: RowLogprobs | None = None,
+        extras: _Extras = _NO_EXTRAS,
         *,
         is_new: bool = True,
     ) -> None:
         """Its last tokens end it. `is_new`: they were not delivered before."""
         stop_token_id = tokens[-1] if tokens[-1] in request.asked.limits.stop_token_ids else None
         ids = tokens.tobytes() if is_new else b""
-        self.table.end(request, request.terminal(finish, ids, logprobs, prompt_logprobs, stop_token_id))
+        self.table.end(request, request.terminal(finish, ids, extras.logprobs, extras.prompt_logprobs, stop_token_id))
 
     def _end_early(self, rid: int, finish: FinishReason) -> None:
         if (request := self.table.requests.get(rid)) is not None:

@@ -1,7 +1,7 @@
-"""Guesses of next tokens: what may stand behind `--speculative`, and what a step's guesses came to.
+"""Draft tokens: what `--speculative` accepts, and how many draft tokens a step's result has accepted.
 
-Nothing is lost by a wrong guess but the time of computing it: a token is a function of its logits, the request's seed
-and its output position alone, so a guess is accepted if it is the very token that is drawn at its place.
+A wrong draft token costs only the time of computing it: a token is a function of its logits, the request's seed and its
+output position alone, so a draft token is accepted if it is the token that is sampled at its position.
 """
 
 from array import array
@@ -18,7 +18,7 @@ _one = array("i", [1])
 
 
 def num_draft_tokens(spec: str | None) -> int:
-    """The most guesses of a row in a step; 0: none are made. Raises ConfigError."""
+    """The most draft tokens of a row in a step; 0: none are made. Raises ConfigError."""
     if spec is None:
         return 0
     name, options = split_spec(_FLAG, spec)
@@ -33,20 +33,20 @@ def num_draft_tokens(spec: str | None) -> int:
 
 
 def num_until_end(tokens: "array[int]", stops: frozenset[int]) -> int:
-    """How many of the tokens come before the first that ends their request, and that one."""
+    """How many tokens there are up to the first that ends their request, that one included."""
     return next((i for i, token in enumerate(tokens, start=1) if token in stops), len(tokens))
 
 
 def num_sampled(flight: InFlight, result: StepResult, num_ids: int) -> "array[int]":
-    """How many tokens each speculative row drew. Raises ValueError if that is not what the plan allows."""
+    """How many tokens each speculative row sampled. Raises ValueError if the plan does not allow it."""
     due, first = len(flight.decodes) + sum(flight.sample), flight.num_speculative
     if not result.num_sampled:
         if num_ids != due:
-            raise ValueError(f"step {result.step} drew {num_ids} tokens where {due} were due")
+            raise ValueError(f"step {result.step} sampled {num_ids} tokens where {due} were due")
         return _one * first
     nums = bytes_to_ids(result.num_sampled)
     if len(nums) != due or sum(nums) != num_ids or min(nums) < 1:
-        raise ValueError(f"step {result.step} drew {num_ids} tokens in {len(nums)} rows, and {sum(nums)} are counted")
+        raise ValueError(f"step {result.step} sampled {num_ids} tokens, but counts {sum(nums)} in {len(nums)} rows")
     if max(nums[:first], default=1) > 1 + flight.speculate or max(nums[first:], default=1) > 1:
-        raise ValueError(f"step {result.step} drew more tokens of a row than its plan allows")
+        raise ValueError(f"step {result.step} sampled more tokens of a row than its plan allows")
     return nums[:first]

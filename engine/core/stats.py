@@ -1,4 +1,4 @@
-"""What the scheduler counts."""
+"""The scheduler's counters."""
 
 from ...ipc.reports import POWERS, Histogram
 
@@ -9,13 +9,13 @@ class Counters:
     def __init__(self) -> None:
         self.num_preemptions = 0
         self.num_out_of_memory = 0  # steps that the device had no memory for
-        self.num_mended = 0  # how often rows and blocks did not add up while nobody was served
+        self.num_mended = 0  # how often the counts of rows and blocks were wrong while no request was open
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
-        self.num_drafts = 0  # how often a row's next tokens were guessed
-        self.num_draft_tokens = 0  # guesses
-        self.num_accepted_tokens = 0  # of them, those that were drawn
+        self.num_drafts = 0  # rows of steps that had draft tokens
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0  # of them, those that were accepted
         self.step_decode_rows = Histogram(POWERS)
         self.step_prompt_tokens = Histogram(POWERS)
         self.step_tokens = Histogram(POWERS)

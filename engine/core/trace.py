@@ -1,8 +1,8 @@
-"""The step trace: everything that went into the scheduler and every plan that came out, in order.
+"""The step trace: every call of the scheduler and every plan, in order.
 
 The scheduler has no clock, no I/O and no randomness, so the same calls must give the same plans bit by bit; `replay`
-checks it. A KV connector has all three, so what it answered is written as well and told again. A trace is a row of
-frames, each 4 bytes of little-endian length and a msgpack message.
+checks it. A KV connector has all three, so its answers are recorded and replayed. A trace is a sequence of frames, each
+4 bytes of little-endian length and a msgpack message.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from .speculation import num_draft_tokens
 
 
 class Opened(Struct, frozen=True, array_like=True, tag=True):
-    """The first frame: what the scheduler was made of."""
+    """The first frame: the scheduler's configuration."""
 
     config: EngineConfig
     num_blocks: int
@@ -42,20 +42,20 @@ class Expired(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Planned(Struct, frozen=True, array_like=True, tag=True):
-    """`plan` was called and gave this."""
+    """`plan` was called and returned this."""
 
     plan: StepPlan | None
 
 
 class Matched(Struct, frozen=True, array_like=True, tag=True):
-    """The connector answered `get_num_new_matched_tokens`; stands before the plan that asked."""
+    """The connector answered `get_num_new_matched_tokens`; recorded before the plan that asked."""
 
     num: int | None
     is_async: bool
 
 
 class Kept(Struct, frozen=True, array_like=True, tag=True):
-    """The connector answered `request_finished`; stands after the call that ended the request."""
+    """The connector answered `request_finished`; recorded after the call that ended the request."""
 
     kept: bool
 
@@ -107,7 +107,7 @@ def write(file: BinaryIO, event: Event) -> None:
 
 
 def read(file: BinaryIO) -> Iterator[Event]:
-    """The frames of a trace. A last frame that was cut off is left out: the engine may have been killed."""
+    """The frames of a trace. A last frame that is cut off is skipped: the engine may have been killed."""
     is_first = True
     while len(head := file.read(4)) == 4:
         data = file.read(int.from_bytes(head, "little"))
@@ -132,7 +132,7 @@ def _nested(first: bytes) -> bytes:
 
 
 class TracedConnector:
-    """A connector whose answers are written down. See `CoreConnector`."""
+    """A connector whose answers are recorded."""
 
     def __init__(self, connector: CoreConnector, record: Callable[[Event], None]) -> None:
         self._record = record
@@ -147,20 +147,18 @@ class TracedConnector:
         self._connector = connector
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `CoreConnector`."""
         num, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
         self._record(Matched(num, is_async))
         return num, is_async
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """See `CoreConnector`."""
         kept = self._connector.request_finished(request, block_ids)
         self._record(Kept(kept))
         return kept
 
 
 class ReplayedConnector:
-    """Gives the answers of a trace again. See `CoreConnector`."""
+    """A connector that gives the answers of a trace."""
 
     def __init__(self, events: Iterator[Event]) -> None:
         self._events = events
@@ -168,43 +166,35 @@ class ReplayedConnector:
         self.metadata = b""  # of the next plan
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `CoreConnector`."""
         if not self.matches:
-            return 0, False  # the plan differs from the recorded one, which its comparison tells
+            return 0, False  # the plan differs from the recorded one; their comparison reports it
         match = self.matches.popleft()
         return match.num, match.is_async
 
     def request_finished(self, request: KvRequest, block_ids: Sequence[int]) -> bool:
-        """See `CoreConnector`."""
         event = next(self._events, None)
         return isinstance(event, Kept) and event.kept
 
     def build_connector_meta(self) -> bytes:
-        """See `CoreConnector`."""
         return self.metadata
 
-    def update_state_after_alloc(self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """See `CoreConnector`."""
+    def update_state_after_alloc(
+        self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None: ...
 
-    def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """See `CoreConnector`."""
+    def blocks_evicted(self, evicted: Sequence[Evicted]) -> None: ...
 
-    def update_connector_output(self, output: Transferred) -> None:
-        """See `CoreConnector`."""
+    def update_connector_output(self, output: Transferred) -> None: ...
 
     def take_events(self) -> list[KvEvent]:
-        """See `CoreConnector`."""
         return []
 
     def tiers(self) -> tuple[TierSnapshot, ...]:
-        """See `CoreConnector`."""
         return ()
 
-    def reset(self) -> None:
-        """See `CoreConnector`."""
+    def reset(self) -> None: ...
 
-    def close(self) -> None:
-        """See `CoreConnector`."""
+    def close(self) -> None: ...
 
 
 def make_scheduler(
@@ -213,7 +203,7 @@ def make_scheduler(
     connector: CoreConnector | None = None,
     extension: PlanExtension | None = None,
 ) -> Scheduler:
-    """The scheduler of an engine with this configuration and so many KV blocks."""
+    """The scheduler of an engine with this configuration and number of KV blocks."""
     return Scheduler(
         pool=BlockPool(num_blocks=num_blocks, eviction=config.kv_eviction),
         block_size=config.block_size,
@@ -237,7 +227,7 @@ def make_scheduler(
 
 
 def replay(events: Iterable[Event]) -> tuple[int, str | None]:
-    """Runs a trace again. How many plans were reproduced, and one sentence about the first that was not."""
+    """Replays a trace. Returns (plans that were reproduced, one sentence about the first that was not or None)."""
     scheduler: Scheduler | None = None
     num_plans = 0
     events = iter(events)
@@ -248,7 +238,7 @@ def replay(events: Iterable[Event]) -> tuple[int, str | None]:
             scheduler = make_scheduler(config, event.num_blocks, connector if config.kv_connector else None)
             continue
         if scheduler is None:
-            return 0, "This is no step trace: its first frame does not say how the scheduler was made."
+            return 0, "This is not a step trace: its first frame is not the scheduler's configuration."
         match event:
             case Arrived():
                 scheduler.add(event.enqueue, event.now)

@@ -1,4 +1,4 @@
-"""The requests that wait, in the lines that the policy gave them."""
+"""The requests that wait, in a queue for each key of the policy."""
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
@@ -11,40 +11,40 @@ _arrival = attrgetter("arrival")
 
 
 class Waiting:
-    """Lines of requests, each by arrival."""
+    """Queues of requests, each by arrival."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._lines: dict[Hashable, list[Request]] = {}  # only lines with somebody in them
+        self._queues: dict[Hashable, list[Request]] = {}  # none of them is empty
         self._num = 0
-        self.num_tokens = 0  # prompt and longest output of all of them
+        self.num_tokens = 0  # prompts and longest outputs of all of them
 
     def __len__(self) -> int:
         return self._num
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for line in self._lines.values() for request in line)
+        return (request for queue in self._queues.values() for request in queue)
 
     def add(self, request: Request) -> None:
-        """Takes its place by arrival: a preempted request stands where it stood."""
-        insort(self._lines.setdefault(request.queue_key, []), request, key=_arrival)
+        """Inserts it by arrival, so a preempted request gets its old place."""
+        insort(self._queues.setdefault(request.queue_key, []), request, key=_arrival)
         self._num += 1
         self.num_tokens += request.max_len
 
     def remove(self, request: Request) -> None:
-        """Leaves its line, wherever it stands."""
-        line = self._lines[request.queue_key]
-        place = bisect_left(line, request.arrival, key=_arrival)
-        assert line[place] is request, request.rid
-        del line[place]
-        if not line:
-            del self._lines[request.queue_key]
+        """Takes it out of its queue, wherever it stands."""
+        queue = self._queues[request.queue_key]
+        place = bisect_left(queue, request.arrival, key=_arrival)
+        assert queue[place] is request, request.rid
+        del queue[place]
+        if not queue:
+            del self._queues[request.queue_key]
         self._num -= 1
         self.num_tokens -= request.max_len
 
     def first(self) -> Request | None:
-        """Who goes first; equal lines by arrival."""
-        if not self._lines:
+        """The request that is admitted next: that of the best rank; of equal ranks the oldest."""
+        if not self._queues:
             return None
         rank = self._policy.rank
-        return min((line[0] for line in self._lines.values()), key=lambda r: (rank(r.queue_key), r.arrival))
+        return min((queue[0] for queue in self._queues.values()), key=lambda r: (rank(r.queue_key), r.arrival))

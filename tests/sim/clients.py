@@ -1,6 +1,6 @@
 """The clients of a simulated engine, and the journal that lets them outlive its core.
 
-A client knows what it must get, compares every piece of news with it, and wants exactly one terminal message.
+A client knows what it must get, compares every message with it, and wants exactly one terminal message.
 """
 
 from collections.abc import Sequence
@@ -111,7 +111,7 @@ class Client:
 
     @property
     def is_open(self) -> bool:
-        """It waits for news."""
+        """It waits for output."""
         return self.end is None
 
     @property
@@ -151,7 +151,7 @@ class Client:
 
     def hear_ids(self, ids: Sequence[int]) -> None:
         """The next tokens."""
-        assert self.is_open, f"{self.rid}: news after the terminal message"
+        assert self.is_open, f"{self.rid}: a message after the terminal message"
         assert self.opened or not ids, f"{self.rid}: tokens before it was opened"
         self.output += ids
         assert self.output == self.expected[: len(self.output)], f"{self.rid}: got {self.output}, not {self.expected}"

@@ -1,7 +1,7 @@
 """One random history of an engine, played event by event under a virtual clock.
 
 The core is driven as its process drives it: it takes what is in its mailbox, plans as long as there is something to
-plan, and tells the news. Results and transfers come back late and in order; clients arrive, cancel and are ended by
+plan, and sends the outputs. Results and transfers come back late and in order; clients arrive, cancel and are ended by
 stop strings; workers and cores are replaced. After each event every invariant is asserted. When faults have stopped
 and nothing is left to happen, everybody must have been answered and everything must be free.
 
@@ -278,7 +278,7 @@ class History:
                         self._fairness.start_again()
             case Masks():
                 nums = [len(part) // 8 for part in (message.rids, message.free, message.complete)]
-                self._say(f"{nums} may draw some, any and no token, {message.failed} failed")
+                self._say(f"{nums} may sample some, any and no token, {message.failed} failed")
                 self.seen["masks"] += len(message.rids) // 8
                 self.seen["grammars that are complete"] += len(message.complete) // 8
                 scheduler.allow(message)
@@ -540,7 +540,7 @@ class History:
         counters = scheduler.counters
         self.seen["preempted"] += counters.num_preemptions
         self.seen["cached tokens"] += counters.num_cached_tokens
-        self.seen["guesses"] += counters.num_draft_tokens
-        self.seen["guesses accepted"] += counters.num_accepted_tokens
+        self.seen["draft tokens"] += counters.num_draft_tokens
+        self.seen["draft tokens accepted"] += counters.num_accepted_tokens
         for client in self._journal.clients.values():
             self.seen[f"ended by {client.end}"] += 1

@@ -7,7 +7,7 @@ from unittest.mock import patch
 from fakes import FakeRow, FakeWorker, kv_of, next_token
 from msgspec.structs import replace
 
-from pagewire.engine.core import kv_events, planner, preemption, scheduler
+from pagewire.engine.core import kv_events, planner, scheduler
 from pagewire.engine.core import request as request_module
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.core.block_pool import BlockPool
@@ -29,6 +29,16 @@ _table_end = RequestTable.end
 _table_preempt = RequestTable.preempt
 _table_release = RequestTable.release
 _request_init = Request.__init__
+_request_plan = Request.plan
+_request_apply = Request.apply
+_request_admit = Request.admit
+_request_set_back = Request.set_back
+_request_preempt = Request.preempt
+_request_loaded = Request.loaded
+_request_open = Request.open
+_request_forget = Request._forget
+_apply_each = Request.apply_each
+_apply_drafted = Request.apply_drafted
 _builder_init = PlanBuilder.__init__
 _builder_finish = PlanBuilder.finish
 _prefix_find = PrefixCache.find
@@ -160,8 +170,8 @@ def _deaf_to_stops(self: Request, message, **more) -> None:
     self.stops = self.stops - set(self.asked.limits.stop_token_ids)
 
 
-def _preempt_the_first(running, need: int, *, pool, policy, price):
-    return min((r for r in running if r.state is State.RUNNING), key=preemption.order(policy), default=None)
+def _preempt_the_first(candidates: list[Request], need: int, **more: object) -> Request | None:
+    return candidates[0] if candidates else None
 
 
 def _last_comes_first(self: Waiting) -> Request | None:
@@ -194,9 +204,91 @@ def _accept_one_too_many(self: FakeWorker, state: FakeRow, draft_tokens: list[in
     return tokens
 
 
+def _keep_the_bound(requests, nums, most: int, tokens):
+    left = _apply_drafted(requests, nums, most, tokens)
+    for request, num in zip(requests, nums, strict=True):
+        if request.state is State.RUNNING:
+            request.roll_back(num - most)
+    return left
+
+
+def _plan_uncounted(self: Request, num: int, num_sampled: int) -> None:
+    _request_plan(self, num, num_sampled)
+    self.num_in_flight -= 1
+
+
+def _plan_each_without_tokens(requests, num: int = 1) -> None:
+    for request in requests:
+        request.plan(num, num - 1)
+
+
+def _apply_each_and_more(requests, tokens):
+    left = _apply_each(requests, tokens)
+    for request in requests:
+        request.num_computed += 1
+    return left
+
+
+def _apply_without_check(self: Request, num: int, tokens) -> None:
+    _request_apply(self, num, tokens)
+    self.next_check = self.num_needed + 1  # it never ends
+
+
+def _discard_nothing(self: Request, num: int = 0, num_sampled: int = 0) -> None:
+    self.num_in_flight -= 1
+
+
+def _admit_further(self: Request, row: int, blocks: list[int], **more: int) -> None:
+    _request_admit(self, row, blocks, **more)
+    if self.num_computed + 1 < len(self.ids) and self.num_computed < len(blocks) * self.block_size:
+        self.num_computed += 1
+        self.num_planned += 1
+
+
+def _grow_unnoticed(self: Request, blocks) -> None:
+    self.blocks += blocks
+
+
+def _set_back_but_open(self: Request, num: int) -> None:
+    is_open = self.is_open
+    _request_set_back(self, num)
+    self.is_open = is_open
+
+
+def _preempt_but_run(self: Request) -> None:
+    """It is preempted, and planned all the same."""
+    _request_preempt(self)
+    self.state = State.RUNNING
+
+
+def _end_unnoticed(self: Request) -> None:
+    self.state = State.ENDED  # its row keeps what `_settle` computed
+
+
+def _forget_but_row(self: Request) -> None:
+    row = self.row
+    _request_forget(self)
+    self.row = row
+
+
+def _reset_but_flights(self: Request) -> None:
+    self._forget()
+
+
+def _loaded_but_in_flight(self: Request, num_good: int) -> None:
+    _request_loaded(self, num_good)
+    self.num_in_flight += 1
+
+
+def _open_again(self: Request) -> bool:
+    is_first = _request_open(self)
+    self.is_open = False
+    return is_first
+
+
 def _offer_draft_tokens(self: RequestTable, request: Request) -> None:
     if request.row >= 0 and request.num_computed < min(len(request.ids), len(request.blocks) * request.block_size):
-        request.num_computed += 1  # there is no KV of its last id, but perhaps of a guess
+        request.num_computed += 1  # there is no KV of its last id, but perhaps of a draft token
         request.num_planned = max(request.num_planned, request.num_computed)
     _table_release(self, request)
 
@@ -229,7 +321,7 @@ def _any_mask_for_any_token(self: Request, mask: bytes) -> None:
 
 
 def _nothing(*_: object) -> None:
-    """Done by nobody."""
+    """Not done."""
 
 
 Patch = tuple[object, str, Callable[..., object]]
@@ -266,20 +358,34 @@ MUTANTS: dict[str, Patch] = {
     "tenants are served as they come": (Waiting, "first", _by_arrival),
     "the queue has no bound": (Scheduler, "refusal", _take_everybody),
     "a router is told too little": (PrefixCache, "take_events", _never_removed),
-    "a wrong guess is accepted": (FakeWorker, "_speculate", _accept_one_too_many),
-    "the bound of wrong guesses stays": (Request, "roll_back", _nothing),
+    "a wrong draft token is accepted": (FakeWorker, "_speculate", _accept_one_too_many),
+    "the bound of rejected draft tokens stays": (Request, "apply_drafted", staticmethod(_keep_the_bound)),
+    "a plan in flight is not counted": (Request, "plan", _plan_uncounted),
+    "a decode row samples no token": (Request, "plan_each", staticmethod(_plan_each_without_tokens)),
+    "a decode row gets further than it was planned": (Request, "apply_each", staticmethod(_apply_each_and_more)),
+    "a decode row misses its end": (Request, "apply", _apply_without_check),
+    "a discarded step stays planned": (Request, "discard", _discard_nothing),
+    "a position is skipped at admission": (Request, "admit", _admit_further),
+    "a new block does not count": (Request, "grow", _grow_unnoticed),
+    "a row is not opened again after a step without memory": (Request, "set_back", _set_back_but_open),
+    "a preempted request is planned": (Request, "preempt", _preempt_but_run),
+    "an ended request is planned": (Request, "end", _end_unnoticed),
+    "a waiting request keeps its row": (Request, "_forget", _forget_but_row),
+    "plans of a lost worker stay in flight": (Request, "reset", _reset_but_flights),
+    "a load that is over stays in flight": (Request, "loaded", _loaded_but_in_flight),
+    "a row is opened with every chunk": (Request, "open", _open_again),
     "tokens after the end are told": (scheduler, "num_until_end", lambda tokens, stops: len(tokens)),
-    "the KV of a wrong guess is offered": (RequestTable, "release", _offer_draft_tokens),
-    "guesses cost no budget": (Planner, "_plan_speculative", _speculate_for_free),
-    "guesses have no blocks": (Planner, "_plan_speculative", _speculate_without_blocks),
-    "a constrained request draws while it is in flight": (Request, "__init__", _sample_without_a_mask),
+    "the KV of a rejected draft token is offered": (RequestTable, "release", _offer_draft_tokens),
+    "draft tokens cost no budget": (Planner, "_plan_speculative", _speculate_for_free),
+    "draft tokens have no blocks": (Planner, "_plan_speculative", _speculate_without_blocks),
+    "a constrained request samples while it is in flight": (Request, "__init__", _sample_without_a_mask),
     "a mask holds for more than one token": (Request, "allow", _any_mask_for_any_token),
-    "a grammar is not told what was drawn": (Constraints, "draw", _nothing),
+    "a grammar is not told what was sampled": (Constraints, "sampled", _nothing),
     "a grammar is followed after the end": (Constraints, "end", _nothing),
     "what a step without memory computes is found": (BlockPool, "forget", _nothing),
     "a step without memory has computed": (InFlight, "emptied", lambda self: self),
     "plans go on from a step without memory": (PlanBuilder, "finish", _know_every_fault),
-    "who wants log-probabilities gets guesses": (Request, "__init__", _speculate_for_all),
+    "a row with log-probabilities gets draft tokens": (Request, "__init__", _speculate_for_all),
 }
 
 

@@ -37,8 +37,8 @@ class Setting:
         self.turn_share = rng.choice([0.0, 0.3, 0.7])
         self.worker_losses = rng.choice([0, 0, 0, 1, 2])
         self.core_losses = rng.choice([0, 0, 0, 1])
-        self.speculate = rng.choice([0, 1, 2, BLOCK_SIZE - 1])  # guesses of a row in a step
-        self.luck = rng.choice([0.0, 0.5, 0.9, 1.0])  # how likely a guess is right
+        self.speculate = rng.choice([0, 1, 2, BLOCK_SIZE - 1])  # draft tokens of a row in a step
+        self.luck = rng.choice([0.0, 0.5, 0.9, 1.0])  # how likely a draft token is right
         self.constrained_share = rng.choice([0.0, 0.0, 0.4, 1.0])
         self.mask_s = rng.choice([0.0, 0.0002, 0.01])  # what a mask takes at most
         self.shortage_rate = rng.choice([0.0, 0.0, 0.03, 0.2])  # how likely memory runs short with a step

@@ -301,7 +301,7 @@ def test_a_result_that_is_not_due_is_refused() -> None:
         scheduler.apply(StepResult(3, b"", {}, {}, 0.0))
     scheduler.add(enqueue(1, [1]))
     scheduler.plan()
-    with pytest.raises(ValueError, match="drew 0 tokens"):
+    with pytest.raises(ValueError, match="sampled 0 tokens"):
         scheduler.apply(StepResult(1, b"", {}, {}, 0.0))
 
 

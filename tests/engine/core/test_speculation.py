@@ -232,7 +232,7 @@ def test_a_result_that_the_plan_does_not_allow_is_refused(ids: list[int], nums: 
     plan = scheduler.plan()
     assert plan is not None
     data = nums if isinstance(nums, bytes) else ids_to_bytes(nums)
-    with pytest.raises(ValueError, match="drew"):
+    with pytest.raises(ValueError, match="sampled"):
         scheduler.apply(StepResult(plan.step, ids_to_bytes(ids), {}, {}, 1.0, data))
 
 
