@@ -48,10 +48,8 @@ class OutputText:
         self.num_ids = 0
 
     def push_one(self, id: int) -> str | None:
-        """The short way for the most frequent case: one token, and its own text is all the news. None: nothing has
-        happened, it has to be pushed."""
-        if not self._detokenize:
-            return None
+        """The fast path for the most frequent case: the text of a token that is whole characters after whole
+        characters. None: nothing was changed, and the token must be pushed."""
         text = self._detokenizer.push_one(id)
         if text is None or (self._has_stop and not self._stop_strings.passes(text)):
             return None
