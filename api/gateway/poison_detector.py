@@ -20,7 +20,7 @@ class Suspect(Protocol):
     """A request that is open."""
 
     num_deaths: int  # of processes that it was with
-    open_rids: set[int]  # of its sequences that have not ended
+    num_open: int  # sequences that have not ended
 
     @property
     def num_output(self) -> int:
@@ -92,7 +92,7 @@ class PoisonDetector(Generic[S]):
         left = self._tried.get(suspect)
         if left is None:
             return
-        if left <= num_tokens or not suspect.open_rids:
+        if left <= num_tokens or not suspect.num_open:
             del self._tried[suspect]
         else:
             self._tried[suspect] = left - num_tokens

@@ -7,7 +7,7 @@ from msgspec import Struct
 from starlette.types import Scope
 
 from ...ipc.messages import Submit
-from .stream import Stream
+from .open_request import OpenRequest
 from .timeline import Timeline
 
 log = logging.getLogger("pagewire.requests")
@@ -34,24 +34,20 @@ class RequestEnd(Struct, frozen=True):
 Observer = Callable[[RequestEnd], None]
 
 
-def request_end(scope: Scope, submits: Sequence[Submit], stream: Stream) -> RequestEnd:
-    """Of a stream all of whose sequences have ended."""
-    firsts, at = [], 0
-    for order in submits:
-        firsts.append(at)
-        at += order.n
-    usages = {ended.choice: ended.usage for ended in stream.ended if ended.usage is not None}
-    prompts = [usages[first] for first in firsts if first in usages]
+def request_end(scope: Scope, request: OpenRequest) -> RequestEnd:
+    """Of a request all of whose sequences have ended."""
+    usages = {ended.choice: ended.usage for ended in request.ended if ended.usage is not None}
+    prompts = [usages[first] for first in request.firsts if first in usages]
     return RequestEnd(
         request_id=scope["state"]["request_id"],
         path=scope["path"],
         headers=scope["headers"],
-        submits=submits,
-        outcomes=tuple(dict.fromkeys(ended.outcome for ended in stream.ended)),
+        submits=request.submits,
+        outcomes=tuple(dict.fromkeys(ended.outcome for ended in request.ended)),
         num_prompt=sum(usage.num_prompt for usage in prompts),
         num_cached=sum(usage.num_cached for usage in prompts),
         num_output=sum(usage.num_output for usage in usages.values()),
-        timeline=stream.timeline(),
+        timeline=request.timeline(),
     )
 
 

@@ -112,8 +112,8 @@ async def _expand(
     candidates: list[dict[int, float]] = [{} for _ in beams]
     num_cached = 0
     try:
-        while not stream.finished:
-            for index, chunk in await stream.chunks():
+        async for chunks in stream:
+            for index, chunk in chunks:
                 for position in chunk.logprobs or ():
                     candidates[index] = _best(position)
                 if index == 0 and chunk.usage is not None:

@@ -52,12 +52,13 @@ class Service:
         account: Account = scope["state"]["account"]
         with account.hold(submits) as hold:
             stream = self.gateway.submit(submits)
+            request = stream.request
             try:
                 await self._answer(stream, reply, streamed, scope, receive, send)
             finally:
-                hold.num_tokens = stream.num_tokens
+                hold.num_tokens = request.num_tokens
                 if self._observers:
-                    end = request_end(scope, submits, stream)
+                    end = request_end(scope, request)
                     for observe in self._observers:
                         observe(end)
 
@@ -71,14 +72,14 @@ class Service:
         )
         try:
             await stream.admitted()
-            reply.admitted(stream.nums_prompt)
+            reply.admitted(stream.request.nums_prompt)
             if streamed:
                 await send_stream(send, stream, reply, scope.get("extensions", {}).get(DIRECT))
             else:
-                while not stream.finished:
-                    for index, chunk in await stream.chunks():
+                async for chunks in stream:
+                    for index, chunk in chunks:
                         reply.add(index, chunk)
-                reply.ended(stream.timeline())
+                reply.ended(stream.request.timeline())
                 await send_body(send, 200, reply.body())
         except ClientGone:
             stream.cancel()
@@ -87,7 +88,7 @@ class Service:
             if deadline is not None:
                 deadline.cancel()
             watcher.cancel()
-            self.gateway.end(stream, RequestError("internal", "The answer could not be made."))
+            stream.end(RequestError("internal", "The answer could not be made."))
 
     def check_health(self) -> None:
         """Raises RequestError if something is wrong with the engine. One that is being mended is waited for."""

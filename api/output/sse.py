@@ -43,17 +43,17 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
     """Sends the whole response. An error ends it with the reply's `failure`. Raises ClientGone."""
     await send(_START)
     ticker = _Ticker(stream)
-    short_way = None if writer is None else _ShortWay(stream, reply, writer, ticker)
     try:
         await _send_all(send, reply.opening())
-        while not stream.finished:
-            chunks = await stream.chunks(short_way)
+        if writer is not None:
+            stream.consumer = _ToConnection(reply, writer, ticker)
+        async for chunks in stream:
             if not chunks:
                 await _send_all(send, [_KEEP_ALIVE])
             for index, chunk in chunks:
                 ticker.is_fresh = True
                 await _send_all(send, reply.events(index, chunk))
-        reply.ended(stream.timeline())
+        reply.ended(stream.request.timeline())
         await _send_all(send, reply.closing())
         last = reply.ending()
     except ClientGone:
@@ -92,12 +92,11 @@ class _Ticker:
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._tick)
 
 
-class _ShortWay:
-    """See `stream.ShortWay`: news become events and go to the connection. The last chunk of a choice is left to the
-    reader, who knows what follows it."""
+class _ToConnection:
+    """Writes chunks to the connection as they arrive. The last chunk of a choice is left to the reader, which knows
+    what follows it."""
 
-    def __init__(self, stream: Stream, reply: Reply, writer: DirectWriter, ticker: _Ticker) -> None:
-        self._stream = stream
+    def __init__(self, reply: Reply, writer: DirectWriter, ticker: _Ticker) -> None:
         self._reply = reply
         self._writer = writer
         self._ticker = ticker
@@ -106,10 +105,7 @@ class _ShortWay:
     def take(self, index: int, chunk: Chunk) -> bool:
         if chunk.finish is not None or not self._writer.keeps_up():
             return False
-        try:
-            self._events += self._reply.events(index, chunk)
-        except Exception as error:
-            self._stream.fail(error)
+        self._events += self._reply.events(index, chunk)
         return True
 
     def flush(self) -> None:
