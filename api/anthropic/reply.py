@@ -3,7 +3,7 @@
 Both come from the same blocks, which grow by the same steps; a plain answer only leaves the events away.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 import msgspec
@@ -47,15 +47,15 @@ class MessagesReply(Reply):
         """The message without its content."""
         return [_event({"type": "message_start", "message": self._message})]
 
-    def events(self, index: int, chunk: Chunk) -> list[bytes]:
-        """The chunk's news."""
+    def take(self, index: int, chunk: Chunk) -> Iterable[bytes]:
+        """The events are encoded as they are sent, so a plain answer does not pay for them."""
         if self._turn.is_verbatim and self._open is not None and chunk.finish is None:
             # Most events carry a piece of text and nothing else, and without tools there is one block.
             if not chunk.text:
                 return []
             self._pieces.append(chunk.text)
             return [_TEXT_HEAD + _encode(chunk.text) + _TEXT_TAIL]
-        return [_event(event) for event in self._take(chunk)]
+        return map(_event, self._read(chunk))
 
     def closing(self) -> list[bytes]:
         """Why it ended and what it took."""
@@ -76,17 +76,13 @@ class MessagesReply(Reply):
 
     # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, index: int, chunk: Chunk) -> None:
-        """Takes the chunk's news."""
-        self._take(chunk)
-
     def body(self) -> bytes:
         """The message object."""
         return _encode(self._message)
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, chunk: Chunk) -> list[_Event]:
+    def _read(self, chunk: Chunk) -> list[_Event]:
         chunks: list[_Event] = []
         for event in self._turn.read(chunk):
             match event:

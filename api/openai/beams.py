@@ -82,7 +82,7 @@ async def answer_with_beams(
         ended = search.output().sequences
         assert len(ended) == n, f"{len(ended)} beams of {n}"
         for k, beam in enumerate(ended):
-            reply.add(i * n + k, await _chunk(gateway, order, beam, ids, num_cached or 0))
+            reply.take(i * n + k, await _chunk(gateway, order, beam, ids, num_cached or 0))
     return reply.body()
 
 

@@ -1,7 +1,7 @@
 """What the answers to requests have in common: their protocol, usage, ids and log-probabilities."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -39,8 +39,8 @@ class Reply(Protocol):
     def opening(self) -> list[bytes]:
         """The events before any chunk."""
 
-    def events(self, index: int, chunk: Chunk) -> list[bytes]:
-        """The events of one choice's news."""
+    def take(self, index: int, chunk: Chunk) -> Iterable[bytes]:
+        """Takes a chunk of a choice. In a stream what it returns are its events, to be sent before the next call."""
 
     def closing(self) -> list[bytes]:
         """The events after all chunks, without the `ending`."""
@@ -52,9 +52,6 @@ class Reply(Protocol):
     def failure(self, error: HttpError) -> bytes:
         """The event that ends a stream which has failed."""
         return b"data: " + error_body(error) + b"\n\n"
-
-    def add(self, index: int, chunk: Chunk) -> None:
-        """Takes one choice's news into the plain answer."""
 
     def body(self) -> bytes:
         """The plain answer."""
@@ -76,8 +73,8 @@ class UsageCount:
         """Tokens of each choice's prompt."""
         self._nums_prompt = nums_prompt
 
-    def draw(self, index: int, chunk: Chunk) -> None:
-        """What a choice got."""
+    def count(self, index: int, chunk: Chunk) -> None:
+        """Tokens of a choice, for `so_far`."""
         self._nums_sampled[index] = self._nums_sampled.get(index, 0) + len(chunk.ids) // 4
 
     def so_far(self, index: int) -> UsageBody:

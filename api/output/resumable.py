@@ -37,9 +37,9 @@ class WithTokenIds(Reply):
     def opening(self) -> list[bytes]:
         return self._reply.opening()
 
-    def events(self, index: int, chunk: Chunk) -> list[bytes]:
-        """One piece: whoever has seen an event has seen the ids before it."""
-        events = b"".join(self._reply.events(index, chunk))
+    def take(self, index: int, chunk: Chunk) -> list[bytes]:
+        """One write: a client that has an event has the ids before it."""
+        events = b"".join(self._reply.take(index, chunk))
         if not chunk.ids:
             return [events] if events else []
         return [TOKEN_IDS + msgspec.json.encode(id_list(chunk.ids)) + b"\n\n" + events]
@@ -52,9 +52,6 @@ class WithTokenIds(Reply):
 
     def failure(self, error: HttpError) -> bytes:
         return FAILED + (error.code or str(error.status)).encode() + b"\n\n" + self._reply.failure(error)
-
-    def add(self, index: int, chunk: Chunk) -> None:
-        self._reply.add(index, chunk)
 
     def body(self) -> bytes:
         return self._reply.body()

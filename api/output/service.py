@@ -78,7 +78,7 @@ class Service:
             else:
                 async for chunks in stream:
                     for index, chunk in chunks:
-                        reply.add(index, chunk)
+                        reply.take(index, chunk)
                 reply.ended(stream.request.timeline())
                 await send_body(send, 200, reply.body())
         except ClientGone:

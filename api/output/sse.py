@@ -52,7 +52,7 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
                 await _send_all(send, [_KEEP_ALIVE])
             for index, chunk in chunks:
                 ticker.is_fresh = True
-                await _send_all(send, reply.events(index, chunk))
+                await _send_all(send, reply.take(index, chunk))
         reply.ended(stream.request.timeline())
         await _send_all(send, reply.closing())
         last = reply.ending()
@@ -105,7 +105,7 @@ class _ToConnection:
     def take(self, index: int, chunk: Chunk) -> bool:
         if chunk.finish is not None or not self._writer.keeps_up():
             return False
-        self._events += self._reply.events(index, chunk)
+        self._events += self._reply.take(index, chunk)
         return True
 
     def flush(self) -> None:

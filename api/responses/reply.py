@@ -5,7 +5,8 @@ the order strictly: an item is added, its parts grow, it is done, and only then 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import starmap
 from typing import assert_never
 
 import msgspec
@@ -101,15 +102,15 @@ class ResponsesReply(Reply):
         fields: dict[str, object] = {"response": self._response}
         return [self._event("response.created", fields), self._event("response.in_progress", fields)]
 
-    def events(self, index: int, chunk: Chunk) -> list[bytes]:
-        """The chunk's news."""
+    def take(self, index: int, chunk: Chunk) -> Iterable[bytes]:
+        """The events are encoded as they are sent, so a plain answer does not pay for them."""
         if self._is_simple and isinstance(self._open, _Message) and chunk.finish is None:
             # Most events carry a piece of text and nothing else.
             if not chunk.text:
                 return []
             self._next_sequence_number += 1
             return [self._open.grow_simply(chunk.text, self._next_sequence_number - 1)]
-        return [self._event(type, fields) for type, fields in self._take(chunk)]
+        return starmap(self._event, self._read(chunk))
 
     def closing(self) -> list[bytes]:
         """The whole response."""
@@ -134,10 +135,6 @@ class ResponsesReply(Reply):
 
     # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, index: int, chunk: Chunk) -> None:
-        """Takes the chunk's news."""
-        self._take(chunk)
-
     def body(self) -> bytes:
         """The response object."""
         self._on_end(self._response)
@@ -145,7 +142,7 @@ class ResponsesReply(Reply):
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, chunk: Chunk) -> list[_Event]:
+    def _read(self, chunk: Chunk) -> list[_Event]:
         chunks: list[_Event] = []
         if self._has_logprobs:
             self._logprobs += chat_logprobs(chunk)

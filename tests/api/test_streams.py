@@ -174,7 +174,7 @@ def test_a_bug_of_ours_in_a_stream_says_nothing_of_our_insides(
     def broken(*_: object) -> list[bytes]:
         raise KeyError("secret")
 
-    monkeypatch.setattr("pagewire.api.openai.chat.ChatReply.events", broken)
+    monkeypatch.setattr("pagewire.api.openai.chat.ChatReply.take", broken)
     engine = FakeEngine(["x"] * 100)
     answer = chat(engine, stream=True)
     assert answer.is_complete and answer.events[-1]["error"]["type"] == "server_error"
@@ -242,14 +242,14 @@ def test_a_client_that_falls_behind_gets_everything_in_order(seed: int) -> None:
 
 
 def test_a_bug_of_ours_past_the_reader(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    events = ChatReply.events
+    take = ChatReply.take
 
     def broken(reply: ChatReply, index: int, chunk: Chunk) -> list[bytes]:
         if chunk.text == "b":
             raise KeyError("secret")
-        return events(reply, index, chunk)
+        return take(reply, index, chunk)
 
-    monkeypatch.setattr(ChatReply, "events", broken)
+    monkeypatch.setattr(ChatReply, "take", broken)
 
     async def work() -> None:
         engine = FakeEngine(["a", "b", *"c" * 100])
