@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...config.config import EngineConfig
 from ...errors import RequestError
-from ...ipc.messages import Submit
+from ...ipc.messages import Chunk, Submit
 from ..gateway.gateway import Gateway
 from ..gateway.request_end import Observer, request_end
 from ..gateway.stream import Stream
@@ -76,6 +76,7 @@ class Service:
             if streamed:
                 await send_stream(send, stream, reply, scope.get("extensions", {}).get(DIRECT))
             else:
+                stream.consumer = _Collector(reply)
                 async for chunks in stream:
                     for index, chunk in chunks:
                         reply.take(index, chunk)
@@ -103,6 +104,22 @@ class Service:
         if asked not in names:
             raise HttpError(404, f"The model {asked[:200]!r} does not exist.", code="model_not_found", param="model")
         return asked
+
+
+class _Collector:
+    """Gives a plain answer its chunks where they arrive. The last chunk of a choice wakes the reader."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def take(self, index: int, chunk: Chunk) -> bool:
+        if chunk.finish is not None:
+            return False
+        self._reply.take(index, chunk)
+        return True
+
+    def flush(self) -> None:
+        pass
 
 
 def too_slow(limit_s: float) -> HttpError:
