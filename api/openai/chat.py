@@ -77,6 +77,7 @@ class ChatReply(Reply):
         ]
         # Most chunks are a piece of text and nothing else: their event is two constants around an encoded string.
         self._is_simple = is_streamed and not (has_logprobs or has_token_ids or continuous_usage)
+        self._is_verbatim = self._is_simple and grammar is None
         head = f'"id":{json_text(self._id)},"object":"chat.completion.chunk"'
         head += f',"created":{created},"model":{json_text(model)}'
         usage = ',"usage":null' if include_usage else ""
@@ -96,6 +97,8 @@ class ChatReply(Reply):
         return [self._event([ChatChunkChoice(i, delta)]) for i in range(len(self._choices))]
 
     def take(self, index: int, chunk: Chunk) -> list[bytes]:
+        if self._is_verbatim and chunk.finish is None:
+            return [self._heads[index] + _encode(chunk.text) + self._tail] if chunk.text else []
         choice = self._choices[index]
         events = choice.turn.read(chunk)
         if self._is_simple and chunk.finish is None and len(events) == 1 and isinstance(events[0], Text):
