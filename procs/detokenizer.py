@@ -41,22 +41,6 @@ _NUM_END_IDS = 16  # of the prompt, whose text is `Chunk.prompt_end`
 class _Output:
     """The output of one open request: its text, and what only its first chunk carries."""
 
-    __slots__ = (
-        "_ahead",
-        "_lengths",
-        "_num_told",
-        "_opened",
-        "_prompt",
-        "_prompt_end",
-        "_prompt_logprobs",
-        "_stop",
-        "_times",
-        "_tokenizer",
-        "has_ended",
-        "is_plain",
-        "text",
-    )
-
     def __init__(self, tokenizer: Tokenizer, opened: Opened) -> None:
         spec = opened.text
         prompt_ids = bytes_to_ids(opened.prompt_ids)

@@ -18,19 +18,6 @@ from .timeline import EndedSequence, Timeline, together
 class OpenSequence:
     """One choice of a request."""
 
-    __slots__ = (
-        "entry",
-        "first_chunk_at",
-        "index",
-        "is_answered",
-        "is_open",
-        "last_chunk_at",
-        "num_prompt",
-        "request",
-        "rid",
-        "times",
-    )
-
     def __init__(self, request: "OpenRequest", index: int, rid: int, entry: Entry) -> None:
         self.request = request
         self.index = index
