@@ -51,7 +51,7 @@ from .timeline import EndedSequence, timeline
 Question = Tokenize | Detokenize | Describe
 Answer = Tokenized | Detokenized | Described
 FromEngine = Accepted | TextBatch | Failed | Snapshot | Pulse | Reset | Restored | Answer
-"""The messages of `ToApi` that are the gateway's; the others are the api actor's own."""
+"""The messages of `ToApi` that the gateway handles; the api actor handles the others."""
 
 
 class Outage(Struct, frozen=True):
@@ -67,12 +67,12 @@ _OUTAGE = "A part of the engine has died and is being replaced; try again later.
 
 
 class _Asked:
-    """A question on its way."""
+    """A question to the tokenizer that has no answer yet."""
 
     def __init__(self, question: Question, answer: "asyncio.Future[Answer]") -> None:
         self.question = question
         self.answer = answer
-        self.num_deaths = 0  # of tokenizers that had it
+        self.num_deaths = 0  # of tokenizer processes that had it
 
 
 class Gateway:
@@ -89,8 +89,8 @@ class Gateway:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`post` sends to the tokenizer process; it must neither block nor raise. `outage_wait_s`: how long a request
-        without an answer waits for an engine that is not whole. `max_held`: sequences that may wait for it.
-        `max_open`: that it can run and let wait; more would be refused there, which costs less here."""
+        that was not admitted waits for an engine that is not whole. `max_held`: sequences that may wait for it.
+        `max_open`: sequences that the core can run and queue; it would refuse more, and refusing here costs less."""
         self._post = post
         self._clock = clock
         self._outage_wait_s = outage_wait_s
@@ -108,8 +108,8 @@ class Gateway:
         self._idle = asyncio.Event()
         self._idle.set()
         self._drain_rate = DrainRate(clock())
-        self.snapshot: Snapshot | None = None  # the core's last word
-        self.pulses: dict[str, Pulse] = {}  # the last one of each process
+        self.snapshot: Snapshot | None = None  # the core's last report
+        self.pulses: dict[str, Pulse] = {}  # each process's last report
         self.stats = Stats()
 
     @property
@@ -129,7 +129,7 @@ class Gateway:
 
     @property
     def refusal(self) -> str | None:
-        """Why new requests are refused, if they are."""
+        """Why new requests are refused, or None."""
         return self._refusal
 
     @property
@@ -147,7 +147,7 @@ class Gateway:
         RequestError."""
         if self._refusal is not None:
             raise ShuttingDown(self._refusal)
-        if self._poison_detector.are_known and self._poison_detector.has_killed(fingerprint(submits)):
+        if self._poison_detector.knows_killers and self._poison_detector.has_killed(fingerprint(submits)):
             raise RequestError("internal", _KILLED)
         num_choices = sum(submit.n for submit in submits)
         num_open = len(self._sequences)
@@ -171,19 +171,19 @@ class Gateway:
         return Stream(request, self._end)
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, *, pieces: bool = False) -> Tokenized:
-        """The ids of a prompt; with `pieces` the text of each, too. Raises RequestError."""
+        """The ids of a prompt, and with `pieces` the text of each id. Raises RequestError."""
         answer = await self._ask(Tokenize(self._next_rid, prompt, pieces))
         assert isinstance(answer, Tokenized), answer
         return answer
 
     async def detokenize(self, ids: bytes, *, skip_special_tokens: bool = False) -> str:
-        """The text of ids that the vocabulary has. Raises RequestError."""
+        """The text of ids, which must be in the vocabulary. Raises RequestError."""
         answer = await self._ask(Detokenize(self._next_rid, ids, skip_special_tokens))
         assert isinstance(answer, Detokenized), answer
         return answer.text
 
     async def describe_tokenizer(self) -> Described:
-        """Its special tokens and its chat template. Raises RequestError."""
+        """The tokenizer's special tokens and chat template. Raises RequestError."""
         answer = await self._ask(Describe(self._next_rid))
         assert isinstance(answer, Described), answer
         return answer
@@ -424,7 +424,7 @@ class Gateway:
 
 
 def _abort_reason(error: Exception) -> str:
-    """What /metrics says why a sequence was cut short."""
+    """The label in /metrics for a sequence that was cut short by `error`."""
     match error:
         case ClientGone():
             return "client_gone"

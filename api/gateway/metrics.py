@@ -1,8 +1,8 @@
-"""/metrics: the gateway's counts, the core's last snapshot and everyone's last pulse in Prometheus' text format.
+"""/metrics: the gateway's counts, the core's last snapshot and each process's last pulse in Prometheus' text format.
 
 Names follow vLLM's where it has such a metric; `--metrics-prefix vllm` gives them its prefix. docs/metrics.md has a
-line for each of them, and a test compares. The page is written by hand: the library takes 4 ms and more for these 600
-lines, in which no stream of this process would move (`bench/metrics.py`).
+line for each of them, and a test compares. The page is rendered here because the library takes 4 ms and more for these
+600 lines, and holds up every stream of the process for that long (`bench/metrics.py`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ _STEP_HISTOGRAMS = {
     "step_prompt_tokens": ("Prompt tokens of a step.", POWERS),
     "iteration_tokens_total": ("Tokens of a step.", POWERS),
 }
-_NO_NEWS = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+_NO_SNAPSHOT = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 class Metrics:
@@ -35,7 +35,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The whole page."""
-        core = self._gateway.snapshot or _NO_NEWS
+        core = self._gateway.snapshot or _NO_SNAPSHOT
         page = _Page(self._config.metrics_prefix, self._config.served_model_names[0])
         self._state(page, core)
         self._totals(page, core)
@@ -81,7 +81,7 @@ class Metrics:
         )
 
     def _tiers(self, page: "_Page", core: Snapshot) -> None:
-        """Nothing without a KV connector. What a tier serves again after a preemption counts among its hits."""
+        """Nothing without a KV connector. Hits after a preemption count as well."""
         tiers = core.tiers
         if not tiers:
             return

@@ -1,4 +1,4 @@
-"""What is told of a request when it has ended: a line in the log, and with `tracing` a span. No texts, no keys."""
+"""The record of a request that has ended, for the log and for `tracing`. It holds no texts and no keys."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -14,28 +14,28 @@ log = logging.getLogger("pagewire.requests")
 
 
 class RequestEnd(Struct, frozen=True):
-    """One HTTP request that the engine was asked to serve, over now."""
+    """One HTTP request whose sequences have all ended."""
 
     request_id: str
     path: str
-    headers: Sequence[tuple[bytes, bytes]]  # as they came
+    headers: Sequence[tuple[bytes, bytes]]  # of the HTTP request, unchanged
     submits: Sequence[Submit]
-    outcomes: tuple[str, ...]  # why its sequences ended, each reason once
-    num_prompt: int  # tokens of each prompt that was begun, counted once
-    num_cached: int  # of them, those that were not computed
+    outcomes: tuple[str, ...]  # the distinct reasons why its sequences ended
+    num_prompt: int  # tokens of each prompt that was started, counted once
+    num_cached: int  # those of them that the prefix cache had
     num_output: int
     timeline: Timeline
 
     @property
     def num_sequences(self) -> int:
-        return sum(order.n for order in self.submits)
+        return sum(submit.n for submit in self.submits)
 
 
 Observer = Callable[[RequestEnd], None]
 
 
 def request_end(scope: Scope, request: OpenRequest) -> RequestEnd:
-    """Of a request all of whose sequences have ended."""
+    """The record of a request all of whose sequences have ended."""
     usages = {ended.choice: ended.usage for ended in request.ended if ended.usage is not None}
     prompts = [usages[first] for first in request.firsts if first in usages]
     return RequestEnd(
@@ -52,7 +52,7 @@ def request_end(scope: Scope, request: OpenRequest) -> RequestEnd:
 
 
 def log_request(end: RequestEnd) -> None:
-    """One line of name=value: ids, counts, and the milliseconds of each part of its time."""
+    """Logs one line of name=value: ids, counts, and the milliseconds of each part of the request's time."""
     parts = end.timeline.parts() | {"total": end.timeline.total}
     log.info(
         "request_id=%s path=%s ended=%s sequences=%d prompt=%d cached=%d output=%d %s",

@@ -252,7 +252,7 @@ def _resumed(request: ChatRequest | CompletionRequest, submits: list[Submit], vo
                 400, f"{name} has token id {max(ids)}, and the vocabulary ends at {vocab_size - 1}.", param=name
             )
     return [
-        replace(choice.order, resume_ids=ids_to_bytes(ids), resume_chars=-1 if ids else 0)
+        replace(choice.submit, resume_ids=ids_to_bytes(ids), resume_chars=-1 if ids else 0)
         for choice, ids in zip(choices, token_ids, strict=True)
     ]
 
