@@ -35,7 +35,7 @@ class CompletionReply(Reply):
         has_token_ids: bool = False,
         has_timings: bool = False,
     ) -> None:
-        """`num_candidates`: outputs of each prompt. `n`: how many of them are the answer, if not all. `names_ids`:
+        """`num_candidates`: outputs of each prompt. `n`: how many of them the answer has, if not all. `names_ids`:
         log-probabilities name tokens by their ids."""
         self._num_candidates = num_candidates
         self._n = n or self._num_candidates
@@ -50,7 +50,7 @@ class CompletionReply(Reply):
         self._has_timings = has_timings
         self._timings: TimingsBody | msgspec.UnsetType = msgspec.UNSET  # until the request has ended
         self._usage = UsageCount(self._num_candidates)
-        self._choices = [_Choice(order, echo, has_logprobs, names_ids) for order in submits for _ in range(order.n)]
+        self._choices = [_Choice(submit, echo, has_logprobs, names_ids) for submit in submits for _ in range(submit.n)]
         # Most chunks are a piece of text and nothing else: their event is two constants around an encoded string.
         self._is_simple = is_streamed and not (echo or has_logprobs or has_token_ids or continuous_usage)
         head = f'"id":{json_text(self._id)},"object":"text_completion","created":{created},"model":{json_text(model)}'
@@ -126,7 +126,7 @@ class CompletionReply(Reply):
         return as_event(_encode(chunk))
 
     def _chosen(self) -> list["_Choice"]:
-        """The best of each prompt's by mean log-probability, best first; or all, as they are."""
+        """All choices; or of each prompt the `n` with the best mean log-probability, best first."""
         if self._n == self._num_candidates:
             return self._choices
         groups = [
@@ -149,13 +149,13 @@ class CompletionReply(Reply):
 
 
 class _Choice:
-    """One choice on its way."""
+    """One choice, and for a plain answer what was read so far."""
 
-    def __init__(self, order: Submit, echo: bool, has_logprobs: bool, names_ids: bool) -> None:
-        prompt = order.prompt
+    def __init__(self, submit: Submit, echo: bool, has_logprobs: bool, names_ids: bool) -> None:
+        prompt = submit.prompt
         assert isinstance(prompt, TextPrompt | IdsPrompt), f"{type(prompt).__name__} is no completion prompt"
-        # The text that the client sent, not what a BOS and a round through the vocabulary make of it.
-        self._prompt = prompt.text if isinstance(prompt, TextPrompt) and order.truncate is None else None
+        # The text that the client sent; decoding the prompt's ids would add a BOS and may change characters.
+        self._prompt = prompt.text if isinstance(prompt, TextPrompt) and submit.truncate is None else None
         self._echo = echo
         self._names_ids = names_ids
         self.has_logprobs = has_logprobs
@@ -185,7 +185,7 @@ class _Choice:
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
     def mean(self) -> float:
-        """Log-probability for each token."""
+        """The mean log-probability of its tokens."""
         return self.total_logprob / max(1, self.num_sampled)
 
     def text_of(self, chunk: Chunk) -> str:
@@ -206,20 +206,21 @@ class _Choice:
                     self._append(rows, position)
         for position in chunk.logprobs or ():
             self._append(rows, position)
-        if chunk.lengths:  # what is told again has no log-probabilities
+        if chunk.lengths:  # a replayed output has no log-probabilities
             self._offset += len(chunk.text)
         return rows if rows.tokens else None
 
     def _append(self, rows: CompletionLogprobs, position: TokenLogprob) -> None:
         chosen = position.chosen
-        # Clients compare the chosen token's value with the best one's, so it has the last word on its own text.
+        # Several candidates may have the same text. Clients compare the chosen token's value with the best one's, so it
+        # is written last.
         name = token_name(chosen, self._names_ids)
         top = {token_name(candidate, self._names_ids): candidate.logprob for candidate in position.top}
         top[name] = chosen.logprob
         self._append_row(rows, name, len(chosen.token), chosen.logprob, top)
 
     def _append_first(self, rows: CompletionLogprobs, prompt: PromptEcho) -> None:
-        """The prompt's first token has no entry: its text is what the others leave of the prompt's."""
+        """The prompt's first token has no log-probability. Its text is the prompt without the other tokens' bytes."""
         others = sum(len(position.chosen.bytes) for position in (prompt.logprobs or ())[1:] if position is not None)
         data = prompt.text.encode()
         text = data[: max(len(data) - others, 0)].decode(errors="replace")

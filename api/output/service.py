@@ -1,8 +1,4 @@
-"""What every endpoint needs: read a request, hand it to the gateway, watch its client, answer.
-
-Owns the way from an ASGI call to a `Reply` and back. The endpoints stand beside the shapes that they speak; what is
-around all of them is `app`'s.
-"""
+"""What the endpoints share: hand a request to the gateway, watch its client, send the `Reply`."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -35,8 +31,8 @@ class Service:
         version: str,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """`healthy` returns None, or one sentence that says what is wrong with the engine. `observers` are told of
-        every request that has ended."""
+        """`healthy` returns None, or one sentence that says what is wrong with the engine. `observers` get each
+        request that has ended."""
         self.gateway = gateway
         self.config = config
         self.healthy = healthy
@@ -46,7 +42,7 @@ class Service:
     async def answer(
         self, submits: Sequence[Submit], reply: Reply, streamed: bool, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """The first byte waits for the engine to take the request, so that a refusal still has its status. The account
+        """Sends nothing before the engine has admitted the request, so that a refusal has its own status. The account
         in the scope's state pays for the tokens."""
         self.check_health()
         account: Account = scope["state"]["account"]
@@ -92,12 +88,12 @@ class Service:
             stream.end(RequestError("internal", "The answer could not be made."))
 
     def check_health(self) -> None:
-        """Raises RequestError if something is wrong with the engine. One that is being mended is waited for."""
+        """Raises RequestError if the engine is unhealthy. Requests may wait while a part of it is being replaced."""
         if self.gateway.outage is None and (trouble := self.healthy()) is not None:
             raise RequestError("unavailable", trouble)
 
     def model_name(self, asked: str | None) -> str:
-        """The served name that was asked for. Raises HttpError 404."""
+        """The served name for the request's `model`; the first one if it is empty. Raises HttpError 404."""
         names = self.config.served_model_names
         if not asked:
             return names[0]
@@ -123,7 +119,7 @@ class _Collector:
 
 
 def too_slow(limit_s: float) -> HttpError:
-    """What ends a request at --request-timeout-s."""
+    """The error of a request that has reached --request-timeout-s."""
     return HttpError(504, f"The request has taken longer than {limit_s:g} s.", code="request_timeout")
 
 

@@ -1,7 +1,7 @@
 """Server-sent events over raw ASGI: one event an HTTP chunk, keep-alive comments, errors after the first byte.
 
-Owns the bytes of a stream's frame, not of its events. While a client keeps up, news are written to its connection as
-they come in; ASGI's `send` and the task that awaits it take over where one has to wait.
+Knows how a stream is framed, not what its events say. While a client keeps up, chunks are written to its connection
+as they arrive; otherwise the request's task sends them with ASGI's `send`, which waits.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
         raise
     except PagewireError as error:
         last = reply.failure(as_http_error(error))
-    except Exception as error:  # the status is out: all that is left is to say so and to close in good form
+    except Exception as error:  # the status was sent: the error has to be an event
         log.exception("a stream failed")
         last = reply.failure(as_http_error(error))
     finally:
@@ -74,12 +74,12 @@ async def _send_all(send: Send, events: Iterable[bytes]) -> None:
 
 
 class _Ticker:
-    """Wakes a stream's reader when a whole interval has passed without news; one timer a stream, none a token."""
+    """Wakes a stream's reader when nothing was sent for a whole interval. One timer a stream, none a token."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._loop = asyncio.get_running_loop()
-        self.is_fresh = True
+        self.is_fresh = True  # something was sent since the last tick
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._tick)
 
     def stop(self) -> None:
