@@ -149,7 +149,7 @@ def test_after_closing_new_requests_are_refused() -> None:
     assert answer.status == 503 and answer.error["code"] == "shutting_down" and not engine.submits
     assert request(engine, "/ready").status == 503 and answer.headers["connection"] == "close"
     health = request(engine, "/health")
-    assert health.status == 200 and health.json == {"status": "draining"}, "who drains is no corpse"
+    assert health.status == 200 and health.json == {"status": "draining"}, "a draining server is healthy"
 
 
 def test_keep_alive_comments_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
