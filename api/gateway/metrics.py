@@ -18,7 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STEP_HISTOGRAMS = {
     "step_time_seconds": ("What the worker took for a step.", SECONDS),
     "step_wait_time_seconds": ("What a step took beyond the worker's pass while it was the oldest in flight.", SECONDS),
-    "step_host_time_seconds": ("What the core took to apply a step, plan the next and tell the news.", SECONDS),
+    "step_host_time_seconds": ("What the core took to apply a step, plan the next and send the outputs.", SECONDS),
     "step_decode_rows": ("Rows of a step that compute one position.", POWERS),
     "step_prompt_tokens": ("Prompt tokens of a step.", POWERS),
     "iteration_tokens_total": ("Tokens of a step.", POWERS),
