@@ -98,7 +98,7 @@ class Gateway:
         self._max_open = max_open
         self._next_rid = api_index << RID_BITS
         self._unflushed: dict[Consumer, None] = {}  # those that took chunks since `handle` began
-        self._sequences: dict[int, OpenSequence] = {}  # by rid; those that have not ended
+        self._sequences: dict[int, tuple[OpenRequest, OpenSequence]] = {}  # by rid; those that have not ended
         self._questions: dict[int, _Asked] = {}  # to the tokenizer, not answered yet
         self._held: dict[OpenRequest, None] = {}  # open, and not with the engine now
         self._poison_detector: PoisonDetector[OpenRequest] = PoisonDetector()
@@ -160,7 +160,7 @@ class Gateway:
         self._drain_rate.note(now, is_busy=True)
         request = OpenRequest(self._next_rid, submits, now, OutputBuffer(self._unflushed))
         self._next_rid += num_choices
-        self._sequences.update((sequence.rid, sequence) for sequence in request.sequences)
+        self._register(request)
         self._idle.clear()
         for submit in submits:
             self.stats.asked(submit.n, submit.limits.max_tokens)
@@ -195,11 +195,13 @@ class Gateway:
             match message:
                 case TextBatch(chunks=chunks):
                     for chunk in chunks:
-                        if (sequence := self._sequences.get(chunk.rid)) is not None:
-                            self._take(sequence, chunk, now)
+                        if (found := self._sequences.get(chunk.rid)) is not None:
+                            request, sequence = found
+                            self._take(request, sequence, chunk, now)
                 case Accepted(rid=rid, num_prompt=num_prompt):
-                    if (sequence := self._sequences.get(rid)) is not None:
-                        sequence.request.accept(sequence, num_prompt)
+                    if (found := self._sequences.get(rid)) is not None:
+                        request, sequence = found
+                        request.accept(sequence, num_prompt)
                 case Tokenized(rid=rid) | Detokenized(rid=rid) | Described(rid=rid):
                     if (asked := self._questions.get(rid)) is not None and not asked.answer.done():
                         asked.answer.set_result(message)
@@ -209,8 +211,8 @@ class Gateway:
                     )
                     if (asked := self._questions.get(rid)) is not None and not asked.answer.done():
                         asked.answer.set_exception(error)
-                    if (sequence := self._sequences.get(rid)) is not None:
-                        self._fail(sequence, error, now)
+                    if (found := self._sequences.get(rid)) is not None:
+                        self._fail(*found, error, now)
                 case Snapshot():
                     self.snapshot = message
                 case Pulse(name=name):
@@ -244,12 +246,15 @@ class Gateway:
 
     def _open_requests(self) -> dict[OpenRequest, None]:
         """In the order of their rids."""
-        return dict.fromkeys(sequence.request for sequence in self._sequences.values())
+        return dict.fromkeys(request for request, _ in self._sequences.values())
+
+    def _register(self, request: OpenRequest) -> None:
+        self._sequences.update((sequence.rid, (request, sequence)) for sequence in request.open_sequences)
 
     # ── the outputs of requests ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, sequence: OpenSequence, chunk: Chunk, now: float) -> None:
-        stats, request = self.stats, sequence.request
+    def _take(self, request: OpenRequest, sequence: OpenSequence, chunk: Chunk, now: float) -> None:
+        stats = self.stats
         if chunk.times is not None and sequence.times is None:  # a resumed sequence began when it first began
             sequence.times = chunk.times
         num_ids = len(chunk.ids) >> 2
@@ -269,7 +274,7 @@ class Gateway:
         if not sequence.is_answered:
             request.answer(sequence)
         if chunk.finish is not None:
-            self._close(sequence, chunk.finish, now, chunk.usage)
+            self._close(request, sequence, chunk.finish, now, chunk.usage)
             stats.finished[chunk.finish] += 1
             if chunk.finish == "abort":  # not by us: the sequence would be closed already
                 stats.aborts["unavailable"] += 1
@@ -282,12 +287,12 @@ class Gateway:
             request.buffer.take()
             self._end(request, HttpError(408, "Too much of the answer was left unread.", code="client_too_slow"))
 
-    def _fail(self, sequence: OpenSequence, error: RequestError, now: float) -> None:
+    def _fail(self, request: OpenRequest, sequence: OpenSequence, error: RequestError, now: float) -> None:
         """The engine has failed the sequence, which ends the whole request."""
         self.stats.finished["error"] += 1
         self.stats.errors[error.kind] += 1
-        self._close(sequence, f"error:{error.kind}", now)
-        self._end(sequence.request, error)
+        self._close(request, sequence, f"error:{error.kind}", now)
+        self._end(request, error)
 
     def _end(self, request: OpenRequest, error: Exception) -> None:
         """Ends what is open of `request`: the engine is told once, the reader gets `error`."""
@@ -295,7 +300,7 @@ class Gateway:
             reason = _abort_reason(error)
             now = self._clock()
             for sequence in sequences:
-                self._close(sequence, f"abort:{reason}", now)
+                self._close(request, sequence, f"abort:{reason}", now)
             self.stats.finished["abort"] += len(sequences)
             self.stats.aborts[reason] += len(sequences)
             if request in self._held:
@@ -305,8 +310,9 @@ class Gateway:
                 self._post(Cancel(tuple(sequence.rid for sequence in sequences)))
         request.buffer.fail(error)
 
-    def _close(self, sequence: OpenSequence, outcome: str, now: float, usage: Usage | None = None) -> None:
-        request = sequence.request
+    def _close(
+        self, request: OpenRequest, sequence: OpenSequence, outcome: str, now: float, usage: Usage | None = None
+    ) -> None:
         passed = timeline(request.arrived, sequence.times, sequence.first_chunk_at, now)
         request.close(sequence, EndedSequence(sequence.index, outcome, passed, usage))
         del self._sequences[sequence.rid]
@@ -349,7 +355,7 @@ class Gateway:
         killer = self._poison_detector.blame(r for r in requests if r not in self._held and r.was_with(kinds))
         if killer is not None:
             self._poison_detector.remember(fingerprint(killer.submits))
-            self._fail(killer.open_sequences[0], RequestError("internal", _KILLED), now)
+            self._fail(killer, killer.open_sequences[0], RequestError("internal", _KILLED), now)
         for request in requests:
             if request.num_open:
                 self._hold(request)
@@ -393,7 +399,7 @@ class Gateway:
         submits = request.submissions(self._next_rid)
         if is_again:
             self._next_rid += len(request.sequences)
-            self._sequences.update((sequence.rid, sequence) for sequence in request.open_sequences)
+            self._register(request)
             self.num_resumed += len(submits)
         for submit in submits:
             self._post(submit)

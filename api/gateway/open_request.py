@@ -18,8 +18,7 @@ from .timeline import EndedSequence, Timeline, together
 class OpenSequence:
     """One choice of a request."""
 
-    def __init__(self, request: "OpenRequest", index: int, rid: int, entry: Entry) -> None:
-        self.request = request
+    def __init__(self, index: int, rid: int, entry: Entry) -> None:
         self.index = index
         self.rid = rid
         self.entry = entry  # what was delivered of it
@@ -39,7 +38,7 @@ class OpenRequest:
         self.submits = submits
         self.arrived = arrived
         self.buffer = buffer
-        self.sequences = [OpenSequence(self, i, first_rid + i, entry) for i, entry in enumerate(entries(submits))]
+        self.sequences = [OpenSequence(i, first_rid + i, entry) for i, entry in enumerate(entries(submits))]
         self.num_open = self.num_unanswered = len(self.sequences)
         self.num_tokens = 0  # of all prompts that were accepted, each counted once, and of all outputs so far
         self.ended: list[EndedSequence] = []  # in the order of their ends

@@ -136,16 +136,16 @@ def token_name(candidate: TopLogprob, as_id: bool) -> str:
 
 def prompt_logprobs(prompt: PromptEcho) -> PromptLogprobs:
     """The prompt's log-probabilities in vLLM's shape."""
-    told: PromptLogprobs = []
+    positions: PromptLogprobs = []
     for position in prompt.logprobs or (None,):
         if position is None:
-            told.append(None)
+            positions.append(None)
             continue
         ranked = [(rank, candidate) for rank, candidate in enumerate(position.top, start=1)]
         found = {c.id: PromptLogprobBody(c.logprob, rank, c.token) for rank, c in ranked}
         chosen = position.chosen
-        told.append({chosen.id: PromptLogprobBody(chosen.logprob, None, chosen.token)} | found)
-    return told
+        positions.append({chosen.id: PromptLogprobBody(chosen.logprob, None, chosen.token)} | found)
+    return positions
 
 
 def chat_logprobs(chunk: Chunk, *, as_ids: bool = False) -> list[TokenLogprobBody]:

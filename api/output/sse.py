@@ -65,6 +65,7 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
         last = reply.failure(as_http_error(error))
     finally:
         ticker.stop()
+        stream.consumer = None  # it holds the ticker, which holds the stream
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
