@@ -194,7 +194,7 @@ class DetokenizerActor:
             # The fast path: one token that is whole characters after whole characters. `_Output.read` gives the same.
             output = outputs.get(rid)
             if output is not None and output.is_plain and len(ids) == 4:
-                text = output.text.push_one(int.from_bytes(ids, "little", signed=True))
+                text = output.text.push_one(int.from_bytes(ids, "little"))
                 if text is not None:
                     chunks.append(Chunk(rid, text, ids))
                     continue
