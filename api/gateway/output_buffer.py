@@ -67,7 +67,8 @@ class OutputBuffer:
             self.wake()
             return True
         else:
-            self._merged[index] = len(self._chunks)
+            if not chunk.lengths:  # which would not hold for a merged chunk
+                self._merged[index] = len(self._chunks)
             self._chunks.append((index, chunk))
         self._num_merged_bytes += len(chunk.text) + len(chunk.ids)
         if chunk.logprobs is not None:

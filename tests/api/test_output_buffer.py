@@ -6,7 +6,7 @@ import random
 import pytest
 
 from pagewire.api.gateway.output_buffer import Consumer, OutputBuffer
-from pagewire.ipc.messages import Chunk
+from pagewire.ipc.messages import Chunk, ids_to_bytes
 
 from .harness import run
 
@@ -69,6 +69,16 @@ def test_text_arrives_whole_and_in_order(seed: int) -> None:
 
     run(work())
     assert read == put, seed
+
+
+def test_a_replayed_output_stays_apart() -> None:
+    """`lengths` holds for the replayed ids only, and a merged chunk has no place for it."""
+    buffer = OutputBuffer({})
+    lengths = ids_to_bytes([1, 1])
+    buffer.put(0, Chunk(0, "ab", ids_to_bytes([1, 2]), lengths=lengths))
+    for text in "cd":
+        buffer.put(0, Chunk(0, text, ids_to_bytes([3])))
+    assert [(chunk.text, chunk.lengths) for _, chunk in buffer.take()] == [("ab", lengths), ("cd", b"")]
 
 
 def test_a_consumer_that_raises_fails_the_request() -> None:
