@@ -213,7 +213,7 @@ def contents(answer: Answer) -> list[str]:
     return [text for delta in deltas if (text := delta.get("content"))]
 
 
-def test_a_stream_past_its_reader_is_the_same_stream() -> None:
+def test_a_stream_written_as_chunks_arrive_is_the_same_stream() -> None:
     pieces = list("abcdefgh")
 
     async def work() -> None:
@@ -241,7 +241,7 @@ def test_a_client_that_falls_behind_gets_everything_in_order(seed: int) -> None:
     run(work())
 
 
-def test_a_bug_of_ours_past_the_reader(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_of_ours_in_the_consumer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     take = ChatReply.take
 
     def broken(reply: ChatReply, index: int, chunk: Chunk) -> list[bytes]:

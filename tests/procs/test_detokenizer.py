@@ -1,4 +1,4 @@
-"""The detokenizer actor: stop strings end a request here first, and the core's late news of it is dropped."""
+"""The detokenizer actor: text, stop strings, log-probabilities, resumed and replayed outputs."""
 
 import random
 from array import array
@@ -65,7 +65,7 @@ def batch(*tokens: m.Tokens) -> m.TokenBatch:
     return m.TokenBatch(tokens)
 
 
-def test_columns_are_tokens_that_come_before_the_other_news(actor: DetokenizerActor, sent: Sent) -> None:
+def test_columns_come_before_the_other_tokens(actor: DetokenizerActor, sent: Sent) -> None:
     other = msgspec.structs.replace(opened(), rid=RID + 1)
     ids = ids_of("ab")
     columns = m.TokenBatch(
@@ -231,7 +231,7 @@ def test_the_end_of_the_prompt_has_its_special_tokens(actor: DetokenizerActor, s
 
 
 def test_a_lost_output_goes_on_after_what_was_told(config: EngineConfig) -> None:
-    """Wherever it was lost: inside a character, inside what may become a stop string, or between."""
+    """Lost inside a character, inside a partial stop string, or between."""
     ids = ids_of("aé🙂b stoc stop d")
     whole = play(config, [opened(stop=("stop",)), *batches(ids)])
     assert whole[0] == "aé🙂b stoc " and len(whole[1]) < len(ids)
