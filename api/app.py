@@ -1,8 +1,8 @@
 """The ASGI application: routes, and the edge that every request passes.
 
-The edge gives each answer its x-request-id; refuses what has no key, comes too often or from a foreign origin, has a
-strange head or too large or slow a body, before any endpoint sees it; turns every exception into OpenAI's error object;
-and writes the access log.
+Before an endpoint sees a request, the edge refuses it if it has no key, exceeds a rate, comes from a foreign origin,
+has an ambiguous head, or a body that is too large or too slow. The edge turns every exception into an error object,
+gives each response its x-request-id, and writes the access log.
 """
 
 import asyncio
@@ -45,14 +45,14 @@ from .web.page import PAGE_FILES, PageFile
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
 FILES_PATH = "/v1/files"
-_POLLED_PATHS = _OPEN_PATHS | {"/metrics", "/load"}  # no news while they are answered well
+_POLLED_PATHS = _OPEN_PATHS | {"/metrics", "/load"}  # logged only if they fail
 _ONCE = frozenset(
     {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length", b"content-encoding"}
 )
 _HOST = re.compile(rb"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _CLOSE = ((b"connection", b"close"),)
-_CLIENT_LEFT = 499  # in the log, as nginx has it
+_CLIENT_LEFT = 499  # in the access log, as in nginx's
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -71,7 +71,7 @@ def create_app(
     swap: Swap | None = None,
     observers: Sequence[Observer] = (),
 ) -> "Edge":
-    """The whole application. See `Service`."""
+    """The application of one api process; parameters as of `Service`."""
     service = Service(gateway, config, http, healthy=healthy, version=version, observers=observers)
     router = Router(redirect_slashes=False)
     batches = BatchEndpoints(service, router)
@@ -99,17 +99,15 @@ def _swapping(service: Service, swap: Swap | None) -> list[Operation]:
 
 
 class Background(Protocol):
-    """What goes on without a client."""
+    """Work that goes on without a client, while the server runs."""
 
-    def start(self) -> None:
-        """The server is there."""
+    def start(self) -> None: ...
 
-    async def stop(self) -> None:
-        """It will not be any more."""
+    async def stop(self) -> None: ...
 
 
 class Edge:
-    """The outermost application, of an engine's server as of a router."""
+    """The outermost application, in an engine's server and in a router."""
 
     def __init__(
         self,
@@ -122,8 +120,8 @@ class Edge:
         admin_paths: frozenset[str] = ADMIN_PATHS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`retry_after_s`: after how many seconds who is refused for a while may try again. `admin_paths`: for
-        administrators, where there are any. `clock`: of the rates."""
+        """`retry_after_s`: the Retry-After of 429 and 503. `admin_paths` need an admin key, if there is one. `clock`:
+        of the rate limits."""
         self._app = app
         self._background = background
         self._limits = config.clients
@@ -138,24 +136,23 @@ class Edge:
         self._throttle = AdmissionThrottle()
 
     def start(self) -> None:
-        """The engine is there: begins what goes on without a client."""
+        """Starts the background work, when the engine is ready."""
         self._background.start()
 
     async def stop(self) -> None:
-        """Ends it."""
         await self._background.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         started = time.monotonic()
-        scope["app"] = self  # the router raises instead of answering by itself
+        scope["app"] = self  # makes the router raise instead of answering
         scope = _below(self._root_path, scope)
         request = _Request(scope, send)
         try:
             await self._serve(request, scope, receive)
         except ClientGone:
-            request.status = _CLIENT_LEFT  # nobody is left to be told
+            request.status = _CLIENT_LEFT
         except Exception as error:
             http_error = self._from_router(error, scope) if isinstance(error, HTTPException) else as_http_error(error)
             if http_error.status == 500 and not isinstance(error, PagewireError):
@@ -180,7 +177,7 @@ class Edge:
         if scope["method"] == "OPTIONS" and (answer := self._origins.preflight(headers)) is not None:
             await request.send_empty(204, answer)
             return
-        if not scope["path"]:  # the links of the page start from the slash
+        if not scope["path"]:  # the page's links are relative to the slash
             await request.send_empty(308, ((b"location", self._root_path.encode() + b"/"),))
             return
         state = {**scope.get("state", {}), "salt": b"", "request_id": request.id}
@@ -207,18 +204,18 @@ class Edge:
             raise HttpError(415, "Compressed bodies are not accepted.")
 
     def _bounded(self, receive: Receive, max_bytes: int) -> Receive:
-        """The same with bounds on the body: raises HttpError if it is too large or too slow. A file has more time,
-        but no more for a pause in it."""
-        loop, most_s = asyncio.get_running_loop(), self._limits.body_timeout_s
-        deadline = loop.time() + most_s * max(1.0, max_bytes / self._limits.max_body_size)
-        num_bytes: int | None = 0  # None: it is whole
+        """`receive`, which raises HttpError if the body is too large or too slow. A larger `max_bytes` allows more time
+        in all, but no longer pause."""
+        loop, max_s = asyncio.get_running_loop(), self._limits.body_timeout_s
+        deadline = loop.time() + max_s * max(1.0, max_bytes / self._limits.max_body_size)
+        num_bytes: int | None = 0  # None: the body is complete
 
         async def receive_in_bounds() -> Message:
             nonlocal num_bytes
             if num_bytes is None:
                 return await receive()
             try:
-                async with asyncio.timeout_at(min(deadline, loop.time() + most_s)):
+                async with asyncio.timeout_at(min(deadline, loop.time() + max_s)):
                     message = await receive()
             except TimeoutError:
                 raise HttpError(408, "The body did not arrive in time.", headers=_CLOSE) from None
@@ -232,13 +229,13 @@ class Edge:
         return receive_in_bounds
 
     def _when_to_retry(self, error: HttpError) -> Headers:
-        """What every 429 and 503 tells: when a rate allows more, or when what is open now will be done."""
+        """Retry-After for a 429 or 503 that has none from a rate limit."""
         if error.status not in (429, 503) or any(name == b"retry-after" for name, _ in error.headers):
             return ()
         return ((b"retry-after", b"%d" % self._retry_after_s()),)
 
     def _from_router(self, error: HTTPException, scope: Scope) -> HttpError:
-        """No such path, or not with this method: a path may have a route for each of its methods."""
+        """404 or 405; the router stops at the first route of a path, which may have one for each method."""
         matching = [route for route in self._app.routes if route.matches(scope)[0] is not Match.NONE]
         allowed = sorted({method for route in matching if isinstance(route, Route) for method in route.methods or ()})
         if not allowed:
@@ -247,7 +244,7 @@ class Edge:
 
 
 class _Request:
-    """What is known of one request from its start to its end, for its answer's headers and for the log."""
+    """One request, for the headers of its response and for the access log."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
@@ -256,12 +253,12 @@ class _Request:
         given = self.headers.get(b"x-request-id", b"")
         self.id = given.decode() if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
         self.is_anthropic = speaks_anthropic(scope["path"])
-        self.account: Account | None = None  # that pays for it
-        self.extra: Headers = ()  # what the page that asks may read
-        self.status = 0  # before the answer has begun
+        self.account: Account | None = None
+        self.extra: Headers = ()  # CORS headers
+        self.status = 0  # until the response has begun
 
     async def send(self, message: Message) -> None:
-        """Adds the headers that every answer has."""
+        """Adds the headers that every response has."""
         if not self.status:
             self.status = message["status"]
             id = self.id.encode()
@@ -274,13 +271,13 @@ class _Request:
         await self._send(message)
 
     async def send_empty(self, status: int, headers: Headers) -> None:
-        """A whole answer without a body."""
+        """A whole response without a body."""
         length = () if status == 204 else ((b"content-length", b"0"),)
         await self.send({"type": "http.response.start", "status": status, "headers": (*headers, *length)})
         await self.send({"type": "http.response.body", "body": b""})
 
     def line(self, seconds: float) -> str:
-        """For the access log. The query is left out: it is no place for secrets, but people put them there."""
+        """The line of the access log. The query is left out, because it may hold secrets."""
         client = self._scope.get("client")
         path = self._scope.get("raw_path", b"").partition(b"?")[0][:200].decode("latin-1")
         shown = path if path.isascii() and path.isprintable() else ascii(path)[1:-1]
@@ -288,7 +285,7 @@ class _Request:
 
 
 def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
-    """What proxies and servers might read in different ways is refused."""
+    """Refuses heads that proxies and servers may read in different ways."""
     if len(headers) < len(scope["headers"]):
         names = [name for name, _ in scope["headers"] if name in _ONCE]
         if len(names) > len(set(names)):
@@ -299,7 +296,7 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
 
 
 def _below(root_path: str, scope: Scope) -> Scope:
-    """The scope with the path as the routes have it, whether a proxy has cut `root_path` off or not."""
+    """The scope with its path below `root_path`, whether a proxy has removed that already or not."""
     path: str = scope["path"]
     if root_path and (path == root_path or path.startswith(root_path + "/")):
         return {**scope, "path": path.removeprefix(root_path)}

@@ -93,8 +93,8 @@ class ApiActor:
             lambda message: post("tokenizer", message),
             api_index=self._index,
             outage_wait_s=self._http.service.outage_wait,
-            most_held=self._config.max_queued_requests,
-            most_open=self._config.max_num_seqs + self._config.max_queued_requests,
+            max_held=self._config.max_queued_requests,
+            max_open=self._config.max_num_seqs + self._config.max_queued_requests,
         )
         self._socket = socket.socket(fileno=self._http_fd)
         self._app = create_app(

@@ -1,14 +1,14 @@
 """The detokenizer process: token ids become text while the device computes the next step.
 
-It also looks for stop strings, because only text can hold them: on a hit it tells the client the end at once and the
-core afterwards, and drops what the core still sends of that request.
+It also looks for stop strings, because only text can hold them. On a hit it ends the request for the client at once,
+tells the core, and drops the tokens of that request that were in flight.
 """
 
 from pathlib import Path
 from typing import assert_never
 
 from ..config.config import EngineConfig
-from ..engine.text.output import OutputText, Piece, render_logprobs
+from ..engine.text.output import OutputText, render_logprobs
 from ..engine.text.tokenizer import Tokenizer, load_tokenizer
 from ..ipc.actor import Post
 from ..ipc.messages import (
@@ -35,41 +35,29 @@ from ..ipc.messages import (
     ids_to_bytes,
 )
 
-_NUM_END_IDS = 16  # of a prompt, whose text is its end
+_NUM_END_IDS = 16  # of the prompt, whose text is `Chunk.prompt_end`
 
 
 class _Output:
-    """One request whose tokens are coming."""
-
-    __slots__ = (
-        "ahead",
-        "ended",
-        "has_told",
-        "num_told",
-        "opened",
-        "prompt",
-        "prompt_end",
-        "prompt_logprobs",
-        "resumed",
-        "text",
-        "times",
-    )
+    """The output of one open request: its text, and what only its first chunk carries."""
 
     def __init__(self, tokenizer: Tokenizer, opened: Opened) -> None:
         spec = opened.text
         prompt_ids = bytes_to_ids(opened.prompt_ids)
-        self.opened = opened
-        self.times: Times | None = opened.times  # until they are sent
-        self.ended = False  # its client knows the end; the core does not yet
-        self.has_told = False  # what only the first chunk holds has been sent
-        self.prompt: PromptEcho | None = None  # until it is sent
-        self.prompt_end: str | None = None  # until it is sent
-        self.prompt_logprobs: list[TokenLogprob | None] = []
+        self._tokenizer = tokenizer
+        self._opened = opened
+        self.has_ended = False  # by a stop string
+        self.is_plain = False  # the next chunk needs nothing but its text and ids
+        # These four are for the first chunk, and None afterwards.
+        self._times: Times | None = opened.times
+        self._prompt: PromptEcho | None = None
+        self._prompt_end: str | None = None
+        self._prompt_logprobs: list[TokenLogprob | None] = []
         if spec.prompt:
             text = tokenizer.decode(prompt_ids, skip_special_tokens=False) if spec.detokenize else ""
-            self.prompt = PromptEcho(opened.prompt_ids, text)
+            self._prompt = PromptEcho(opened.prompt_ids, text)
         if spec.prompt_end:
-            self.prompt_end = tokenizer.decode(prompt_ids[-_NUM_END_IDS:], skip_special_tokens=False)
+            self._prompt_end = tokenizer.decode(prompt_ids[-_NUM_END_IDS:], skip_special_tokens=False)
         self.text = OutputText(
             tokenizer,
             prompt_ids,
@@ -80,27 +68,75 @@ class _Output:
             marks=spec.marks,
             min_ids=spec.min_tokens,
         )
-        # What a sequence had when the engine lost it is read again, one by one as it came.
-        self.resumed: list[Piece] = []
+        # The ids of a resumed output are pushed one by one, as they came the first time.
+        self._stop: str | None = None  # the stop string in them
+        pieces: list[str] = []
         for id in bytes_to_ids(opened.resume_ids):
-            self.resumed.append(self.text.push((id,)))
-            if self.resumed[-1].stop is not None:
+            piece = self.text.push((id,))
+            pieces.append(piece.text)
+            self._stop = piece.stop
+            if piece.stop is not None:
                 break
-        text = "".join(piece.text for piece in self.resumed)
-        self.ahead = text[max(opened.resume_chars, 0) :]  # of the text, not told yet
-        self.num_told = max(0, opened.resume_chars - len(text))  # characters still to come that were told before
+        self._lengths = [len(piece) for piece in pieces]
+        resumed = "".join(pieces)
+        self._ahead = resumed[max(opened.resume_chars, 0) :]  # resumed text that the client does not have
+        self._num_told = max(0, opened.resume_chars - len(resumed))  # characters to come that the client has
 
-    def push_one(self, id: int) -> str | None:
-        """See `OutputText`."""
-        return self.text.push_one(id) if self.has_told and not self.ended else None
+    def read(self, tokens: Tokens) -> Chunk | None:
+        """The general path: the chunk of one step's tokens. None while the prompt is being scored."""
+        if tokens.prompt_logprobs is not None:
+            self._prompt_logprobs += self._render(tokens.prompt_logprobs)
+        if not tokens.ids and tokens.finish is None:
+            return None
+        ids = bytes_to_ids(tokens.ids)
+        is_end_hidden = tokens.finish == "stop" and not self._opened.text.include_stop
+        piece = self.text.push(ids[:-1] if is_end_hidden else ids, last=tokens.finish is not None)
+        num_ids = len(ids) if piece.stop is None else piece.num_ids
+        return self._chunk(tokens, piece.text, ids[:num_ids].tobytes(), piece.stop)
 
-    def untold(self, text: str) -> str:
-        """What is news of the text that comes next."""
-        text = self.ahead + text
-        num_told = min(self.num_told, len(text))
-        self.ahead = ""
-        self.num_told -= num_told
-        return text[num_told:]
+    def replay(self) -> Chunk:
+        """The whole resumed output, for a client that has none of it. The engine that sampled it did not look for stop
+        strings, so it may end here."""
+        ids = self._opened.resume_ids[: 4 * len(self._lengths)]
+        return self._chunk(Tokens(self._opened.rid, b""), "", ids, self._stop, ids_to_bytes(self._lengths))
+
+    def _chunk(self, tokens: Tokens, text: str, ids: bytes, stop: str | None, lengths: bytes = b"") -> Chunk:
+        finish, usage = tokens.finish, tokens.usage
+        stop_reason: str | int | None = tokens.stop_token_id
+        if stop is not None:
+            self.has_ended = True
+            opened = self._opened
+            finish, stop_reason = "stop", stop
+            usage = Usage(opened.num_prompt, self.text.num_ids, opened.num_cached)
+        prompt = self._prompt
+        if prompt is not None and self._prompt_logprobs:
+            prompt = PromptEcho(prompt.ids, prompt.text, (None, *self._prompt_logprobs))
+        text = self._ahead + text
+        num_told = min(self._num_told, len(text))
+        logprobs = tokens.logprobs
+        chunk = Chunk(
+            rid=tokens.rid,
+            text=text[num_told:],
+            ids=ids,
+            logprobs=None if logprobs is None else tuple(self._render(logprobs)[: len(ids) // 4]),
+            prompt=prompt,
+            finish=finish,
+            stop_reason=stop_reason,
+            usage=usage,
+            prompt_end=self._prompt_end,
+            times=self._times,
+            vector=tokens.vector,
+            lengths=lengths,
+        )
+        self._prompt = self._prompt_end = self._times = None
+        self._ahead = ""
+        self._num_told -= num_told
+        self.is_plain = not (self._num_told or self.has_ended)
+        return chunk
+
+    def _render(self, logprobs: RowLogprobs) -> list[TokenLogprob]:
+        positions = render_logprobs(self._tokenizer, logprobs.width, logprobs.ids, logprobs.values)
+        return [TokenLogprob(TopLogprob(*p.chosen), tuple(TopLogprob(*c) for c in p.top)) for p in positions]
 
 
 class DetokenizerActor:
@@ -111,28 +147,27 @@ class DetokenizerActor:
         self._outputs: dict[int, _Output] = {}
 
     def start(self, post: Post) -> Facts:
-        """See `Actor`."""
         self._post = post
         self._tokenizer = load_tokenizer(Path(self._config.model.path))
         return Facts()
 
     def handle(self, messages: list[ToDetokenizer]) -> None:
-        """See `Actor`. Everything that waited goes to the api as one batch."""
+        """The chunks of all `messages` go to the api as one batch, unless a failure stands between them."""
         chunks: list[Chunk] = []
         hits: list[int] = []
         for message in messages:
             match message:
                 case Opened():
-                    opened = self._outputs[message.rid] = _Output(self._tokenizer, message)
+                    output = self._outputs[message.rid] = _Output(self._tokenizer, message)
                     if message.resume_chars < 0:
-                        chunks.append(self._replay(opened, hits))
+                        chunks.append(output.replay())
+                        if output.has_ended:
+                            hits.append(message.rid)
                 case TokenBatch():
-                    self._push_columns(message, chunks, hits)
-                    for tokens in message.tokens:
-                        self._push(tokens, chunks, hits)
+                    self._read(message, chunks, hits)
                 case Failed():
-                    output = self._outputs.pop(message.rid, None)
-                    if output is None or not output.ended:
+                    ended = self._outputs.pop(message.rid, None)
+                    if ended is None or not ended.has_ended:
                         self._flush(chunks)
                         self._post("api", message)
                 case Reset():
@@ -146,112 +181,37 @@ class DetokenizerActor:
             self._post("core", StopHit(tuple(hits)))
 
     async def stop(self, grace_s: float) -> None:
-        """See `Actor`."""
+        pass
 
     def _flush(self, chunks: list[Chunk]) -> None:
         if chunks:
             self._post("api", TextBatch(tuple(chunks)))
             chunks.clear()
 
-    def _push_columns(self, batch: TokenBatch, chunks: list[Chunk], hits: list[int]) -> None:
-        rids, data = memoryview(batch.rids).cast("q"), batch.ids
-        if len(set(rids)) < len(rids):  # somebody got several tokens
-            for rid, ids in batch.columns():
-                self._push(Tokens(rid, ids), chunks, hits)
-            return
+    def _read(self, batch: TokenBatch, chunks: list[Chunk], hits: list[int]) -> None:
         outputs = self._outputs
-        for i, (rid, id) in enumerate(zip(rids, bytes_to_ids(data), strict=True)):
+        for rid, ids in batch.columns():
+            # The fast path: one token that is whole characters after whole characters. `_Output.read` gives the same.
             output = outputs.get(rid)
-            text = output.push_one(id) if output is not None else None
-            ids = data[4 * i : 4 * i + 4]
-            if text is None:
-                self._push(Tokens(rid, ids), chunks, hits)
-            else:
-                chunks.append(Chunk(rid, text, ids))
+            if output is not None and output.is_plain and len(ids) == 4:
+                text = output.text.push_one(int.from_bytes(ids, "little"))
+                if text is not None:
+                    chunks.append(Chunk(rid, text, ids))
+                    continue
+            self._read_one(Tokens(rid, ids), chunks, hits)
+        for tokens in batch.tokens:
+            self._read_one(tokens, chunks, hits)
 
-    def _push(self, tokens: Tokens, chunks: list[Chunk], hits: list[int]) -> None:
+    def _read_one(self, tokens: Tokens, chunks: list[Chunk], hits: list[int]) -> None:
         output = self._outputs.get(tokens.rid)
-        if output is None:  # ended before its first step, so it was never opened
+        if output is None:  # it ended before its first step, so it was never opened
             chunks.append(Chunk(tokens.rid, "", b"", finish=tokens.finish, usage=tokens.usage))
             return
         if tokens.finish is not None:
             del self._outputs[tokens.rid]
-        if output.ended:
+        if output.has_ended:
             return
-        spec = output.opened.text
-        if tokens.prompt_logprobs is not None:
-            output.prompt_logprobs += self._render(tokens.prompt_logprobs)
-        if not tokens.ids and tokens.finish is None:
-            return  # a chunk of a prompt that is being scored
-
-        ids = bytes_to_ids(tokens.ids)
-        shown = ids
-        if tokens.finish == "stop" and not spec.include_stop:
-            shown = ids[:-1]  # the eos or stop token itself is no text
-        piece = output.text.push(shown, last=tokens.finish is not None)
-        text = output.untold(piece.text)
-        finish, stop_reason, usage = tokens.finish, tokens.stop_token_id, tokens.usage
-        text_stop: str | int | None = stop_reason
-        logprobs = tokens.logprobs
-        if piece.stop is not None:
-            ids = ids[: piece.num_ids]
-            finish, text_stop = "stop", piece.stop
-            opened = output.opened
-            usage = Usage(opened.num_prompt, output.text.num_ids, opened.num_cached)
-            if tokens.finish is None:
-                output.ended = True
+        if (chunk := output.read(tokens)) is not None:
+            chunks.append(chunk)
+            if tokens.finish is None and chunk.finish is not None:  # the core does not know of the stop string
                 hits.append(tokens.rid)
-        chunks.append(
-            Chunk(
-                rid=tokens.rid,
-                text=text,
-                ids=ids.tobytes(),
-                logprobs=tuple(self._render(logprobs)[: len(ids)]) if logprobs is not None else None,
-                prompt=self._take_prompt(output),
-                finish=finish,
-                stop_reason=text_stop,
-                usage=usage,
-                prompt_end=output.prompt_end,
-                times=output.times,
-                vector=tokens.vector,
-            )
-        )
-        output.prompt_end = output.times = None
-        output.has_told = not output.num_told
-
-    def _replay(self, output: _Output, hits: list[int]) -> Chunk:
-        """All that a resumed sequence had, for a client that has heard nothing of it. It may end there: nobody but who
-        resumes it has looked for stop strings."""
-        opened, pieces = output.opened, output.resumed
-        lengths = ids_to_bytes([len(piece.text) for piece in pieces])
-        stop = pieces[-1].stop if pieces else None
-        if stop is not None:
-            output.ended = True
-            hits.append(opened.rid)
-        chunk = Chunk(
-            rid=opened.rid,
-            text=output.untold(""),
-            ids=opened.resume_ids[: len(lengths)],
-            prompt=self._take_prompt(output),
-            finish=None if stop is None else "stop",
-            stop_reason=stop,
-            usage=None if stop is None else Usage(opened.num_prompt, output.text.num_ids, opened.num_cached),
-            prompt_end=output.prompt_end,
-            times=output.times,
-            lengths=lengths,
-        )
-        output.prompt_end = output.times = None
-        output.resumed = []
-        return chunk
-
-    @staticmethod
-    def _take_prompt(output: _Output) -> PromptEcho | None:
-        """The prompt, once, with its log-probabilities if they were asked for."""
-        prompt, output.prompt = output.prompt, None
-        if prompt is None or not output.prompt_logprobs:
-            return prompt
-        return PromptEcho(prompt.ids, prompt.text, (None, *output.prompt_logprobs))
-
-    def _render(self, logprobs: RowLogprobs) -> list[TokenLogprob]:
-        positions = render_logprobs(self._tokenizer, logprobs.width, logprobs.ids, logprobs.values)
-        return [TokenLogprob(TopLogprob(*p.chosen), tuple(TopLogprob(*c) for c in p.top)) for p in positions]

@@ -3,7 +3,7 @@
 Both are built from the same blocks in the same steps; a plain answer drops the events.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 import msgspec
@@ -44,14 +44,15 @@ class MessagesReply(Reply):
     def opening(self) -> list[bytes]:
         return [_event({"type": "message_start", "message": self._message})]
 
-    def events(self, index: int, chunk: Chunk) -> list[bytes]:
+    def take(self, index: int, chunk: Chunk) -> Iterable[bytes]:
+        """The events are encoded as they are sent, so a plain answer does not pay for them."""
         if self._turn.is_verbatim and self._open is not None and chunk.finish is None:
             # Fast path: most chunks only append text to the one block.
             if not chunk.text:
                 return []
             self._pieces.append(chunk.text)
             return [_TEXT_HEAD + _encode(chunk.text) + _TEXT_TAIL]
-        return [_event(event) for event in self._take(chunk)]
+        return map(_event, self._read(chunk))
 
     def closing(self) -> list[bytes]:
         message = self._message
@@ -69,15 +70,12 @@ class MessagesReply(Reply):
 
     # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, index: int, chunk: Chunk) -> None:
-        self._take(chunk)
-
     def body(self) -> bytes:
         return _encode(self._message)
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, chunk: Chunk) -> list[_Event]:
+    def _read(self, chunk: Chunk) -> list[_Event]:
         chunks: list[_Event] = []
         for event in self._turn.read(chunk):
             match event:

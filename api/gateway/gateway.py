@@ -1,18 +1,18 @@
-"""The door between HTTP and the engine: hands requests out to the tokenizer and leads their news back.
+"""Between HTTP and the engine: sends requests to the tokenizer, and puts what comes back into their buffers.
 
 Owns the open requests of this api process, their rids, and the counts behind /metrics. Knows nothing of HTTP or of
-OpenAI's shapes. Lives on one event loop; `handle` is called there with whatever the mailbox held.
+OpenAI's shapes. Lives on one event loop; `handle` is called there with everything that the mailbox held.
 
-When a process behind it has died, what is open waits until the engine is whole again, and is then submitted anew with
-what was delivered of it (`journal.py`), under other rids: news of the old ones is nobody's.
+When a process behind it has died, open requests wait until the engine is whole again. They are then submitted again,
+with the output that was delivered (`journal.py`) and under new rids, so that chunks of the old rids are dropped.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...errors import RequestError
 from ...ipc.messages import (
@@ -41,15 +41,17 @@ from ..http.exchange import ClientGone
 from ..http.http_error import EngineFailed, HttpError, ShuttingDown
 from .drain_rate import DrainRate
 from .journal import fingerprint
+from .open_request import OpenRequest, OpenSequence
+from .output_buffer import Consumer, OutputBuffer
 from .poison_detector import PoisonDetector
 from .stats import Stats
-from .stream import ShortWay, Stream
+from .stream import Stream
 from .timeline import EndedSequence, timeline
 
 Question = Tokenize | Detokenize | Describe
 Answer = Tokenized | Detokenized | Described
 FromEngine = Accepted | TextBatch | Failed | Snapshot | Pulse | Reset | Restored | Answer
-"""The messages of `ToApi` that are the gateway's; the others are the api actor's own."""
+"""The messages of `ToApi` that the gateway handles; the api actor handles the others."""
 
 
 class Outage(Struct, frozen=True):
@@ -65,12 +67,12 @@ _OUTAGE = "A part of the engine has died and is being replaced; try again later.
 
 
 class _Asked:
-    """A question on its way."""
+    """A question to the tokenizer that has no answer yet."""
 
     def __init__(self, question: Question, answer: "asyncio.Future[Answer]") -> None:
         self.question = question
         self.answer = answer
-        self.num_deaths = 0  # of tokenizers that had it
+        self.num_deaths = 0  # of tokenizer processes that had it
 
 
 class Gateway:
@@ -82,121 +84,124 @@ class Gateway:
         *,
         api_index: int = 0,
         outage_wait_s: float = 30.0,
-        most_held: int = 10_000,
-        most_open: int | None = None,
+        max_held: int = 10_000,
+        max_open: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`post` sends to the tokenizer process; it must neither block nor raise. `outage_wait_s`: how long a request
-        without an answer waits for an engine that is not whole. `most_held`: sequences that may wait for it.
-        `most_open`: that it can run and let wait; more would be refused there, which costs less here."""
+        that was not admitted waits for an engine that is not whole. `max_held`: sequences that may wait for it.
+        `max_open`: sequences that the core can run and queue; it would refuse more, and refusing here costs less."""
         self._post = post
         self._clock = clock
         self._outage_wait_s = outage_wait_s
-        self._most_held = most_held
-        self._most_open = most_open
+        self._max_held = max_held
+        self._max_open = max_open
         self._next_rid = api_index << RID_BITS
-        self.unflushed: dict[ShortWay, None] = {}  # those that took news since `handle` began, for `Stream`
-        self._streams: dict[int, Stream] = {}  # every rid that has not ended
+        self._unflushed: dict[Consumer, None] = {}  # those that took chunks since `handle` began
+        self._sequences: dict[int, tuple[OpenRequest, OpenSequence]] = {}  # by rid; those that have not ended
         self._questions: dict[int, _Asked] = {}  # to the tokenizer, not answered yet
-        self._held: dict[Stream, None] = {}  # open, and not with the engine now
-        self._poison_detector: PoisonDetector[Stream] = PoisonDetector()
+        self._held: dict[OpenRequest, None] = {}  # open, and not with the engine now
+        self._poison_detector: PoisonDetector[OpenRequest] = PoisonDetector()
         self.outage: Outage | None = None
         self.num_resumed = 0  # sequences that were submitted again
         self._refusal: str | None = None  # why nothing new is taken
         self._idle = asyncio.Event()
         self._idle.set()
         self._drain_rate = DrainRate(clock())
-        self.snapshot: Snapshot | None = None  # the core's last word
-        self.pulses: dict[str, Pulse] = {}  # the last one of each process
+        self.snapshot: Snapshot | None = None  # the core's last report
+        self.pulses: dict[str, Pulse] = {}  # each process's last report
         self.stats = Stats()
 
     @property
     def num_open(self) -> int:
         """Sequences that have not ended."""
-        return len(self._streams)
+        return len(self._sequences)
 
     @property
     def num_requests(self) -> int:
-        """Requests for sequences that have not ended."""
-        return len(set(self._streams.values()))
+        """Requests with sequences that have not ended."""
+        return len(self._open_requests())
 
     @property
     def num_unanswered(self) -> int:
-        """Sequences of which the engine has said nothing yet: they are with the tokenizer."""
-        return sum(stream.num_unanswered for stream in set(self._streams.values()))
+        """Sequences that the engine has not answered for: they are with the tokenizer."""
+        return sum(request.num_unanswered for request in self._open_requests())
 
     @property
     def refusal(self) -> str | None:
-        """Why new requests are refused, if they are."""
+        """Why new requests are refused, or None."""
         return self._refusal
 
     @property
     def retry_after_s(self) -> int:
-        """When who is refused now may come again: what is open here, or in the whole engine, will be done by then."""
+        """When a request that is refused now may come again: by then what is open will have ended, here or in the whole
+        engine."""
         core = self.snapshot
-        num_ahead = max(len(self._streams), core.num_running + core.num_waiting if core is not None else 0)
+        num_ahead = max(len(self._sequences), core.num_running + core.num_waiting if core is not None else 0)
         return self._drain_rate.retry_after_s(num_ahead)
 
     def submit(self, submits: Sequence[Submit]) -> Stream:
         """Sends `submits` on, each with rids of its own (theirs are ignored). The stream's choices are theirs in order.
 
-        Whoever takes the stream must `cancel` it in the end, which is harmless when it has finished. Raises
-        ShuttingDown, RequestError."""
+        The caller must `cancel` the stream in the end, which is harmless when it has finished. Raises ShuttingDown,
+        RequestError."""
         if self._refusal is not None:
             raise ShuttingDown(self._refusal)
-        if self._poison_detector.are_known and self._poison_detector.has_killed(fingerprint(submits)):
+        if self._poison_detector.knows_killers and self._poison_detector.has_killed(fingerprint(submits)):
             raise RequestError("internal", _KILLED)
-        num_choices = sum(order.n for order in submits)
-        if self._most_open is not None and self._streams and len(self._streams) + num_choices > self._most_open:
+        num_choices = sum(submit.n for submit in submits)
+        num_open = len(self._sequences)
+        if self._max_open is not None and num_open and num_open + num_choices > self._max_open:
             self.stats.errors["queue_full"] += num_choices
-            raise RequestError("queue_full", f"{len(self._streams)} sequences are open already; try again later.")
-        if self._is_holding and sum(len(held.open_rids) for held in self._held) + num_choices > self._most_held:
+            raise RequestError("queue_full", f"{num_open} sequences are open already; try again later.")
+        if self._is_holding and sum(held.num_open for held in self._held) + num_choices > self._max_held:
             raise RequestError("queue_full", "Too many requests wait for the engine, a part of which is replaced.")
         now = self._clock()
         self._drain_rate.note(now, is_busy=True)
-        stream = Stream(self, self._next_rid, submits, now)
+        request = OpenRequest(self._next_rid, submits, now, OutputBuffer(self._unflushed))
         self._next_rid += num_choices
-        self._streams.update(dict.fromkeys(stream.open_rids, stream))
+        self._register(request)
         self._idle.clear()
-        for order in submits:
-            self.stats.asked(order.n, order.limits.max_tokens)
+        for submit in submits:
+            self.stats.asked(submit.n, submit.limits.max_tokens)
         if self._is_holding:
-            self._hold(stream)
+            self._hold(request)
         else:
-            for order in stream.send():
-                self._post(order)
-        return stream
+            self._send(request)
+        return Stream(request, self._end)
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, *, pieces: bool = False) -> Tokenized:
-        """The ids of a prompt; with `pieces` the text of each, too. Raises RequestError."""
+        """The ids of a prompt, and with `pieces` the text of each id. Raises RequestError."""
         answer = await self._ask(Tokenize(self._next_rid, prompt, pieces))
         assert isinstance(answer, Tokenized), answer
         return answer
 
     async def detokenize(self, ids: bytes, *, skip_special_tokens: bool = False) -> str:
-        """The text of ids that the vocabulary has. Raises RequestError."""
+        """The text of ids, which must be in the vocabulary. Raises RequestError."""
         answer = await self._ask(Detokenize(self._next_rid, ids, skip_special_tokens))
         assert isinstance(answer, Detokenized), answer
         return answer.text
 
     async def describe_tokenizer(self) -> Described:
-        """Its special tokens and its chat template. Raises RequestError."""
+        """The tokenizer's special tokens and chat template. Raises RequestError."""
         answer = await self._ask(Describe(self._next_rid))
         assert isinstance(answer, Described), answer
         return answer
 
     def handle(self, messages: Iterable[FromEngine]) -> None:
-        """Takes everything that came in since the last time. News of requests that have ended here is dropped."""
+        """Takes everything that came in since the last call. Messages about ended sequences are dropped."""
         now = self._clock()
         for message in messages:
             match message:
                 case TextBatch(chunks=chunks):
                     for chunk in chunks:
-                        if (stream := self._streams.get(chunk.rid)) is not None:
-                            self._take(stream, chunk, now)
+                        if (found := self._sequences.get(chunk.rid)) is not None:
+                            request, sequence = found
+                            self._take(request, sequence, chunk, now)
                 case Accepted(rid=rid, num_prompt=num_prompt):
-                    if (stream := self._streams.get(rid)) is not None:
-                        stream.accepted(rid, num_prompt)
+                    if (found := self._sequences.get(rid)) is not None:
+                        request, sequence = found
+                        request.accept(sequence, num_prompt)
                 case Tokenized(rid=rid) | Detokenized(rid=rid) | Described(rid=rid):
                     if (asked := self._questions.get(rid)) is not None and not asked.answer.done():
                         asked.answer.set_result(message)
@@ -206,8 +211,8 @@ class Gateway:
                     )
                     if (asked := self._questions.get(rid)) is not None and not asked.answer.done():
                         asked.answer.set_exception(error)
-                    if (stream := self._streams.get(rid)) is not None:
-                        self._failed(stream, rid, error, now)
+                    if (found := self._sequences.get(rid)) is not None:
+                        self._fail(*found, error, now)
                 case Snapshot():
                     self.snapshot = message
                 case Pulse(name=name):
@@ -216,9 +221,9 @@ class Gateway:
                     self._lose(message, now)
                 case Restored():
                     self._restore()
-        for way in self.unflushed:
-            way.flush()
-        self.unflushed.clear()
+        for consumer in self._unflushed:
+            consumer.flush()
+        self._unflushed.clear()
 
     def refuse(self, reason: str) -> None:
         """From now on, new requests get 503 with this sentence; open ones go on."""
@@ -229,64 +234,131 @@ class Gateway:
         await self._idle.wait()
 
     def close(self, reason: str, *, has_failed: bool = False) -> None:
-        """Ends every open stream with an error that says `reason`, and refuses new ones. `has_failed`: the engine has,
-        and what is open may be why."""
+        """Ends every open request with an error that says `reason`, and refuses new ones. `has_failed`: the engine has
+        failed, and an open request may be the cause."""
         self.refuse(reason)
         error = EngineFailed(reason) if has_failed else ShuttingDown(reason)
-        for stream in dict.fromkeys(self._streams.values()):
-            self.end(stream, error)
+        for request in self._open_requests():
+            self._end(request, error)
         for asked in self._questions.values():
             if not asked.answer.done():
                 asked.answer.set_exception(error)
 
-    def end(self, stream: Stream, error: Exception) -> None:
-        """Ends what is open of `stream`: the engine is told once, the reader gets `error`."""
-        rids = tuple(sorted(stream.open_rids))
-        if rids:
+    def _open_requests(self) -> dict[OpenRequest, None]:
+        """In the order of their rids."""
+        return dict.fromkeys(request for request, _ in self._sequences.values())
+
+    def _register(self, request: OpenRequest) -> None:
+        self._sequences.update((sequence.rid, (request, sequence)) for sequence in request.open_sequences)
+
+    # ── the outputs of requests ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _take(self, request: OpenRequest, sequence: OpenSequence, chunk: Chunk, now: float) -> None:
+        stats = self.stats
+        if chunk.times is not None and sequence.times is None:  # a resumed sequence began when it first began
+            sequence.times = chunk.times
+        num_ids = len(chunk.ids) >> 2
+        if num_ids:
+            before = sequence.last_chunk_at
+            if before is None:
+                stats.time_to_first_token_s.observe(now - request.arrived)
+                sequence.first_chunk_at = now
+            else:
+                stats.inter_token_latency_s.observe(now - before)
+            sequence.last_chunk_at = now
+            request.num_tokens += num_ids
+        sequence.entry.note(chunk)
+        if self._poison_detector:
+            self._poison_detector.got_on(request, num_ids)
+            self._take_turns()
+        if not sequence.is_answered:
+            request.answer(sequence)
+        if chunk.finish is not None:
+            self._close(request, sequence, chunk.finish, now, chunk.usage)
+            stats.finished[chunk.finish] += 1
+            if chunk.finish == "abort":  # not by us: the sequence would be closed already
+                stats.aborts["unavailable"] += 1
+                self._end(request, RequestError("unavailable", "The request was cancelled by the server."))
+                return
+            times, usage = sequence.times, chunk.usage
+            if request.was_resumed and times is not None and usage is not None:
+                chunk = replace(chunk, usage=replace(usage, num_cached=times.num_cached))
+        if not request.buffer.put(sequence.index, chunk):
+            request.buffer.take()
+            self._end(request, HttpError(408, "Too much of the answer was left unread.", code="client_too_slow"))
+
+    def _fail(self, request: OpenRequest, sequence: OpenSequence, error: RequestError, now: float) -> None:
+        """The engine has failed the sequence, which ends the whole request."""
+        self.stats.finished["error"] += 1
+        self.stats.errors[error.kind] += 1
+        self._close(request, sequence, f"error:{error.kind}", now)
+        self._end(request, error)
+
+    def _end(self, request: OpenRequest, error: Exception) -> None:
+        """Ends what is open of `request`: the engine is told once, the reader gets `error`."""
+        if sequences := request.open_sequences:
             reason = _abort_reason(error)
             now = self._clock()
-            for rid in rids:
-                self._close_rid(stream, rid, f"abort:{reason}", now)
-            self.stats.finished["abort"] += len(rids)
-            self.stats.aborts[reason] += len(rids)
-            if stream in self._held:
-                del self._held[stream]
-                stream.go_on()
+            for sequence in sequences:
+                self._close(request, sequence, f"abort:{reason}", now)
+            self.stats.finished["abort"] += len(sequences)
+            self.stats.aborts[reason] += len(sequences)
+            if request in self._held:
+                del self._held[request]
+                request.release()
             else:
-                self._post(Cancel(rids))
-        stream.fail(error)
+                self._post(Cancel(tuple(sequence.rid for sequence in sequences)))
+        request.buffer.fail(error)
+
+    def _close(
+        self, request: OpenRequest, sequence: OpenSequence, outcome: str, now: float, usage: Usage | None = None
+    ) -> None:
+        passed = timeline(request.arrived, sequence.times, sequence.first_chunk_at, now)
+        request.close(sequence, EndedSequence(sequence.index, outcome, passed, usage))
+        del self._sequences[sequence.rid]
+        if usage is not None and outcome != "abort":
+            self.stats.completed(passed, usage)
+        if not request.num_open:
+            if self._poison_detector:
+                self._poison_detector.got_on(request, 0)
+                self._take_turns()
+            longest = max((ended.usage.num_output for ended in request.ended if ended.usage is not None), default=0)
+            if longest:
+                self.stats.max_generation_tokens.observe(longest)
+        self._drain_rate.note(now, is_busy=bool(self._sequences), num_ended=usage is not None)
+        self._note_idle()
 
     # ── a process behind this one has died ───────────────────────────────────────────────────────────────────────────
 
     @property
     def _is_holding(self) -> bool:
-        """Nothing new is sent on: the engine is not whole, or works on what may have killed it."""
+        """Nothing new is sent: the engine is not whole, or it works on the requests that may have killed a process."""
         return self.outage is not None or bool(self._poison_detector)
 
-    def _hold(self, stream: Stream) -> None:
-        """It waits for the engine: as long as it takes if its client has heard something, else for a while."""
-        self._held[stream] = None
-        stream.wait_at_most(self._outage_wait_s, self._give_up)
+    def _hold(self, request: OpenRequest) -> None:
+        """It waits for the engine: as long as it takes if the engine had admitted it, else for a while."""
+        self._held[request] = None
+        request.hold(self._outage_wait_s, self._give_up)
 
-    def _give_up(self, stream: Stream) -> None:
-        if stream in self._held:
-            self.end(stream, RequestError("unavailable", _OUTAGE))
+    def _give_up(self, request: OpenRequest) -> None:
+        if request in self._held:
+            self._end(request, RequestError("unavailable", _OUTAGE))
 
     def _lose(self, reset: Reset, now: float) -> None:
         """What is open is not with the engine any more."""
         since = now if self.outage is None else self.outage.since
         lost = reset.lost if self.outage is None else tuple(dict.fromkeys((*self.outage.lost, *reset.lost)))
         self.outage = Outage(lost, reset.reason, since)
-        kinds = {name.partition("-")[0] for name in reset.lost}
-        self.stats.lost.update(name.partition("-")[0] for name in reset.lost)
-        streams = list(dict.fromkeys(self._streams.values()))
-        killer = self._poison_detector.blame(s for s in streams if s not in self._held and s.was_with(kinds))
+        kinds = [name.partition("-")[0] for name in reset.lost]
+        self.stats.lost.update(kinds)
+        requests = self._open_requests()
+        killer = self._poison_detector.blame(r for r in requests if r not in self._held and r.was_with(kinds))
         if killer is not None:
             self._poison_detector.remember(fingerprint(killer.submits))
-            self._failed(killer, min(killer.open_rids), RequestError("internal", _KILLED), now)
-        for stream in streams:
-            if stream.open_rids:
-                self._hold(stream)
+            self._fail(killer, killer.open_sequences[0], RequestError("internal", _KILLED), now)
+        for request in requests:
+            if request.num_open:
+                self._hold(request)
         if "tokenizer" in kinds:
             for asked in self._questions.values():
                 asked.num_deaths += 1
@@ -294,12 +366,12 @@ class Gateway:
                     asked.answer.set_exception(RequestError("internal", _KILLED))
 
     def _restore(self) -> None:
-        """The engine is whole. Who may have killed it goes first, and a few at a time; then all others."""
+        """The engine is whole. The suspects go first, and a few at a time; then all others."""
         if self.outage is None:
             return
         self.outage = None
-        self._held = dict.fromkeys(sorted(self._held, key=lambda stream: stream.number))
-        self._poison_detector.line_up(stream for stream in self._held if stream.num_deaths)
+        self._held = dict.fromkeys(sorted(self._held, key=lambda request: request.number))
+        self._poison_detector.line_up(request for request in self._held if request.num_deaths)
         for asked in self._questions.values():
             if not asked.answer.done():
                 self._post(asked.question)
@@ -308,84 +380,31 @@ class Gateway:
     def _take_turns(self) -> None:
         while self.outage is None and not self._poison_detector:
             turn = self._poison_detector.next()
-            for stream in turn or list(self._held):
-                if stream.open_rids:
-                    self._resume(stream)
+            for request in turn or list(self._held):
+                if request.num_open:
+                    self._send(request)
                 else:
-                    self._poison_detector.got_on(stream, 0)
+                    self._poison_detector.got_on(request, 0)
             if not turn:
                 return
 
-    def _resume(self, stream: Stream) -> None:
+    def _send(self, request: OpenRequest) -> None:
         """Submits what is open of it: again and under new rids, if the engine had it before."""
-        del self._held[stream]
-        stream.go_on()
-        if stream.was_sent:
-            for rid in stream.open_rids:
-                del self._streams[rid]
-            stream.rebase(self._next_rid)
-            self._next_rid += len(stream.entries)
-            self._streams.update(dict.fromkeys(stream.open_rids, stream))
-            self.num_resumed += len(stream.open_rids)
-        for order in stream.send():
-            self._post(order)
+        self._held.pop(request, None)
+        request.release()
+        is_again = request.was_sent
+        if is_again:
+            for sequence in request.open_sequences:
+                del self._sequences[sequence.rid]
+        submits = request.submissions(self._next_rid)
+        if is_again:
+            self._next_rid += len(request.sequences)
+            self._register(request)
+            self.num_resumed += len(submits)
+        for submit in submits:
+            self._post(submit)
 
-    def _failed(self, stream: Stream, rid: int, error: RequestError, now: float) -> None:
-        """The engine has failed one of its sequences: that ends it."""
-        self.stats.finished["error"] += 1
-        self.stats.errors[error.kind] += 1
-        self._close_rid(stream, rid, f"error:{error.kind}", now)
-        self.end(stream, error)
-
-    def _take(self, stream: Stream, chunk: Chunk, now: float) -> None:
-        stats = self.stats
-        index = chunk.rid - stream.first_rid
-        if chunk.times is not None and stream.times[index] is None:  # what is resumed began when it first began
-            stream.times[index] = chunk.times
-        if chunk.ids:
-            before = stream.last_news[index]
-            if before is None:
-                stats.time_to_first_token_s.observe(now - stream.arrived)
-                stream.first_news[index] = now
-            else:
-                stats.inter_token_latency_s.observe(now - before)
-            stream.last_news[index] = now
-            stream.num_tokens += len(chunk.ids) >> 2
-        stream.entries[index].note(chunk)
-        if self._poison_detector:
-            self._poison_detector.got_on(stream, len(chunk.ids) >> 2)
-            self._take_turns()
-        if chunk.finish is None:
-            stream.give(index, chunk)
-            return
-        finish: str = chunk.finish
-        times, usage = stream.times[index], chunk.usage
-        if stream.was_resumed and times is not None and usage is not None:
-            chunk = msgspec.structs.replace(chunk, usage=Usage(usage.num_prompt, usage.num_output, times.num_cached))
-        self._close_rid(stream, chunk.rid, finish, now, chunk.usage)
-        stats.finished[finish] += 1
-        if finish == "abort":  # not by us, or the rid would be closed: an answer that was cut is no success
-            stats.aborts["unavailable"] += 1
-            self.end(stream, RequestError("unavailable", "The request was cancelled by the server."))
-        else:
-            stream.give(index, chunk)
-
-    def _close_rid(self, stream: Stream, rid: int, outcome: str, now: float, usage: Usage | None = None) -> None:
-        index = rid - stream.first_rid
-        passed = timeline(stream.arrived, stream.times[index], stream.first_news[index], now)
-        stream.ended.append(EndedSequence(index, outcome, passed, usage))
-        if usage is not None and outcome != "abort":
-            self.stats.completed(passed, usage)
-        stream.open_rids.discard(rid)
-        if self._poison_detector and not stream.open_rids:
-            self._poison_detector.got_on(stream, 0)
-            self._take_turns()
-        if not stream.open_rids and (longest := stream.longest_output):
-            self.stats.max_generation_tokens.observe(longest)
-        stream.accept(rid)
-        del self._streams[rid]
-        self._drain_rate.note(now, is_busy=bool(self._streams), num_ended=usage is not None)
-        self._note_idle()
+    # ── questions to the tokenizer ───────────────────────────────────────────────────────────────────────────────────
 
     async def _ask(self, question: Question) -> Answer:
         if self._refusal is not None:
@@ -406,12 +425,12 @@ class Gateway:
             self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self._streams and not self._questions:
+        if not self._sequences and not self._questions:
             self._idle.set()
 
 
 def _abort_reason(error: Exception) -> str:
-    """What /metrics says why a sequence was cut short."""
+    """The label in /metrics for a sequence that was cut short by `error`."""
     match error:
         case ClientGone():
             return "client_gone"

@@ -1,8 +1,8 @@
-"""/metrics: the gateway's counts, the core's last snapshot and everyone's last pulse in Prometheus' text format.
+"""/metrics: the gateway's counts, the core's last snapshot and each process's last pulse in Prometheus' text format.
 
-Names follow vLLM's where it has such a metric; `--metrics-prefix vllm` gives them its prefix. The text of each is what
-the generated reference says of it (`tools/reference.py`). The page is written by hand: the library takes 4 ms and more
-for these 600 lines, in which no stream of this process would move (`bench/serve/metrics.py`).
+Names follow vLLM's where it has such a metric; `--metrics-prefix vllm` gives them its prefix. `tools/reference.py` makes
+the reference from the help texts here. The page is rendered here because the library takes 4 ms and more for these 600
+lines, and holds up every stream of the process for that long (`bench/serve/metrics.py`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ _STEP_HISTOGRAMS = {
     ),
     "iteration_tokens_total": ("Positions of a step, without those of draft tokens.", POWERS),
 }
-_NO_NEWS = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+_NO_SNAPSHOT = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 class Metrics:
@@ -45,7 +45,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The whole page."""
-        core = self._gateway.snapshot or _NO_NEWS
+        core = self._gateway.snapshot or _NO_SNAPSHOT
         page = _Page(self._prefix, self._config.served_model_names[0])
         self._state(page, core)
         self._totals(page, core)
@@ -95,7 +95,7 @@ class Metrics:
         )
 
     def _tiers(self, page: "_Page", core: Snapshot) -> None:
-        """Nothing without a KV connector. What a tier serves again after a preemption counts among its hits."""
+        """Nothing without a KV connector. Hits after a preemption count as well."""
         tiers = core.tiers
         if not tiers:
             return

@@ -1,4 +1,4 @@
-"""What is told of a request when it has ended: a line in the log, and with `tracing` a span. No texts, no keys."""
+"""The record of a request that has ended, for the log and for `tracing`. It holds no texts and no keys."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -7,56 +7,52 @@ from msgspec import Struct
 from starlette.types import Scope
 
 from ...ipc.messages import Submit
-from .stream import Stream
+from .open_request import OpenRequest
 from .timeline import Timeline
 
 log = logging.getLogger("pagewire.requests")
 
 
 class RequestEnd(Struct, frozen=True):
-    """One HTTP request that the engine was asked to serve, over now."""
+    """One HTTP request whose sequences have all ended."""
 
     request_id: str
     path: str
-    headers: Sequence[tuple[bytes, bytes]]  # as they came
+    headers: Sequence[tuple[bytes, bytes]]  # of the HTTP request, unchanged
     submits: Sequence[Submit]
-    outcomes: tuple[str, ...]  # why its sequences ended, each reason once
-    num_prompt: int  # tokens of each prompt that was begun, counted once
-    num_cached: int  # of them, those that were not computed
+    outcomes: tuple[str, ...]  # the distinct reasons why its sequences ended
+    num_prompt: int  # tokens of each prompt that was started, counted once
+    num_cached: int  # those of them that the prefix cache had
     num_output: int
     timeline: Timeline
 
     @property
     def num_sequences(self) -> int:
-        return sum(order.n for order in self.submits)
+        return sum(submit.n for submit in self.submits)
 
 
 Observer = Callable[[RequestEnd], None]
 
 
-def request_end(scope: Scope, submits: Sequence[Submit], stream: Stream) -> RequestEnd:
-    """Of a stream all of whose sequences have ended."""
-    firsts, at = [], 0
-    for order in submits:
-        firsts.append(at)
-        at += order.n
-    usages = {ended.choice: ended.usage for ended in stream.ended if ended.usage is not None}
-    prompts = [usages[first] for first in firsts if first in usages]
+def request_end(scope: Scope, request: OpenRequest) -> RequestEnd:
+    """The record of a request all of whose sequences have ended."""
+    usages = {ended.choice: ended.usage for ended in request.ended if ended.usage is not None}
+    prompts = [usages[first] for first in request.firsts if first in usages]
     return RequestEnd(
         request_id=scope["state"]["request_id"],
         path=scope["path"],
         headers=scope["headers"],
-        submits=submits,
-        outcomes=tuple(dict.fromkeys(ended.outcome for ended in stream.ended)),
+        submits=request.submits,
+        outcomes=tuple(dict.fromkeys(ended.outcome for ended in request.ended)),
         num_prompt=sum(usage.num_prompt for usage in prompts),
         num_cached=sum(usage.num_cached for usage in prompts),
         num_output=sum(usage.num_output for usage in usages.values()),
-        timeline=stream.timeline(),
+        timeline=request.timeline(),
     )
 
 
 def log_request(end: RequestEnd) -> None:
-    """One line of name=value: ids, counts, and the milliseconds of each part of its time."""
+    """Logs one line of name=value: ids, counts, and the milliseconds of each part of the request's time."""
     parts = end.timeline.parts() | {"total": end.timeline.total}
     log.info(
         "request_id=%s path=%s ended=%s sequences=%d prompt=%d cached=%d output=%d %s",

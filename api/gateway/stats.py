@@ -1,4 +1,4 @@
-"""Counts and durations that the gateway keeps; `metrics` turns them into Prometheus text."""
+"""The gateway's counters and histograms, which `metrics` renders."""
 
 from collections import Counter
 from typing import get_args
@@ -26,7 +26,7 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class Stats:
-    """What the api process has seen of its requests since it started."""
+    """Counts since the api process started."""
 
     def __init__(self) -> None:
         self.finished: Counter[str] = Counter({reason: 0 for reason in (*get_args(FinishReason), "error")})  # sequences
@@ -46,18 +46,18 @@ class Stats:
         self.time_per_output_token_s = Histogram(_INTER_TOKEN_S)
         self.prompt_tokens = Histogram(_TOKENS)
         self.generation_tokens = Histogram(_TOKENS)
-        self.max_generation_tokens = Histogram(_TOKENS)  # of a request's choices the longest
+        self.max_generation_tokens = Histogram(_TOKENS)  # of a request's longest choice
         self.choices = Histogram(_CHOICES)
         self.max_tokens = Histogram(_TOKENS)
 
     def asked(self, n: int, max_tokens: int | None) -> None:
-        """A prompt came in."""
+        """A prompt was submitted."""
         self.choices.observe(n)
         if max_tokens is not None:
             self.max_tokens.observe(max_tokens)
 
     def completed(self, timeline: Timeline, usage: Usage) -> None:
-        """A sequence came to its own end."""
+        """A sequence ended with its usage: it was neither cut short nor failed."""
         self.request_latency_s.observe(timeline.total)
         self.prompt_tokens.observe(usage.num_prompt)
         self.generation_tokens.observe(usage.num_output)

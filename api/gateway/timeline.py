@@ -1,6 +1,6 @@
-"""How the time of a sequence passed: from its arrival over the tokenizer, the queue and its prompt to its last token.
+"""Where a sequence's time went: tokenizer, queue, prefill, decode.
 
-All stamps are of one clock (see `Times`), so the parts between them add up to the whole.
+All stamps are of one clock (see `Times`), so the parts add up to the whole.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ _PARTS = ("tokenizer_queue", "tokenize", "queue", "prefill", "decode")
 
 
 class Timeline(NamedTuple):
-    """Stamps in seconds; 0: it did not come to that."""
+    """Stamps in seconds; 0 if the sequence did not get that far."""
 
     arrived: float
-    taken: float  # the tokenizer began with it
+    taken: float  # by the tokenizer
     tokenized: float
-    started: float  # it was in a step for the first time
+    started: float  # its first step
     first_token: float
     ended: float
 
     def parts(self) -> dict[str, float]:
-        """Seconds of each part that came to its end, in order."""
-        return {  # between the clocks of two machines anything may lie: a part never takes less than nothing
+        """Seconds of each part that was completed, in order."""
+        return {  # no part is negative: the clocks of two machines may differ by any amount
             name: max(0.0, end - start)
             for name, start, end in zip(_PARTS, self[:-1], self[1:], strict=True)
             if start and end
@@ -36,22 +36,22 @@ class Timeline(NamedTuple):
 
 
 class EndedSequence(NamedTuple):
-    """What is remembered of one choice when it has ended."""
+    """One choice that has ended."""
 
     choice: int
-    outcome: str  # its finish reason, or abort or error with a reason of their own
+    outcome: str  # its finish reason, "abort:reason" or "error:kind"
     timeline: Timeline
     usage: Usage | None
 
 
 def timeline(arrived: float, times: Times | None, first_token: float | None, ended: float) -> Timeline:
-    """Of one sequence, as far as it came."""
+    """The timeline of one sequence that ended at `ended`."""
     times = times or Times()
     return Timeline(arrived, times.taken, times.tokenized, times.started, first_token or 0.0, ended)
 
 
 def together(timelines: Sequence[Timeline]) -> Timeline:
-    """Of the whole request: each stamp is that of the first sequence which came to it, the end that of the last one."""
+    """The timeline of a request: each stamp is the earliest of its sequences', the end is the latest."""
     *stamps, ends = zip(*timelines, strict=True)
     firsts = [min(filter(None, column), default=0.0) for column in stamps]
     return Timeline._make([*firsts, max(ends)])

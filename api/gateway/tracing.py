@@ -1,8 +1,8 @@
-"""A span for each request, with one for each part of its time, sent to an OpenTelemetry collector over HTTP.
+"""Sends a span for each request, with a child span for each part of its time, to an OpenTelemetry collector over HTTP.
 
-Spans are made when a request has ended, from the stamps that it has anyway, and go out from a thread of the exporter's.
-Imported only with `--otlp-traces-endpoint`: the packages are the extra `otel`. What their own environment variables say
-of headers, certificates and limits counts, as in every program with OpenTelemetry.
+Spans are made from the request's timeline when it has ended, and are sent by the exporter's thread. This module is
+imported only with `--otlp-traces-endpoint`, because its packages are the extra `otel`. OpenTelemetry's own environment
+variables for headers, certificates and limits apply.
 """
 
 import logging
@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from ...ipc.messages import Pooling
 from .request_end import RequestEnd
 
-_FLUSH_S = 2.0  # at the end, for what has not been sent; a collector that does not answer delays nobody longer
+_FLUSH_S = 2.0  # the most that an unresponsive collector can delay the end of the process
 
 
 class Tracing:
@@ -30,7 +30,7 @@ class Tracing:
     def __init__(self, endpoint: str, *, model: str, version: str) -> None:
         """`endpoint`: a collector's address; without a path, spans go to /v1/traces there."""
         url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
-        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # of a batch that is lost, not of each try
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # report a lost batch, not each attempt
         self._model = model
         self._propagator = TraceContextTextMapPropagator()
         resource = Resource.create({"service.name": "pagewire", "service.version": version})
@@ -39,7 +39,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("pagewire", version)
 
     def observe(self, end: RequestEnd) -> None:
-        """Hands a request's spans to the exporter's thread, unless its caller's trace is not recorded."""
+        """Hands a request's spans to the exporter's thread, unless the trace that it belongs to is not sampled."""
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in end.headers}
         operation = operation_of(end.path, end.submits[0].pooling)
         offset = time.time_ns() - time.monotonic_ns()
@@ -69,14 +69,14 @@ class Tracing:
         span.end(wall(end.timeline.ended))
 
     def _attributes(self, end: RequestEnd) -> dict[str, Any]:
-        """By the semantic conventions for generative AI."""
-        order = end.submits[0]
-        sampling = order.sampling
+        """Named by the semantic conventions for generative AI."""
+        submit = end.submits[0]
+        sampling = submit.sampling
         attributes: dict[str, Any] = {
             "gen_ai.provider.name": "pagewire",
             "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,
-            "gen_ai.request.choice.count": order.n,
+            "gen_ai.request.choice.count": submit.n,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
@@ -90,19 +90,19 @@ class Tracing:
         }
         if sampling.top_k:
             attributes["gen_ai.request.top_k"] = sampling.top_k
-        if order.limits.max_tokens is not None:
-            attributes["gen_ai.request.max_tokens"] = order.limits.max_tokens
+        if submit.limits.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = submit.limits.max_tokens
         return attributes
 
     def close(self) -> None:
-        """Sends what is left, for a moment at most."""
+        """Sends what is left, within `_FLUSH_S`."""
         flushing = Thread(target=self._provider.shutdown, name="otlp-flush", daemon=True)
         flushing.start()
         flushing.join(_FLUSH_S)
 
 
 def operation_of(path: str, pooling: Pooling | None) -> str:
-    """The semantic conventions' name for it, where they have one."""
+    """The semantic conventions' name of the operation, where they have one."""
     match path:
         case "/v1/completions":
             return "text_completion"

@@ -1,4 +1,4 @@
-"""The ASGI extension by which a stream writes to its connection without a task of its own."""
+"""The ASGI extension that lets a stream write to its connection without waking a task."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,10 +7,10 @@ DIRECT = "pagewire.direct"  # the ASGI extension that holds a request's `DirectW
 
 
 class DirectWriter(Protocol):
-    """A connection whose response has begun and is sent in chunks."""
+    """A connection whose response has begun, with chunked encoding."""
 
     def keeps_up(self) -> bool:
-        """Its client takes what is sent to it."""
+        """Whether the connection takes more data without buffering beyond its limit."""
 
     def write_parts(self, parts: Sequence[bytes]) -> None:
-        """More chunks of the response, at once. Only while its client keeps up."""
+        """Sends `parts` as HTTP chunks in one write. Only while `keeps_up`."""

@@ -1,4 +1,4 @@
-"""One HTTP exchange over raw ASGI: read the body, send the answer, notice that the client left."""
+"""One HTTP exchange over raw ASGI: reads the body, sends the response, and notices when the client disconnects."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client has left; there is nobody to tell."""
+    """The client has disconnected; no response can be sent."""
 
 
 class Endpoint:
-    """A coroutine function as an ASGI application: the router would give a bare one a Request."""
+    """A coroutine function as an ASGI application: the router would call a plain function with a Request."""
 
     def __init__(self, call: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._call = call
@@ -28,7 +28,7 @@ class Endpoint:
 
 
 async def read_json(scope: Scope, receive: Receive) -> bytes:
-    """The body, within the bounds that `app` keeps. Raises HttpError if it is not said to be JSON; ClientGone."""
+    """The body, whose size and time `app` bounds. Raises HttpError if the content type is not JSON, and ClientGone."""
     content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
     if content_type.partition(b";")[0].strip().lower() != b"application/json":
         raise HttpError(400, "The content type must be application/json.", code="invalid_json")
@@ -56,7 +56,7 @@ async def send_json(send: Send, value: object) -> None:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives. It is cancelled when the client leaves, which raises ClientGone."""
+    """The result of `work`. If the client disconnects, `work` is cancelled and ClientGone is raised."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.create_task(client_gone(receive))
     try:
@@ -71,11 +71,11 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def client_gone(receive: Receive) -> None:
-    """The one reader of `receive` once the body is in."""
+    """Returns when the client disconnects. Nothing else may call `receive` meanwhile."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def too_large(max_bytes: int) -> HttpError:
-    """What a body over the limit gets."""
+    """The error for a body over the limit."""
     return HttpError(413, f"The body is larger than {max_bytes} bytes.", headers=((b"connection", b"close"),))

@@ -1,6 +1,6 @@
-"""The one way that an error leaves the server: OpenAI's error object, or Anthropic's on the paths of its API.
+"""The shape of every error response: OpenAI's error object, or Anthropic's on the paths of its API.
 
-Owns the table from what went wrong to status, type and code. Texts are ours, never `str` of a foreign exception.
+Owns the table from errors to status, type and code. Texts are ours, never `str` of a library's exception.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ _OF_KIND: dict[ErrorKind, tuple[int, ErrorCode | None]] = {
 
 
 class HttpError(PagewireError):
-    """An answer other than 200."""
+    """A response with another status than 200."""
 
     def __init__(
         self,
@@ -81,17 +81,17 @@ class HttpError(PagewireError):
         num_tokens: int = 0,
         headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
-        """`num_tokens`: of a prompt that is too long, if they were counted."""
+        """`num_tokens`: of a prompt that is too long; 0 if they were not counted."""
         super().__init__(message)
         self.status = status
         self.code: ErrorCode | None = code
         self.param = param
         self.num_tokens = num_tokens
-        # The same request would fail again. When to come again after 429 or 503 is the edge's to say.
+        # After 500 and 504 the same request would fail again. `app` adds Retry-After to 429 and 503.
         self.headers = (*headers, (b"x-should-retry", b"false")) if status in (500, 504) else headers
 
     def with_name(self, name: Callable[[str], str]) -> "HttpError":
-        """The same in the words of another API, which calls the field `name(param)`."""
+        """The same error for another API, which calls the field `name(param)`."""
         if self.param is None or (own := name(self.param)) == self.param:
             return self
         return HttpError(self.status, str(self).replace(self.param, own), code=self.code, param=own)
@@ -104,26 +104,26 @@ def unsupported(param: str, detail: str = "") -> HttpError:
 
 
 class ShuttingDown(RequestError):
-    """The server is on its way out."""
+    """The server is shutting down."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("unavailable", detail)
 
 
 class EngineFailed(RequestError):
-    """The engine has failed for good while it had this request."""
+    """The engine has failed for good while it worked on this request."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("unavailable", detail)
 
 
 def as_http_error(error: Exception) -> HttpError:
-    """What a client is told of `error`; anything unexpected becomes a 500 that says nothing of our insides."""
+    """The error that a client gets for `error`; an unexpected one becomes a 500 that tells nothing of its cause."""
     match error:
         case HttpError():
             return error
         case ShuttingDown():
-            # Who connects anew finds another server, or the next one.
+            # A new connection reaches another server, or this one's successor.
             return HttpError(503, str(error), code="shutting_down", headers=((b"connection", b"close"),))
         case EngineFailed():
             return HttpError(503, str(error), code="engine_failed", headers=((b"connection", b"close"),))
@@ -145,7 +145,7 @@ def error_body(error: HttpError) -> bytes:
 
 
 def anthropic_error_body(error: HttpError) -> bytes:
-    """The same for Anthropic's clients, who know no `param`: the message names the field."""
+    """The error in Anthropic's shape, which has no `param`: the message names the field."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return msgspec.json.encode(AnthropicErrorBody(AnthropicErrorFields(kind, str(error))))
 

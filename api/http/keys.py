@@ -1,4 +1,4 @@
-"""Who asks: the key of a request, in OpenAI's header or Anthropic's, and what belongs to its owner."""
+"""API keys: finds the owner of a request's key, in OpenAI's header or Anthropic's."""
 
 import hashlib
 import hmac
@@ -10,18 +10,18 @@ from .rate_limit import Account
 
 
 class Caller:
-    """The owner of a key; without keys there is one, for all."""
+    """The owner of a key; without keys all requests have the same one."""
 
     def __init__(self, salt: bytes, account: Account) -> None:
-        self.salt = salt  # keeps this owner's prefix cache and stored responses apart; empty with fewer than two keys
+        self.salt = salt  # separates owners' prefix caches and stored responses; empty with fewer than two keys
         self.account = account
 
 
 class Keys:
-    """Of users, or of administrators."""
+    """The keys of users, or those of administrators."""
 
     def __init__(self, keys: Sequence[ApiKey], anyone: Account, clock: Callable[[], float]) -> None:
-        """`anyone`: pays for everybody if there are no keys."""
+        """`anyone`: the account of all requests if there are no keys."""
         rates = [(key.requests_per_minute, key.tokens_per_minute) for key in keys]
         self._digests = [hashlib.sha256(key.key.encode()).digest() for key in keys]
         self._callers = [
@@ -31,14 +31,14 @@ class Keys:
         self._anyone = Caller(b"", anyone)
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:
-        """Raises HttpError 401."""
+        """The owner of the request's key. Raises HttpError 401."""
         if not self._digests:
             return self._anyone
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if not scheme and b"x-api-key" in headers:  # Anthropic's way
             scheme, key = b"bearer", headers[b"x-api-key"]
         digest = hashlib.sha256(key.strip()).digest()
-        # Every key is compared, so the time tells nothing of which one was close.
+        # All keys are compared, so the time does not tell which one was close.
         is_known = [hmac.compare_digest(digest, known) for known in self._digests]
         if scheme.lower() != b"bearer" or not any(is_known):
             raise HttpError(

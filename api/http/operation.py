@@ -1,4 +1,4 @@
-"""A route that says of itself what it takes and gives: /openapi.json, and so the page at /docs, is made of these."""
+"""A route that describes its input and output, from which /openapi.json and the page at /docs are made."""
 
 from collections.abc import Awaitable, Callable
 

@@ -1,7 +1,7 @@
 """Which web pages may use the server: its own, and those of the origins that the operator allows (CORS).
 
-A browser sends a page's requests to any address that the page names, also to a server on its reader's own machine, and
-tells in `Origin` whose page it is. Programs that are no browsers send none.
+A browser sends a page's requests to any address that the page names, even to a server on the user's own machine, and
+names the page's origin in the `Origin` header. Other programs send no such header.
 """
 
 import ipaddress
@@ -28,20 +28,20 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class Origins:
-    """What is allowed to whom."""
+    """The operator's choice of origins."""
 
     def __init__(self, config: HttpConfig) -> None:
         self._allowed = frozenset(origin.rstrip("/").lower().encode() for origin in config.clients.allowed_origins)
         self._names = frozenset(_name(origin.partition(b"://")[2]) for origin in self._allowed)
-        # A page of any name can have that name lead to this machine (DNS rebinding), and is of the same origin then.
-        # Where nobody but this machine's people should reach the server, and nothing else tells them apart, no name is
-        # trusted that others decide about.
+        # The owner of any name can let it resolve to this machine (DNS rebinding); a page of that name then has the
+        # server's own origin. A server on loopback without keys is open to this machine only, so it answers to no name
+        # that others control.
         is_local = config.listen.uds is None and _is_loopback(config.listen.host)
         self._trusts_names = bool(config.api_keys) or not is_local or b"*" in self._allowed
 
     def check_name(self, host: bytes) -> None:
-        """Raises HttpError 403 if the server is asked under a name that could be anyone's. `host`: the header."""
-        if self._trusts_names or not host:  # browsers always send one
+        """Raises HttpError 403 if others could control the name in `host`, the Host header."""
+        if self._trusts_names or not host:  # browsers always send the header
             return
         name = _name(host)
         if not (_is_loopback(name) or _is_address(name) or name.endswith(".localhost") or name in self._names):
@@ -52,7 +52,7 @@ class Origins:
             )
 
     def headers(self, headers: Mapping[bytes, bytes]) -> Headers:
-        """What the answer must carry for the page to read it. Raises HttpError 403."""
+        """The headers that let the page read the response. Raises HttpError 403."""
         origin = headers.get(b"origin")
         if origin is None:
             return ()
@@ -69,7 +69,7 @@ class Origins:
         return ()
 
     def preflight(self, headers: Mapping[bytes, bytes]) -> Headers | None:
-        """The answer to a browser that asks what it may send, if this is one; it never has a key."""
+        """The headers of the response to a preflight request, which has no key; None if this is not one."""
         if b"origin" not in headers or b"access-control-request-method" not in headers:
             return None
         wanted = headers.get(b"access-control-request-headers", b"")
@@ -81,7 +81,7 @@ class Origins:
 
 
 def _name(host: bytes) -> str:
-    """Without the port and the brackets of an address."""
+    """The host without port and brackets."""
     text = host.decode("latin-1").lower()
     return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 

@@ -1,8 +1,7 @@
-"""How much a key may use: requests and tokens a minute, each a bucket that fills steadily.
+"""Rate limits of a key: requests and tokens a minute, each a token bucket.
 
-A request pays for itself when it comes, and for its tokens as they are estimated; when it has ended, the estimate is
-replaced by what it was. So a bucket may be in debt for a while, and over time no key gets more than its rate. Knows no
-HTTP but the headers' names, and no clock but the one it is given.
+A request takes its estimated tokens when it comes; when it has ended, the estimate is replaced by the actual number. So
+a bucket may be in debt for a while, and over time no key gets more than its rate.
 """
 
 import math
@@ -14,46 +13,46 @@ from typing import assert_never
 from ...ipc.messages import ChatPrompt, IdsPrompt, PairPrompt, Submit, TextPrompt
 from .http_error import HttpError
 
-_BYTES_PER_TOKEN = 4  # of English; other text and the settlement put it right
-_UNSAID_OUTPUT = 256  # tokens that a request which names no limit is taken to write
+_BYTES_PER_TOKEN = 4  # in English; the actual number is settled at the end
+_DEFAULT_OUTPUT = 256  # estimated tokens of output without max_tokens
 
 Headers = list[tuple[bytes, bytes]]
 
 
 class Bucket:
-    """So many a minute: full at first, and a minute from empty to full."""
+    """Holds `per_minute`, is full at first, and fills up in a minute."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
         self._clock = clock
-        self._level = float(per_minute)  # at `_at`; below zero: a debt
+        self._level = float(per_minute)  # at `_at`; negative: a debt
         self._at = clock()
 
     @property
     def level(self) -> float:
-        """What may be taken now."""
+        """The amount that can be taken now."""
         now = self._clock()
         self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
         self._at = now
         return self._level
 
     def take(self, amount: float) -> None:
-        """Less than nothing gives back."""
+        """A negative amount is given back."""
         self._level = min(self.per_minute, self.level - amount)
 
     def wait_s(self, amount: float) -> float:
-        """Until so much is there, or all that the bucket can hold; 0: now."""
+        """Seconds until `amount` is there, or the bucket is full; 0: now."""
         return max(0.0, (min(amount, self.per_minute) - self.level) * 60 / self.per_minute)
 
 
 class Hold:
-    """The tokens that one request was estimated at; whoever serves it says in the end what they were."""
+    """A request that has paid for its estimated tokens; the endpoint sets the actual number before it ends."""
 
-    num_tokens = 0  # of prompts and outputs, as far as there were any
+    num_tokens = 0  # of prompts and outputs
 
 
 class Account:
-    """What one key has left; without keys there is one account for all."""
+    """The buckets of one key; without keys all requests have the same account."""
 
     def __init__(
         self,
@@ -66,18 +65,18 @@ class Account:
         self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute, clock)
 
     def take_request(self) -> None:
-        """One request more. Raises HttpError 429, with the time to wait."""
+        """Counts a request. Raises HttpError 429, with the time to wait."""
         if self._requests is not None:
             _check(self._requests, 1, "requests")
             self._requests.take(1)
 
     def hold(self, submits: Sequence[Submit]) -> AbstractContextManager[Hold]:
-        """While `submits` are served. Raises HttpError 429, with the time to wait."""
+        """Around serving `submits`. Raises HttpError 429, with the time to wait."""
         return self.hold_tokens(sum(map(estimated_tokens, submits)))
 
     @contextmanager
     def hold_tokens(self, estimate: int) -> Iterator[Hold]:
-        """While a request is served that needs so many, as far as can be told. Raises HttpError 429."""
+        """Around serving a request of about `estimate` tokens. Raises HttpError 429, with the time to wait."""
         hold = Hold()
         if self._tokens is None:
             yield hold
@@ -90,7 +89,7 @@ class Account:
             self._tokens.take(hold.num_tokens - estimate)
 
     def headers(self) -> Headers:
-        """What is left, in OpenAI's headers."""
+        """OpenAI's x-ratelimit headers."""
         found: Headers = []
         for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if bucket is not None:
@@ -102,9 +101,9 @@ class Account:
         return found
 
 
-def estimated_tokens(order: Submit) -> int:
-    """Of its prompt and all its outputs."""
-    match order.prompt:
+def estimated_tokens(submit: Submit) -> int:
+    """Tokens of the prompt and all outputs, about."""
+    match submit.prompt:
         case IdsPrompt(ids=ids):
             num_prompt = len(ids) // 4
         case TextPrompt(text=text):
@@ -114,9 +113,9 @@ def estimated_tokens(order: Submit) -> int:
         case PairPrompt(first=first, second=second):
             num_prompt = (len(first) + len(second)) // _BYTES_PER_TOKEN + 1
         case _:
-            assert_never(order.prompt)
-    num_output = _UNSAID_OUTPUT if order.limits.max_tokens is None else order.limits.max_tokens
-    return num_prompt + order.n * num_output
+            assert_never(submit.prompt)
+    num_output = _DEFAULT_OUTPUT if submit.limits.max_tokens is None else submit.limits.max_tokens
+    return num_prompt + submit.n * num_output
 
 
 def _check(bucket: Bucket, amount: int, what: str) -> None:
@@ -131,7 +130,7 @@ def _check(bucket: Bucket, amount: int, what: str) -> None:
 
 
 def _duration(seconds: float) -> bytes:
-    """As OpenAI writes it: 12ms, 1.5s, 6m0s."""
+    """In OpenAI's format: 12ms, 1.5s, 6m0s."""
     if seconds < 1:
         return b"%dms" % math.ceil(seconds * 1000)
     minutes, rest = divmod(round(seconds, 1), 60)

@@ -1,4 +1,4 @@
-"""uvicorn's settings, and what its fast protocol lacks: bounds on what a client may send, and on its time for it."""
+"""uvicorn's settings, and limits that its httptools protocol lacks: on the bytes and the time that a client takes."""
 
 import asyncio
 import socket
@@ -18,20 +18,20 @@ from .http_error import HttpError, anthropic_error_body, error_body, speaks_anth
 from .tls import tls_context
 
 BACKLOG = 2048
-ACCEPTS_A_TURN = 16  # connections of a turn of the loop: libuv takes one from each descriptor of the socket
+ACCEPTS_A_TURN = 16  # connections a turn of the loop: libuv accepts one for each descriptor of the socket
 MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 100
-MAX_PIPELINED = 16  # requests that a client may send on a connection before it has the answer to the first
-MAX_FRAMING_BYTES = 64 << 10  # of a chunked body: sizes, extensions, trailers, besides what chunks of a few bytes need
+MAX_PIPELINED = 16  # requests on a connection that wait for an earlier response
+MAX_FRAMING_BYTES = 64 << 10  # of a chunked body (sizes, extensions, trailers), on top of FRAMING_BYTES_A_BYTE
 FRAMING_BYTES_A_BYTE = 8
 STALL_TIMEOUT_S = 60.0  # how long a client may leave what is sent to it unread
-MAX_UNSENT_BYTES = 128 << 10  # of a connection, that the kernel holds; by itself it takes megabytes
+MAX_UNSENT_BYTES = 128 << 10  # of a connection, in the kernel; its default is megabytes
 _HANDOVER_LOOK_S = 0.05
-CLOSE_TIMEOUT_S = 5  # how long a stopping server waits for answers that have ended to leave
+CLOSE_TIMEOUT_S = 5  # how long a stopping server waits until finished responses are sent
 
 
 class UvicornConfig(uvicorn.Config):
-    """uvicorn's settings, and ours beside them for `BoundedHttp`."""
+    """uvicorn's settings, and ours for `BoundedHttp`."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         """Raises ConfigError if TLS's files cannot be used."""
@@ -43,7 +43,7 @@ class UvicornConfig(uvicorn.Config):
             lifespan="off",
             interface="asgi3",
             log_config=None,
-            access_log=False,  # ours is `app`'s
+            access_log=False,  # `app` writes it
             server_header=False,
             proxy_headers=False,
             backlog=BACKLOG,
@@ -55,16 +55,16 @@ class UvicornConfig(uvicorn.Config):
         self._tls = tls_context(config.listen)
 
     def load(self) -> None:
-        """For uvicorn, which would ask for a password on the terminal."""
+        """Overridden because uvicorn would ask for the key's password on the terminal."""
         super().load()
         self.ssl = self._tls
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves the process's signals alone: its owner sets `should_exit`."""
+    """Does not handle signals: its owner sets `should_exit`."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """For uvicorn. Connections inherit what is set here."""
+        """Sets options that connections inherit from the listening socket."""
         for listening in sockets or ():
             if sys.platform == "linux" and listening.family != socket.AF_UNIX:
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
@@ -73,15 +73,16 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """For uvicorn."""
         yield
 
     async def hand_over(self, grace_s: float) -> None:
-        """Another server has the socket now: accepts nothing more, answers on the connections that there are, each
-        answer being their last, and returns when none is left, or after `grace_s` seconds."""
+        """Leaves the socket to another server: accepts nothing more and closes each open connection after its next
+        response. Returns when none is left, or after `grace_s` seconds."""
         for server in self.servers:
             server.close()  # the socket itself is still the supervisor's
-        self.config.encoded_headers.append((b"connection", b"close"))  # uvicorn makes its defaults anew every second
+        self.config.encoded_headers.append(
+            (b"connection", b"close")
+        )  # uvicorn rebuilds its defaults from these every second
         self.server_state.default_headers.append((b"connection", b"close"))
         deadline = asyncio.get_running_loop().time() + grace_s
         while self.server_state.connections and asyncio.get_running_loop().time() < deadline:
@@ -89,16 +90,16 @@ class HttpServer(uvicorn.Server):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """HTTP/1.1 with bounds on a request's head and body, in bytes and seconds, on requests that are sent ahead, and on
-    how long a client may stall."""
+    """HTTP/1.1 with limits on a request's head and body, in bytes and seconds, on pipelined requests, and on how long a
+    client may leave data unread."""
 
     config: UvicornConfig
     _in_head = False
     _in_body = False
     _num_head_bytes = 0
-    _has_begun = False  # a request, within the bytes that are being read
+    _has_begun = False  # a request began within the bytes that are being read
     _num_body_bytes = 0
-    _num_framing_bytes = 0  # that came after the head and are no body
+    _num_framing_bytes = 0  # after the head, other than the body's
     _refusal: HttpError | None = None  # why the parser was stopped
     _timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
@@ -130,8 +131,8 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._in_head:
-            # The parser tells of a header only when it is whole, so what it still holds is counted here. What came with
-            # the head's first bytes may be of a request before it.
+            # The parser reports only complete headers, so the bytes that it holds are counted here. Bytes that came
+            # together with the head's beginning may belong to the request before it.
             self._num_head_bytes += 0 if self._has_begun else len(data)
             if self._num_head_bytes > MAX_URL_BYTES + self._limits.max_head_size:
                 self._refusal = HttpError(431, "The request head is too large.")
@@ -144,7 +145,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {DIRECT: self}  # type: ignore[dict-item]  # ours alone: no dict of plain values
+        self.scope["extensions"] = {DIRECT: self}  # type: ignore[dict-item]  # uvicorn's type allows plain values only
         self._in_head = self._has_begun = True
         self._num_head_bytes = self._num_body_bytes = self._num_framing_bytes = 0
         self._set_timer(self._limits.head_timeout_s)
@@ -155,7 +156,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._stop(414, "The URL is too long.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # trailers are nobody's business
+        if self._in_head:  # trailers are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -173,7 +174,9 @@ class BoundedHttp(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
         if self._num_body_bytes > self._limits.max_body_size and self.cycle.response_complete:
-            self._stop(413, "The body is too large.")  # nobody else counts what nobody reads
+            self._stop(
+                413, "The body is too large."
+            )  # after the response nothing reads the body, so `app` cannot count it
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -184,7 +187,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not (self._in_head or self._in_body or self.pipeline or self.transport.is_closing()):
-            # uvicorn's own timer forgets itself at any byte, such as an empty line's.
+            # uvicorn's own timer is cancelled by any byte, such as an empty line.
             self._set_timer(self._limits.timeout_keep_alive)
 
     def pause_writing(self) -> None:
@@ -197,23 +200,21 @@ class BoundedHttp(HttpToolsProtocol):
         super().resume_writing()
 
     def keeps_up(self) -> bool:
-        """See `DirectWriter`."""
         return not self.flow.write_paused and not self.transport.is_closing()
 
     def write_parts(self, parts: Sequence[bytes]) -> None:
-        """See `DirectWriter`."""
         self.transport.write(b"".join([b"%x\r\n%b\r\n" % (len(part), part) for part in parts]))
 
     def send_400_response(self, msg: str) -> None:
-        """For uvicorn: what the parser did not take is answered in the API's shape, too, unless that would be read as a
-        part of an answer that is under way."""
+        """Called by uvicorn when the parser fails. Answers with an error in the API's shape, unless the client would
+        read it as a part of a response that has begun."""
         cycle = self.cycle
         if (
             cycle is None
             or cycle.response_complete
             or (self._in_body and not (cycle.response_started or self.pipeline))
         ):
-            error = self._refusal or HttpError(400, "The request is no valid HTTP.")
+            error = self._refusal or HttpError(400, "The request is not valid HTTP.")
             path = self.url.partition(b"?")[0].decode("latin-1").removeprefix(self._path_prefix)
             body = anthropic_error_body(error) if speaks_anthropic(path) else error_body(error)
             head = (
@@ -223,8 +224,8 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.close()
 
     def _check_framing(self) -> None:
-        """Refuses a body whose end a proxy could see in another place than we do. The connection ends with it, because
-        the bytes that follow could be read as a request of their own."""
+        """Refuses a body whose end a proxy could see in another place than this server (request smuggling). The
+        connection is closed, because the bytes that follow could be read as another request."""
         encodings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if not encodings:
             return
@@ -236,9 +237,9 @@ class BoundedHttp(HttpToolsProtocol):
             self._stop(400, "A request may have one Transfer-Encoding header, and its value must be chunked.")
 
     def _stop(self, status: int, why: str) -> None:
-        """From within the parser."""
+        """Called in the parser's callbacks. The exception stops the parser, and uvicorn calls `send_400_response`."""
         self._refusal = HttpError(status, why)
-        raise ValueError(why)  # stops the parser, which has uvicorn call `send_400_response`
+        raise ValueError(why)
 
     def _set_timer(self, timeout_s: float | None) -> None:
         if self._timer is not None:
@@ -251,7 +252,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._stall_timer = None
 
     def _time_out(self, timeout_s: float) -> None:
-        # Whoever reads the body keeps the time, and a paused connection waits for us: an earlier answer is not out yet.
+        # `app` bounds the time of a body that is being read. A paused connection waits for an earlier response.
         if self.flow.read_paused or (self._in_body and not self.cycle.response_complete):
             self._set_timer(timeout_s)
         else:

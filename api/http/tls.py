@@ -26,11 +26,11 @@ def tls_context(options: ListenOptions) -> ssl.SSLContext | None:
 
 
 def _no_password() -> str:
-    raise ValueError("the private key is encrypted, and nobody is there to be asked for its password")
+    raise ValueError("the private key is encrypted; use one without a password")
 
 
 def _reason(error: Exception) -> str:
     """OpenSSL's reasons look like KEY_VALUES_MISMATCH."""
     if isinstance(error, ssl.SSLError):
-        return (error.reason or "it is no PEM file of this kind").lower().replace("_", " ")
+        return (error.reason or "it is not a PEM file of this kind").lower().replace("_", " ")
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: the answer's shape, plain and streamed, with reasoning and tool calls.
 
-Both shapes come from the same events of the same parser, so they cannot disagree.
+Both shapes are made of the same pieces, so they cannot disagree.
 """
 
 from collections.abc import Sequence
@@ -39,6 +39,7 @@ class ChatReply(Reply):
         model: str,
         created: int,
         n: int,
+        is_streamed: bool,
         include_usage: bool = False,
         continuous_usage: bool = False,
         has_logprobs: bool = False,
@@ -51,11 +52,12 @@ class ChatReply(Reply):
         parallel_tool_calls: bool = True,
         include_reasoning: bool = True,
     ) -> None:
-        """`grammar`: what to read the output with; None if it is words only. `prefix`: what the answer begins with.
+        """`grammar`: what reads the output; None if it is only text. `prefix`: what the answer begins with.
         `names_ids`: log-probabilities name tokens by their ids."""
         self._id = new_id("chatcmpl-")
         self._model = model
         self._created = created
+        self._is_streamed = is_streamed
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._has_logprobs = has_logprobs
@@ -68,14 +70,14 @@ class ChatReply(Reply):
         self._timings: TimingsBody | msgspec.UnsetType = msgspec.UNSET  # until the request has ended
         self._usage = UsageCount(n)
         self._prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # for the next event, or the body
-        self._prompt_was_sent = False
+        self._has_prompt_ids = False  # they were taken from the first chunk that had them
         self._choices = [
             _Choice(Turn(grammar, parallel_tool_calls=parallel_tool_calls, include_reasoning=include_reasoning))
             for _ in range(n)
         ]
-        # Most events carry a piece of text and nothing else: two constants around an encoded string.
-        self._is_simple = not (has_logprobs or has_token_ids or continuous_usage)
-        self._is_plain = self._is_simple and grammar is None
+        # Most chunks are a piece of text and nothing else: their event is two constants around an encoded string.
+        self._is_simple = is_streamed and not (has_logprobs or has_token_ids or continuous_usage)
+        self._is_verbatim = self._is_simple and grammar is None
         head = f'"id":{json_text(self._id)},"object":"chat.completion.chunk"'
         head += f',"created":{created},"model":{json_text(model)}'
         usage = ',"usage":null' if include_usage else ""
@@ -83,74 +85,78 @@ class ChatReply(Reply):
         self._tail = f'}},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
 
     def admitted(self, nums_prompt: Sequence[int]) -> None:
-        """For the usage."""
         self._usage.begin(nums_prompt)
 
     def ended(self, timeline: Timeline) -> None:
-        """See `Reply`."""
         if self._has_timings:
             self._timings = timings_body(timeline)
-
-    # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opening(self) -> list[bytes]:
         """The role, once for each choice."""
         delta = ChatDelta(role="assistant", content=self._prefix)
         return [self._event([ChatChunkChoice(i, delta)]) for i in range(len(self._choices))]
 
-    def events(self, index: int, chunk: Chunk) -> list[bytes]:
-        """The news of one choice; the last has an empty delta and the finish reason."""
-        if self._is_plain and chunk.finish is None:
+    def take(self, index: int, chunk: Chunk) -> list[bytes]:
+        if self._is_verbatim and chunk.finish is None:
             return [self._heads[index] + _encode(chunk.text) + self._tail] if chunk.text else []
-        events: list[bytes] = []
-        if self._is_simple:
-            for event in self._choices[index].read(chunk):
-                if isinstance(event, Text):
-                    events.append(self._heads[index] + _encode(event.text) + self._tail)
-                else:
-                    events.append(self._event([ChatChunkChoice(index, self._choices[index].delta(event))]))
-        else:
-            events.extend(self._full_events(index, chunk))
-        if chunk.finish is not None:
-            self._add_usage(index, chunk)
-            last = ChatChunkChoice(
-                index,
-                ChatDelta(),
-                finish_reason=self._choices[index].finish_reason(chunk),
-                stop_reason=chunk.stop_reason,
-            )
-            events.append(self._event([last]))
-        return events
+        choice = self._choices[index]
+        events = choice.turn.read(chunk)
+        if self._is_simple and chunk.finish is None and len(events) == 1 and isinstance(events[0], Text):
+            return [self._heads[index] + _encode(events[0].text) + self._tail]
+        pieces = self._pieces(index, chunk, [choice.delta(event) for event in events])
+        if self._is_streamed:
+            return [self._event([piece]) for piece in pieces]
+        for piece in pieces:
+            choice.collect(piece)
+        return []
 
     def closing(self) -> list[bytes]:
         """The usage and the timings, if they were asked for."""
         return [self._event([], self._usage.body())] if self._include_usage or self._has_timings else []
 
-    def _full_events(self, index: int, chunk: Chunk) -> list[bytes]:
-        choice = self._choices[index]
-        self._usage.draw(index, chunk)
-        deltas = [choice.delta(event) for event in choice.read(chunk)]
+    def body(self) -> bytes:
+        """The chat.completion object."""
+        return _encode(
+            ChatCompletion(
+                id=self._id,
+                created=self._created,
+                model=self._model,
+                choices=[self._whole_choice(i, choice) for i, choice in enumerate(self._choices)],
+                usage=self._usage.body(),
+                prompt_token_ids=self._prompt_token_ids,
+                prompt_logprobs=self._prompt_logprobs,
+                timings=self._timings,
+            )
+        )
+
+    def _pieces(self, index: int, chunk: Chunk, deltas: list[ChatDelta]) -> list[ChatChunkChoice]:
+        """A chunk as OpenAI streams it; the last piece of a choice has an empty delta and the finish reason."""
+        self._usage.count(index, chunk)
         logprobs = None
         if self._has_logprobs and chunk.logprobs:
             logprobs = ChatLogprobs(chat_logprobs(chunk, as_ids=self._names_ids))
-        ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-        if self._has_token_ids:
-            if chunk.ids:
-                ids = id_list(chunk.ids)
-            if chunk.prompt is not None and not self._prompt_was_sent:
+        ids = id_list(chunk.ids) if self._has_token_ids and chunk.ids else msgspec.UNSET
+        if chunk.prompt is not None:
+            if self._has_token_ids and not self._has_prompt_ids:
+                self._has_prompt_ids = True
                 self._prompt_token_ids = id_list(chunk.prompt.ids)
-                self._prompt_was_sent = True
+            if self._has_prompt_logprobs:
+                self._prompt_logprobs = prompt_logprobs(chunk.prompt)
         if not deltas and (logprobs is not None or ids is not msgspec.UNSET):
-            deltas = [ChatDelta(content="")]  # what gave no text yet still has its ids and log-probabilities
-        events: list[bytes] = []
+            deltas = [ChatDelta(content="")]  # tokens without text yet still have ids and log-probabilities
+        pieces: list[ChatChunkChoice] = []
         for delta in deltas:
-            events.append(self._event([ChatChunkChoice(index, delta, logprobs, token_ids=ids)]))
+            pieces.append(ChatChunkChoice(index, delta, logprobs, token_ids=ids))
             logprobs, ids = None, msgspec.UNSET  # once
-        return events
-
-    def _add_usage(self, index: int, last: Chunk) -> None:
-        self._usage.add(index, last.usage)
-        self._usage.add_reasoning(self._choices[index].turn.num_reasoning)
+        if chunk.finish is not None:
+            turn = self._choices[index].turn
+            self._usage.add(index, chunk.usage)
+            self._usage.add_reasoning(turn.num_reasoning)
+            assert chunk.finish in ("stop", "length"), f"a choice ended with {chunk.finish}"
+            finish: FinishReason = "tool_calls" if turn.num_calls and chunk.finish == "stop" else chunk.finish
+            last = ChatChunkChoice(index, ChatDelta(), finish_reason=finish, stop_reason=chunk.stop_reason)
+            pieces.append(last)
+        return pieces
 
     def _event(self, choices: list[ChatChunkChoice], usage: UsageBody | None = None) -> bytes:
         prompt_ids, self._prompt_token_ids = self._prompt_token_ids, msgspec.UNSET
@@ -167,45 +173,14 @@ class ChatReply(Reply):
         )
         return as_event(_encode(chunk))
 
-    # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def add(self, index: int, chunk: Chunk) -> None:
-        """Takes one choice's news."""
-        choice = self._choices[index]
-        for event in choice.read(chunk):
-            choice.collect(event)
-        if self._has_logprobs:
-            choice.logprobs.extend(chat_logprobs(chunk, as_ids=self._names_ids))
-        if self._has_prompt_logprobs and chunk.prompt is not None:
-            self._prompt_logprobs = prompt_logprobs(chunk.prompt)
-        if self._has_token_ids:
-            choice.token_ids.extend(id_list(chunk.ids))
-            if chunk.prompt is not None:
-                self._prompt_token_ids = id_list(chunk.prompt.ids)
-        if chunk.finish is not None:
-            self._add_usage(index, chunk)
-            choice.last = chunk
-
-    def body(self) -> bytes:
-        """The chat.completion object."""
-        return _encode(
-            ChatCompletion(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=[self._plain_choice(i, choice) for i, choice in enumerate(self._choices)],
-                usage=self._usage.body(),
-                prompt_token_ids=self._prompt_token_ids,
-                prompt_logprobs=self._prompt_logprobs,
-                timings=self._timings,
-            )
-        )
-
-    def _plain_choice(self, index: int, choice: "_Choice") -> ChatChoice:
-        assert choice.last is not None, f"choice {index} has not ended"
-        calls = choice.calls()
+    def _whole_choice(self, index: int, choice: "_Choice") -> ChatChoice:
+        assert choice.finish_reason is not None, f"choice {index} has not ended"
         content = self._prefix + "".join(choice.texts)
         reasoning = "".join(choice.reasoning) or msgspec.UNSET
+        calls = [
+            ToolCallBody(FunctionBody("".join(arguments), name), id=id, type="function")
+            for id, name, arguments in choice.calls
+        ]
         return ChatChoice(
             index=index,
             message=ChatMessage(
@@ -215,64 +190,56 @@ class ChatReply(Reply):
                 reasoning_content=reasoning,
             ),
             logprobs=ChatLogprobs(choice.logprobs) if self._has_logprobs else None,
-            finish_reason=choice.finish_reason(choice.last),
-            stop_reason=choice.last.stop_reason,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if self._has_token_ids else msgspec.UNSET,
         )
 
 
 class _Choice:
-    """One choice on its way."""
+    """One choice: how its output is read, and for a plain answer what was read so far."""
 
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
-        self._num_streamed_calls = 0
+        self._num_calls = 0  # whose beginning `delta` has given
         self.texts: list[str] = []
         self.reasoning: list[str] = []
+        self.calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
         self.logprobs: list[TokenLogprobBody] = []
         self.token_ids: list[int] = []
-        self.last: Chunk | None = None
-        self._calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
-
-    def read(self, chunk: Chunk) -> Sequence[Event]:
-        """What the chunk says."""
-        return self.turn.read(chunk)
-
-    def finish_reason(self, last: Chunk) -> FinishReason:
-        """OpenAI's reason for the end."""
-        assert last.finish in ("stop", "length"), f"a choice ended with {last.finish}"
-        return "tool_calls" if self.turn.num_calls and last.finish == "stop" else last.finish
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
 
     def delta(self, event: Event) -> ChatDelta:
         """An event as OpenAI streams it: a call's id and name once, then pieces of its arguments."""
-        index = self._num_streamed_calls - 1
         match event:
             case Text(text=text):
                 return ChatDelta(content=text)
             case Reasoning(text=text):
                 return ChatDelta(reasoning=text, reasoning_content=text)
             case CallStart(name=name):
-                self._num_streamed_calls += 1
-                call = ToolCallBody(FunctionBody("", name), index=index + 1, id=new_id("call_"), type="function")
+                self._num_calls += 1
+                function = FunctionBody("", name)
+                call = ToolCallBody(function, index=self._num_calls - 1, id=new_id("call_"), type="function")
                 return ChatDelta(tool_calls=[call])
             case CallArguments(text=text):
-                return ChatDelta(tool_calls=[ToolCallBody(FunctionBody(text), index=index)])
+                return ChatDelta(tool_calls=[ToolCallBody(FunctionBody(text), index=self._num_calls - 1)])
 
-    def collect(self, event: Event) -> None:
-        """An event into the plain answer."""
-        match event:
-            case Text(text=text):
-                self.texts.append(text)
-            case Reasoning(text=text):
-                self.reasoning.append(text)
-            case CallStart(name=name):
-                self._calls.append((new_id("call_"), name, []))
-            case CallArguments(text=text):
-                self._calls[-1][2].append(text)
-
-    def calls(self) -> list[ToolCallBody]:
-        """The collected calls."""
-        return [
-            ToolCallBody(FunctionBody("".join(pieces), name), id=id, type="function")
-            for id, name, pieces in self._calls
-        ]
+    def collect(self, piece: ChatChunkChoice) -> None:
+        """Keeps a piece for the plain answer, which is put together as clients do it with a stream."""
+        delta = piece.delta
+        if delta.content is not msgspec.UNSET:
+            self.texts.append(delta.content)
+        if delta.reasoning is not msgspec.UNSET:
+            self.reasoning.append(delta.reasoning)
+        for call in delta.tool_calls or ():
+            if call.id is not msgspec.UNSET and call.function.name is not msgspec.UNSET:
+                self.calls.append((call.id, call.function.name, []))
+            else:
+                self.calls[-1][2].append(call.function.arguments)
+        if piece.logprobs is not None:
+            self.logprobs += piece.logprobs.content
+        self.token_ids += piece.token_ids or ()
+        if piece.finish_reason is not None:
+            self.finish_reason = piece.finish_reason
+            self.stop_reason = None if piece.stop_reason is msgspec.UNSET else piece.stop_reason

@@ -24,6 +24,7 @@ class CompletionReply(Reply):
         created: int,
         submits: Sequence[Submit],
         num_candidates: int,
+        is_streamed: bool,
         n: int | None = None,
         include_usage: bool = False,
         continuous_usage: bool = False,
@@ -34,76 +35,82 @@ class CompletionReply(Reply):
         has_token_ids: bool = False,
         has_timings: bool = False,
     ) -> None:
-        """`num_candidates`: outputs of each prompt. `n`: how many of them are the answer, if not all. `names_ids`:
+        """`num_candidates`: outputs of each prompt. `n`: how many of them the answer has, if not all. `names_ids`:
         log-probabilities name tokens by their ids."""
         self._num_candidates = num_candidates
         self._n = n or self._num_candidates
         self._id = new_id("cmpl-")
         self._model = model
         self._created = created
+        self._is_streamed = is_streamed
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
-        self._has_prompt_logprobs = has_prompt_logprobs
+        self._has_prompt_logprobs = has_prompt_logprobs and not is_streamed
         self._has_token_ids = has_token_ids
         self._has_timings = has_timings
         self._timings: TimingsBody | msgspec.UnsetType = msgspec.UNSET  # until the request has ended
         self._usage = UsageCount(self._num_candidates)
-        self._choices = [_Choice(order, echo, has_logprobs, names_ids) for order in submits for _ in range(order.n)]
-        # Most events carry a piece of text and nothing else: two constants around an encoded string.
-        self._is_simple = not (echo or has_logprobs or has_token_ids or continuous_usage)
+        self._choices = [_Choice(submit, echo, has_logprobs, names_ids) for submit in submits for _ in range(submit.n)]
+        # Most chunks are a piece of text and nothing else: their event is two constants around an encoded string.
+        self._is_simple = is_streamed and not (echo or has_logprobs or has_token_ids or continuous_usage)
         head = f'"id":{json_text(self._id)},"object":"text_completion","created":{created},"model":{json_text(model)}'
         usage = ',"usage":null' if include_usage else ""
         self._heads = [f'data: {{{head},"choices":[{{"index":{i},"text":'.encode() for i in range(len(self._choices))]
         self._tail = f',"logprobs":null,"finish_reason":null,"stop_reason":null}}]{usage}}}\n\n'.encode()
 
     def admitted(self, nums_prompt: Sequence[int]) -> None:
-        """For the usage."""
         self._usage.begin(nums_prompt)
 
     def ended(self, timeline: Timeline) -> None:
-        """See `Reply`."""
         if self._has_timings:
             self._timings = timings_body(timeline)
 
-    # ── streamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def opening(self) -> list[bytes]:
-        """Nothing comes before the text."""
         return []
 
-    def events(self, index: int, chunk: Chunk) -> list[bytes]:
-        """The news of one choice; the last has the finish reason."""
+    def take(self, index: int, chunk: Chunk) -> list[bytes]:
         if self._is_simple and chunk.finish is None:
             return [self._heads[index] + _encode(chunk.text) + self._tail] if chunk.text else []
-        self._usage.add(index, chunk.usage)
-        self._usage.draw(index, chunk)
-        choice = self._choices[index]
-        text = choice.text_of(chunk)
-        logprobs = choice.logprobs_of(chunk)
-        ids = id_list(chunk.ids) if self._has_token_ids else msgspec.UNSET
-        has_news = text or logprobs is not None or ids or chunk.finish is not None
-        if not has_news:
-            return []
-        prompt_ids = id_list(chunk.prompt.ids) if self._has_token_ids and chunk.prompt else msgspec.UNSET
-        return [
-            self._event(
-                [
-                    CompletionChoice(
-                        index=index,
-                        text=text,
-                        logprobs=logprobs,
-                        finish_reason=_finish_reason(chunk),
-                        stop_reason=chunk.stop_reason,
-                        token_ids=ids,
-                        prompt_token_ids=prompt_ids,
-                    )
-                ]
-            )
-        ]
+        choice, piece = self._choices[index], self._piece(index, chunk)
+        if not self._is_streamed:
+            choice.collect(piece, chunk)
+        elif piece.text or piece.logprobs is not None or piece.token_ids or piece.finish_reason is not None:
+            return [self._event([piece])]
+        return []
 
     def closing(self) -> list[bytes]:
         """The usage and the timings, if they were asked for."""
         return [self._event([], self._usage.body())] if self._include_usage or self._has_timings else []
+
+    def body(self) -> bytes:
+        """The text_completion object."""
+        return _encode(
+            Completion(
+                id=self._id,
+                created=self._created,
+                model=self._model,
+                choices=[self._whole_choice(i, choice) for i, choice in enumerate(self._chosen())],
+                usage=self._usage.body(),
+                timings=self._timings,
+            )
+        )
+
+    def _piece(self, index: int, chunk: Chunk) -> CompletionChoice:
+        """What a chunk adds to its choice."""
+        self._usage.count(index, chunk)
+        self._usage.add(index, chunk.usage)
+        choice, prompt = self._choices[index], chunk.prompt
+        assert chunk.finish != "abort", "the gateway turns an abort into an error"
+        return CompletionChoice(
+            index=index,
+            text=choice.text_of(chunk),
+            logprobs=choice.logprobs_of(chunk),
+            finish_reason=chunk.finish,
+            stop_reason=chunk.stop_reason,
+            token_ids=id_list(chunk.ids) if self._has_token_ids else msgspec.UNSET,
+            prompt_token_ids=id_list(prompt.ids) if self._has_token_ids and prompt else msgspec.UNSET,
+            prompt_logprobs=prompt_logprobs(prompt) if self._has_prompt_logprobs and prompt else msgspec.UNSET,
+        )
 
     def _event(self, choices: list[CompletionChoice], usage: UsageBody | None = None) -> bytes:
         if self._continuous_usage and choices:
@@ -118,41 +125,8 @@ class CompletionReply(Reply):
         )
         return as_event(_encode(chunk))
 
-    # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def add(self, index: int, chunk: Chunk) -> None:
-        """Takes one choice's news."""
-        self._usage.add(index, chunk.usage)
-        choice = self._choices[index]
-        choice.texts.append(choice.text_of(chunk))
-        choice.total_logprob += sum(position.chosen.logprob for position in chunk.logprobs or ())
-        choice.num_sampled += len(chunk.logprobs or ())
-        if (logprobs := choice.logprobs_of(chunk)) is not None:
-            choice.logprobs.append(logprobs)
-        if self._has_token_ids:
-            choice.token_ids += id_list(chunk.ids)
-            if chunk.prompt is not None:
-                choice.prompt_token_ids = id_list(chunk.prompt.ids)
-        if self._has_prompt_logprobs and chunk.prompt is not None:
-            choice.prompt_logprobs = prompt_logprobs(chunk.prompt)
-        if chunk.finish is not None:
-            choice.last = chunk
-
-    def body(self) -> bytes:
-        """The text_completion object."""
-        return _encode(
-            Completion(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=[self._plain_choice(i, choice) for i, choice in enumerate(self._chosen())],
-                usage=self._usage.body(),
-                timings=self._timings,
-            )
-        )
-
     def _chosen(self) -> list["_Choice"]:
-        """The best of each prompt's by mean log-probability, best first; or all, as they are."""
+        """All choices; or of each prompt the `n` with the best mean log-probability, best first."""
         if self._n == self._num_candidates:
             return self._choices
         groups = [
@@ -160,14 +134,14 @@ class CompletionReply(Reply):
         ]
         return [choice for group in groups for choice in sorted(group, key=_Choice.mean, reverse=True)[: self._n]]
 
-    def _plain_choice(self, index: int, choice: "_Choice") -> CompletionChoice:
-        assert choice.last is not None, f"choice {index} has not ended"
+    def _whole_choice(self, index: int, choice: "_Choice") -> CompletionChoice:
+        assert choice.finish_reason is not None, f"choice {index} has not ended"
         return CompletionChoice(
             index=index,
             text="".join(choice.texts),
             logprobs=_join(choice.logprobs) if choice.has_logprobs else None,
-            finish_reason=_finish_reason(choice.last),
-            stop_reason=choice.last.stop_reason,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if self._has_token_ids else msgspec.UNSET,
             prompt_token_ids=choice.prompt_token_ids if self._has_token_ids else msgspec.UNSET,
             prompt_logprobs=choice.prompt_logprobs,
@@ -175,13 +149,13 @@ class CompletionReply(Reply):
 
 
 class _Choice:
-    """One choice on its way."""
+    """One choice, and for a plain answer what was read so far."""
 
-    def __init__(self, order: Submit, echo: bool, has_logprobs: bool, names_ids: bool) -> None:
-        prompt = order.prompt
+    def __init__(self, submit: Submit, echo: bool, has_logprobs: bool, names_ids: bool) -> None:
+        prompt = submit.prompt
         assert isinstance(prompt, TextPrompt | IdsPrompt), f"{type(prompt).__name__} is no completion prompt"
-        # The text that the client sent, not what a BOS and a round through the vocabulary make of it.
-        self._prompt = prompt.text if isinstance(prompt, TextPrompt) and order.truncate is None else None
+        # The text that the client sent; decoding the prompt's ids would add a BOS and may change characters.
+        self._prompt = prompt.text if isinstance(prompt, TextPrompt) and submit.truncate is None else None
         self._echo = echo
         self._names_ids = names_ids
         self.has_logprobs = has_logprobs
@@ -193,10 +167,25 @@ class _Choice:
         self.prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
         self.total_logprob = 0.0  # of the `num_sampled` tokens
         self.num_sampled = 0
-        self.last: Chunk | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+    def collect(self, piece: CompletionChoice, chunk: Chunk) -> None:
+        """Keeps a piece for the plain answer."""
+        self.texts.append(piece.text)
+        if piece.logprobs is not None:
+            self.logprobs.append(piece.logprobs)
+        self.token_ids += piece.token_ids or ()
+        if chunk.prompt is not None:
+            self.prompt_token_ids = piece.prompt_token_ids or []
+            self.prompt_logprobs = piece.prompt_logprobs
+        positions = chunk.logprobs or ()
+        self.total_logprob += sum(position.chosen.logprob for position in positions)
+        self.num_sampled += len(positions)
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
     def mean(self) -> float:
-        """Log-probability for each token."""
+        """The mean log-probability of its tokens."""
         return self.total_logprob / max(1, self.num_sampled)
 
     def text_of(self, chunk: Chunk) -> str:
@@ -217,20 +206,21 @@ class _Choice:
                     self._append(rows, position)
         for position in chunk.logprobs or ():
             self._append(rows, position)
-        if chunk.lengths:  # what is told again has no log-probabilities
+        if chunk.lengths:  # a replayed output has no log-probabilities
             self._offset += len(chunk.text)
         return rows if rows.tokens else None
 
     def _append(self, rows: CompletionLogprobs, position: TokenLogprob) -> None:
         chosen = position.chosen
-        # Clients compare the chosen token's value with the best one's, so it has the last word on its own text.
+        # Several candidates may have the same text. Clients compare the chosen token's value with the best one's, so it
+        # is written last.
         name = token_name(chosen, self._names_ids)
         top = {token_name(candidate, self._names_ids): candidate.logprob for candidate in position.top}
         top[name] = chosen.logprob
         self._append_row(rows, name, len(chosen.token), chosen.logprob, top)
 
     def _append_first(self, rows: CompletionLogprobs, prompt: PromptEcho) -> None:
-        """The prompt's first token has no entry: its text is what the others leave of the prompt's."""
+        """The prompt's first token has no log-probability. Its text is the prompt without the other tokens' bytes."""
         others = sum(len(position.chosen.bytes) for position in (prompt.logprobs or ())[1:] if position is not None)
         data = prompt.text.encode()
         text = data[: max(len(data) - others, 0)].decode(errors="replace")
@@ -254,8 +244,3 @@ def _join(pieces: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
         top_logprobs=[top for piece in pieces for top in piece.top_logprobs],
         text_offset=[offset for piece in pieces for offset in piece.text_offset],
     )
-
-
-def _finish_reason(chunk: Chunk) -> FinishReason | None:
-    assert chunk.finish != "abort", "the gateway turns an abort into an error"
-    return chunk.finish

@@ -31,7 +31,6 @@ class OpenAIEndpoints:
         self._completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
     def routes(self) -> list[Operation]:
-        """Paths, and who answers there."""
         return [
             Operation(
                 *("POST", "/v1/chat/completions", self.chat, "Answer a conversation"),
@@ -50,7 +49,6 @@ class OpenAIEndpoints:
         ]
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/chat/completions"""
         request = decode_body(self._chat_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         submits = chat_submits(request, self._service.config, scope["state"]["salt"])
@@ -58,6 +56,7 @@ class OpenAIEndpoints:
             model=model,
             created=int(time.time()),
             n=request.n or 1,
+            is_streamed=bool(request.stream),
             include_usage=_includes_usage(request),
             continuous_usage=_tells_usage_continuously(request),
             has_logprobs=bool(request.logprobs),
@@ -73,7 +72,6 @@ class OpenAIEndpoints:
         await self._answer(request, submits, reply, scope, receive, send)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """POST /v1/completions"""
         request = decode_body(self._completion_decoder, await read_json(scope, receive))
         model = self._service.model_name(request.model)
         submits = completion_submits(request, self._service.config, scope["state"]["salt"])
@@ -83,6 +81,7 @@ class OpenAIEndpoints:
             submits=submits,
             num_candidates=num_candidates(request),
             n=request.n or 1,
+            is_streamed=bool(request.stream),
             include_usage=_includes_usage(request),
             continuous_usage=_tells_usage_continuously(request),
             echo=bool(request.echo),
@@ -108,7 +107,7 @@ class OpenAIEndpoints:
             with scope["state"]["account"].hold(submits) as hold:
                 work = answer_with_beams(self._service.gateway, self._service.config, request, submits, reply)
                 limit_s = self._service.http.clients.request_timeout_s
-                hold.num_tokens = sum(map(estimated_tokens, submits))  # who leaves has had steps, too
+                hold.num_tokens = sum(map(estimated_tokens, submits))  # a client that leaves pays for the steps so far
                 try:
                     async with asyncio.timeout(limit_s):
                         body = await while_connected(receive, work)

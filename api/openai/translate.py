@@ -237,7 +237,7 @@ def _resumed(request: ChatRequest | CompletionRequest, submits: list[Submit], vo
     for ids in token_ids:
         _check_ids(name, ids, vocab_size)
     return [
-        replace(choice.order, resume_ids=ids_to_bytes(ids), resume_chars=-1 if ids else 0)
+        replace(choice.submit, resume_ids=ids_to_bytes(ids), resume_chars=-1 if ids else 0)
         for choice, ids in zip(choices, token_ids, strict=True)
     ]
 

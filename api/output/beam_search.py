@@ -1,7 +1,7 @@
-"""Beam search, whoever draws: `LLM.beam_search` and `use_beam_search` over HTTP.
+"""Beam search, for `LLM.beam_search` and for `use_beam_search` over HTTP.
 
-Each step is one batch of requests that draw one token, a beam each. A beam's prompt is its parent's prompt and one
-token more, so it finds all KV of its parent in the prefix cache: full blocks are shared, the last one is copied.
+Each step is a batch of requests for one token, one request a beam. A beam's prompt is its parent's prompt and one more
+token, so it finds all KV of its parent in the prefix cache: full blocks are shared, the last one is copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ MAX_BEAMS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """How wide and how long to search."""
+    """The parameters of a search."""
 
     beam_width: int  # 1 to 10
     max_tokens: int
     ignore_eos: bool = False
     length_penalty: float = 1.0  # a beam's score is its log-probability / length ** length_penalty
-    early_stopping: bool = False  # end as soon as `beam_width` beams have ended, though others might become better
+    early_stopping: bool = False  # end as soon as `beam_width` beams have ended, even if others could become better
 
 
 @dataclass
@@ -41,7 +41,7 @@ class BeamSearchOutput:
 
 
 class BeamSearch:
-    """One prompt. Its owner asks a model for what may follow `prompts`, until there are none."""
+    """The search for one prompt. The caller samples candidates for all `prompts` until there are none."""
 
     def __init__(self, prompt: Sequence[int], params: BeamSearchParams, ends: frozenset[int]) -> None:
         """`ends`: tokens that end a beam. Raises ValueError if `params` make no sense."""
@@ -56,17 +56,17 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of the best next tokens to tell of each prompt. Half of them may be ends."""
+        """How many of the best next tokens each prompt needs. Half of them may be end tokens."""
         return 2 * self._params.beam_width
 
     @property
     def prompts(self) -> list[list[int]]:
-        """The beams that go on; none: the search is over."""
+        """The open beams; empty when the search is over."""
         is_over = self._num_left == 0 or (self._params.early_stopping and len(self._ended) >= self._params.beam_width)
         return [] if is_over else [beam.tokens for beam in self._beams]
 
     def take(self, candidates: Sequence[Mapping[int, float]]) -> None:
-        """Of each of the `prompts` the candidates for its next token, with their log-probabilities."""
+        """`candidates`: for each of `prompts`, the log-probabilities of its candidates for the next token."""
         grown = []
         for beam, following in zip(self._beams, candidates, strict=True):
             for token, logprob in following.items():
@@ -82,7 +82,7 @@ class BeamSearch:
         self._num_left -= 1
 
     def output(self) -> BeamSearchOutput:
-        """The best of those that have ended and those that were cut."""
+        """The best of the beams that have ended and those that were cut at `max_tokens`."""
         for beam in self._beams:
             beam.finish_reason = "length"
         best = sorted(self._ended + self._beams, key=attrgetter("score"), reverse=True)

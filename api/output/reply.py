@@ -1,7 +1,7 @@
-"""What the answers to requests have in common: their protocol, usage, ids and log-probabilities."""
+"""What all answers share: the `Reply` protocol, usage, ids and log-probabilities."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -24,73 +24,71 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Reply(Protocol):
-    """Turns chunks into an answer, streamed or plain; one object answers one request in one of the two ways.
+    """Turns the chunks of one request into its answer: a stream of events, or one body.
 
-    How a stream begins and ends is OpenAI's unless an API says otherwise."""
+    `ending` and `failure` are OpenAI's unless an API overrides them."""
 
     def admitted(self, nums_prompt: Sequence[int]) -> None:
-        """The engine has taken the request: tokens of each choice's prompt. Comes first."""
+        """Comes first. `nums_prompt`: tokens of each choice's prompt."""
         return
 
     def ended(self, timeline: Timeline) -> None:
-        """Every sequence has ended. Comes before `closing` or `body`."""
+        """Comes when every sequence has ended, before `closing` or `body`."""
         return
 
     def opening(self) -> list[bytes]:
         """The events before any chunk."""
 
-    def events(self, index: int, chunk: Chunk) -> list[bytes]:
-        """The events of one choice's news."""
+    def take(self, index: int, chunk: Chunk) -> Iterable[bytes]:
+        """Takes a chunk of a choice. In a stream what it returns are its events, to be sent before the next call."""
 
     def closing(self) -> list[bytes]:
         """The events after all chunks, without the `ending`."""
 
     def ending(self) -> bytes:
-        """What ends a stream that has gone well."""
+        """The last event of a stream that has not failed."""
         return DONE
 
     def failure(self, error: HttpError) -> bytes:
-        """The event that ends a stream which has failed."""
+        """The last event of a stream that has failed."""
         return b"data: " + error_body(error) + b"\n\n"
-
-    def add(self, index: int, chunk: Chunk) -> None:
-        """Takes one choice's news into the plain answer."""
 
     def body(self) -> bytes:
         """The plain answer."""
 
 
 class UsageCount:
-    """Adds up the sequences of one request; a prompt counts once however many sequences it has."""
+    """The usage of one request: all outputs, and each prompt once."""
 
     def __init__(self, n: int) -> None:
+        """`n`: choices of each prompt."""
         self._n = n
         self._num_prompt = 0
         self._num_cached = 0
         self._num_output = 0
-        self._num_reasoning: int | None = None  # nobody looks for reasoning, unless someone counts
+        self._num_reasoning: int | None = None  # None: left out
         self._nums_prompt: Sequence[int] = ()  # of each choice, for `so_far`
-        self._nums_sampled: dict[int, int] = {}  # the same
+        self._nums_sampled: dict[int, int] = {}  # of each choice so far
 
     def begin(self, nums_prompt: Sequence[int]) -> None:
         """Tokens of each choice's prompt."""
         self._nums_prompt = nums_prompt
 
-    def draw(self, index: int, chunk: Chunk) -> None:
-        """What a choice got."""
+    def count(self, index: int, chunk: Chunk) -> None:
+        """Tokens of a choice, for `so_far`."""
         self._nums_sampled[index] = self._nums_sampled.get(index, 0) + len(chunk.ids) // 4
 
     def so_far(self, index: int) -> UsageBody:
-        """Of one choice, before its end is known."""
+        """The usage of one choice before it has ended."""
         num_prompt, num_output = self._nums_prompt[index], self._nums_sampled.get(index, 0)
         return UsageBody(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(0))
 
     def add_reasoning(self, num_tokens: int) -> None:
-        """Tokens of a choice's reasoning, which are among its output's."""
+        """Tokens of a choice's reasoning, which are part of its output."""
         self._num_reasoning = (self._num_reasoning or 0) + num_tokens
 
     def add(self, index: int, usage: Usage | None) -> None:
-        """The end of a choice."""
+        """The usage that came with a choice's last chunk, if this is it."""
         if usage is None:
             return
         self._num_output += usage.num_output
@@ -111,13 +109,13 @@ class UsageCount:
 
 
 def timings_body(timeline: Timeline) -> TimingsBody:
-    """Milliseconds, for who asked with `return_timings`."""
+    """The timings of an answer, for `return_timings`."""
     parts = {f"{part}_ms": round(1000 * seconds, 3) for part, seconds in timeline.parts().items()}
     return TimingsBody(**parts, total_ms=round(1000 * timeline.total, 3))
 
 
 def new_id(prefix: str) -> str:
-    """An id for OpenAI's clients; nothing here is ever looked up by it."""
+    """A random id."""
     return f"{prefix}{secrets.token_hex(12)}"
 
 
@@ -127,27 +125,27 @@ def json_text(text: str) -> str:
 
 
 def id_list(ids: bytes) -> list[int]:
-    """A message's ids as JSON wants them."""
+    """A message's int32 ids as a list."""
     return bytes_to_ids(ids).tolist()
 
 
 def token_name(candidate: TopLogprob, as_id: bool) -> str:
-    """What log-probabilities call a token: its text, or its id, since several tokens may have the same text."""
+    """A token's name in log-probabilities: its text, or `token_id:5`, because several tokens may have the same text."""
     return f"token_id:{candidate.id}" if as_id else candidate.token
 
 
 def prompt_logprobs(prompt: PromptEcho) -> PromptLogprobs:
     """The prompt's log-probabilities in vLLM's shape."""
-    told: PromptLogprobs = []
+    positions: PromptLogprobs = []
     for position in prompt.logprobs or (None,):
         if position is None:
-            told.append(None)
+            positions.append(None)
             continue
         ranked = [(rank, candidate) for rank, candidate in enumerate(position.top, start=1)]
         found = {c.id: PromptLogprobBody(c.logprob, rank, c.token) for rank, c in ranked}
         chosen = position.chosen
-        told.append({chosen.id: PromptLogprobBody(chosen.logprob, None, chosen.token)} | found)
-    return told
+        positions.append({chosen.id: PromptLogprobBody(chosen.logprob, None, chosen.token)} | found)
+    return positions
 
 
 def chat_logprobs(chunk: Chunk, *, as_ids: bool = False) -> list[TokenLogprobBody]:

@@ -1,7 +1,7 @@
-"""What another engine needs to go on with a stream of typed events, as those of /v1/responses and /v1/messages are.
+"""What another engine needs to continue a stream of typed events, as /v1/responses and /v1/messages send.
 
-Chat and completions have a place for token ids in their events; here they come in comments, which clients skip. The ids
-of an answer's parts follow from the answer's own, so that an engine that is told that one names them all alike.
+The events of chat and completions have a field for token ids; here the ids come in comments, which clients skip. The
+ids of an answer's parts are derived from the answer's id, so that another engine gives them the same ids.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from ..gateway.timeline import Timeline
 from ..http.http_error import HttpError
 from .reply import Reply, id_list
 
-TOKEN_IDS = b": token_ids "  # begins a comment before the events of these tokens
-FAILED = b": failed "  # begins one before the event of an error, and names its code
+TOKEN_IDS = b": token_ids "  # begins the comment before the events of these tokens
+FAILED = b": failed "  # begins the comment before an error's event; the error's code follows
 
 
 def part_id(prefix: str, whole: str, index: int) -> str:
-    """The id of a part of the answer whose id is `whole`; no other answer has such a part."""
+    """The id of a part of the answer whose id is `whole`; unique among all answers."""
     return f"{prefix}{whole.partition('_')[2]}{index:02x}"
 
 
 class WithTokenIds(Reply):
-    """Another reply's stream with these comments."""
+    """Adds these comments to the stream of another reply."""
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
@@ -37,9 +37,9 @@ class WithTokenIds(Reply):
     def opening(self) -> list[bytes]:
         return self._reply.opening()
 
-    def events(self, index: int, chunk: Chunk) -> list[bytes]:
-        """One piece: whoever has seen an event has seen the ids before it."""
-        events = b"".join(self._reply.events(index, chunk))
+    def take(self, index: int, chunk: Chunk) -> list[bytes]:
+        """One write: a client that has an event has the ids before it."""
+        events = b"".join(self._reply.take(index, chunk))
         if not chunk.ids:
             return [events] if events else []
         return [TOKEN_IDS + msgspec.json.encode(id_list(chunk.ids)) + b"\n\n" + events]
@@ -52,9 +52,6 @@ class WithTokenIds(Reply):
 
     def failure(self, error: HttpError) -> bytes:
         return FAILED + (error.code or str(error.status)).encode() + b"\n\n" + self._reply.failure(error)
-
-    def add(self, index: int, chunk: Chunk) -> None:
-        self._reply.add(index, chunk)
 
     def body(self) -> bytes:
         return self._reply.body()

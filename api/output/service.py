@@ -1,8 +1,4 @@
-"""What every endpoint needs: read a request, hand it to the gateway, watch its client, answer.
-
-Owns the way from an ASGI call to a `Reply` and back. The endpoints stand beside the shapes that they speak; what is
-around all of them is `app`'s.
-"""
+"""What the endpoints share: hand a request to the gateway, watch its client, send the `Reply`."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...config.config import EngineConfig, HttpConfig
 from ...errors import RequestError
-from ...ipc.messages import Submit
+from ...ipc.messages import Chunk, Submit
 from ..gateway.gateway import Gateway
 from ..gateway.request_end import Observer, request_end
 from ..gateway.stream import Stream
@@ -36,8 +32,8 @@ class Service:
         version: str,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """`healthy` returns None, or one sentence that says what is wrong with the engine. `observers` are told of
-        every request that has ended."""
+        """`healthy` returns None, or one sentence that says what is wrong with the engine. `observers` get each
+        request that has ended."""
         self.gateway = gateway
         self.config = config
         self.http = http
@@ -48,18 +44,19 @@ class Service:
     async def answer(
         self, submits: Sequence[Submit], reply: Reply, streamed: bool, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """The first byte waits for the engine to take the request, so that a refusal still has its status. The account
+        """Sends nothing before the engine has admitted the request, so that a refusal has its own status. The account
         in the scope's state pays for the tokens."""
         self.check_health()
         account: Account = scope["state"]["account"]
         with account.hold(submits) as hold:
             stream = self.gateway.submit(submits)
+            request = stream.request
             try:
                 await self._answer(stream, reply, streamed, scope, receive, send)
             finally:
-                hold.num_tokens = stream.num_tokens
+                hold.num_tokens = request.num_tokens
                 if self._observers:
-                    end = request_end(scope, submits, stream)
+                    end = request_end(scope, request)
                     for observe in self._observers:
                         observe(end)
 
@@ -73,14 +70,15 @@ class Service:
         )
         try:
             await stream.admitted()
-            reply.admitted(stream.nums_prompt)
+            reply.admitted(stream.request.nums_prompt)
             if streamed:
                 await send_stream(send, stream, reply, scope.get("extensions", {}).get(DIRECT))
             else:
-                while not stream.finished:
-                    for index, chunk in await stream.chunks():
-                        reply.add(index, chunk)
-                reply.ended(stream.timeline())
+                stream.consumer = _Collector(reply)
+                async for chunks in stream:
+                    for index, chunk in chunks:
+                        reply.take(index, chunk)
+                reply.ended(stream.request.timeline())
                 await send_body(send, 200, reply.body())
         except ClientGone:
             stream.cancel()
@@ -89,15 +87,15 @@ class Service:
             if deadline is not None:
                 deadline.cancel()
             watcher.cancel()
-            self.gateway.end(stream, RequestError("internal", "The answer could not be made."))
+            stream.end(RequestError("internal", "The answer could not be made."))
 
     def check_health(self) -> None:
-        """Raises RequestError if something is wrong with the engine. One that is being mended is waited for."""
+        """Raises RequestError if the engine is unhealthy. Requests may wait while a part of it is being replaced."""
         if self.gateway.outage is None and (trouble := self.healthy()) is not None:
             raise RequestError("unavailable", trouble)
 
     def model_name(self, asked: str | None) -> str:
-        """The served name that was asked for. Raises HttpError 404."""
+        """The served name for the request's `model`; the first one if it is empty. Raises HttpError 404."""
         names = self.config.served_model_names
         if not asked:
             return names[0]
@@ -106,8 +104,24 @@ class Service:
         return asked
 
 
+class _Collector:
+    """Gives a plain answer its chunks where they arrive. The last chunk of a choice wakes the reader."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def take(self, index: int, chunk: Chunk) -> bool:
+        if chunk.finish is not None:
+            return False
+        self._reply.take(index, chunk)
+        return True
+
+    def flush(self) -> None:
+        pass
+
+
 def too_slow(limit_s: float) -> HttpError:
-    """What ends a request at --request-timeout-s."""
+    """The error of a request that has reached --request-timeout-s."""
     return HttpError(504, f"The request has taken longer than {limit_s:g} s.", code="request_timeout")
 
 

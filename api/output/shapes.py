@@ -1,7 +1,7 @@
 """The shapes that several APIs share: the parameters of a generation, and the parts of an answer.
 
-Requests: null is the same as absent, unknown fields are ignored (clients are ahead of servers), and a parameter that
-cannot be served has a field here so that it is refused instead of ignored. Answers: UNSET fields are left out.
+Requests: null means absent, and unknown fields are ignored, because clients are newer than servers. A parameter that
+cannot be served has a field here, so that it is refused instead of ignored. Answers: UNSET fields are left out.
 """
 
 from typing import Annotated, Literal
@@ -36,7 +36,7 @@ Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-# What stays JSON: it is checked here and rendered elsewhere. The schemas are for /openapi.json.
+# These stay JSON: the tokenizer process renders them. The schemas are for /openapi.json.
 MessagesJson = Annotated[
     Raw, Meta(extra_json_schema={"type": "array", "items": {"$ref": "#/components/schemas/Message"}, "minItems": 1})
 ]
@@ -48,10 +48,10 @@ ToolsJson = Annotated[
 
 
 class StreamOptions(Struct, frozen=True):
-    """What a stream carries besides the text."""
+    """What a stream has besides the text."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # in every event that of its choice so far; needs include_usage
+    continuous_usage_stats: bool | None = None  # every event has the usage of its choice so far; needs include_usage
     include_obfuscation: object = None  # ignored
 
 
@@ -59,7 +59,7 @@ JsonSchema = dict[str, object] | bool
 
 
 class JsonSchemaFormat(Struct, frozen=True):
-    """Enforced whether `strict` or not; the name and the description are the client's own."""
+    """Enforced whether `strict` or not; the name and the description are ignored."""
 
     schema: JsonSchema | None = None
     name: str | None = None
@@ -73,7 +73,7 @@ class ResponseFormat(Struct, frozen=True):
 
 
 class StructuredOutputs(Struct, frozen=True):
-    """vLLM's: exactly one of the first five, and how spaces may stand in JSON."""
+    """vLLM's: exactly one of the first five fields, and options for the whitespace of JSON."""
 
     json: JsonSchema | str | None = None  # a text holds the schema's JSON
     json_object: bool | None = None
@@ -82,10 +82,10 @@ class StructuredOutputs(Struct, frozen=True):
     grammar: str | None = None  # Lark, or llama.cpp's GBNF
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
-    disable_fallback: bool | None = None  # there is nothing to fall back to
-    disable_additional_properties: bool | None = None  # it is always so where a schema does not say otherwise
+    disable_fallback: bool | None = None  # ignored: there is one implementation
+    disable_additional_properties: bool | None = None  # ignored: always so unless a schema says otherwise
 
-    # Understood and refused.
+    # Refused.
     structural_tag: object = None
 
 
@@ -105,7 +105,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
 
-    # What vLLM's users send in extra_body.
+    # vLLM's parameters, which clients send in extra_body.
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
@@ -116,30 +116,30 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     use_beam_search: bool | None = None
-    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None  # of a beam search, like the next
+    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None  # of a beam search, like early_stopping
     early_stopping: bool | None = None
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:5" for what may be no text
+    return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens "token_id:5"
     return_timings: bool | None = None
     add_special_tokens: bool | None = None
-    user: Annotated[str, Meta(max_length=512)] | None = None  # under --scheduling-policy fair: whose turn it is
+    user: Annotated[str, Meta(max_length=512)] | None = None  # the user whose turn --scheduling-policy fair counts
     timeout: Annotated[float, Meta(ge=1.0, le=1e9)] | None = None  # seconds to wait for a start before failing
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | str | None = None  # structured_outputs.json, as vLLM called it before, and so on
+    guided_json: JsonSchema | str | None = None  # vLLM's former name of structured_outputs.json, and so on
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: no bound
-    thinking_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # the same, as others call it
+    thinking_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # another name for it
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
 
-    # Accepted and ignored: they change nothing about the answer.
+    # Ignored: they do not change the answer.
     metadata: object = None
     moderation: object = None
     prediction: object = None
@@ -151,7 +151,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     service_tier: object = None
     store: object = None
 
-    # Understood and refused: to ignore these would give an answer that was not asked for.
+    # Refused: ignoring them would give another answer than the client asked for.
     logits_processors: object = None
     kv_transfer_params: object = None
     prompt_embeds: object = None
@@ -175,7 +175,7 @@ class UsageBody(Struct, frozen=True):
 
 
 class TimingsBody(Struct, frozen=True):
-    """Where the time of a request went, in ms. Parts that it did not come to are left out; the others add up."""
+    """Where the time of a request went, in ms. Parts that it did not reach are left out; the others add up."""
 
     total_ms: float
     tokenizer_queue_ms: float | UnsetType = UNSET
@@ -202,12 +202,12 @@ class PromptLogprobBody(Struct, frozen=True):
     """One candidate of a position of the prompt, in vLLM's shape."""
 
     logprob: float
-    rank: int | None  # 1: the best; null: not among those asked for
+    rank: int | None  # 1: the best; null: not among the top ones
     decoded_token: str
 
 
 PromptLogprobs = list[dict[int, PromptLogprobBody] | None]
-"""By position: id → candidate; of the first there is none."""
+"""By position: id → candidate; null for the first."""
 
 
 class TextFormat(Struct, frozen=True):
@@ -220,5 +220,5 @@ class TextFormat(Struct, frozen=True):
     description: str | UnsetType | None = UNSET
 
     def as_response_format(self) -> ResponseFormat:
-        """The same as chat has it."""
+        """The same in chat's shape."""
         return ResponseFormat(self.type, JsonSchemaFormat(None if self.schema is UNSET else self.schema))

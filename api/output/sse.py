@@ -1,7 +1,7 @@
 """Server-sent events over raw ASGI: one event an HTTP chunk, keep-alive comments, errors after the first byte.
 
-Owns the bytes of a stream's frame, not of its events. While a client keeps up, news are written to its connection as
-they come in; ASGI's `send` and the task that awaits it take over where one has to wait.
+Knows how a stream is framed, not what its events say. While a client keeps up, chunks are written to its connection
+as they arrive; otherwise the request's task sends them with ASGI's `send`, which waits.
 """
 
 import asyncio
@@ -43,28 +43,29 @@ async def send_stream(send: Send, stream: Stream, reply: Reply, writer: DirectWr
     """Sends the whole response. An error ends it with the reply's `failure`. Raises ClientGone."""
     await send(_START)
     ticker = _Ticker(stream)
-    short_way = None if writer is None else _ShortWay(stream, reply, writer, ticker)
     try:
         await _send_all(send, reply.opening())
-        while not stream.finished:
-            chunks = await stream.chunks(short_way)
+        if writer is not None:
+            stream.consumer = _ToConnection(reply, writer, ticker)
+        async for chunks in stream:
             if not chunks:
                 await _send_all(send, [_KEEP_ALIVE])
             for index, chunk in chunks:
                 ticker.is_fresh = True
-                await _send_all(send, reply.events(index, chunk))
-        reply.ended(stream.timeline())
+                await _send_all(send, reply.take(index, chunk))
+        reply.ended(stream.request.timeline())
         await _send_all(send, reply.closing())
         last = reply.ending()
     except ClientGone:
         raise
     except PagewireError as error:
         last = reply.failure(as_http_error(error))
-    except Exception as error:  # the status is out: all that is left is to say so and to close in good form
+    except Exception as error:  # the status was sent: the error has to be an event
         log.exception("a stream failed")
         last = reply.failure(as_http_error(error))
     finally:
         ticker.stop()
+        stream.consumer = None  # it holds the ticker, which holds the stream
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
@@ -74,12 +75,12 @@ async def _send_all(send: Send, events: Iterable[bytes]) -> None:
 
 
 class _Ticker:
-    """Wakes a stream's reader when a whole interval has passed without news; one timer a stream, none a token."""
+    """Wakes a stream's reader when nothing was sent for a whole interval. One timer a stream, none a token."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._loop = asyncio.get_running_loop()
-        self.is_fresh = True
+        self.is_fresh = True  # something was sent since the last tick
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._tick)
 
     def stop(self) -> None:
@@ -92,12 +93,11 @@ class _Ticker:
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._tick)
 
 
-class _ShortWay:
-    """See `stream.ShortWay`: news become events and go to the connection. The last chunk of a choice is left to the
-    reader, who knows what follows it."""
+class _ToConnection:
+    """Writes chunks to the connection as they arrive. The last chunk of a choice is left to the reader, which knows
+    what follows it."""
 
-    def __init__(self, stream: Stream, reply: Reply, writer: DirectWriter, ticker: _Ticker) -> None:
-        self._stream = stream
+    def __init__(self, reply: Reply, writer: DirectWriter, ticker: _Ticker) -> None:
         self._reply = reply
         self._writer = writer
         self._ticker = ticker
@@ -106,10 +106,7 @@ class _ShortWay:
     def take(self, index: int, chunk: Chunk) -> bool:
         if chunk.finish is not None or not self._writer.keeps_up():
             return False
-        try:
-            self._events += self._reply.events(index, chunk)
-        except Exception as error:
-            self._stream.fail(error)
+        self._events += self._reply.take(index, chunk)
         return True
 
     def flush(self) -> None:

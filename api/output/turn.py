@@ -1,5 +1,5 @@
-"""One output of the model as events: words for the reader, reasoning, and tool calls. Every API's answer is made of
-these, so that chat, responses and messages cannot read the same output differently.
+"""One output of the model as events: text, reasoning and tool calls. The answers of chat, responses and messages are
+all made of these, so that they cannot read the same output differently.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Turn:
     def __init__(
         self, grammar: Grammar | None, *, parallel_tool_calls: bool = True, include_reasoning: bool = True
     ) -> None:
-        """`grammar` None: all of it is words. `parallel_tool_calls` False: calls after the first are dropped."""
+        """`grammar` None: the output is only text. `parallel_tool_calls` False: calls after the first are dropped."""
         self._grammar = grammar
         self._lexer: Lexer | None = None  # until the first chunk
         self._parallel = parallel_tool_calls
@@ -27,16 +27,16 @@ class Turn:
 
     @property
     def is_verbatim(self) -> bool:
-        """Whether every chunk is its text and nothing else."""
+        """Whether the events of a chunk are just its text."""
         return self._grammar is None
 
     def read(self, chunk: Chunk) -> Sequence[Event]:
-        """What the chunk says."""
+        """The events that the chunk completes."""
         if self._grammar is None:
             return (Text(chunk.text),) if chunk.text else ()
         if self._lexer is None:
             self._lexer = Lexer(self._grammar, chunk.prompt_end or "")
-        if chunk.lengths:  # what is told again came one by one
+        if chunk.lengths:  # resumed tokens are counted one by one, as they came first
             events, start = [], 0
             for length in bytes_to_ids(chunk.lengths):
                 events += self._push(self._lexer, chunk.text[start : start + length], 1)
@@ -64,6 +64,6 @@ class Turn:
         reasoned = lexer.reasons
         events = lexer.push(text)
         if reasoned or lexer.reasons or any(isinstance(event, Reasoning) for event in events):
-            # Its tags count as well, as with OpenAI; of a step that drew several tokens, all count or none.
+            # Tags count as reasoning, as at OpenAI. Of a step that sampled several tokens, all count or none.
             self.num_reasoning += num_ids
         return events

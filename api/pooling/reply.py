@@ -29,15 +29,14 @@ class _VectorReply(Reply):
         self._vectors = [b""] * num
         self._num_prompt = 0
 
-    def add(self, index: int, chunk: Chunk) -> None:
-        assert chunk.vector and chunk.usage is not None, "a vector is the only chunk of its answer"
+    def take(self, index: int, chunk: Chunk) -> list[bytes]:
+        """Takes the vector of a text."""
+        assert chunk.vector and chunk.usage is not None, "a vector is an answer's only chunk"
         self._vectors[index] = chunk.vector
         self._num_prompt += chunk.usage.num_prompt
+        return []
 
     def opening(self) -> list[bytes]:
-        raise AssertionError("vectors are not streamed")
-
-    def events(self, index: int, chunk: Chunk) -> list[bytes]:
         raise AssertionError("vectors are not streamed")
 
     def closing(self) -> list[bytes]:

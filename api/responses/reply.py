@@ -5,7 +5,8 @@ an item is added, its parts grow, it is done, and only then the next one begins.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import starmap
 from typing import assert_never
 
 import msgspec
@@ -98,14 +99,15 @@ class ResponsesReply(Reply):
         fields: dict[str, object] = {"response": self._response}
         return [self._event("response.created", fields), self._event("response.in_progress", fields)]
 
-    def events(self, index: int, chunk: Chunk) -> list[bytes]:
+    def take(self, index: int, chunk: Chunk) -> Iterable[bytes]:
+        """The events are encoded as they are sent, so a plain answer does not pay for them."""
         if self._is_simple and isinstance(self._open, _Message) and chunk.finish is None:
             # Fast path: most chunks only append text.
             if not chunk.text:
                 return []
             self._next_sequence_number += 1
             return [self._open.grow_simply(chunk.text, self._next_sequence_number - 1)]
-        return [self._event(type, fields) for type, fields in self._take(chunk)]
+        return starmap(self._event, self._read(chunk))
 
     def closing(self) -> list[bytes]:
         self._on_end(self._response)
@@ -128,16 +130,13 @@ class ResponsesReply(Reply):
 
     # ── plain ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, index: int, chunk: Chunk) -> None:
-        self._take(chunk)
-
     def body(self) -> bytes:
         self._on_end(self._response)
         return _encode(self._response)
 
     # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, chunk: Chunk) -> list[_Event]:
+    def _read(self, chunk: Chunk) -> list[_Event]:
         chunks: list[_Event] = []
         if self._has_logprobs:
             self._logprobs += chat_logprobs(chunk)

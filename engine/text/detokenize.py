@@ -1,7 +1,6 @@
-"""Ids to text, a few at a time, in whole characters.
+"""Decodes ids to whole characters, a few ids at a time.
 
-Owns the undecoded bytes at the end of one request's output. Knows nothing of stop strings or messages; used by
-`output.OutputText`.
+Owns the incomplete character at the end of one request's output. Knows no stop strings and no messages.
 """
 
 import codecs
@@ -9,14 +8,14 @@ from collections.abc import Collection, Sequence
 
 from .tokenizer import Tokenizer
 
-_CONTEXT = 8  # ids of the prompt's end that a decoder which looks at neighbours is shown
+_CONTEXT = 8  # ids of the prompt's end, for decoders that look at neighbouring tokens
 
 
 class IncrementalDetokenizer:
-    """The text of one output. All pushes and the flush together are `tokenizer.decode` of all ids, but for the leading
-    space of sentencepiece vocabularies, which is kept where text stands before the output.
+    """The text of one output. All pushes and the flush together give `tokenizer.decode` of all ids, except that the
+    leading space of sentencepiece vocabularies is kept if there is text before the output.
 
-    Where the prompt ends inside a character, the output's first bytes complete nothing: they become U+FFFD, and no text
+    If the prompt ends inside a character, the output's first bytes become U+FFFD instead of completing it, so no text
     of the prompt can appear in the output (vLLM #48853)."""
 
     def __init__(
@@ -27,7 +26,7 @@ class IncrementalDetokenizer:
         marks: Collection[str] = (),
     ) -> None:
         """`context_ids`: the last ids before the output; none at the start of a text. `marks`: special tokens that are
-        shown in any case."""
+        never skipped."""
         self._tokenizer = tokenizer
         self._skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
         if marks:
@@ -35,17 +34,17 @@ class IncrementalDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         context = [id for id in context_ids if id not in self._skipped][-_CONTEXT:]
         self._at_start = not context and tokenizer.leading_space != "keep"
-        self._window = context  # not byte exact: ids of which the first `_num_read` have been given out
-        self._num_read = len(context)
-        self._is_between = False  # known to stand behind whole characters
+        self._window = context  # if not byte exact: the ids from which the next text is decoded
+        self._num_read = len(context)  # of the window, whose text was returned
+        self._is_between = False  # the ids so far are known to be whole characters
 
     def push_one(self, id: int) -> str | None:
-        """The short way for a token that is whole characters, behind whole characters. None: nothing has happened, it
-        has to be pushed."""
+        """The fast path: the text of a token that is whole characters after whole characters. None: nothing was
+        changed, and the token must be pushed."""
         return self._tokenizer.whole_text(id) if self._is_between else None
 
     def push(self, ids: Sequence[int]) -> str:
-        """The whole characters that became known with `ids`."""
+        """The characters that `ids` complete."""
         if not self._tokenizer.is_byte_exact:
             self._window.extend(id for id in ids if id not in self._skipped)
             return self._read_window(last=False)
@@ -59,13 +58,13 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """The end: U+FFFD if half a character was left, else nothing."""
+        """Ends the output: U+FFFD if a character was incomplete, else nothing."""
         if not self._tokenizer.is_byte_exact:
             return self._read_window(last=True)
         return self._decoder.decode(b"", final=True)
 
     def _read_window(self, last: bool) -> str:
-        """Decodes from the last border where the text was whole; the difference to before is the news."""
+        """Decodes the window with and without the ids that were not read yet; the difference is the new text."""
         before = self._tokenizer.decode_window(self._window[: self._num_read], skip_special_tokens=False)
         after = self._tokenizer.decode_window(self._window, skip_special_tokens=False)
         if len(after) <= len(before) or (after.endswith("\ufffd") and not last):

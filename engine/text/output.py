@@ -1,7 +1,7 @@
-"""One request's output on its way to the client: ids in, text out, ended by stop strings.
+"""One request's output: ids in, text out, ended by stop strings.
 
-Joins the detokenizer and the stop strings for the detokenizer process and the offline API, and renders
-log-probabilities. Knows nothing of messages: the values here are plain tuples with the messages' fields in their order.
+Joins the incremental detokenizer and the stop strings for the detokenizer process, and renders log-probabilities. Knows
+no messages: the values here are plain tuples with the messages' fields in their order.
 """
 
 from array import array
@@ -16,7 +16,7 @@ LOWEST_LOGPROB = -9999.0  # what -inf becomes: JSON has no infinity
 
 
 class Piece(NamedTuple):
-    """What a push gave."""
+    """The result of a push."""
 
     text: str
     num_ids: int  # how many of the pushed ids belong to the output; fewer than all only after a stop string
@@ -38,8 +38,8 @@ class OutputText:
         marks: Collection[str] = (),
         min_ids: int = 0,
     ) -> None:
-        """`detokenize` False: ids are only counted and the text stays empty. `min_ids`: so many do not end with a stop
-        string."""
+        """`detokenize` False: ids are only counted and the text stays empty. `min_ids`: a stop string that is complete
+        within the first `min_ids` ids does not end the output."""
         self._detokenize = detokenize
         self._has_stop = bool(stop)
         self._detokenizer = IncrementalDetokenizer(tokenizer, context_ids, skip_special_tokens, marks)
@@ -48,10 +48,8 @@ class OutputText:
         self.num_ids = 0
 
     def push_one(self, id: int) -> str | None:
-        """The short way for the most frequent case: one token, and its own text is all the news. None: nothing has
-        happened, it has to be pushed."""
-        if not self._detokenize:
-            return None
+        """The fast path for the most frequent case: the text of a token that is whole characters after whole
+        characters. None: nothing was changed, and the token must be pushed."""
         text = self._detokenizer.push_one(id)
         if text is None or (self._has_stop and not self._stop_strings.passes(text)):
             return None
@@ -59,10 +57,9 @@ class OutputText:
         return text
 
     def push(self, ids: Sequence[int], last: bool = False) -> Piece:
-        """The news of `ids`, with everything that was held back if they are the `last`.
+        """The text that `ids` complete; all text that was held back, too, if they are the `last`.
 
-        The id that completes a stop string is the output's last one, so ids are looked at one by one if there are stop
-        strings and several ids."""
+        The id that completes a stop string is the output's last one, so with stop strings ids are read one by one."""
         if not self._detokenize:
             self.num_ids += len(ids)
             return Piece("", len(ids), None)
@@ -87,7 +84,7 @@ class OutputText:
 
 
 class Candidate(NamedTuple):
-    """A token that could stand at a position; fields as in `messages.TopLogprob`."""
+    """A candidate for a position; fields as in `messages.TopLogprob`."""
 
     id: int
     token: str

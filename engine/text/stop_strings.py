@@ -1,8 +1,7 @@
-"""Finds stop strings in a text that arrives in pieces, and holds back what could still become one.
+"""Finds stop strings in a text that arrives in pieces, and holds back text that may be the beginning of one.
 
-Owns the held-back text of one request. The match that is complete first wins; of several that end at the same
-character, the longest. The result does not depend on where the pieces are cut, and the time is linear in the
-text for each stop string (Knuth, Morris, Pratt).
+The match that is complete first wins; of several that end at the same character, the longest. The result does not
+depend on where the pieces are cut. The time for each stop string is linear in the text (Knuth, Morris, Pratt).
 """
 
 from collections.abc import Sequence
@@ -16,15 +15,15 @@ class StopStrings:
         self._needles = [_Needle(text) for text in stop if text]
         self._first_chars = {needle.text[0] for needle in self._needles}
         self._include_stop = include_stop
-        self._held = ""  # as long as the longest match so far; empty: none has begun
+        self._held = ""  # as long as the longest partial match
 
     def passes(self, text: str) -> bool:
-        """Whether `text` may be shown as it is and leaves no trace here, so that it need not be pushed."""
+        """Whether pushing `text` would return it as it is and change nothing."""
         return not self._held and not any(char in text for char in self._first_chars)
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """What may be shown now, and the stop string that was found, if one was. `may_stop` False: one that is complete
-        here is no end, but it may begin here."""
+        """The text that can be shown now, and the stop string that was found, or None. `may_stop` False: a match that
+        is complete in `text` does not count, but one may begin in it."""
         if self.passes(text):
             return text, None
         needles = self._needles
@@ -43,18 +42,18 @@ class StopStrings:
         return whole[:num_shown], None
 
     def flush(self) -> str:
-        """The text's end: whatever was held back is no stop string."""
+        """Ends the text: returns what was held back."""
         held, self._held = self._held, ""
         return held
 
 
 class _Needle:
-    """One stop string and how many of its characters the text so far ends with."""
+    """One stop string, and its longest prefix with which the text so far ends."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0
-        self._borders = [0] * (len(text) + 1)  # [n]: longest proper prefix of text[:n] that also ends it
+        self._borders = [0] * (len(text) + 1)  # [n]: the longest proper prefix of text[:n] that is also its suffix
         length = 0
         for i in range(1, len(text)):
             while length and text[i] != text[length]:
@@ -65,11 +64,11 @@ class _Needle:
 
     @property
     def num_open(self) -> int:
-        """How many of the last characters a match may begin with that is still to come."""
+        """How many of the text's last characters may be the beginning of a later match."""
         return self._borders[-1] if self.num_matched == len(self.text) else self.num_matched
 
     def step(self, char: str) -> bool:
-        """Takes the next character; whether the text now ends with the whole string."""
+        """Takes the next character. Whether the text now ends with the whole string."""
         text, matched = self.text, self.num_matched
         if matched == len(text):
             matched = self._borders[matched]

@@ -1,11 +1,11 @@
-"""A crowd at the turnstile: a few a turn, in order, and who has left takes nobody's place."""
+"""The admission throttle: a burst enters a few requests a turn, in order, and a client that left takes no place."""
 
 import asyncio
 
 from pagewire.api.http.admission_throttle import MAX_PER_TURN, AdmissionThrottle
 
 
-async def _crowd(num: int, leaving: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
+async def _burst(num: int, leaving: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
     """Who came in, and in which turn of the loop. Those that leave do so in the first."""
     loop, throttle, turn, came = asyncio.get_running_loop(), AdmissionThrottle(), 0, list[tuple[int, int]]()
 
@@ -29,11 +29,11 @@ async def _crowd(num: int, leaving: frozenset[int] = frozenset()) -> list[tuple[
 
 
 def test_who_comes_alone_does_not_wait() -> None:
-    assert asyncio.run(_crowd(1)) == [(0, 0)]
+    assert asyncio.run(_burst(1)) == [(0, 0)]
 
 
-def test_a_crowd_comes_in_a_few_at_a_time_and_in_order() -> None:
-    came = asyncio.run(_crowd(10 * MAX_PER_TURN + 1))
+def test_a_burst_enters_a_few_at_a_time_and_in_order() -> None:
+    came = asyncio.run(_burst(10 * MAX_PER_TURN + 1))
     assert [i for _, i in came] == list(range(10 * MAX_PER_TURN + 1))
     turns = [turn for turn, _ in came]
     assert max(map(turns.count, turns)) == MAX_PER_TURN
@@ -42,7 +42,7 @@ def test_a_crowd_comes_in_a_few_at_a_time_and_in_order() -> None:
 
 def test_those_who_left_take_no_place() -> None:
     leaving = frozenset(range(MAX_PER_TURN, 9 * MAX_PER_TURN))
-    came = asyncio.run(_crowd(10 * MAX_PER_TURN, leaving))
+    came = asyncio.run(_burst(10 * MAX_PER_TURN, leaving))
     assert [i for _, i in came] == [i for i in range(10 * MAX_PER_TURN) if i not in leaving]
     turns = [turn for turn, _ in came]
     assert turns[-1] - turns[0] <= 3

@@ -1,4 +1,4 @@
-"""The gateway: news reach their streams, every rid ends once, the engine hears of a leaving client once."""
+"""The gateway: chunks reach their streams, every rid ends once, the engine hears of a leaving client once."""
 
 import asyncio
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pagewire.api.gateway.gateway import Gateway
-from pagewire.api.gateway.stream_backlog import MAX_BACKLOG_BYTES
+from pagewire.api.gateway.output_buffer import MAX_UNREAD_BYTES
 from pagewire.api.http.exchange import ClientGone
 from pagewire.api.http.http_error import HttpError
 from pagewire.errors import RequestError
@@ -67,11 +67,11 @@ def test_rids_hold_the_api_index() -> None:
     assert box.gateway.num_open == 4
 
 
-def test_one_wake_up_for_all_news_of_a_step() -> None:
+def test_one_wake_up_for_all_chunks_of_a_step() -> None:
     async def work() -> None:
         box = Box()
         stream = box.gateway.submit([order(2)])
-        reader = asyncio.create_task(stream.chunks())
+        reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         box.gateway.handle([TextBatch((chunk(BASE, "a"), chunk(BASE + 1, "b"))), TextBatch((chunk(BASE, "c"),))])
         assert [(index, c.text) for index, c in await reader] == [(0, "a"), (1, "b"), (0, "c")]
@@ -79,8 +79,8 @@ def test_one_wake_up_for_all_news_of_a_step() -> None:
     run(work())
 
 
-class Way:
-    """A short way that takes news while it is open."""
+class Taker:
+    """A consumer that takes chunks while it is open."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -96,26 +96,27 @@ class Way:
         self.num_flushes += 1
 
 
-def test_the_short_way_is_for_news_while_the_reader_waits() -> None:
+def test_a_consumer_gets_chunks_while_the_reader_waits() -> None:
     async def work() -> None:
-        box, way = Box(), Way()
+        box, taker = Box(), Taker()
         stream = box.gateway.submit([order(2)])
+        stream.consumer = taker
         box.gateway.handle([Accepted(BASE, 1), Accepted(BASE + 1, 1), TextBatch((chunk(BASE, "a"),))])
-        assert [c.text for _, c in await stream.chunks(way)] == ["a"] and not way.taken
-        reader = asyncio.create_task(stream.chunks(way))
+        assert [c.text for _, c in await anext(stream)] == ["a"] and not taker.taken
+        reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         box.gateway.handle([TextBatch((chunk(BASE, "b"), chunk(BASE + 1, "c"))), TextBatch((chunk(BASE, "d"),))])
-        assert way.taken == ["b", "c", "d"] and way.num_flushes == 1 and not reader.done()
-        way.is_open = False
+        assert taker.taken == ["b", "c", "d"] and taker.num_flushes == 1 and not reader.done()
+        taker.is_open = False
         box.gateway.handle([TextBatch((chunk(BASE, "e"),))])
-        way.is_open = True  # too late: what follows must not overtake it
+        taker.is_open = True  # too late: what follows must not overtake it
         box.gateway.handle([TextBatch((chunk(BASE, "f"),))])
-        assert [c.text for _, c in await reader] == ["e", "f"] and way.num_flushes == 1
+        assert [c.text for _, c in await reader] == ["e", "f"] and taker.num_flushes == 1
 
     run(work())
 
 
-def test_news_for_a_client_that_does_not_keep_up_are_put_together() -> None:
+def test_chunks_for_a_client_that_does_not_keep_up_are_merged() -> None:
     logprob = TokenLogprob(TopLogprob(1, "x", b"x", -0.5), ())
     echo, times = PromptEcho(b"", "hi"), Times(1.0, 2.0, 3.0)
 
@@ -128,7 +129,7 @@ def test_news_for_a_client_that_does_not_keep_up_are_put_together() -> None:
         box.gateway.handle([TextBatch((chunk(BASE, "b", logprobs=(logprob,)), chunk(BASE + 1, "2", "length")))])
         box.gateway.handle([TextBatch((chunk(BASE, "c", "stop", stop_reason="."),))])
         assert not stream.finished
-        (zero, one), (index, other) = await stream.chunks()
+        (zero, one), (index, other) = await anext(stream)
         assert (zero, one.text, one.ids, one.logprobs) == (0, "abc", b"\1\0\0\0" * 3, (logprob,) * 2)
         assert (one.prompt, one.prompt_end, one.times) == (echo, "p", times)
         assert (one.finish, one.stop_reason, one.usage) == ("stop", ".", USAGE)
@@ -137,31 +138,31 @@ def test_news_for_a_client_that_does_not_keep_up_are_put_together() -> None:
     run(work())
 
 
-def test_what_is_left_unread_is_bounded() -> None:
+def test_what_a_busy_reader_leaves_unread_is_bounded() -> None:
     async def work() -> None:
         box = Box()
         slow, other = box.gateway.submit([order()]), box.gateway.submit([order()])
         text = "x" * 1000
-        for _ in range(MAX_BACKLOG_BYTES // 1004):
+        for _ in range(MAX_UNREAD_BYTES // 1004):
             box.gateway.handle([TextBatch((chunk(BASE, text),))])
         assert not box.cancelled
         box.gateway.handle([TextBatch((chunk(BASE, text), chunk(BASE + 1)))])
         assert box.cancelled == [(BASE,)] and box.gateway.stats.aborts["client_too_slow"] == 1
         with pytest.raises(HttpError) as error:
-            await slow.chunks()
+            await anext(slow)
         assert (error.value.status, error.value.code) == (408, "client_too_slow")
-        assert len(await other.chunks()) == 1
+        assert len(await anext(other)) == 1
 
     run(work())
 
 
-def test_much_at_once_is_no_fault_of_a_reader_that_waits() -> None:
+def test_a_reader_that_waits_may_get_any_amount_at_once() -> None:
     async def work() -> None:
         box = Box()
         stream = box.gateway.submit([order()])
-        reader = asyncio.create_task(stream.chunks())
+        reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
-        box.gateway.handle([TextBatch(tuple(chunk(BASE, "x" * MAX_BACKLOG_BYTES) for _ in range(3)))])
+        box.gateway.handle([TextBatch(tuple(chunk(BASE, "x" * MAX_UNREAD_BYTES) for _ in range(3)))])
         assert len(await reader) == 3 and not box.cancelled
 
     run(work())
@@ -169,9 +170,9 @@ def test_much_at_once_is_no_fault_of_a_reader_that_waits() -> None:
 
 def test_what_the_engine_would_refuse_is_not_sent_there() -> None:
     posted: list[object] = []
-    gateway = Gateway(posted.append, most_open=4)
+    gateway = Gateway(posted.append, max_open=4)
     gateway.submit([order(5)])  # alone, it is the engine's to say
-    gateway = Gateway(posted.append, most_open=4)
+    gateway = Gateway(posted.append, max_open=4)
     gateway.submit([order(3)])
     with pytest.raises(RequestError, match="3 sequences") as error:
         gateway.submit([order(), order()])
@@ -229,7 +230,7 @@ def test_cancel_names_what_is_open_once() -> None:
         stream.cancel()
         assert box.cancelled == [(BASE + 1,)]
         with pytest.raises(ClientGone):
-            await stream.chunks()
+            await anext(stream)
         box.gateway.handle([TextBatch((chunk(BASE + 1),)), Failed(BASE + 1, "internal", "late"), Accepted(BASE + 1, 1)])
 
     run(work())
@@ -241,21 +242,21 @@ def test_a_finished_stream_cancels_nothing() -> None:
         stream = box.gateway.submit([order()])
         box.gateway.handle([TextBatch((chunk(BASE, finish="length"),))])
         assert not stream.finished
-        assert len(await stream.chunks()) == 1 and stream.finished
+        assert len(await anext(stream)) == 1 and stream.finished
         stream.cancel()
         assert box.cancelled == []
 
     run(work())
 
 
-def test_news_before_an_error_are_read_first() -> None:
+def test_chunks_before_an_error_are_read_first() -> None:
     async def work() -> None:
         box = Box()
         stream = box.gateway.submit([order()])
         box.gateway.handle([TextBatch((chunk(BASE),)), Failed(BASE, "internal", "Broken.")])
-        assert len(await stream.chunks()) == 1
+        assert len(await anext(stream)) == 1
         with pytest.raises(RequestError, match="Broken"):
-            await stream.chunks()
+            await anext(stream)
 
     run(work())
 
@@ -266,7 +267,7 @@ def test_an_abort_that_nobody_asked_for_is_no_success() -> None:
         stream = box.gateway.submit([order()])
         box.gateway.handle([TextBatch((chunk(BASE, finish="abort"),))])
         with pytest.raises(RequestError):
-            await stream.chunks()
+            await anext(stream)
 
     run(work())
 
@@ -278,7 +279,7 @@ def test_close_ends_everything_and_refuses_more() -> None:
         box.gateway.close("The server is shutting down.")
         for stream in streams:
             with pytest.raises(RequestError, match="shutting down"):
-                await stream.chunks()
+                await anext(stream)
         assert box.cancelled == [(BASE, BASE + 1), (BASE + 2, BASE + 3), (BASE + 4, BASE + 5)]
         with pytest.raises(RequestError, match="shutting down"):
             box.gateway.submit([order()])
@@ -298,7 +299,7 @@ def test_draining_lets_open_requests_go_on() -> None:
         assert not drained.done()
         box.gateway.handle([TextBatch((chunk(BASE, finish="stop"),))])
         await drained
-        assert len(await stream.chunks()) == 1
+        assert len(await anext(stream)) == 1
 
     run(work())
 

@@ -42,7 +42,7 @@ class Engine:
     posted: list[object] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.gateway = Gateway(self.posted.append, outage_wait_s=0.05, most_held=3, clock=lambda: self.now)
+        self.gateway = Gateway(self.posted.append, outage_wait_s=0.05, max_held=3, clock=lambda: self.now)
 
     def take(self) -> list[Submit]:
         """The submissions since the last call."""
@@ -87,7 +87,7 @@ def test_a_sequence_goes_on_after_what_was_delivered() -> None:
         engine.say(first.rid, "from a dead process", [1])
         engine.say(told.rid, "c", [9], "stop")
         engine.say(untold.rid, "d", [4], "length")
-        chunks = await stream.chunks()
+        chunks = await anext(stream)
         assert [(index, chunk.text) for index, chunk in chunks] == [(0, "añbc"), (1, "d")]
         assert chunks[0][1].usage == Usage(3, 9, 1)  # what the first attempt found
         assert stream.finished and engine.gateway.num_open == 0 and engine.gateway.num_resumed == 2
@@ -106,7 +106,10 @@ def test_new_requests_wait_and_are_sent_once() -> None:
         assert full.value.kind == "queue_full" and engine.take() == []
         engine.restore()
         both = engine.take()
-        assert [(s.n, s.attempt, s.rid) for s in both] == [(2, 0, stream.first_rid), (1, 0, stream.first_rid + 2)]
+        assert [(s.n, s.attempt, s.rid) for s in both] == [
+            (2, 0, stream.request.number),
+            (1, 0, stream.request.number + 2),
+        ]
 
     run(work())
 
@@ -125,7 +128,9 @@ def test_nobody_waits_for_ever() -> None:
         with pytest.raises(RequestError, match="being replaced"):
             await engine.gateway.detokenize(b"")
         engine.restore()
-        assert [s.rid for s in engine.take()] == [old.first_rid]  # who has been accepted waits as long as it takes
+        assert [s.rid for s in engine.take()] == [
+            old.request.sequences[0].rid
+        ]  # who has been accepted waits as long as it takes
 
     run(work())
 
@@ -161,14 +166,14 @@ def test_suspects_come_back_one_by_one_and_the_killer_is_failed_alone() -> None:
         assert second.prompt == TextPrompt("poison")
         engine.die("worker")
         with pytest.raises(RequestError, match="died twice"):
-            await streams["poison"].chunks()
-            await streams["poison"].chunks()
+            await anext(streams["poison"])
+            await anext(streams["poison"])
         turns = [engine.take() for _ in range(3)]
         assert [s.prompt for s in turns[0]] == [TextPrompt("good")] and turns[1] == []
-        engine.say(streams["good"].first_rid, "", [6, 7, 8, 9], "length")
+        engine.say(streams["good"].request.sequences[0].rid, "", [6, 7, 8, 9], "length")
         assert [s.prompt for s in engine.take()] == [TextPrompt("later")]
-        engine.say(streams["later"].first_rid, "", [6, 7, 8, 9])
-        assert [s.rid for s in engine.take()] == [newcomer.first_rid]
+        engine.say(streams["later"].request.sequences[0].rid, "", [6, 7, 8, 9])
+        assert [s.rid for s in engine.take()] == [newcomer.request.number]
         with pytest.raises(RequestError, match="died twice"):  # the same again would do the same
             engine.gateway.submit([order("poison")])
         assert engine.gateway.stats.errors["internal"] == 1
@@ -187,7 +192,7 @@ def test_only_who_was_with_the_process_is_suspected() -> None:
         engine.take()
         engine.die("tokenizer")
         assert [s.prompt for s in engine.take()] == [TextPrompt("being tokenized")]
-        assert running.num_deaths == 0
+        assert running.request.num_deaths == 0
 
     run(work())
 
@@ -222,9 +227,9 @@ def test_many_suspects_come_back_in_turns_and_singly_the_second_time() -> None:
         turn = engine.take()
         assert 1 < len(turn) <= 13
         engine.die("core")  # one of these, nobody knows which
-        assert all(not isinstance(stream._error, RequestError) for stream in streams)
+        assert all(not isinstance(stream.request.buffer.error, RequestError) for stream in streams)
         seen = []
-        while any(stream.num_unanswered for stream in streams):
+        while any(stream.request.num_unanswered for stream in streams):
             turn = engine.take()
             seen.append(len(turn))
             for submit in turn:

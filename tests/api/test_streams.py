@@ -149,7 +149,7 @@ def test_after_closing_new_requests_are_refused() -> None:
     assert answer.status == 503 and answer.error["code"] == "shutting_down" and not engine.submits
     assert request(engine, "/ready").status == 503 and answer.headers["connection"] == "close"
     health = request(engine, "/health")
-    assert health.status == 200 and health.json == {"status": "draining"}, "who drains is no corpse"
+    assert health.status == 200 and health.json == {"status": "draining"}, "a draining server is healthy"
 
 
 def test_keep_alive_comments_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_bug_of_ours_in_a_stream_says_nothing_of_our_insides(
     def broken(*_: object) -> list[bytes]:
         raise KeyError("secret")
 
-    monkeypatch.setattr("pagewire.api.openai.chat.ChatReply.events", broken)
+    monkeypatch.setattr("pagewire.api.openai.chat.ChatReply.take", broken)
     engine = FakeEngine(["x"] * 100)
     answer = chat(engine, stream=True)
     assert answer.is_complete and answer.events[-1]["error"]["type"] == "server_error"
@@ -213,7 +213,7 @@ def contents(answer: Answer) -> list[str]:
     return [text for delta in deltas if (text := delta.get("content"))]
 
 
-def test_a_stream_past_its_reader_is_the_same_stream() -> None:
+def test_a_stream_written_as_chunks_arrive_is_the_same_stream() -> None:
     pieces = list("abcdefgh")
 
     async def work() -> None:
@@ -241,15 +241,15 @@ def test_a_client_that_falls_behind_gets_everything_in_order(seed: int) -> None:
     run(work())
 
 
-def test_a_bug_of_ours_past_the_reader(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    events = ChatReply.events
+def test_a_bug_of_ours_in_the_consumer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    take = ChatReply.take
 
     def broken(reply: ChatReply, index: int, chunk: Chunk) -> list[bytes]:
         if chunk.text == "b":
             raise KeyError("secret")
-        return events(reply, index, chunk)
+        return take(reply, index, chunk)
 
-    monkeypatch.setattr(ChatReply, "events", broken)
+    monkeypatch.setattr(ChatReply, "take", broken)
 
     async def work() -> None:
         engine = FakeEngine(["a", "b", *"c" * 100])

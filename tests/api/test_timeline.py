@@ -78,7 +78,7 @@ def ended() -> tuple[Clocked, RequestEnd]:
     box.at(6.0, *(Chunk(rid, "", b"", finish="length", usage=Usage(10 + rid, 5 + rid, 8)) for rid in range(3)))
     box.now = 8.0
     box.gateway.handle([Failed(3, "internal", "x")])
-    return box, request_end(SCOPE, [order(2), order(2)], stream)
+    return box, request_end(SCOPE, stream.request)
 
 
 def test_a_prompt_counts_once_and_every_output() -> None:
@@ -117,9 +117,9 @@ def test_aborts_are_counted_by_cause(error: Exception | None, reason: str) -> No
     if error is None:
         stream.cancel()
     else:
-        box.gateway.end(stream, error)
+        stream.end(error)
     assert {name: count for name, count in box.gateway.stats.aborts.items() if count} == {reason: 2}
-    assert [ended.outcome for ended in stream.ended] == ["stop", f"abort:{reason}", f"abort:{reason}"]
+    assert [ended.outcome for ended in stream.request.ended] == ["stop", f"abort:{reason}", f"abort:{reason}"]
 
 
 def test_a_refusal_cuts_the_other_choices_short() -> None:

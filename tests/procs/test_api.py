@@ -53,11 +53,11 @@ def test_an_engine_that_has_failed_is_not_healthy_while_it_says_so(tmp_path: Pat
         actor.handle([Stop(60.0, "SIGTERM")])
         stopping = asyncio.ensure_future(actor.stop(60.0))
         await asyncio.sleep(0)
-        assert actor._complaint() is None, "who drains is no corpse"
+        assert actor._complaint() is None, "a draining server is healthy"
         actor.handle([Stop(0.0, "The engine has failed.", is_failure=True)])
         assert actor._complaint() == "The engine has failed."
         with pytest.raises(EngineFailed, match="has failed"):
-            await stream.chunks()
+            await anext(stream)
         await asyncio.wait_for(stopping, 10.0)  # and not the 60 s that it drains for
         actor._socket.close()
 

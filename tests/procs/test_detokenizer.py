@@ -1,5 +1,6 @@
-"""The detokenizer actor: stop strings end a request here first, and the core's late news of it is dropped."""
+"""The detokenizer actor: text, stop strings, log-probabilities, resumed and replayed outputs."""
 
+import random
 from array import array
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def batch(*tokens: m.Tokens) -> m.TokenBatch:
     return m.TokenBatch(tokens)
 
 
-def test_columns_are_tokens_that_come_before_the_other_news(actor: DetokenizerActor, sent: Sent) -> None:
+def test_columns_come_before_the_other_tokens(actor: DetokenizerActor, sent: Sent) -> None:
     other = msgspec.structs.replace(opened(), rid=RID + 1)
     ids = ids_of("ab")
     columns = m.TokenBatch(
@@ -76,27 +77,75 @@ def test_columns_are_tokens_that_come_before_the_other_news(actor: DetokenizerAc
     assert [(c.rid, c.text) for c in sent.chunks()] == [(RID + 1, "b"), (RID, "a"), (RID, "b")]
 
 
-def test_columns_give_what_single_news_give(config: EngineConfig) -> None:
-    ids = [*m.bytes_to_ids(ids_of("aé🙂b")), 2, *m.bytes_to_ids(ids_of("c")), 1, 319, 0]
-    for spec in (
-        {},
-        {"stop": ("b",)},
-        {"prompt": True, "prompt_end": True},
-        {"detokenize": False},
-        {"marks": ("</s>",)},
-    ):
-        found = []
-        for in_columns in (True, False):
-            sent = Sent()
-            actor = DetokenizerActor(config)
-            actor.start(sent)
-            actor.handle([opened(**spec)])
-            for id in ids:
-                data = m.ids_to_bytes([id])
-                columns = m.TokenBatch((), array("q", [RID]).tobytes(), data)
-                actor.handle([columns if in_columns else batch(m.Tokens(RID, data))])
-            found.append(sent.posts)
-        assert found[0] == found[1], spec
+SPECS: tuple[dict[str, object], ...] = (
+    {},
+    {"stop": ("b",)},
+    {"stop": ("aba", "é🙂"), "include_stop": True, "min_tokens": 5},
+    {"prompt": True, "prompt_end": True, "prompt_logprobs": 0},
+    {"detokenize": False},
+    {"marks": ("</s>",)},
+    {"skip_special_tokens": False},
+)
+
+
+def tokens_at_random(rng: random.Random, alphabet: list[bytes]) -> m.Tokens:
+    """One step of one request; the alphabet's entries are the ids of whole characters, and get torn apart here."""
+    ids = b"".join(rng.choices(alphabet, k=rng.choice((1, 1, 1, 2))))
+    ids = ids[: 4 * rng.choice((1, 1, 1, 2, 5))]
+    num = len(ids) // 4
+    scored = m.RowLogprobs(2, ids * 2, array("f", [-1.0] * 2 * num).tobytes())
+    match rng.randrange(12):
+        case 0:
+            return m.Tokens(RID, ids, logprobs=scored)
+        case 1:
+            return m.Tokens(RID, b"", prompt_logprobs=scored)
+        case 2 if rng.random() < 0.3:
+            finish: m.FinishReason = rng.choice(("stop", "length"))
+            return m.Tokens(RID, ids, finish=finish, stop_token_id=rng.choice((None, 9)), usage=m.Usage(3, num, 0))
+    return m.Tokens(RID, ids)
+
+
+def in_columns(tokens: m.Tokens) -> m.TokenBatch:
+    if tokens != m.Tokens(tokens.rid, tokens.ids):
+        return batch(tokens)
+    return m.TokenBatch((), array("q", [tokens.rid] * (len(tokens.ids) // 4)).tobytes(), tokens.ids)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_fast_path_gives_what_the_general_one_gives(config: EngineConfig, seed: int) -> None:
+    """Tokens in columns may take the fast path, `Tokens` never do: one history both ways, with deaths in between."""
+    rng = random.Random(seed)
+    alphabet = [ids_of(text) for text in ("a", "b", "c", " ", "é", "🙂")] + [
+        m.ids_to_bytes([id]) for id in (0, 1, 2, 319)
+    ]
+    spec = SPECS[seed % len(SPECS)]
+    spec = {name: value for name, value in spec.items() if name in m.TextSpec.__struct_fields__}
+    fast, general = Sent(), Sent()
+    actors = [DetokenizerActor(config), DetokenizerActor(config)]
+    for actor, sent in zip(actors, (fast, general), strict=True):
+        actor.start(sent)
+        actor.handle([opened(**spec)])
+    start = 0  # of the chunks that the client has, since the last replay
+    for step in range(60):
+        if rng.random() < 0.05:
+            told = general.chunks()[start:]
+            chars = len("".join(chunk.text for chunk in told))
+            is_replay = rng.random() < 0.5
+            start += len(told) * is_replay
+            resumed = msgspec.structs.replace(
+                opened(**spec),
+                resume_ids=b"".join(chunk.ids for chunk in told),
+                resume_chars=-1 if is_replay else chars + rng.choice((0, 3)),  # it may hold back what was told
+            )
+            for actor in actors:
+                actor.handle([m.Reset(2, 1, ("core",), "It died."), resumed])
+        tokens = tokens_at_random(rng, alphabet)
+        actors[0].handle([in_columns(tokens)])
+        actors[1].handle([batch(tokens)])
+        assert fast.posts == general.posts, (seed, step)
+        if tokens.finish is not None:
+            break
+    assert general.posts, seed
 
 
 def test_several_tokens_of_a_step_are_one_chunk(actor: DetokenizerActor, sent: Sent) -> None:
@@ -182,7 +231,7 @@ def test_the_end_of_the_prompt_has_its_special_tokens(actor: DetokenizerActor, s
 
 
 def test_a_lost_output_goes_on_after_what_was_told(config: EngineConfig) -> None:
-    """Wherever it was lost: inside a character, inside what may become a stop string, or between."""
+    """Lost inside a character, inside a partial stop string, or between."""
     ids = ids_of("aé🙂b stoc stop d")
     whole = play(config, [opened(stop=("stop",)), *batches(ids)])
     assert whole[0] == "aé🙂b stoc " and len(whole[1]) < len(ids)

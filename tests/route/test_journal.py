@@ -31,6 +31,7 @@ class Output:
             model="m",
             created=len(cuts) + num_resumed,
             n=1,
+            is_streamed=True,
             include_usage=True,
             has_logprobs=self._has_logprobs,
             has_token_ids=True,
@@ -39,9 +40,9 @@ class Output:
         reply.admitted([3])
         events = reply.opening()
         if num_resumed:
-            events += reply.events(0, self._resumed(num_resumed))
+            events += reply.take(0, self._resumed(num_resumed))
         for start, end in zip([num_resumed, *cuts], [*cuts, len(self.text)], strict=True):
-            events += reply.events(0, self._chunk(start, end))
+            events += reply.take(0, self._chunk(start, end))
         events += reply.closing()
         return [event.removesuffix(b"\n\n") for event in events]
 

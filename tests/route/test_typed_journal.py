@@ -49,7 +49,7 @@ def engine(api: str, text: str, resumption: Fields, created_at: int) -> list[byt
             finish="stop" if is_last else None,
             usage=Usage(3, len(text), 0) if is_last else None,
         )
-        written += reply.events(0, chunk)
+        written += reply.take(0, chunk)
     return b"".join([*written, *reply.closing()]).removesuffix(b"\n\n").split(b"\n\n")
 
 
