@@ -1,8 +1,8 @@
 """Decode rows in bulk: rows that compute one position, need no block for it, and sample a plain token.
 
-Nearly every row of nearly every step is one. These functions plan and apply all of a step's decode rows with a few list
-operations, where `Planner` and `Scheduler` treat other rows one by one. They are a shortcut and nothing else: each
-returns the rows that it left out, and if it leaves out all of them, every plan, output and counter is the same.
+Nearly every row of nearly every step is one. These functions plan and apply all decode rows of a step with one loop
+each, where `Planner` and `Scheduler` treat other rows one by one. They are a shortcut and nothing else: each function
+returns the rows that it leaves out, and if it leaves out all of them, every plan, output and counter is the same.
 `tests/engine/core/test_decode_rows.py` plays random histories both ways and compares them.
 """
 

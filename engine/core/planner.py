@@ -114,6 +114,16 @@ class Planner:
             and all(request.num_total - request.num_planned <= 1 for request in running)  # else every position counts
         ):
             running = self._plan_speculative(builder, running)
+        rest = self._plan_single(builder, running, limit)
+        builder.budget -= len(builder.decodes) + builder.num_speculative * builder.speculate
+        if front is not None and front in rest:
+            rest.remove(front)
+            rest.insert(0, front)
+        return rest
+
+    def _plan_single(self, builder: PlanBuilder, running: list[Request], limit: int) -> list[Request]:
+        """Plans the rows of `running` that need one position, up to `limit` decode rows. Returns the other requests
+        that have positions to compute, those with one position first."""
         planned, others = decode_rows.plan(running, limit - len(builder.decodes))
         builder.decodes += planned
         growing: list[Request] = []
@@ -141,14 +151,8 @@ class Planner:
             builder.grow(grown, self._pool.allocate(num_grown))
             Request.plan_each(grown)
             builder.decodes += grown
-        builder.budget -= len(builder.decodes) + builder.num_speculative * builder.speculate
-        if len(long) > 1:
-            long.sort(key=order(self._policy))
-        rest = single + growing[num_grown:] + long + over
-        if front is not None and front in rest:
-            rest.remove(front)
-            rest.insert(0, front)
-        return rest
+        long.sort(key=order(self._policy))
+        return single + growing[num_grown:] + long + over
 
     def _plan_speculative(self, builder: PlanBuilder, running: list[Request]) -> list[Request]:
         """Plans the rows that need one position and may compute draft tokens after it, with the blocks for them. There

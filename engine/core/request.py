@@ -317,11 +317,6 @@ class Request:
         return self.max_len > self.num_prompt
 
     @property
-    def num_output(self) -> int:
-        """Output tokens that were applied."""
-        return len(self.ids) - self.num_prompt
-
-    @property
     def num_computable(self) -> int:
         """Positions that may be computed: those whose ids are known, here or on the device, and whose KV is needed; not
         the last one, from which a token is sampled, while its mask is missing."""
@@ -416,7 +411,7 @@ class Request:
         stop_token_id: int | None = None,
     ) -> Tokens:
         """Its terminal message when it has finished. ids: int32, output that was not told before."""
-        usage = Usage(self.num_prompt, self.num_output, self.num_cached)
+        usage = Usage(self.num_prompt, len(self.ids) - self.num_prompt, self.num_cached)
         return Tokens(self.rid, ids, logprobs, prompt_logprobs, finish, stop_token_id, usage)
 
     def take_undelivered(self, start: int, logprobs: RowLogprobs) -> RowLogprobs | None:
