@@ -401,8 +401,6 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     max_model_len: int
     max_num_batched_tokens: int
     kv_cache_dtype: KvDtype
-    tool_call_parser: str = "hermes"
-    reasoning_parser: str = "none"
 
     @property
     def batch_invariance(self) -> BatchInvariance:

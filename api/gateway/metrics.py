@@ -1,7 +1,7 @@
 """/metrics: the gateway's counts, the core's last snapshot and each process's last pulse in Prometheus' text format.
 
-Names follow vLLM's where it has such a metric; `--metrics-prefix vllm` gives them its prefix. `tools/reference.py` makes
-the reference from the help texts here. The page is rendered here because the library takes 4 ms and more for these 600
+Names follow vLLM's where it has such a metric; `--metrics-prefix vllm` gives them its prefix. `tools/reference.py`
+makes the reference from these help texts. The page is rendered here because the library takes 4 ms and more for its 600
 lines, and holds up every stream of the process for that long (`bench/serve/metrics.py`).
 """
 
