@@ -67,7 +67,7 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     )
 
 
-_DECIDED = frozenset(EngineConfig.__annotations__)
+_DECIDED = {*EngineConfig.__annotations__, "tool_call_parser", "reasoning_parser"}
 
 
 def resolve_http(config: Config, file_keys: Sequence[ApiKey], admin_file_keys: Sequence[ApiKey]) -> HttpConfig:
