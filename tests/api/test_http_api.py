@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import Answer, FakeEngine, request
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -13,8 +14,6 @@ from pagewire.api.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 from pagewire.api.openai.types import ChatRequest, CompletionRequest
 from pagewire.api.output.shapes import GenerationRequest
 from pagewire.api.responses.types import ResponsesRequest
-
-from .harness import Answer, FakeEngine, request
 
 TEXT = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
 SHAPES: dict[str, type[Struct]] = {

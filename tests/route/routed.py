@@ -10,13 +10,13 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+from harness import FakeEngine
+from served import Served
+
 from pagewire.config.access import ApiKey
 from pagewire.procs.listening import Listening
 from pagewire.route.config import RouteConfig
 from pagewire.route.serve import Door
-
-from ..api.harness import FakeEngine
-from ..api.served import Served
 
 
 class MortalEngine(FakeEngine):

@@ -4,13 +4,12 @@ import argparse
 from typing import Any
 
 import pytest
+from harness import CONFIG
 from msgspec.structs import replace
 
 from pagewire.errors import ConfigError
 from pagewire.route.config import RouteConfig, add_route_flags, read_route
 from pagewire.route.replicas import Replicas
-
-from ..api.harness import CONFIG
 
 
 def read(*argv: str) -> RouteConfig:

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+from harness import FakeEngine
 from msgspec.structs import replace
 
 from pagewire.ipc.messages import Submit
 
-from ..api.harness import FakeEngine
 from .routed import Answered, Behind, MortalEngine, Routed
 
 PIECES = ["Hel", "lo ", "wor", "ld, ", "ag", "ain"]
