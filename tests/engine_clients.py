@@ -4,7 +4,7 @@ only what it is told to.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +134,6 @@ async def peer(address: str) -> AsyncIterator[Peer]:
         yield client
     finally:
         client.close()
-
-
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Waits for something that no message tells."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"not within {timeout_s} s: {what}"
-        await asyncio.sleep(0.005)
 
 
 def address_in(folder: Path) -> str:

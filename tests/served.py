@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from typing import Any
 
 from harness import CONFIG, FakeEngine, make_app
 from msgspec.structs import replace
+from waiting import until
 
 from pagewire.api.http.server import HttpConfig, HttpServer
 
@@ -29,9 +29,9 @@ class Served:
         self._server = HttpServer(self._config)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        while not self._server.started:  # what connects before has nothing of what the server sets on its socket
-            assert self._thread.is_alive()
-            time.sleep(0.001)
+        # What connects before has nothing of what the server sets on its socket.
+        until(lambda: self._server.started or not self._thread.is_alive(), "the server has started")
+        assert self._thread.is_alive()
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=self._config.get_loop_factory()) as runner:

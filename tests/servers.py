@@ -8,13 +8,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from waiting import until
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 90.0
@@ -42,11 +41,8 @@ class Server:
             )
 
     def wait_ready(self) -> "Server":
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.healthy():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
+        until(lambda: self.process.poll() is not None or self.healthy(), self.log.read_text, START_TIMEOUT_S)
+        assert self.process.poll() is None, self.log.read_text()
         return self
 
     def healthy(self) -> bool:
@@ -88,10 +84,3 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -111,9 +110,7 @@ def test_a_part_that_breaks_keeps_what_it_found(tmp_path: Path) -> None:
 
 
 def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
-    started = time.monotonic()
     outcome = a_part(tmp_path, f"{FIGURE}\nimport time; time.sleep(60)")
-    assert time.monotonic() - started < 20
     assert len(outcome.figures) == 1 and outcome.failed.startswith("it was ended after 2 s")
 
 

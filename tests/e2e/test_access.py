@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from servers import START_TIMEOUT_S, Server, wait_until
+from servers import START_TIMEOUT_S, Server
+from waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -31,7 +32,7 @@ def wait_ready(server: Server) -> None:
         assert server.process.poll() is None, server.log.read_text()
         return "listening on" in server.log.read_text()
 
-    wait_until(is_ready, "the server is ready", START_TIMEOUT_S)
+    until(is_ready, "the server is ready", START_TIMEOUT_S)
 
 
 def test_a_unix_socket_with_a_file_of_keys(start: Callable[..., Server], short_folder: Path) -> None:

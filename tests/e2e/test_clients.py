@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from servers import Server, wait_until
+from servers import Server
+from waiting import until
 
 pytestmark = pytest.mark.e2e
 QUESTION = [{"role": "user", "content": "Count from 1 to 5"}]
@@ -142,10 +143,10 @@ def test_a_client_that_hangs_up_frees_its_rows_and_blocks(server: Server) -> Non
     )
     response = urllib.request.urlopen(request, timeout=10)
     assert response.readline().startswith(b"data: ")
-    wait_until(lambda: server.metric("pagewire:num_requests_running") == 1, "the request runs")
+    until(lambda: server.metric("pagewire:num_requests_running") == 1, "the request runs")
     response.close()
-    wait_until(lambda: server.metric("pagewire:num_requests_running") == 0, "its row is free")
-    wait_until(lambda: server.metric("pagewire:kv_cache_usage_perc") == 0, "its blocks are free")
+    until(lambda: server.metric("pagewire:num_requests_running") == 0, "its row is free")
+    until(lambda: server.metric("pagewire:kv_cache_usage_perc") == 0, "its blocks are free")
 
 
 CHAT = b'"messages": [{"role": "user", "content": "hi"}]'

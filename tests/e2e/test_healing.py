@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 from defaults import NARROW, TORCH, machine
-from servers import ROOT, Server, wait_until
+from servers import ROOT, Server
+from waiting import until, until_async
 
 from pagewire.bench import chaos
 from pagewire.bench.chaos_streams import requests
@@ -83,14 +83,17 @@ def test_the_instrument_notices_what_is_not_the_same(server: chaos.Server, strea
 
 def test_too_many_deaths_end_the_server(start: Callable[..., Server]) -> None:
     server = start().wait_ready()
-    victims = []
-    while server.process.poll() is None and len(victims) < 8:
+    victims: list[psutil.Process] = []
+
+    def has_ended() -> bool:
         with suppress(KeyError, psutil.Error):
             tokenizer = server.children()["tokenizer"]
             if tokenizer not in victims:
                 tokenizer.kill()
                 victims.append(tokenizer)
-        time.sleep(0.02)
+        return server.process.poll() is not None or len(victims) == 8
+
+    until(has_ended, "the server gives up", 60)
     assert server.process.wait(20) == 1
     assert len(victims) == 6
     log = server.log.read_text()
@@ -119,8 +122,9 @@ def test_a_request_that_kills_fails_alone(on_default: str, monkeypatch: pytest.M
 
         async def beside() -> tuple[list[chaos.Answer], tuple[int, dict[str, Any]]]:
             answers, reads = streams.open_streams(server)
-            while not all(choice.ids for answer in answers for choice in answer.choices):
-                await asyncio.sleep(0.01)
+            await until_async(
+                lambda: all(choice.ids for answer in answers for choice in answer.choices), "every stream has begun", 60
+            )
             told = await asyncio.to_thread(ask, server, poison)
             await asyncio.gather(*reads)
             return answers, told
@@ -131,7 +135,7 @@ def test_a_request_that_kills_fails_alone(on_default: str, monkeypatch: pytest.M
         if on_default != NARROW:
             assert [a.difference(b) for a, b in zip(answers, streams.expected, strict=True)] == [""] * 8
         assert status == 500 and "died twice" in told["error"]["message"]
-        wait_until(lambda: server.has("worker"), "the killed one is replaced", timeout_s=60)
+        until(lambda: server.has("worker"), "the killed one is replaced", timeout_s=60)
         survivor = server.victim("worker")
         assert survivor.pid != worker.pid
 

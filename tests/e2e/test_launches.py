@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from servers import Server, free_port, wait_until
+from servers import Server, free_port
+from waiting import until
 
 from pagewire.procs.topology import ACTORS
 
@@ -77,7 +78,7 @@ class Asked:
 def opened(server: Server, path: str, **more: object) -> Asked:
     """A stream that has begun."""
     asked = Asked(server, path, STREAMS[path] | {"stream": True} | more)
-    wait_until(lambda: asked.num_events > 5, "it has begun", END_S)
+    until(lambda: asked.num_events > 5, "it has begun", END_S)
     return asked
 
 
@@ -89,7 +90,7 @@ def launches(start: Start, tmp_path: Path) -> Launches:
         common = ["--key-file", str(tmp_path / "key"), "--address", *addresses, "--hang-timeout-s", str(HANG_S), *flags]
         others = [name for name in ACTORS if name not in first]
         door = start("--actors", ",".join(others), *common, command=COMMAND)
-        wait_until(lambda: (tmp_path / "key").exists(), "the key is made", END_S)
+        until(lambda: (tmp_path / "key").exists(), "the key is made", END_S)
         engine = start("--actors", ",".join(first), *common, command=COMMAND)
         door.wait_ready()
         return engine, door
@@ -130,7 +131,7 @@ def test_a_process_that_is_killed_in_one_launch_is_told_to_every_client_of_the_o
     engine, door = launches(WORKER, "--max-num-seqs", str(len(STREAMS)))
     streams = {path: opened(door, path) for path in STREAMS}
     waiting = Asked(door, "/v1/completions", STREAMS["/v1/completions"] | {"stream": False})
-    wait_until(lambda: door.metric("pagewire:num_requests_waiting") == 1, "it waits", END_S)
+    until(lambda: door.metric("pagewire:num_requests_waiting") == 1, "it waits", END_S)
     engine.children()["worker"].kill()
     for path, stream in streams.items():
         *_, last = stream.events()
@@ -155,7 +156,7 @@ def test_an_end_in_order_of_one_launch_drains_the_engine(launches: Launches) -> 
     engine, door = launches(ENGINE)
     stream = opened(door, "/v1/completions", max_tokens=1500)
     engine.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: not is_ready(door), "the other launch drains", END_S)
+    until(lambda: not is_ready(door), "the other launch drains", END_S)
     assert door.healthy(), "who drains must not be killed"
     *_, last, done = stream.events()
     assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "length"
@@ -214,7 +215,7 @@ def test_a_part_that_dies_while_the_engine_drains(launches: Launches) -> None:
     engine, door = launches(WORKER)
     stream = opened(door, "/v1/chat/completions")
     engine.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: not is_ready(door), "the other launch drains", END_S)
+    until(lambda: not is_ready(door), "the other launch drains", END_S)
     engine.children()["worker"].kill()
     assert json.loads(stream.events()[-1])["error"]["code"] == "engine_failed"
     ends_with(engine, 1, "worker was killed by SIGKILL")
@@ -226,7 +227,7 @@ def test_a_second_signal_ends_a_launch_that_waits_for_another_one(launches: Laun
     engine, door = launches(WORKER)
     stream = opened(door, "/v1/chat/completions")
     engine.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: not is_ready(door), "the other launch drains", END_S)
+    until(lambda: not is_ready(door), "the other launch drains", END_S)
     engine.process.send_signal(signal.SIGTERM)
     assert json.loads(stream.events()[-1])["error"]["code"] == "engine_failed"
     ends_with(engine, 130, "stopped at once")
@@ -244,7 +245,7 @@ def test_an_end_gets_round_where_the_first_and_the_last_of_three_launches_do_not
             addresses = [f"{name}=tcp://127.0.0.1:{ports[name]}" for name in known]
             flags = ("--key-file", str(tmp_path / "key"), "--hang-timeout-s", str(HANG_S), "--address", *addresses)
             server = start("--actors", actors, *flags, command=COMMAND)
-            wait_until(lambda: (tmp_path / "key").exists(), "the key is made", END_S)
+            until(lambda: (tmp_path / "key").exists(), "the key is made", END_S)
             return server
 
         worker = begin("worker", "worker", "core")

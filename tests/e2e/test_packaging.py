@@ -12,7 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from servers import ROOT, free_port, wait_until
+from servers import ROOT, free_port
+from waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -87,7 +88,7 @@ def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path) -> No
             return False
 
     try:
-        wait_until(answers, "the wheel's server answers", 60.0)
+        until(answers, "the wheel's server answers", 60.0)
     finally:
         server.terminate()
         code = server.wait(20)

@@ -9,7 +9,8 @@ import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
-from servers import Server, wait_until
+from servers import Server
+from waiting import until
 
 import pagewire
 
@@ -239,7 +240,7 @@ def test_forgetting_stops_the_answer(open_page: Open, server: Server) -> None:
     page.locator("#new").click()
     expect(page.locator(".message")).to_have_count(0)
     expect(page.locator("#send")).to_have_text("Send")
-    wait_until(lambda: server.metric("pagewire:num_requests_running") == 0, "its row is free")
+    until(lambda: server.metric("pagewire:num_requests_running") == 0, "its row is free")
 
 
 def test_a_refusal_is_shown_in_the_servers_words(open_page: Open) -> None:
@@ -301,7 +302,7 @@ def test_the_live_view_follows_the_engine(open_page: Open, server: Server) -> No
     before = server.metric("pagewire:generation_tokens_total")
     figures = ask(page, "Count from 1 to 9").locator(".figures").inner_text()
     number = int(figures.split(" tokens")[0])
-    wait_until(lambda: server.metric("pagewire:generation_tokens_total") >= before + number, "the engine reports")
+    until(lambda: server.metric("pagewire:generation_tokens_total") >= before + number, "the engine reports")
     after = server.metric("pagewire:generation_tokens_total")
     expect(page.locator("#tokens-out")).to_have_text(f"{after:,.0f}")
     expect(page.locator("#first-p50")).to_have_text(re.compile(r"^[\d.]+ m?s$"))

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from servers import Server, wait_until
+from servers import Server
+from waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -30,7 +31,7 @@ def test_a_stream_pauses_while_the_engine_sleeps(start: Callable[..., Server]) -
         done.set()
 
     threading.Thread(target=read, daemon=True).start()
-    wait_until(lambda: len(text) > 5, "the stream has begun")
+    until(lambda: len(text) > 5, "the stream has begun")
     awake = worker.memory_info().rss
     answer = httpx.post(f"{server.url}/sleep", headers=ADMIN, timeout=60)
     assert answer.status_code == 200 and answer.json() == {

@@ -6,7 +6,8 @@ import urllib.request
 import checkpoints
 import pytest
 import vocabulary
-from servers import free_port, wait_until
+from servers import free_port
+from waiting import until
 
 from pagewire import LLM, SamplingParams
 from pagewire.config.machine import machine_facts
@@ -93,7 +94,7 @@ def test_a_rank_that_dies_in_service_is_replaced_with_the_others_and_streams_go_
 
 def test_a_rank_that_dies_while_loading_ends_the_start_with_its_name(start):
     server = start("--tensor-parallel-size", "2")
-    wait_until(lambda: "worker-1" in server.children(), "the processes are there", 30.0)
+    until(lambda: "worker-1" in server.children(), "the processes are there", 30.0)
     children = server.children()
     children["worker-1"].kill()
     assert server.process.wait(20) == 1
@@ -117,7 +118,7 @@ def test_the_ranks_may_be_of_two_launches(start, tmp_path):
     launch = ("-m", "pagewire.procs.launch")
     common = ["--tensor-parallel-size", "2", "--key-file", str(tmp_path / "key"), "--address", *addresses]
     first = start("--actors", "worker,core,grammar,tokenizer,detokenizer,api", *common, command=launch)
-    wait_until(lambda: (tmp_path / "key").exists(), "the key is made")
+    until(lambda: (tmp_path / "key").exists(), "the key is made")
     second = start("--actors", "worker-1", *common, command=launch)
     first.wait_ready()
     assert set(second.children()) == {"worker-1"}

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from servers import Server, wait_until
+from servers import Server
 from terminals import Terminal
+from waiting import until
 
 from pagewire.version import __version__
 
@@ -272,7 +273,7 @@ def test_a_batch_can_be_interrupted(server: Server, tmp_path: Path, terminal: Ca
     run.type("\x03")
     run.expect("run the command again to go on")
     assert run.wait(5.0) == 130
-    wait_until(lambda: server.metric("pagewire:num_requests_running") == 0, "the requests under way end")
+    until(lambda: server.metric("pagewire:num_requests_running") == 0, "the requests under way end")
 
 
 def test_tokenize_gives_the_ids_that_the_server_reads(server: Server, tmp_path: Path) -> None:
@@ -297,7 +298,7 @@ def test_explain_says_what_the_start_then_takes(
     assert told.returncode == 0, told.stderr
     (plan,) = [line.strip() for line in told.stdout.splitlines() if line.strip().startswith("weights ")]
     log = start(*more).wait_ready().log
-    wait_until(lambda: "weights " in log.read_text(), "the start is told of")
+    until(lambda: "weights " in log.read_text(), "the start is told of")
     (taken,) = [line.strip() for line in log.read_text().splitlines() if line.strip().startswith("weights ")]
     assert plan == taken
     (line,) = [line for line in told.stdout.splitlines() if line.startswith("max-num-seqs")]

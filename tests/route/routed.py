@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 from harness import FakeEngine
 from served import Served
+from waiting import until
 
 from pagewire.config.access import ApiKey
 from pagewire.procs.listening import Listening
@@ -121,10 +121,10 @@ class Routed:
         assert not self._thread.is_alive()
 
     def wait_ready(self, num: int) -> None:
-        deadline = time.monotonic() + 10
-        while sum(engine.is_able for engine in self.door.fleet.engines) != num:
-            assert time.monotonic() < deadline, [engine.state() for engine in self.door.fleet.engines]
-            time.sleep(0.01)
+        until(
+            lambda: sum(engine.is_able for engine in self.door.fleet.engines) == num,
+            lambda: f"{num} engines are able: {[engine.state() for engine in self.door.fleet.engines]}",
+        )
 
     def ask(self, path: str, body: Any = None, *, method: str | None = None, **headers: str) -> Answered:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from harness import Answer, Client, FakeEngine, make_app, run
+from waiting import until_async
 
 from pagewire.api.batches import runner
 
@@ -52,8 +53,9 @@ class Batches:
         return dict(answer.json)
 
     async def until(self, id: str, *statuses: str) -> dict[str, Any]:
+        """The batch, as soon as it has one of the statuses."""
         while (batch := (await self.call("GET", f"/v1/batches/{id}")).json)["status"] not in statuses:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         return dict(batch)
 
     async def lines(self, file_id: str | None) -> list[dict[str, Any]]:
@@ -158,8 +160,7 @@ def test_a_cancelled_batch_keeps_what_it_has() -> None:
         await server.until(batch["id"], "completed")
         engine.hold = True
         batch = await server.create("".join(request_line(str(i)) for i in range(50)))
-        while len(engine.open) < 8:  # as many as run at once
-            await asyncio.sleep(0.001)
+        await until_async(lambda: len(engine.open) == 8, "as many are open as run at once")
         busy = (await server.call("DELETE", f"/v1/files/{batch['input_file_id']}")).status
         assert busy == 409 and len(engine.open) == 8
         answer = await server.call("POST", f"/v1/batches/{batch['id']}/cancel")
@@ -178,8 +179,7 @@ def test_a_busy_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def work(server: Batches) -> None:
         batch = await server.create(request_line("a"))
-        while len(engine.submits) < 3:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: len(engine.submits) >= 3, "it is asked again")
         engine.refuse = None
         assert (await server.until(batch["id"], "completed"))["request_counts"]["completed"] == 1
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import random
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -158,9 +157,7 @@ def statuses(received: bytes) -> list[int]:
 @pytest.mark.parametrize("name", CASES)
 def test_each_gets_its_answer(served: Served, name: str) -> None:
     data, allowed = CASES[name]
-    started = time.monotonic()
-    received = served.raw(data)
-    assert time.monotonic() - started < 5
+    received = served.raw(data)  # which waits for nothing longer than its timeout
     # Whoever still sends when the connection is closed may never read why.
     if received or len(data) < 1 << 16:
         assert statuses(received)[-1:] and statuses(received)[-1] in allowed, received[:300]
@@ -189,9 +186,10 @@ def test_whoever_is_too_slow_is_cut_off(parts: list[bytes]) -> None:
     limits = {"head_timeout_s": 0.1, "body_timeout_s": 0.1, "timeout_keep_alive": 1}
     with Served(**limits) as served, served.connect() as connection:
         connection.settimeout(0.02)
-        started = time.monotonic()
         received, waiting, is_open = b"", list(reversed(parts)), True
-        while is_open and time.monotonic() - started < 10:
+        for _ in range(250):  # at most 20 ms each
+            if not is_open:
+                break
             with contextlib.suppress(TimeoutError):
                 try:
                     if waiting:
@@ -201,7 +199,7 @@ def test_whoever_is_too_slow_is_cut_off(parts: list[bytes]) -> None:
                     received += part
                 except (ConnectionResetError, BrokenPipeError):
                     is_open = False
-        assert not is_open and time.monotonic() - started < 5
+        assert not is_open
         assert all(status in (200, 400, 408) for status in statuses(received))
         assert served.raw(GET + END).startswith(b"HTTP/1.1 200")
 

@@ -4,13 +4,13 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterable, Iterator
 
 import openai
 import pytest
 from harness import run
 from served import Served
+from waiting import until
 
 from pagewire.api.http import server
 
@@ -157,8 +157,7 @@ def test_a_client_that_stops_reading_for_a_while_gets_all_of_it(served: Served) 
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(request_bytes(b'{"prompt": "x", "stream": true}', b"connection: close"))
         received = connection.recv(100)
-        while served.engine.open:  # the engine is done before its client goes on
-            time.sleep(0.01)
+        until(lambda: not served.engine.open, "the engine is done before its client goes on")
         while part := connection.recv(1 << 16):
             received += part
     body = received.partition(b"\r\n\r\n")[2]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from harness import Client, FakeEngine, candidate, chat, complete, make_app, request, run
 from msgspec.structs import replace
+from waiting import until_async
 
 from pagewire.ipc.messages import Chunk, Submit, TokenLogprob
 
@@ -254,8 +255,7 @@ def test_a_client_that_leaves_ends_its_beam_search() -> None:
         client = Client(app)
         body = json.dumps({"prompt": [5, 6], "use_beam_search": True, "n": 2}).encode()
         call = asyncio.ensure_future(client.call("POST", "/v1/completions", body))
-        while not engine.open:
-            await asyncio.sleep(0)
+        await until_async(lambda: engine.open, "the engine has it")
         client.leave()
         await call
         assert not client.messages and not engine.open

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness import Answer, Client, FakeEngine, make_app, request, run
+from waiting import until_async
 
 from pagewire.config.config import Purpose
 from pagewire.ipc.messages import IdsPrompt, Limits, PairPrompt, Pooling, TextPrompt, bytes_to_ids
@@ -173,8 +174,7 @@ def test_a_client_that_leaves_takes_its_texts_along() -> None:
 
         client = Client(make_app(engine, purpose=PURPOSE))
         call = asyncio.ensure_future(client.call("POST", "/v1/embeddings", json.dumps({"input": ["a", "b"]}).encode()))
-        while len(engine.submits) < 2:
-            await asyncio.sleep(0)
+        await until_async(lambda: len(engine.submits) == 2, "the engine has both")
         client.leave()
         await call
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kv_instance import BLOCK_BYTES, FACTS, FILE_BYTES, SIZE, Instance, sequence, wait_until
+from kv_instance import BLOCK_BYTES, FACTS, FILE_BYTES, SIZE, Instance, sequence
 from msgspec.structs import replace
+from waiting import until
 
 from pagewire.engine.core.kv_connector import KvEvent
 from pagewire.engine.kv_connector.block_files import BlockFiles
@@ -28,7 +29,7 @@ def written(engine: Instance) -> None:
     """Waits until the worker's thread has done all its jobs."""
     assert isinstance(engine.worker, FileWorker)
     writer = engine.worker._writer
-    wait_until(lambda: not writer._jobs and not writer._pending)
+    until(lambda: not writer._jobs and not writer._pending, "all is written")
 
 
 def block_files(path: Path) -> list[Path]:
@@ -233,7 +234,7 @@ def test_the_shared_bound_holds_against_others(tmp_path: Path) -> None:
         files.touch(key, place, 1_000_000_000)
     engine = Instance(spec("shared", tmp_path, 20))
     written(engine)
-    wait_until(lambda: len(block_files(tmp_path)) <= 20)
+    until(lambda: len(block_files(tmp_path)) <= 20, "what is too much is deleted")
     engine.serve(sequence(1, (1, 6 * SIZE)))
     written(engine)
     engine.close()

@@ -7,15 +7,16 @@ import socket
 import stat
 import tempfile
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 import zmq
+from waiting import until
 
 from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.core.block_hash import block_key, root_key
@@ -27,6 +28,7 @@ from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import Transferred, ids_to_bytes
 
+T = TypeVar("T")
 SHAPE = KvShape(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.float32)
 SIZE = 4  # positions a block
 BLOCK_BYTES = SHAPE.block_bytes(SIZE)
@@ -106,12 +108,10 @@ class Instance:
         self.worker.close()
 
 
-def wait_for(ask: Callable[[], object], wanted: Callable[[object], bool] = lambda x: x is not None):
-    deadline = time.monotonic() + DEADLINE_S
-    while not wanted(answer := ask()):
-        assert time.monotonic() < deadline, "nothing came"
-        time.sleep(0.0005)
-    return answer
+def wait_for(ask: Callable[[], T], wanted: Callable[[T], object] = lambda answer: answer is not None) -> T:
+    """The first answer that is wanted."""
+    answers = until(lambda: [answer for answer in (ask(),) if wanted(answer)], "an answer that is wanted", DEADLINE_S)
+    return answers[0]
 
 
 @pytest.fixture

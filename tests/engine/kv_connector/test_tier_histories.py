@@ -11,7 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, Running, sequence, wait_until
+from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, Running, sequence
+from waiting import until
 
 from pagewire.engine.core.eviction import EvictionQueue
 from pagewire.engine.kv_connector import disk, host
@@ -136,7 +137,7 @@ def test_two_engines_over_one_shared_folder(tmp_path: Path) -> None:
         engine.serve(request(rng, i))
         if rng.random() < 0.3:
             engine.fill_device(1000 + i)
-    wait_until(lambda: all(e.worker._writer._num_bytes == 0 for e in engines))  # type: ignore[attr-defined]
+    until(lambda: all(e.worker._writer._num_bytes == 0 for e in engines), "all is written")  # type: ignore[attr-defined]
     assert all(engine.num_loaded for engine in engines)
     assert sum(engine.num_loaded for engine in engines) > 20
     for engine in engines:
