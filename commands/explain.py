@@ -54,19 +54,29 @@ def settings(
     return rows
 
 
+# Why a setting that nobody made is what it is, where the reason is always the same.
+_ALWAYS = {
+    "model": "the demo model that ships with pagewire",
+    "served_model_name": "the model's own name",
+    "max_model_len": "what the model declares",
+    "kv_cache_memory": "from the memory that is free; see below",
+    "kv_cache_dtype": "as dtype",
+    "tool_call_parser": "what the chat template shows",
+    "reasoning_parser": "what the chat template shows",
+    "vocab_size": "the model's",
+    "eos_token_ids": "the model's",
+    "sampling": "what the model's authors recommend, where a request does not say",
+    "purpose": "what the checkpoint's files say",
+}
+
+
 def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, machine: MachineFacts) -> str | None:
     """Why a setting that nobody made is what it is; None: its default is a constant."""
     on_cpu = engine.device == "cpu" or not machine.has_gpu
     place = "a CPU" if on_cpu else "a GPU"
     match name:
-        case "model":
-            return "the demo model that ships with pagewire"
-        case "served_model_name":
-            return "the model's own name"
         case "dtype":
             return _dtype_reason(engine, model, machine, on_cpu=on_cpu)
-        case "max_model_len":
-            return "what the model declares"
         case "device":
             return (
                 "there is an NVIDIA device" if machine.has_gpu else "there is no NVIDIA device that this torch can use"
@@ -75,10 +85,8 @@ def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, 
             return f"the value for an encoder on {place}, or the longest text, which is read at once"
         case "enable_prefix_caching" if engine.purpose.is_encoder:
             return "the model keeps nothing of what it has read"
-        case "max_num_batched_tokens":
+        case "max_num_batched_tokens" | "block_size":
             return f"the value for {place}"
-        case "kv_cache_memory":
-            return "from the memory that is free; see below"
         case "gpu_memory_utilization" if on_cpu:
             return "default; not used on a CPU"
         case "cpu_kernels" if not on_cpu:
@@ -89,23 +97,11 @@ def _reason(name: str, config: Config, engine: EngineConfig, model: ModelFacts, 
             return "what the C kernels compute in" if engine.arithmetic != engine.dtype else "as dtype"
         case "batch_invariance":
             return _INVARIANCE[engine.batch_invariance]
-        case "kv_cache_dtype":
-            return "as dtype"
-        case "tool_call_parser" | "reasoning_parser":
-            return "what the chat template shows"
         case "threads":
             ranks = f", shared by {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
             return f"one for each of {machine.num_cores} cores that may be used{ranks}"
-        case "block_size":
-            return f"the value for {place}"
-        case "vocab_size" | "eos_token_ids":
-            return "the model's"
-        case "sampling":
-            return "what the model's authors recommend, where a request does not say"
-        case "purpose":
-            return "what the checkpoint's files say"
         case _:
-            return None
+            return _ALWAYS.get(name)
 
 
 def _dtype_reason(engine: EngineConfig, model: ModelFacts, machine: MachineFacts, *, on_cpu: bool) -> str:
