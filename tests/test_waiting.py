@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from waiting import until, until_async
+from waiting import cpu_deadline, until, until_async
 
 TESTS = Path(__file__).resolve().parent
 CLOCKS = re.compile(r"(time\.)?(monotonic|perf_counter|process_time|thread_time)(_ns)?|time\.time(_ns)?|datetime\.now")
@@ -14,6 +14,7 @@ PAUSES = re.compile(r"(time|asyncio)\.sleep")
 
 # File → why it may pause or look at a clock. `asyncio.sleep(0)` is a turn of the loop and no pause.
 ALLOWED = {
+    "procs/test_limits.py": "what is limited has to spin for a while",
     "waiting.py": "the one loop that asks again",
     "bench/test_peers.py": "a benchmark's own time cannot be longer than what it is measured in",
     "e2e/test_lifecycle.py": "two seconds of idling are what is measured, in CPU time",
@@ -55,3 +56,11 @@ def test_what_comes_is_given_and_what_does_not_is_named() -> None:
         until(lambda: False, "a second moon", 0)
     with pytest.raises(AssertionError, match="a third"):
         asyncio.run(until_async(lambda: False, lambda: "a third", 0))
+
+
+def test_what_computes_for_too_long_is_stopped() -> None:
+    with cpu_deadline(60):
+        pass
+    with pytest.raises(AssertionError, match="of CPU time"), cpu_deadline(0.05):
+        while True:
+            pass

@@ -4,6 +4,8 @@ No test sleeps a fixed time or compares clocks; `test_waiting.py` looks for it.
 """
 
 import asyncio
+import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -29,6 +31,23 @@ async def until_async(condition: Callable[[], T], what: str | Callable[[], str],
             return answer
         await asyncio.sleep(pause_s)
     raise AssertionError
+
+
+@contextlib.contextmanager
+def cpu_deadline(seconds: float) -> Iterator[None]:
+    """Fails when what stands within takes more time of this process's cores, which no other process makes longer. For
+    work that is done in C; `counting.lines_of` counts that of Python."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError(f"not within {seconds} s of CPU time")
+
+    before = signal.signal(signal.SIGPROF, fail)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _pauses(what: str | Callable[[], str], timeout_s: float) -> Iterator[float]:

@@ -1,11 +1,11 @@
 """The tokenizer actor: what goes to the core, and what is refused with which words."""
 
-import time
 from pathlib import Path
 
 import pytest
 import vocabulary
 from msgspec.structs import replace
+from waiting import cpu_deadline
 
 from pagewire.config.config import Config, MachineFacts, ModelFacts
 from pagewire.config.resolve import resolve
@@ -106,9 +106,8 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(actor: TokenizerActor, 
     whole = text * ((1 << 24) // len(text.encode()))
     chat = m.ChatPrompt(b'[{"role": "user", "content": "' + whole.encode() + b'"}]')
     prompts = m.TextPrompt(whole), chat
-    started = time.process_time()
-    actor.handle([*map(submit, prompts), *(m.Tokenize(1, prompt) for prompt in prompts)])
-    assert time.process_time() - started < 2  # it would be a minute
+    with cpu_deadline(2):  # it would be a minute
+        actor.handle([*map(submit, prompts), *(m.Tokenize(1, prompt) for prompt in prompts)])
     for _, failed in posts:
         assert isinstance(failed, m.Failed) and failed.kind == "context_length_exceeded"
         assert "context" in failed.detail and str(most) in failed.detail
@@ -126,11 +125,10 @@ def test_long_tokens_are_no_way_around_it(actor: TokenizerActor, posts: Posts, m
 
 def test_a_long_text_is_cut_before_it_is_encoded(actor: TokenizerActor, posts: Posts) -> None:
     whole = "x" * (1 << 24) + "0123456789"
-    started = time.process_time()
-    actor.handle([submit(m.TextPrompt(whole), truncate=10), m.Tokenize(1, m.TextPrompt("0123456789"))])
     pooling = m.Pooling("last", truncate=10)
-    actor.handle([submit(m.TextPrompt(whole[::-1]), limits=m.Limits(0), pooling=pooling)])
-    assert time.process_time() - started < 2
+    with cpu_deadline(2):
+        actor.handle([submit(m.TextPrompt(whole), truncate=10), m.Tokenize(1, m.TextPrompt("0123456789"))])
+        actor.handle([submit(m.TextPrompt(whole[::-1]), limits=m.Limits(0), pooling=pooling)])
     (_, end), (_, expected), (_, start) = posts
     assert isinstance(end, m.Enqueue) and isinstance(start, m.Enqueue) and isinstance(expected, m.Tokenized)
     assert end.prompt_ids == expected.ids

@@ -132,7 +132,9 @@ class Firsts:
         self._working = next((r for r in running if r.has_work), None)
         interrupts = scheduler._policy.interrupts
         self._may_wait = any(
-            interrupts(r.queue_key, self._working.queue_key, len(r.ids)) for r in scheduler.table.waiting if self._working
+            interrupts(r.queue_key, self._working.queue_key, len(r.ids))
+            for r in scheduler.table.waiting
+            if self._working
         )
         self._may_go = any(
             interrupts(r.queue_key, self._first.queue_key, len(r.ids)) for r in scheduler.table.waiting if self._first
