@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
 # pip's own compilation of .pyc files must not be switched off, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
@@ -12,9 +13,9 @@ PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
 help:
 	@echo "make serve   start the server on the demo model and print a curl line to try"
-	@echo "make check   ruff, mypy and the tests that take milliseconds, for the inner loop"
-	@echo "make test    ruff, mypy and the tests"
-	@echo "make test-long     the tests that take longest"
+	@echo "make check   ruff, mypy and the tests without real processes, for the inner loop: two minutes on two cores"
+	@echo "make test    ruff, mypy and the tests that everybody should see pass: six minutes"
+	@echo "make test-long     the tests that take longest: half an hour"
 	@echo "make test-clients  the tests with other people's clients, which it installs"
 	@echo "make test-agents   the tests with coding agents, which it installs: 640 MB"
 	@echo "make test-browser  the web page's tests, with playwright and the machine's Chromium"
@@ -44,14 +45,13 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 check: lint types
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not e2e and not slow and not long" --ignore tests/test_exactness.py \
-		--ignore tests/test_families.py --ignore tests/kernels/triton --ignore tests/engine/gpu $(ARGS)
+	$(PYTEST) -m "not e2e and not exactness and not slow and not long" $(ARGS)
 
 test: lint types
-	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10 $(ARGS)
+	$(PYTEST) --durations=10 $(ARGS)
 
 test-long: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m long $(ARGS)
+	$(PYTEST) -m "long and not clients and not browser" --durations=10 $(ARGS)
 
 test-clients: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-clients.txt

@@ -211,7 +211,7 @@ class FakeEngine:
             chunk = replace(chunk, prompt_end=self.prompt_end)
         if step + 1 >= len(self.pieces):
             usage = Usage(3, sum(map(len, self.pieces)), 1)
-            chunk = replace(chunk, finish=self.finish, stop_reason=self.stop_reason, usage=usage)  # type: ignore[arg-type]
+            chunk = replace(chunk, finish=self.finish, stop_reason=self.stop_reason, usage=usage)
         return chunk
 
     def _echo(self, order: Submit) -> PromptEcho:

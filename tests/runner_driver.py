@@ -49,7 +49,8 @@ class Driver:
         Blocks are handed out in random order.
         """
         rng = random.Random(seed)
-        waiting, running, step = list(requests), [], 0
+        running: list[Any] = []
+        waiting, step = list(requests), 0
         free_rows = list(range(rows))
         rng.shuffle(free_rows)
         launched: list[list[tuple[Request, bool]]] = []

@@ -14,7 +14,6 @@ PAUSES = re.compile(r"(time|asyncio)\.sleep")
 
 # File → why it may pause or look at a clock. `asyncio.sleep(0)` is a turn of the loop and no pause.
 ALLOWED = {
-    "procs/test_limits.py": "what is limited has to spin for a while",
     "waiting.py": "the one loop that asks again",
     "bench/test_peers.py": "a benchmark's own time cannot be longer than what it is measured in",
     "e2e/test_lifecycle.py": "two seconds of idling are what is measured, in CPU time",

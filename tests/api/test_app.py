@@ -21,7 +21,7 @@ ROUTES = [
     ("GET", "/nothing"),
     ("OPTIONS", "/v1/models"),
 ]
-KEYS = {"api_keys": ("first", "second")}
+KEYS: dict[str, Any] = {"api_keys": ("first", "second")}
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -63,7 +63,7 @@ def test_every_key_opens_every_route(key: str) -> None:
 
 def test_two_keys_never_share_a_prefix() -> None:
     salts = set()
-    body = {"messages": [{"role": "user", "content": "hi"}]}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
     for key in ("first", "second"):
         engine = FakeEngine()
         request(engine, "/v1/chat/completions", body, headers={"authorization": f"Bearer {key}"}, **KEYS)

@@ -4,7 +4,9 @@ import asyncio
 import tempfile
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_clients import MAX_LEN, Engine, address_in
@@ -62,7 +64,9 @@ def test_news_tell_all_there_is(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address), await EngineClient.connect(address) as client:
             sampling = Sampling(seed=3, logprobs=1, prompt_logprobs=1)
-            prompt, ids, scored, num_logprobs, last = list(range(1, 20)), [], [], 0, None
+            ids: list[Any] = []
+            scored: list[Any] = []
+            prompt, num_logprobs, last = list(range(1, 20)), 0, None
             async for choice, tokens in client.generate(
                 prompt, sampling, Limits(max_tokens=30, stop_token_ids=(2, 3, 4, 5))
             ):
@@ -204,6 +208,10 @@ def test_an_engine_that_is_gone_or_another(address: str) -> None:
     run(scenario())
 
 
+def has_one(engine: Engine) -> bool:
+    return engine.num_open == 1
+
+
 def test_a_request_that_ends_every_engine_has_two_more_chances(address: str) -> None:
     async def scenario() -> None:
         async with AsyncExitStack() as stack:
@@ -212,7 +220,7 @@ def test_a_request_that_ends_every_engine_has_two_more_chances(address: str) -> 
             engine.held = True
             poison = client.generate([1], limits=Limits(ignore_eos=True))
             for _ in range(3):
-                await until_async(lambda running=engine: running.num_open == 1, "it is there")
+                await until_async(partial(has_one, engine), "it is there")
                 await engine.stop()
                 engine = await stack.enter_async_context(Engine(address))
                 engine.held = True

@@ -1,6 +1,7 @@
 """Who may use the server: the file of keys, rates, origins and certificates, as far as they can be wrong."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ from pagewire.errors import ConfigError
 MODEL = ModelFacts(path="/m", name="m", max_position=64, vocab_size=100, eos_token_ids=(2,), dtype="float32")
 
 
-def decide(*of_the_file: ApiKey, **settings: object) -> EngineConfig:
-    return resolve(Config(**settings), MODEL, MachineFacts(num_cores=1, api_keys=of_the_file))  # type: ignore[arg-type]
+def decide(*of_the_file: ApiKey, **settings: Any) -> EngineConfig:
+    return resolve(Config(**settings), MODEL, MachineFacts(num_cores=1, api_keys=of_the_file))
 
 
 def test_a_file_of_keys(tmp_path: Path) -> None:
@@ -78,5 +79,6 @@ def test_what_can_be() -> None:
 
 
 def test_there_are_not_too_many_flags() -> None:
-    serve = build_parser()._subparsers._group_actions[0].choices["serve"]  # type: ignore[union-attr,index,call-overload]
+    parser: Any = build_parser()
+    serve = parser._subparsers._group_actions[0].choices["serve"]
     assert len(serve._actions) <= 80

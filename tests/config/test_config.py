@@ -1,6 +1,7 @@
 """Flags, sizes and the pure function that decides the rest."""
 
 import argparse
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -250,7 +251,7 @@ def test_what_is_no_fact_about_a_machine(text: str) -> None:
         machine_facts({OVERRIDES: text})
 
 
-def test_a_control_group_grants_whole_cpus(tmp_path):
+def test_a_control_group_grants_whole_cpus(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) > 1000
     for text, num in (("max 100000", 1 << 16), ("250000 100000", 2), ("50000 100000", 1), ("nonsense", 1 << 16)):
         (tmp_path / "cpu.max").write_text(text + "\n")

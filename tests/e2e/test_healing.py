@@ -18,7 +18,7 @@ from defaults import NARROW, TORCH, machine
 from servers import ROOT, Server
 from waiting import until, until_async
 
-from pagewire.bench import chaos
+from pagewire.bench import chaos, chaos_streams
 from pagewire.bench.chaos_streams import requests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -71,9 +71,14 @@ def test_a_frozen_worker_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("default", [TORCH], indirect=True)
 def test_the_instrument_notices_what_is_not_the_same(server: chaos.Server, streams: chaos.Experiment) -> None:
     """Another seed, another temperature, one token less: each is seen."""
-    for change in ({"seed": 5, "temperature": 1.0}, {"max_tokens": TOKENS - 1}, {"stream_options": {}}):
+    changes: tuple[dict[str, Any], ...] = (
+        {"seed": 5, "temperature": 1.0},
+        {"max_tokens": TOKENS - 1},
+        {"stream_options": {}},
+    )
+    for change in changes:
         asked = [
-            chaos.Request(request.path, request.body | (change if i == 0 else {}))
+            chaos_streams.Request(request.path, request.body | (change if i == 0 else {}))
             for i, request in enumerate(streams.asked[:2])
         ]
         other = chaos.Experiment(asked, HANG_S, TOKENS, random.Random(1), streams.expected[:2], streams.newcomer)
@@ -120,7 +125,7 @@ def test_a_request_that_kills_fails_alone(on_default: str, monkeypatch: pytest.M
     with chaos.serving(["--extension", f"suicidal_attention:Suicidal,context={POISON_LEN}"]) as server:
         streams = experiment(server, streams=8)
 
-        async def beside() -> tuple[list[chaos.Answer], tuple[int, dict[str, Any]]]:
+        async def beside() -> tuple[list[chaos_streams.Answer], tuple[int, dict[str, Any]]]:
             answers, reads = streams.open_streams(server)
             await until_async(
                 lambda: all(choice.ids for answer in answers for choice in answer.choices), "every stream has begun", 60

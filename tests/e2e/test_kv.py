@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import openai
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.e2e
 FIRST, SECOND = "All work and no play. " * 60, "Quick brown foxes jump. " * 60
 
 
-def cached_tokens(server: Server, prompt: str, **more: object) -> int:
+def cached_tokens(server: Server, prompt: str, **more: Any) -> int:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         answer = client.completions.create(model="pagewire-demo", prompt=prompt, max_tokens=4, temperature=0, **more)
     assert answer.usage is not None

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +29,7 @@ WORKER = ("worker",)
 ENGINE = ("worker", "core", "grammar")
 GREEDY = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 CHAT = GREEDY | {"messages": [{"role": "user", "content": "hello"}]}
-STREAMS = {
+STREAMS: dict[str, Any] = {
     "/v1/completions": GREEDY | {"prompt": "hello"},
     "/v1/chat/completions": CHAT,
     "/v1/responses": {"input": "hello", "max_output_tokens": 4000, "ignore_eos": True, "temperature": 0},

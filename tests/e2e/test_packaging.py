@@ -75,7 +75,7 @@ def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path) -> No
         check=False,
     )
     assert where.stdout.startswith(str(site)), where.stdout + where.stderr
-    command = [python, "-m", "pagewire", "serve", "--port", str(port)]
+    command: list[str] = [str(python), "-m", "pagewire", "serve", "--port", str(port)]
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(command, cwd=tmp_path, stderr=log, env=environment)
 

@@ -14,7 +14,9 @@ from waiting import until
 
 import pagewire
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
     pytest.mark.e2e,
@@ -25,21 +27,19 @@ FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
 )
-Page = playwright.Page
-expect = playwright.expect
 Open = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[playwright.Browser]:
-    with playwright.sync_playwright() as driver:
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         yield browser
         browser.close()
 
 
 @pytest.fixture
-def open_page(browser: playwright.Browser, server: Server) -> Iterator[Open]:
+def open_page(browser: Browser, server: Server) -> Iterator[Open]:
     """Opens the page in a fresh profile; whatever the browser complains of fails the test."""
     contexts, complaints = [], []
     allowed: list[str] = []
@@ -65,7 +65,7 @@ def open_page(browser: playwright.Browser, server: Server) -> Iterator[Open]:
     assert [text for text in complaints if not any(word in text for word in allowed)] == []
 
 
-def ask(page: Page, text: str) -> playwright.Locator:
+def ask(page: Page, text: str) -> Locator:
     """Sends a question with the keyboard. Returns the message that answers it, whole."""
     page.locator("#prompt").fill(text)
     page.locator("#prompt").press("Enter")

@@ -82,4 +82,4 @@ def test_engines_of_one_launch_are_replaced_and_restarted_under_load(started: Ex
 
 
 def is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)

@@ -7,6 +7,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -194,7 +195,7 @@ def test_top_waits_for_a_server_that_went_away(start: Callable[..., Server], ter
     assert screen.wait() == 0
 
 
-def ask(server: Server, body: dict[str, object]) -> dict[str, object]:
+def ask(server: Server, body: dict[str, object]) -> Any:
     request = urllib.request.Request(
         f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -202,7 +203,7 @@ def ask(server: Server, body: dict[str, object]) -> dict[str, object]:
         return json.load(response)
 
 
-def batch_line(custom_id: str, number: int, **body: object) -> str:
+def batch_line(custom_id: str, number: int, **body: Any) -> str:
     messages = [{"role": "user", "content": f"Count from 1 to {number}"}]
     return json.dumps(
         {
@@ -277,7 +278,11 @@ def test_a_batch_can_be_interrupted(server: Server, tmp_path: Path, terminal: Ca
 
 
 def test_tokenize_gives_the_ids_that_the_server_reads(server: Server, tmp_path: Path) -> None:
-    body = {"messages": [{"role": "user", "content": "Spell cat"}], "max_tokens": 1, "return_token_ids": True}
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Spell cat"}],
+        "max_tokens": 1,
+        "return_token_ids": True,
+    }
     ids = ask(server, body)["prompt_token_ids"]
     told = pagewire(tmp_path, "tokenize", "--chat", "--format", "json", "Spell cat")
     assert json.loads(told.stdout) == {"tokens": ids, "count": len(ids)}

@@ -181,9 +181,10 @@ def test_stop_strings_and_stop_tokens(llm: LLM) -> None:
 
 
 def test_a_refused_prompt_raises_and_leaves_nothing_behind(llm: LLM) -> None:
-    for prompts in (["fine", "x" * 5000], [[1, 2], [99999]], [[]]):
+    wrong: list[Any] = [["fine", "x" * 5000], [[1, 2], [99999]], [[]]]
+    for prompts in wrong:
         with pytest.raises(RequestError):
-            llm.generate(prompts, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+            llm.generate(prompts, GREEDY, use_tqdm=False)
         assert llm._engine.scheduler.num_running == llm._engine.scheduler.num_waiting == 0
         assert llm._engine.scheduler.pool.num_held == 0
     assert llm.generate("fine", GREEDY, use_tqdm=False)[0].finished

@@ -76,7 +76,8 @@ def test_a_session_message_by_message(address: str) -> None:
             assert isinstance(news, News) and news.seq == 1
             assert [(a.rid, a.num_prompt) for a in news.accepted] == [(2**53 - 2, 2), (2**53 - 1, 2)]
             got: dict[int, list[int]] = {2**53 - 2: [], 2**53 - 1: []}
-            ended, seq = set(), 1
+            ended: set[int] = set()
+            seq = 1
             while len(ended) < 2:
                 news = await client.hear()
                 seq += 1
@@ -218,7 +219,7 @@ def test_a_value_out_of_bounds_fails_its_request_alone(address: str) -> None:
                 assert isinstance(news, News)
                 assert [(f.rid, f.kind) for f in news.failed] == [(rid, "invalid_request") for rid in rids]
             for fields in ({"n": 2}, {"limits": Limits(max_tokens=0)}, {"limits": Limits(max_tokens=1)}):
-                await client.say(generate(4, [1], resume_ids=ids_to_bytes([1, 2]), **fields))  # type: ignore[arg-type]
+                await client.say(generate(4, [1], resume_ids=ids_to_bytes([1, 2]), **fields))
                 news = await client.hear()
                 assert isinstance(news, News) and "resume_ids" in news.failed[0].detail
             await client.say(generate(4, [1], Limits(max_tokens=2, min_tokens=3)))

@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from pathlib import Path
+from typing import Any
 
 import grammars
 import msgspec
@@ -76,7 +77,7 @@ def test_a_request_is_held_until_its_grammar_is_one(tmp_path: Path) -> None:
             assert bytes(b"".join(m.ended for m in told(engine, "grammar") if isinstance(m, Sampled))) == rids(1, 2)
 
     def sampled(engine: Engine) -> dict[int, int]:
-        found = {}
+        found: dict[Any, Any] = {}
         for name, message in engine.told:
             if name == "grammar" and isinstance(message, Sampled):
                 found |= dict(zip(memoryview(message.rids).cast("q"), bytes_to_ids(message.ids), strict=True))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vocabulary
@@ -63,7 +64,7 @@ def test_answers_are_those_that_are_made_here(config: EngineConfig) -> None:
         here: list[m.Message] = []
         plain = TokenizerActor(config)
         plain.start(lambda receiver, message: here.append(message))
-        asked = [
+        asked: list[Any] = [
             submit(1, TEMPLATE, n=2),
             m.Tokenize(5, TEMPLATE, pieces=True),
             submit(6, replace(TEMPLATE, template="{{")),

@@ -1,6 +1,7 @@
 """The tokenizer actor: what goes to the core, and what is refused with which words."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import vocabulary
@@ -31,9 +32,9 @@ def actor(tmp_path: Path, posts: Posts) -> TokenizerActor:
     return actor
 
 
-def submit(prompt: m.TextPrompt | m.ChatPrompt | m.IdsPrompt, n: int = 1, **more: object) -> m.Submit:
-    fields = {"sampling": m.Sampling(seed=5), "limits": m.Limits(4), "text": m.TextSpec(), **more}
-    return m.Submit(10, n, prompt, **fields)  # type: ignore[arg-type]
+def submit(prompt: m.TextPrompt | m.ChatPrompt | m.IdsPrompt, n: int = 1, **more: Any) -> m.Submit:
+    fields: dict[str, Any] = {"sampling": m.Sampling(seed=5), "limits": m.Limits(4), "text": m.TextSpec(), **more}
+    return m.Submit(10, n, prompt, **fields)
 
 
 def test_the_choices_of_a_prompt_stay_one_message(actor: TokenizerActor, posts: Posts) -> None:
@@ -93,7 +94,7 @@ def test_every_overflow_begins_alike(
 def test_a_refusal_goes_to_the_api_for_each_choice(
     actor: TokenizerActor, posts: Posts, bad: m.Submit, kind: str, words: str
 ) -> None:
-    actor.handle([m.Submit(*[getattr(bad, f) if f != "n" else 2 for f in m.Submit.__struct_fields__])])
+    actor.handle([m.Submit(*cast(Any, [getattr(bad, f) if f != "n" else 2 for f in m.Submit.__struct_fields__]))])
     assert [receiver for receiver, _ in posts] == ["api", "api"]
     for i, (_, failed) in enumerate(posts):
         assert isinstance(failed, m.Failed) and failed.rid == 10 + i and failed.kind == kind and words in failed.detail
@@ -105,9 +106,9 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(actor: TokenizerActor, 
     most = actor._tokenizer.most_bytes(64)
     whole = text * ((1 << 24) // len(text.encode()))
     chat = m.ChatPrompt(b'[{"role": "user", "content": "' + whole.encode() + b'"}]')
-    prompts = m.TextPrompt(whole), chat
+    prompts: tuple[m.TextPrompt | m.ChatPrompt, ...] = m.TextPrompt(whole), chat
     with cpu_deadline(2):  # it would be a minute
-        actor.handle([*map(submit, prompts), *(m.Tokenize(1, prompt) for prompt in prompts)])
+        actor.handle([*(submit(prompt) for prompt in prompts), *(m.Tokenize(1, prompt) for prompt in prompts)])
     for _, failed in posts:
         assert isinstance(failed, m.Failed) and failed.kind == "context_length_exceeded"
         assert "context" in failed.detail and str(most) in failed.detail

@@ -44,6 +44,9 @@ class Behind(Served):
         if isinstance(engine, MortalEngine):
             engine.on_death = self.go
 
+    def __enter__(self) -> "Behind":
+        return self
+
     def go(self) -> None:
         """On its own thread."""
         for server in self._server.servers:

@@ -20,7 +20,7 @@ from .routed import Answered, Behind, MortalEngine, Routed
 
 PIECES = ["Hel", "lo ", "wor", "ld, ", "ag", "ain"]
 TEXT = "".join(PIECES)
-STREAM = {"stream": True, "max_tokens": 50}
+STREAM: dict[str, Any] = {"stream": True, "max_tokens": 50}
 
 
 @pytest.fixture
@@ -291,8 +291,8 @@ def test_an_engine_s_own_errors_are_not_tried_again(stack: ExitStack) -> None:
     router = stack.enter_context(Routed(*engines))
     answers = [router.complete(prompt=f"{i}").status for i in range(2)]
     assert sorted(answers) == [200, 500] and num_asked(engines) == [1, 1]
-    answers = [router.complete(prompt=f"{i}", **STREAM).events[-1] for i in range(2)]
-    assert sum(answer != "[DONE]" and "error" in answer for answer in answers) == 1
+    ends = [router.complete(prompt=f"{i}", **STREAM).events[-1] for i in range(2)]
+    assert sum(end != "[DONE]" and "error" in end for end in ends) == 1
 
 
 def test_a_request_that_engines_die_of_is_given_up(stack: ExitStack) -> None:

@@ -1,11 +1,13 @@
 """Sleeping and waking over HTTP: who may, what is answered, and what is refused."""
 
+from typing import Any
+
 import pytest
 from harness import Client, FakeEngine, make_app, request, run
 
 from pagewire.config.access import ApiKey
 
-ON = {"admin_keys": (ApiKey("admin"),), "enable_sleep_mode": True}
+ON: dict[str, Any] = {"admin_keys": (ApiKey("admin"),), "enable_sleep_mode": True}
 ADMIN = {"authorization": "Bearer admin"}
 PATHS = [("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")]
 
@@ -32,7 +34,7 @@ def test_an_engine_is_put_to_sleep_and_woken() -> None:
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
 def test_the_key_of_an_administrator_is_needed_and_opens_nothing_else(method: str, path: str) -> None:
-    keys = {**ON, "api_keys": ("user",)}
+    keys: dict[str, Any] = {**ON, "api_keys": ("user",)}
     user = {"authorization": "Bearer user"}
     assert request(FakeEngine(), path, b"", method=method, **keys).status == 401
     assert request(FakeEngine(), path, b"", method=method, headers=user, **keys).status == 401

@@ -15,6 +15,8 @@ from pagewire.ipc.messages import (
     Accepted,
     Cancel,
     Chunk,
+    Describe,
+    Detokenize,
     Failed,
     Limits,
     PromptEcho,
@@ -25,6 +27,7 @@ from pagewire.ipc.messages import (
     TextPrompt,
     TextSpec,
     Times,
+    Tokenize,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -46,7 +49,7 @@ class Box:
     """A gateway and what it posted."""
 
     def __init__(self) -> None:
-        self.posted: list[Submit | Cancel] = []
+        self.posted: list[Submit | Cancel | Tokenize | Detokenize | Describe] = []
         self.now = 0.0
         self.gateway = Gateway(self.posted.append, api_index=2, clock=lambda: self.now)
 

@@ -28,7 +28,7 @@ def page(prefix: str = "pagewire") -> str:
     tier = TierSnapshot("host", 10, 64, 320, 40, 30, 0)
     core = Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, (tier,), histograms={"step_time_seconds": lag.report()})
     gateway.handle([core, Pulse("api", lag.report()), Pulse("core", lag.report())])
-    config = replace(CONFIG, served_model_names=(MODEL,), metrics_prefix=prefix)  # type: ignore[arg-type]
+    config = replace(CONFIG, served_model_names=(MODEL,), metrics_prefix=prefix)
     return Metrics(gateway, config).render().decode()
 
 

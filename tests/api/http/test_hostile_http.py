@@ -5,6 +5,7 @@ import contextlib
 import json
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from served import Served
@@ -183,7 +184,7 @@ def test_each_gets_its_answer(served: Served, name: str) -> None:
     ],
 )
 def test_whoever_is_too_slow_is_cut_off(parts: list[bytes]) -> None:
-    limits = {"head_timeout_s": 0.1, "body_timeout_s": 0.1, "timeout_keep_alive": 1}
+    limits: dict[str, Any] = {"head_timeout_s": 0.1, "body_timeout_s": 0.1, "timeout_keep_alive": 1}
     with Served(**limits) as served, served.connect() as connection:
         connection.settimeout(0.02)
         received, waiting, is_open = b"", list(reversed(parts)), True
@@ -342,7 +343,7 @@ def test_mutated_requests() -> None:
         b"OPTIONS /v1/models HTTP/1.1\r\nhost: localhost\r\norigin: http://localhost\r\n"
         b"access-control-request-method: GET\r\n" + END,
     ]
-    limits = {"head_timeout_s": 0.2, "body_timeout_s": 0.2, "timeout_keep_alive": 1}
+    limits: dict[str, Any] = {"head_timeout_s": 0.2, "body_timeout_s": 0.2, "timeout_keep_alive": 1}
 
     async def send(port: int, data: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -14,9 +15,9 @@ from waiting import until
 
 from pagewire.api.http import server
 
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
-MESSAGES = [{"role": "user", "content": "hi"}]
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture

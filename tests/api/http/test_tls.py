@@ -5,6 +5,7 @@ import socket
 import ssl
 import subprocess
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import openai
@@ -49,7 +50,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tls(folder: Path) -> dict[str, str]:
+def tls(folder: Path) -> dict[str, Any]:
     return {"ssl_certfile": str(folder / "server.pem"), "ssl_keyfile": str(folder / "server.key")}
 
 
@@ -59,7 +60,7 @@ def test_tls(certificates: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trust = ssl.create_default_context(cafile=authority)
     with Served(**tls(certificates), api_keys=("key",)) as served, httpx.Client(verify=trust) as http:
         url = served.url.replace("http:", "https:")
-        with openai.OpenAI(base_url=url, api_key="key", max_retries=0, http_client=http) as client:
+        with openai.OpenAI(base_url=url, api_key="key", max_retries=0, http_client=cast(Any, http)) as client:
             with client.completions.create(model="demo", prompt="x", stream=True) as stream:
                 assert "".join(chunk.choices[0].text for chunk in stream) == "Hello 🙂"
             with pytest.raises(openai.AuthenticationError):
@@ -110,7 +111,7 @@ def test_certificates_of_clients(certificates: Path) -> None:
     ],
 )
 def test_files_that_cannot_be_used(certificates: Path, files: dict[str, str], sentence: str) -> None:
-    paths = {name: str(certificates / file) for name, file in files.items()}
+    paths: dict[str, Any] = {name: str(certificates / file) for name, file in files.items()}
     with pytest.raises(ConfigError, match=sentence):
         tls_context(replace(CONFIG, **paths, ssl_cert_reqs=2))
 
@@ -122,7 +123,9 @@ def test_a_unix_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     with (
         Served(listener, uds="s", root_path="/llm") as served,
         httpx.Client(transport=httpx.HTTPTransport(uds="s")) as http,
-        openai.OpenAI(base_url="http://localhost/llm/v1", api_key="any", max_retries=0, http_client=http) as client,
+        openai.OpenAI(
+            base_url="http://localhost/llm/v1", api_key="any", max_retries=0, http_client=cast(Any, http)
+        ) as client,
     ):
         assert client.completions.create(model="demo", prompt="x").choices[0].text == "Hello 🙂"
         assert cli.main(["complete", "x", "--url", "unix:s"]) == 0

@@ -206,7 +206,7 @@ def test_a_broken_call_is_text(stream: bool) -> None:
         assert "tool_calls" not in choice["message"]
 
 
-def chat_by(engine: FakeEngine, parsers: dict[str, str], **fields: Any) -> Answer:
+def chat_by(engine: FakeEngine, parsers: dict[str, Any], **fields: Any) -> Answer:
     """As `chat`, with the server's parsers."""
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
     return request(engine, "/v1/chat/completions", body, **parsers)
@@ -333,8 +333,15 @@ def test_the_prompt_is_the_clients_json() -> None:
 
 def test_fields_reach_their_places() -> None:
     engine = FakeEngine()
-    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 5}
-    more = {"presence_penalty": -1, "frequency_penalty": 2, "logit_bias": {"5": 1.5}}
+    fields: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "seed": 5,
+    }
+    more: dict[str, Any] = {"presence_penalty": -1, "frequency_penalty": 2, "logit_bias": {"5": 1.5}}
     chat(engine, **fields, **more, max_tokens=9, stop="x", priority=-3, ignore_eos=True, stop_token_ids=[4], n=2)
     (order,) = engine.submits
     sampling = order.sampling

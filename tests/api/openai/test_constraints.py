@@ -15,12 +15,12 @@ from pagewire.api.output.parsers.registry import find_grammar
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import Constraint, Source
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 NOW = {"type": "function", "function": {"name": "now"}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>'
-THINK = {"reasoning_parser": "qwen3"}
+THINK: dict[str, Any] = {"reasoning_parser": "qwen3"}
 
 
 def formatted(**fields: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_nothing_is_asked_for(fields: dict[str, Any]) -> None:
 
 def test_it_starts_after_the_reasoning() -> None:
     engine = FakeEngine()
-    fields = {"messages": [{"role": "user", "content": "hi"}], "guided_regex": "a"}
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "guided_regex": "a"}
     constraint = constraint_of(engine, request(engine, "/v1/chat/completions", fields, **THINK))
     assert (constraint.reasoning_starts, constraint.reasoning_ends) == (("<think>",), ("</think>",))
     constraint = constraint_of(
@@ -155,7 +155,12 @@ def test_what_does_not_go_together_names_the_field(fields: dict[str, Any], param
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_forced_call(choice: Any, called: set[str], parallel: bool, stream: bool) -> None:
     engine = FakeEngine([CALL[:20], CALL[20:]])
-    fields = {"tools": [WEATHER, NOW], "tool_choice": choice, "parallel_tool_calls": parallel, "stream": stream}
+    fields: dict[str, Any] = {
+        "tools": [WEATHER, NOW],
+        "tool_choice": choice,
+        "parallel_tool_calls": parallel,
+        "stream": stream,
+    }
     answer = chat(engine, **fields)
     constraint = constraint_of(engine, answer)
     assert constraint.kind == "lark" and constraint.lark_marks == ("<tool_call>", "</tool_call>")
@@ -205,7 +210,11 @@ def test_a_schema_of_any_depth_is_taken_or_refused(ask: str) -> None:
 
 def test_a_family_that_is_not_known_says_which_flag_helps() -> None:
     engine = FakeEngine()
-    fields = {"messages": [{"role": "user", "content": "hi"}], "tools": [NOW], "tool_choice": "required"}
+    fields: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [NOW],
+        "tool_choice": "required",
+    }
     answer = request(engine, "/v1/chat/completions", fields, tool_call_parser="none")
     assert answer.status == 400 and "--tool-call-parser" in answer.error["message"]
     fields = {"messages": [{"role": "user", "content": "hi"}], "thinking_token_budget": 5}
@@ -216,7 +225,7 @@ def test_a_family_that_is_not_known_says_which_flag_helps() -> None:
 @pytest.mark.parametrize(("fields", "budget"), [({"thinking_token_budget": 9}, 9), ({"thinking_budget": 0}, 0)])
 def test_a_thinking_budget(fields: dict[str, Any], budget: int) -> None:
     engine = FakeEngine()
-    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], **fields}
     constraint = constraint_of(engine, request(engine, "/v1/chat/completions", body, **THINK))
     assert constraint == Constraint(thinking_budget=budget, reasoning_starts=("<think>",), reasoning_ends=("</think>",))
     assert chat(engine, thinking_token_budget=-1).status == 200
@@ -245,7 +254,7 @@ def test_the_other_apis_ask_for_the_same() -> None:
     assert json.loads(constraint_of(engine, answer).text) == SCHEMA
     tool = {"type": "function", "name": "weather", "parameters": SCHEMA}
     for choice in ("required", {"type": "function", "name": "weather"}):
-        body = {"input": "hi", "tools": [tool], "tool_choice": choice}
+        body: dict[str, Any] = {"input": "hi", "tools": [tool], "tool_choice": choice}
         assert constraint_of(engine, request(engine, "/v1/responses", body)).kind == "lark"
 
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
@@ -290,7 +299,7 @@ def odd_tools(*names: str) -> list[dict[str, Any]]:
 
 
 def ask_beside_tools(engine: FakeEngine, parser: str, **fields: Any) -> Answer:
-    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], **fields}
     return request(engine, "/v1/chat/completions", body, tool_call_parser=parser)
 
 
@@ -299,7 +308,7 @@ def test_a_tool_that_cannot_be_enforced_takes_any_object(parser: str) -> None:
     """Its arguments are not enforced; the answer and the other tools' arguments still are."""
     engine = FakeEngine(["{}"])
     answer_schema = {"type": "object", "properties": {"ok": {"const": 1}}, "required": ["ok"]}
-    fields = {"tools": odd_tools(), "response_format": formatted(schema=answer_schema)}
+    fields: dict[str, Any] = {"tools": odd_tools(), "response_format": formatted(schema=answer_schema)}
     constraint = constraint_of(engine, ask_beside_tools(engine, parser, **fields))
     assert constraint.sources[0].tool == "weather"
     assert "no object" not in constraint.text, "no call can have this name"
@@ -336,7 +345,7 @@ def test_a_tool_that_cannot_be_enforced_takes_any_object(parser: str) -> None:
 @pytest.mark.parametrize("name", ["odd", "deep", "nested"])
 def test_a_forced_tool_that_cannot_be_enforced_is_named(parser: str, name: str) -> None:
     engine = FakeEngine()
-    fields = {"tools": odd_tools("weather", name), "tool_choice": "required"}
+    fields: dict[str, Any] = {"tools": odd_tools("weather", name), "tool_choice": "required"}
     constraint = constraint_of(engine, ask_beside_tools(engine, parser, **fields))
     tokenizer = json_tokenizer(constraint.lark_marks, special=True)
     field = "tools[1].function.parameters"

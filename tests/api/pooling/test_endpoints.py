@@ -91,7 +91,7 @@ def test_what_the_engine_refuses() -> None:
     engine = FakeEngine()
     engine.refuse = ("invalid_request", "This model scores pairs of texts; embeddings are made by others.")
     answer = embed(engine)
-    assert (answer.status, answer.error["message"]) == (400, engine.refuse[1])
+    assert (answer.status, answer.error["message"]) == (400, (engine.refuse or ("", ""))[1])
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

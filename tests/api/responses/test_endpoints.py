@@ -121,7 +121,7 @@ def test_calls_are_items() -> None:
 
 
 THOUGHTS = ["<think>I", " see", "</think>", "Well. ", CALL]
-REASONS = {"reasoning_parser": "qwen3"}
+REASONS: dict[str, Any] = {"reasoning_parser": "qwen3"}
 
 
 def think(stream: bool, pieces: list[str] = THOUGHTS, **fields: Any) -> Answer:
@@ -282,7 +282,7 @@ def test_a_stream_that_fails_says_so_and_keeps_what_it_has() -> None:
     assert last["response"]["output"][0]["content"][0]["text"] == "Hel"
 
 
-def conversation(*calls: tuple[str, str, Any, str]) -> list[Answer]:
+def conversation(*calls: tuple[str, Any, Any, str]) -> list[Answer]:
     """Calls to one application, with keys; a body may be made from the answers so far."""
 
     async def scenario() -> list[Answer]:
@@ -357,7 +357,7 @@ def test_the_items_that_a_response_was_made_from() -> None:
     body = whole.json
     assert body["object"] == "list" and not body["has_more"]
     assert (body["first_id"], body["last_id"]) == (body["data"][0]["id"], body["data"][-1]["id"])
-    status = {"status": "completed"}
+    status: dict[str, Any] = {"status": "completed"}
     assert without_ids(body["data"]) == [
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}], **status},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}], **status},
@@ -416,7 +416,7 @@ def test_an_effort_of_none_stops_the_reasoning() -> None:
 def test_a_schema_that_is_refused_has_the_name_of_its_field() -> None:
     """Tools that the server would run are no functions, but have their places among the tools."""
     engine = FakeEngine()
-    fields = {"tools": [{"type": "web_search"}, *TOOLS], "tool_choice": "required"}
+    fields: dict[str, Any] = {"tools": [{"type": "web_search"}, *TOOLS], "tool_choice": "required"}
     field = "tools[0].function.parameters"
     engine.refuse = ("invalid_request", f"The JSON schema in {field} (of 'x') cannot be enforced: no.", field, 0)
     answer = respond(engine, **fields)

@@ -4,6 +4,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def _write(path: Path, header: object, data: bytes = bytes(32), length: int | No
     return path
 
 
-def _described(**changes: object) -> dict[str, object]:
+def _described(**changes: Any) -> dict[str, object]:
     names = ("dtype", "shape", "data_offsets")
     return {name: dict(zip(names, value, strict=True)) for name, value in (GOOD | changes).items() if value}
 

@@ -443,7 +443,9 @@ def test_the_worker_is_told_what_may_not_end_a_request_yet() -> None:
     limits = msgspec.structs.replace(message.limits, min_tokens=3)
     scheduler.add(msgspec.structs.replace(message, limits=limits))
     worker = worker_for(scheduler)
-    (opened,) = (plan := scheduler.plan()).open  # type: ignore[union-attr]
+    plan = scheduler.plan()
+    assert plan is not None
+    (opened,) = plan.open
     assert opened.min_len == 11 and sorted(bytes_to_ids(opened.ends)) == sorted((EOS, 30, 40))
     request = scheduler.table.requests[1]
     assert not request.may_speculate
@@ -461,4 +463,5 @@ def test_nothing_is_withheld_from_a_request_that_nothing_ends() -> None:
     scheduler = make()
     message = enqueue(1, [5, 6], max_tokens=4, ignore_eos=True)
     scheduler.add(msgspec.structs.replace(message, limits=msgspec.structs.replace(message.limits, min_tokens=3)))
-    assert scheduler.plan().open[0].min_len == 0  # type: ignore[union-attr]
+    plan = scheduler.plan()
+    assert plan is not None and plan.open[0].min_len == 0

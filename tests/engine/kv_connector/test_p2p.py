@@ -23,7 +23,16 @@ from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.kv_connector import p2p
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.p2p import P2pConnector, P2pCore
-from pagewire.engine.kv_connector.p2p_wire import Blocks, Fetch, Found, Lookup, checksum, decode_request, encode
+from pagewire.engine.kv_connector.p2p_wire import (
+    Blocks,
+    Fetch,
+    Found,
+    Lookup,
+    checksum,
+    decode_request,
+    encode,
+    read_settings,
+)
 from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import Transferred, ids_to_bytes
@@ -88,7 +97,9 @@ class Instance:
 
     def matched(self, request: Asking, num_computed: int = 0) -> int:
         """The answer of `get_num_new_matched_tokens`, once there is one."""
-        return wait_for(lambda: self.core.get_num_new_matched_tokens(request, num_computed)[0])
+        num_tokens = wait_for(lambda: self.core.get_num_new_matched_tokens(request, num_computed)[0])
+        assert num_tokens is not None
+        return num_tokens
 
     def load(self, request: Asking, blocks: list[int], num_blocks: int) -> set[int]:
         """Loads the last `num_blocks` of these blocks; which of them failed."""
@@ -463,5 +474,5 @@ def test_places_where_no_socket_can_be(folder):
     (folder / "file").write_text("precious")
     for path, sentence in [(f"{folder}/file", "is no socket"), (f"{folder}/none/kv", "there is no folder")]:
         with pytest.raises(ConfigError, match=sentence):
-            P2pWorker(p2p.read_settings({"serve": path}, BLOCK_BYTES), FACTS)
+            P2pWorker(read_settings({"serve": path}, BLOCK_BYTES), FACTS)
     assert (folder / "file").read_text() == "precious"

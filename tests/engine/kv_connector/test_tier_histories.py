@@ -16,6 +16,7 @@ from waiting import until
 
 from pagewire.engine.core.eviction import EvictionQueue
 from pagewire.engine.kv_connector import disk, host
+from pagewire.engine.kv_connector.host_meta import HostLoad
 
 TIERS: dict[str, Callable[[Path], list[str]]] = {
     "host": lambda path: [f"host,size={12 * BLOCK_BYTES}"],
@@ -102,7 +103,7 @@ def test_the_histories_notice_wrong_blocks(tmp_path: Path) -> None:
     def shifted(core: host.HostCore, request: Any, block_ids: list[int], num: int) -> None:
         original(core, request, block_ids, num)
         load = core._loads[-1]
-        core._loads[-1] = host.HostLoad(load.rid, load.slots[4:] + load.slots[:4], load.blocks)
+        core._loads[-1] = HostLoad(load.rid, load.slots[4:] + load.slots[:4], load.blocks)
 
     with patch.object(host.HostCore, "update_state_after_alloc", shifted):
         assert fails("host", tmp_path)

@@ -20,7 +20,7 @@ from pagewire.ipc.messages import Constraint, ids_to_bytes
 from .tokenizers_for_tests import make, trained, write_folder
 
 EOS = "<|im_end|>"
-THINK = {"reasoning_starts": ("<think>",), "reasoning_ends": ("</think>",)}
+THINK: dict[str, Any] = {"reasoning_starts": ("<think>",), "reasoning_ends": ("</think>",)}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_an_eos_only_where_the_grammar_may_end(grammars: Grammars, tokenizer: To
     (a,), (b,) = tokenizer.encode("a", False), tokenizer.encode("b", False)
     assert allowed(matcher, tokenizer) == [a]
     matcher.accept([a])
-    assert allowed(matcher, tokenizer) == sorted([b, tokenizer.eos_token_id]) and not matcher.is_ended
+    assert allowed(matcher, tokenizer) == sorted([b, tokenizer.eos_token_id or 0]) and not matcher.is_ended
     matcher.accept([b])
     assert matcher.is_ended and allowed(matcher, tokenizer) == [tokenizer.eos_token_id]
     matcher.accept([tokenizer.eos_token_id, a])  # drawn in vain
@@ -170,7 +170,7 @@ def test_a_model_may_answer_at_once(tokenizer: Tokenizer, grammars: Grammars) ->
 
 
 HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
-HARMONY = {
+HARMONY: dict[str, Any] = {
     "reasoning_starts": ("<|channel|>analysis<|message|>",),
     "reasoning_ends": ("<|end|><|start|>assistant",),
 }

@@ -207,7 +207,10 @@ def test_branches_that_only_closing_keeps_apart_are_refused(schema: Schema) -> N
 
 
 def test_what_refers_in_circles_comes_to_an_end() -> None:
-    circle = {"$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"allOf": [{"$ref": "#/$defs/A"}, BASE]}}, "$ref": "#/$defs/A"}
+    circle: Schema = {
+        "$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"allOf": [{"$ref": "#/$defs/A"}, BASE]}},
+        "$ref": "#/$defs/A",
+    }
     assert tidy(circle)["$defs"]
     assert tidy({"$ref": "#"}) == {"$ref": "#"} and tidy({"$ref": "#/nowhere/1", **BASE})["$ref"] == "#/nowhere/1"
 

@@ -29,6 +29,7 @@ def _load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         targets = checkpoint_targets(parameters, model.fused, model.cuts, model.renamed)
         total = load_weights(reader, parameters, targets, redundant=model.redundant)
     assert total == sum(parameter.nbytes for parameter in parameters.values())
+    assert model is not None
     return model
 
 
