@@ -1,5 +1,5 @@
-"""Makes the shared test helpers importable (`import fakes`, `import checkpoints`); quiet threads, no downloads; and marks
-what a whole folder or a kind of file is."""
+"""The shared test helpers can be imported (`import fakes`), threads are quiet, nothing is fetched; and what all tests
+of a folder, or of a kind of file, are."""
 
 import os
 import signal
@@ -18,11 +18,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 # Beneath these paths of tests/, or named like that: what all tests are. The markers are explained in pyproject.toml.
 _MARKS_OF_FOLDERS = {"e2e": "e2e", "kernels/triton": "slow", "engine/gpu": "slow"}
-_MARKS_OF_NAMES = {
-    "test_exactness.py": "exactness",
-    "test_quantized_exactness.py": "exactness",
-    "test_families.py": "exactness",
-}
+_MARKS_OF_NAMES = dict.fromkeys(
+    ("test_exactness.py", "test_quantized_exactness.py", "test_families.py", "test_pooling.py"), "exactness"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

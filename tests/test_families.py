@@ -189,6 +189,7 @@ def test_a_folder_of_gguf_files(tmp_path: Path) -> None:
     assert diagnose(tmp_path) == sentence
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["diffllama", "gemma3"])
 def test_real_processes_end_with_that_sentence(kind: str, tmp_path: Path) -> None:

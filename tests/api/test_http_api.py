@@ -64,6 +64,7 @@ def ask(endpoint: str, engine: FakeEngine, **more: Any) -> Answer:
     return request(engine, endpoint.removeprefix("POST "), {**BODIES[endpoint], "seed": 1, **more})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_what_is_refused_is_named(endpoint: str) -> None:
     for name in (name for name, word in fields(endpoint).items() if word == "refused"):
@@ -76,6 +77,7 @@ def test_what_is_refused_is_named(endpoint: str) -> None:
         assert any(message.startswith(f"{name} is not supported") for message in messages), (name, messages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_what_is_ignored_changes_nothing(endpoint: str) -> None:
     def order(**more: Any) -> Any:
@@ -88,6 +90,7 @@ def test_what_is_ignored_changes_nothing(endpoint: str) -> None:
         assert all(order(**{name: value}) == plain for value in VALUES), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_null_is_the_same_as_absent(endpoint: str) -> None:
     required = BODIES[endpoint].keys()

@@ -58,6 +58,7 @@ def test_a_smoke_run_writes_what_it_found(tmp_path: Path) -> None:
     assert text.startswith("# SMOKE, not a measurement") and "| determinism | " in text and text in done.stdout
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so() -> None:
     done = run(str(ROOT / "bench" / "gpu" / "verify.sh"))
     assert (done.returncode == 2 and "--smoke" in done.stderr) or "no triton" in done.stderr, done.stdout + done.stderr

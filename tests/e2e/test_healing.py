@@ -86,6 +86,7 @@ def test_the_instrument_notices_what_is_not_the_same(server: chaos.Server, strea
         assert figures["failed"] + figures["differing"] == 1 and len(other.complaints) == 1
 
 
+@pytest.mark.long
 def test_too_many_deaths_end_the_server(start: Callable[..., Server]) -> None:
     server = start().wait_ready()
     victims: list[psutil.Process] = []

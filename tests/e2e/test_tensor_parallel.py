@@ -77,6 +77,7 @@ def test_ranks_say_what_one_rank_says(
     assert server.stop() == 0, server.log.read_text()
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_in_service_is_replaced_with_the_others_and_streams_go_on(
     start: Callable[..., Server],
 ) -> None:

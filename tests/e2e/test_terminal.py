@@ -185,6 +185,7 @@ def test_top_shows_what_the_server_does(server: Server, tmp_path: Path, terminal
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_top_waits_for_a_server_that_went_away(start: Callable[..., Server], terminal: Callable[..., Terminal]) -> None:
     server = start().wait_ready()
     screen = terminal("top", "--interval", "0.2", "--url", server.url)

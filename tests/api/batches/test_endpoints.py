@@ -3,14 +3,9 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 from harness import Answer, Client, FakeEngine, make_app, run
-from waiting import until_async
-
-from pagewire.api.batches import runner
 
 BOUNDARY = "a-line-between"
 
@@ -80,32 +75,6 @@ def play(
     run(whole())
 
 
-def test_a_file_is_kept_listed_read_and_deleted() -> None:
-    async def work(server: Batches) -> None:
-        content = request_line("a") * 3
-        file = (await server.upload(content)).json
-        assert file | {"id": "", "created_at": 0} == {
-            "id": "",
-            "object": "file",
-            "bytes": len(content),
-            "created_at": 0,
-            "filename": "in.jsonl",
-            "purpose": "batch",
-            "status": "processed",
-        }
-        assert (await server.call("GET", f"/v1/files/{file['id']}")).json == file
-        assert (await server.call("GET", f"/v1/files/{file['id']}/content")).body == content.encode()
-        second = (await server.upload(content)).json
-        page = (await server.call("GET", "/v1/files?limit=1")).json
-        assert page["data"] == [second] and page["has_more"] is True and page["last_id"] == second["id"]
-        page = (await server.call("GET", f"/v1/files?limit=5&after={second['id']}")).json
-        assert page["data"] == [file] and page["has_more"] is False
-        assert (await server.call("DELETE", f"/v1/files/{file['id']}")).json["deleted"] is True
-        assert (await server.call("GET", f"/v1/files/{file['id']}")).status == 404
-
-    play(work)
-
-
 def test_a_batch_is_answered_by_the_endpoints() -> None:
     async def work(server: Batches) -> None:
         lines = [request_line(str(i)) for i in range(20)] + [request_line("bad", temperature=9)]
@@ -126,132 +95,6 @@ def test_a_batch_is_answered_by_the_endpoints() -> None:
         assert listed == [ended]
 
     play(work)
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        ("", "The file holds no request."),
-        ("{\n", "Line 1: "),
-        (request_line("a") * 2, "Line 2: custom_id 'a' stands there twice."),
-        (request_line("a", url="/v1/chat/completions"), "Line 1: the batch is for /v1/completions, this is for"),
-        (request_line("a", url="/metrics"), "Line 1: POST /metrics is no request of a batch"),
-        (request_line("a", stream=True), "Line 1: a batch has no streams"),
-        (request_line("a") + request_line("b", user="x" * 2000), "Line 2: a request has at most 2000 bytes."),
-    ],
-)
-def test_a_wrong_file_fails_the_batch_before_anything_is_sent(content: str, complaint: str) -> None:
-    engine = FakeEngine()
-
-    async def work(server: Batches) -> None:
-        batch = await server.create(content)
-        ended = await server.until(batch["id"], "completed", "failed")
-        assert ended["status"] == "failed" and not engine.submits
-        assert ended["errors"]["data"][0]["message"].startswith(complaint)
-
-    play(work, engine, max_body_size=2000)
-
-
-def test_a_cancelled_batch_keeps_what_it_has() -> None:
-    engine = FakeEngine()
-
-    async def work(server: Batches) -> None:
-        batch = await server.create(request_line("first"))
-        await server.until(batch["id"], "completed")
-        engine.hold = True
-        batch = await server.create("".join(request_line(str(i)) for i in range(50)))
-        await until_async(lambda: len(engine.open) == 8, "as many are open as run at once")
-        busy = (await server.call("DELETE", f"/v1/files/{batch['input_file_id']}")).status
-        assert busy == 409 and len(engine.open) == 8
-        answer = await server.call("POST", f"/v1/batches/{batch['id']}/cancel")
-        assert answer.json["status"] == "cancelling"
-        ended = await server.until(batch["id"], "cancelled")
-        assert not engine.open and ended["output_file_id"] is None
-        assert (await server.call("POST", f"/v1/batches/{batch['id']}/cancel")).status == 409
-
-    play(work, engine)
-
-
-def test_a_busy_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_PAUSE_S", 0.001)
-    engine = FakeEngine()
-    engine.refuse = ("queue_full", "The queue is full.")
-
-    async def work(server: Batches) -> None:
-        batch = await server.create(request_line("a"))
-        await until_async(lambda: len(engine.submits) >= 3, "it is asked again")
-        engine.refuse = None
-        assert (await server.until(batch["id"], "completed"))["request_counts"]["completed"] == 1
-
-    play(work, engine)
-
-
-def test_the_next_server_goes_on(tmp_path: Path) -> None:
-    ids: list[str] = []
-    engine = FakeEngine()
-
-    async def begin(server: Batches) -> None:
-        batch = await server.create("".join(request_line(str(i)) for i in range(30)))
-        ids.append(batch["id"])
-        while (await server.call("GET", f"/v1/batches/{ids[0]}")).json["request_counts"]["completed"] < 5:
-            await asyncio.sleep(0)
-        engine.hold = True
-
-    play(begin, engine, batch_folder=str(tmp_path))
-    output = tmp_path / f"{ids[0]}.output"
-    num_done = len(output.read_text().splitlines())
-    assert 5 <= num_done < 30
-    with output.open("a") as file:
-        file.write('{"custom_id": "cut sho')  # as after a power cut
-    again = FakeEngine()
-
-    async def go_on(server: Batches) -> None:
-        ended = await server.until(ids[0], "completed")
-        assert ended["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
-        answers = [answer["custom_id"] for answer in await server.lines(ended["output_file_id"])]
-        assert sorted(answers, key=int) == [str(i) for i in range(30)]
-        assert len(again.submits) == 30 - num_done
-
-    play(go_on, again, start=True, batch_folder=str(tmp_path))
-
-
-def test_a_batch_that_takes_too_long_expires(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagewire.api.batches.endpoints.WINDOW_S", 1)
-    engine = FakeEngine()
-    engine.hold = True
-
-    async def work(server: Batches) -> None:
-        batch = await server.create(request_line("a"))
-        ended = await server.until(batch["id"], "expired", "failed", "completed")
-        assert ended["status"] == "expired" and not engine.open
-
-    play(work, engine)
-
-
-def test_answers_are_kept_where_there_is_no_room_for_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(server: Batches) -> None:
-        batch = await server.create(request_line("a"))
-        monkeypatch.setattr("pagewire.api.batches.store.MAX_STORED_BYTES", 0)
-        ended = await server.until(batch["id"], "failed", "completed")
-        assert ended["status"] == "completed" and len(await server.lines(ended["output_file_id"])) == 1
-        assert (await server.upload("x")).status == 413
-
-    play(work)
-
-
-def test_files_and_batches_belong_to_their_key() -> None:
-    async def work(server: Batches) -> None:
-        batch = await server.create(request_line("a"))
-        await server.until(batch["id"], "completed")
-        server.key = "two"
-        for path in (f"/v1/files/{batch['input_file_id']}", f"/v1/batches/{batch['id']}"):
-            assert (await server.call("GET", path)).status == 404
-        assert (await server.call("GET", "/v1/batches")).json["data"] == []
-        body = {"input_file_id": batch["input_file_id"], "endpoint": "/v1/completions"}
-        answer = await server.call("POST", "/v1/batches", body)
-        assert answer.status == 400 and answer.error["param"] == "input_file_id"
-
-    play(work, api_keys=("one", "two"))
 
 
 def test_what_is_no_upload_and_no_batch_is_refused() -> None:

@@ -7,9 +7,7 @@ import pytest
 from harness import run
 
 from pagewire.api.gateway.gateway import Gateway
-from pagewire.api.gateway.stream_backlog import MAX_BACKLOG_BYTES
 from pagewire.api.http.exchange import ClientGone
-from pagewire.api.http.http_error import HttpError
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import (
     Accepted,
@@ -19,17 +17,13 @@ from pagewire.ipc.messages import (
     Detokenize,
     Failed,
     Limits,
-    PromptEcho,
     Sampling,
     Snapshot,
     Submit,
     TextBatch,
     TextPrompt,
     TextSpec,
-    Times,
     Tokenize,
-    TokenLogprob,
-    TopLogprob,
     Usage,
 )
 
@@ -69,18 +63,6 @@ def test_rids_hold_the_api_index() -> None:
     assert box.gateway.num_open == 4
 
 
-def test_one_wake_up_for_all_news_of_a_step() -> None:
-    async def work() -> None:
-        box = Box()
-        stream = box.gateway.submit([order(2)])
-        reader = asyncio.create_task(stream.chunks())
-        await asyncio.sleep(0)
-        box.gateway.handle([TextBatch((chunk(BASE, "a"), chunk(BASE + 1, "b"))), TextBatch((chunk(BASE, "c"),))])
-        assert [(index, c.text) for index, c in await reader] == [(0, "a"), (1, "b"), (0, "c")]
-
-    run(work())
-
-
 class Way:
     """A short way that takes news while it is open."""
 
@@ -96,77 +78,6 @@ class Way:
 
     def flush(self) -> None:
         self.num_flushes += 1
-
-
-def test_the_short_way_is_for_news_while_the_reader_waits() -> None:
-    async def work() -> None:
-        box, way = Box(), Way()
-        stream = box.gateway.submit([order(2)])
-        box.gateway.handle([Accepted(BASE, 1), Accepted(BASE + 1, 1), TextBatch((chunk(BASE, "a"),))])
-        assert [c.text for _, c in await stream.chunks(way)] == ["a"] and not way.taken
-        reader = asyncio.create_task(stream.chunks(way))
-        await asyncio.sleep(0)
-        box.gateway.handle([TextBatch((chunk(BASE, "b"), chunk(BASE + 1, "c"))), TextBatch((chunk(BASE, "d"),))])
-        assert way.taken == ["b", "c", "d"] and way.num_flushes == 1 and not reader.done()
-        way.is_open = False
-        box.gateway.handle([TextBatch((chunk(BASE, "e"),))])
-        way.is_open = True  # too late: what follows must not overtake it
-        box.gateway.handle([TextBatch((chunk(BASE, "f"),))])
-        assert [c.text for _, c in await reader] == ["e", "f"] and way.num_flushes == 1
-
-    run(work())
-
-
-def test_news_for_a_client_that_does_not_keep_up_are_put_together() -> None:
-    logprob = TokenLogprob(TopLogprob(1, "x", b"x", -0.5), ())
-    echo, times = PromptEcho(b"", "hi"), Times(1.0, 2.0, 3.0)
-
-    async def work() -> None:
-        box = Box()
-        stream = box.gateway.submit([order(2)])
-        box.gateway.handle([Accepted(BASE, 1), Accepted(BASE + 1, 1)])
-        first = chunk(BASE, "a", logprobs=(logprob,), prompt=echo, times=times, prompt_end="p")
-        box.gateway.handle([TextBatch((first, chunk(BASE + 1, "1")))])
-        box.gateway.handle([TextBatch((chunk(BASE, "b", logprobs=(logprob,)), chunk(BASE + 1, "2", "length")))])
-        box.gateway.handle([TextBatch((chunk(BASE, "c", "stop", stop_reason="."),))])
-        assert not stream.finished
-        (zero, one), (index, other) = await stream.chunks()
-        assert (zero, one.text, one.ids, one.logprobs) == (0, "abc", b"\1\0\0\0" * 3, (logprob,) * 2)
-        assert (one.prompt, one.prompt_end, one.times) == (echo, "p", times)
-        assert (one.finish, one.stop_reason, one.usage) == ("stop", ".", USAGE)
-        assert (index, other.text, other.finish) == (1, "12", "length") and stream.finished
-
-    run(work())
-
-
-def test_what_is_left_unread_is_bounded() -> None:
-    async def work() -> None:
-        box = Box()
-        slow, other = box.gateway.submit([order()]), box.gateway.submit([order()])
-        text = "x" * 1000
-        for _ in range(MAX_BACKLOG_BYTES // 1004):
-            box.gateway.handle([TextBatch((chunk(BASE, text),))])
-        assert not box.cancelled
-        box.gateway.handle([TextBatch((chunk(BASE, text), chunk(BASE + 1)))])
-        assert box.cancelled == [(BASE,)] and box.gateway.stats.aborts["client_too_slow"] == 1
-        with pytest.raises(HttpError) as error:
-            await slow.chunks()
-        assert (error.value.status, error.value.code) == (408, "client_too_slow")
-        assert len(await other.chunks()) == 1
-
-    run(work())
-
-
-def test_much_at_once_is_no_fault_of_a_reader_that_waits() -> None:
-    async def work() -> None:
-        box = Box()
-        stream = box.gateway.submit([order()])
-        reader = asyncio.create_task(stream.chunks())
-        await asyncio.sleep(0)
-        box.gateway.handle([TextBatch(tuple(chunk(BASE, "x" * MAX_BACKLOG_BYTES) for _ in range(3)))])
-        assert len(await reader) == 3 and not box.cancelled
-
-    run(work())
 
 
 def test_what_the_engine_would_refuse_is_not_sent_there() -> None:
@@ -191,20 +102,6 @@ def test_when_to_come_again_is_how_long_the_others_take() -> None:
     assert box.gateway.retry_after_s == 10, "twenty are left, two a second"
     box.gateway.handle([Snapshot(1, 10, 50, 0, 0, 0, 0, 0, 0, 0.0)])
     assert box.gateway.retry_after_s == 30, "other clients' requests are before us, too"
-
-
-def test_admission_waits_for_every_sequence() -> None:
-    async def work() -> None:
-        box = Box()
-        stream = box.gateway.submit([order(3)])
-        admitted = asyncio.create_task(stream.admitted())
-        box.gateway.handle([Accepted(BASE, 1), TextBatch((chunk(BASE + 2),))])
-        await asyncio.sleep(0)
-        assert not admitted.done()
-        box.gateway.handle([TextBatch((chunk(BASE + 1, finish="stop"),))])
-        await admitted
-
-    run(work())
 
 
 def test_a_refusal_ends_the_others() -> None:
@@ -250,18 +147,6 @@ def test_a_finished_stream_cancels_nothing() -> None:
     run(work())
 
 
-def test_news_before_an_error_are_read_first() -> None:
-    async def work() -> None:
-        box = Box()
-        stream = box.gateway.submit([order()])
-        box.gateway.handle([TextBatch((chunk(BASE),)), Failed(BASE, "internal", "Broken.")])
-        assert len(await stream.chunks()) == 1
-        with pytest.raises(RequestError, match="Broken"):
-            await stream.chunks()
-
-    run(work())
-
-
 def test_an_abort_that_nobody_asked_for_is_no_success() -> None:
     async def work() -> None:
         box = Box()
@@ -303,20 +188,3 @@ def test_draining_lets_open_requests_go_on() -> None:
         assert len(await stream.chunks()) == 1
 
     run(work())
-
-
-def test_counts_and_durations() -> None:
-    box = Box()
-    box.gateway.submit([order(2)])
-    for now, messages in (
-        (1.0, (chunk(BASE),)),
-        (3.0, (chunk(BASE), chunk(BASE + 1))),
-        (4.0, (chunk(BASE, finish="stop"),)),
-    ):
-        box.now = now
-        box.gateway.handle([TextBatch(messages)])
-    box.gateway.handle([Failed(BASE + 1, "internal", "x")])
-    stats = box.gateway.stats
-    assert stats.finished == {"stop": 1, "length": 0, "abort": 0, "error": 1}
-    assert stats.time_to_first_token_s.total == 4.0 and sum(stats.time_to_first_token_s.counts) == 2
-    assert stats.inter_token_latency_s.total == 3.0 and stats.request_latency_s.total == 4.0

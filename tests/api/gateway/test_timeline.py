@@ -1,21 +1,17 @@
 """What is told of a request that has ended: its parts, its line, why it was cut short, and its times in the answer."""
 
-import logging
 from typing import Any
 
 import pytest
 from harness import FakeEngine, chat, complete
 
 from pagewire.api.gateway.gateway import Gateway
-from pagewire.api.gateway.request_end import RequestEnd, log_request, request_end
+from pagewire.api.gateway.request_end import RequestEnd, request_end
 from pagewire.api.gateway.timeline import timeline, together
-from pagewire.api.http.http_error import ShuttingDown
-from pagewire.errors import RequestError
 from pagewire.ipc.messages import (
     Chunk,
     Failed,
     Limits,
-    Pooling,
     Sampling,
     Submit,
     TextBatch,
@@ -80,56 +76,6 @@ def ended() -> tuple[Clocked, RequestEnd]:
     return box, request_end(SCOPE, [order(2), order(2)], stream)
 
 
-def test_a_prompt_counts_once_and_every_output() -> None:
-    box, end = ended()
-    assert (end.num_prompt, end.num_cached, end.num_output, end.num_sequences) == (10 + 12, 16, 5 + 6 + 7, 4)
-    assert end.outcomes == ("length", "error:internal") and end.timeline == timeline(1.0, Times(1.5, 1.75, 3), 4, 8)
-    stats = box.gateway.stats
-    assert stats.max_generation_tokens.total == 7 and sum(stats.max_generation_tokens.counts) == 1
-    assert stats.part_s["decode"].total == 6.0 and stats.inference_s.total == 9.0
-    assert stats.time_per_output_token_s.total == pytest.approx(2 / 4 + 2 / 5 + 2 / 6)
-    assert stats.prompt_tokens.total == 33 and stats.choices.total == 4
-
-
-def test_the_line_tells_counts_and_times_and_no_text(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        log_request(ended()[1])
-    assert caplog.messages == [
-        "request_id=r1 path=/v1/completions ended=length,error:internal sequences=4 prompt=22 cached=16 output=18 "
-        "tokenizer_queue_ms=500.0 tokenize_ms=250.0 queue_ms=1250.0 prefill_ms=1000.0 decode_ms=4000.0 total_ms=7000.0"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (ShuttingDown("bye"), "shutting_down"),
-        (RequestError("queue_full", "x"), "queue_full"),
-        (OSError("x"), "internal"),
-        (None, "client_gone"),
-    ],
-)
-def test_aborts_are_counted_by_cause(error: Exception | None, reason: str) -> None:
-    box = Clocked()
-    stream = box.gateway.submit([order(3)])
-    box.at(2.0, Chunk(0, "", b"", finish="stop", usage=Usage(1, 0, 0)))
-    if error is None:
-        stream.cancel()
-    else:
-        box.gateway.end(stream, error)
-    assert {name: count for name, count in box.gateway.stats.aborts.items() if count} == {reason: 2}
-    assert [ended.outcome for ended in stream.ended] == ["stop", f"abort:{reason}", f"abort:{reason}"]
-
-
-def test_a_refusal_cuts_the_other_choices_short() -> None:
-    box = Clocked()
-    box.gateway.submit([order(3)])
-    box.gateway.handle([Failed(1, "queue_full", "Full.")])
-    stats = box.gateway.stats
-    assert stats.errors["queue_full"] == 1 and stats.aborts["queue_full"] == 2
-    assert stats.finished["error"] == 1 and stats.finished["abort"] == 2
-
-
 def test_what_the_tokenizer_has_is_counted() -> None:
     box = Clocked()
     box.gateway.submit([order(3)])
@@ -148,19 +94,3 @@ def test_times_come_last_and_only_when_asked_for(ask: Any, usage: bool) -> None:
     assert done == "[DONE]"
     assert ["timings" in event for event in events] == [False] * (len(events) - 1) + [True]
     assert events[-1]["choices"] == [] and (events[-1].get("usage") is not None) == usage
-
-
-@pytest.mark.parametrize(
-    ("path", "pooling", "operation"),
-    [
-        ("/v1/completions", None, "text_completion"),
-        ("/v1/embeddings", Pooling("mean"), "embeddings"),
-        ("/v2/rerank", Pooling("score"), "score"),
-        ("/v1/messages", None, "chat"),
-    ],
-)
-def test_what_a_span_calls_the_request(path: str, pooling: Pooling | None, operation: str) -> None:
-    pytest.importorskip("opentelemetry.exporter")
-    from pagewire.api.gateway.tracing import operation_of
-
-    assert operation_of(path, pooling) == operation

@@ -58,6 +58,7 @@ def _step(rng, cache, *, contiguous):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 6, 40])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (7, 1)])

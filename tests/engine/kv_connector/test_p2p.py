@@ -3,8 +3,6 @@
 import os
 import random
 import shutil
-import socket
-import stat
 import tempfile
 import threading
 from array import array
@@ -31,10 +29,7 @@ from pagewire.engine.kv_connector.p2p_wire import (
     checksum,
     decode_request,
     encode,
-    read_settings,
 )
-from pagewire.engine.kv_connector.p2p_worker import P2pWorker
-from pagewire.errors import ConfigError
 from pagewire.ipc.messages import Transferred, ids_to_bytes
 
 T = TypeVar("T")
@@ -221,17 +216,6 @@ def test_what_was_coming_and_does_not_come(end, folder, instance):
     )
 
 
-def test_many_replies_make_one_load(folder, instance, monkeypatch):
-    monkeypatch.setattr("pagewire.engine.kv_connector.p2p_worker.MAX_REPLY_BYTES", 3 * BLOCK_BYTES)
-    prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
-    blocks = random.Random(1).sample(range(64), 20)
-    prefill.serve(prompt(1, 81), blocks)
-    request = prompt(2, 81)
-    assert decode.matched(request) == 80
-    assert decode.load(request, blocks[::-1], 20) == set()
-    assert torch.equal(decode.content(blocks[::-1]), prefill.content(blocks))
-
-
 def test_another_model_has_nothing_in_common(folder, instance):
     prefill = instance(serve=f"{folder}/kv")
     decode = instance(
@@ -239,27 +223,6 @@ def test_another_model_has_nothing_in_common(folder, instance):
     )
     prefill.serve(prompt(1, 30), list(range(8)))
     assert decode.matched(prompt(2, 30)) == 0
-
-
-def test_the_worker_keeps_what_the_core_thinks(folder, instance):
-    """Random requests that end, of three families with common beginnings, and more blocks than there is room for."""
-    rng = random.Random(3)
-    prefill = instance(serve=f"{folder}/kv", size=str(12 * BLOCK_BYTES + 5))
-    for rid in range(200):
-        request = prompt(rid, rng.randrange(1, 60), seed=rng.randrange(3))
-        request.num_computed = len(request.ids)
-        blocks = rng.sample(range(64), -(-len(request.ids) // SIZE))
-        prefill.core.request_finished(request, blocks)
-        if rng.random() < 0.6:
-            prefill.step()
-            assert prefill.worker._store._blocks.keys() == prefill.core._kept.keys()
-        (tier,) = prefill.core.tiers()
-        assert tier.num_blocks <= tier.capacity == 12
-        assert tier.num_stored - tier.num_evicted == tier.num_blocks
-        head = request.block_keys(min(12, len(request.ids) // SIZE), SIZE)
-        assert all(key in prefill.core._kept for key in head), "of one request the tail goes first"
-    prefill.step()
-    assert prefill.worker._store._blocks.keys() == prefill.core._kept.keys()
 
 
 def test_a_peer_that_is_not_there_is_left_alone(folder, instance, monkeypatch):
@@ -281,32 +244,6 @@ def test_a_peer_that_is_not_there_is_left_alone(folder, instance, monkeypatch):
     now += 1.9
     assert core.get_num_new_matched_tokens(request, 0) == (0, False), "the second pause is longer"
     assert not core._questions and not core._rids
-
-
-def test_a_restarted_peer_is_found_again(folder, instance):
-    first, decode = Instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", fetch_timeout_ms="10000")
-    first.serve(prompt(1, 30), list(range(8)))
-    assert decode.matched(prompt(2, 30)) == 28
-    first.close()
-    second = instance(serve=f"{folder}/kv")
-    assert decode.matched(prompt(3, 30)) == 0
-    second.serve(prompt(1, 30), list(range(8)))
-    request = prompt(4, 30)
-    assert decode.matched(request) == 28
-    assert decode.load(request, list(range(8, 15)), 7) == set()
-    assert torch.equal(decode.content(list(range(8, 15))), second.content(list(range(7))))
-
-
-def test_blocks_that_are_gone_when_they_are_fetched(folder, instance):
-    prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
-    prefill.serve(prompt(1, 30), list(range(8)))
-    request = prompt(2, 30)
-    assert decode.matched(request) == 28
-    prefill.worker._store.drop(request.block_keys(7, SIZE)[4:])
-    assert decode.load(request, list(range(10, 17)), 7) == {14, 15, 16}
-    assert torch.equal(decode.content([10, 11, 12, 13]), prefill.content([0, 1, 2, 3]))
-    assert decode.matched(prompt(3, 30)) == 0, "it is left alone for a moment"
-    assert decode.core.tiers()[0].num_failed == 3
 
 
 class BadPeer:
@@ -367,55 +304,6 @@ BAD_ANSWERS: dict[str, Callable[[Fetch], bytes | None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_ANSWERS)
-def test_bad_peers_cost_time_and_nothing_else(kind, folder, instance):
-    decode = instance(peer=f"{folder}/kv", fetch_timeout_ms="60" if kind in ("silence", "too much") else "9000")
-    for pair in decode.cache.pages:
-        for page in pair:
-            page.zero_()
-    peer = BadPeer(folder / "kv", BAD_ANSWERS[kind])
-    try:
-        request = prompt(1, 30)
-        assert decode.matched(request) == 28, "more than was asked for is not believed"
-        decode.core.update_state_after_alloc(request, list(range(20, 27)), 28)
-        second = prompt(2, 30, seed=1)
-        decode.core.update_state_after_alloc(second, list(range(30, 37)), 28)
-        decode.step()
-        done: set[int] = set()
-        while len(done) < 2:
-            done |= wait_for(decode.worker.get_finished, wanted=lambda x: bool(x[1]))[1]
-        assert decode.worker.get_block_ids_with_load_errors() == {*range(20, 27), *range(30, 37)}
-        assert not any(page.any() for pair in decode.cache.pages for page in pair), "nothing unverified is written"
-    finally:
-        peer.close()
-
-
-def test_closing_in_the_middle_of_a_fetch(folder):
-    decode = Instance(peer=f"{folder}/nobody", fetch_timeout_ms="600000")
-    decode.core.update_state_after_alloc(prompt(1, 30), list(range(7)), 28)
-    decode.step()
-    decode.close()
-    assert not any(thread.name.startswith("p2p") for thread in threading.enumerate())
-
-
-def test_the_server_outlives_nonsense(folder, instance):
-    prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
-    prefill.serve(prompt(1, 30), list(range(8)))
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 5000
-        stranger.connect(f"ipc://{folder}/kv")
-        for message in (b"", b"\xff" * 100, encode(Lookup(1, bytes(32), BLOCK_BYTES, b"seven..", 0))):
-            stranger.send(message)
-        stranger.send_multipart([b"a", b"b", b"c"])
-        stranger.send(encode(Lookup(2, bytes(32), BLOCK_BYTES, b"", 0)))
-        assert stranger.poll(DEADLINE_S * 1000)
-        assert stranger.recv() == encode(Found(2, 0))
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(f"{folder}/kv")
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-    assert decode.matched(prompt(2, 30)) == 28
-
-
 def test_nothing_is_remembered_of_requests_that_end(folder, instance):
     core: P2pCore = instance(peer=f"{folder}/nobody", timeout_ms="600000").core
     for rid in range(3000):
@@ -427,52 +315,3 @@ def test_nothing_is_remembered_of_requests_that_end(folder, instance):
     core.get_num_new_matched_tokens(prompt(1, 30), 0)
     core.reset()
     assert not core._questions and not core._rids
-
-
-def test_the_socket_is_the_owners_alone(folder, instance):
-    instance(serve=f"{folder}/kv")
-    assert stat.S_IMODE((folder / "kv").stat().st_mode) == 0o600
-    with pytest.raises(ConfigError, match="another instance serves on"):
-        Instance(serve=f"{folder}/kv")
-
-
-def test_closing_removes_the_socket(folder):
-    served = Instance(serve=f"{folder}/kv")
-    served.close()
-    served.close()
-    assert not list(folder.iterdir())
-
-
-def test_what_a_dead_instance_left_is_no_obstacle(folder, instance):
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(f"{folder}/kv")
-    instance(serve=f"{folder}/kv").serve(prompt(1, 30), list(range(8)))
-    assert instance(peer=f"{folder}/kv").matched(prompt(2, 30)) == 28
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({}, "needs serve=PATH, peer=PATH, or both"),
-        ({"pear": "x"}, "has no option 'pear'"),
-        ({"peer": "tcp://10.0.0.1:5"}, "should be the path of a socket"),
-        ({"peer": ""}, "should be the path of a socket"),
-        ({"peer": "/tmp/" + "x" * 120}, "at most 107 bytes"),
-        ({"peer": "/x", "size": "1G"}, "give that as well"),
-        ({"serve": "/x", "size": "much"}, "not a number or a size"),
-        ({"serve": "/x", "size": "100"}, "less than one block"),
-        ({"peer": "/x", "timeout_ms": "0"}, "a number of milliseconds"),
-        ({"peer": "/x", "fetch_timeout_ms": "1.5"}, "a number of milliseconds"),
-    ],
-)
-def test_options_that_make_no_sense(options, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        P2pConnector.core(options, FACTS)
-
-
-def test_places_where_no_socket_can_be(folder):
-    (folder / "file").write_text("precious")
-    for path, sentence in [(f"{folder}/file", "is no socket"), (f"{folder}/none/kv", "there is no folder")]:
-        with pytest.raises(ConfigError, match=sentence):
-            P2pWorker(read_settings({"serve": path}, BLOCK_BYTES), FACTS)
-    assert (folder / "file").read_text() == "precious"
