@@ -12,7 +12,7 @@ from pagewire.engine.checkpoint.source import DEMO_MODEL
 SEED, NUM = 11, 45
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mutants_are_refused_or_served(tmp_path: Path) -> None:
     moe = checkpoints.make_checkpoint(tmp_path / "moe", "qwen3_moe")
     vocabulary.add_tokenizer(moe)

@@ -31,6 +31,7 @@ def start(stack: ExitStack, folder: Path, *command: str) -> Process:
     return process.start()
 
 
+@pytest.mark.long
 def test_kill_9_of_a_whole_engine_loses_no_stream(on_default: str, started: ExitStack, tmp_path: Path) -> None:
     engines = [start(started, tmp_path / f"engine{i}", *ENGINE) for i in range(2)]
     urls = ",".join(engine.url for engine in engines)
