@@ -15,7 +15,7 @@ help:
 	@echo "make serve   start the server on the demo model and print a curl line to try"
 	@echo "make check   ruff, mypy and the tests without real processes, for the inner loop: two minutes on two cores"
 	@echo "make test    ruff, mypy and the tests that everybody should see pass: six minutes"
-	@echo "make test-long     the tests that take longest: half an hour"
+	@echo "make test-long     the tests that take longest: ten minutes"
 	@echo "make test-clients  the tests with other people's clients, which it installs"
 	@echo "make test-agents   the tests with coding agents, which it installs: 640 MB"
 	@echo "make test-browser  the web page's tests, with playwright and the machine's Chromium"
