@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
 # pip must compile .pyc files, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
@@ -13,9 +14,9 @@ PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
 help:
 	@echo "make serve         start the server with the demo model and print a curl command to try"
-	@echo "make check         run ruff, mypy and the fast tests"
-	@echo "make test          run ruff, mypy and the tests, without the slowest"
-	@echo "make test-long     run the slowest tests"
+	@echo "make check         run ruff, mypy and the tests without real processes: two minutes on two cores"
+	@echo "make test          run ruff, mypy and all tests but the longest: six minutes"
+	@echo "make test-long     run the longest tests"
 	@echo "make test-clients  install third-party clients and run the tests with them"
 	@echo "make test-agents   install coding agents (640 MB) and run the tests with them"
 	@echo "make test-browser  run the web page's tests, with playwright and the installed Chromium"
@@ -52,14 +53,13 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 check: lint types
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not e2e and not slow and not long" --ignore tests/test_exactness.py \
-		--ignore tests/test_families.py --ignore tests/kernels/triton --ignore tests/engine/gpu $(ARGS)
+	$(PYTEST) -m "not e2e and not exactness and not slow and not long" $(ARGS)
 
 test: lint types
-	$(BIN)/python -m pytest -n auto --dist worksteal --durations=10 $(ARGS)
+	$(PYTEST) --durations=10 $(ARGS)
 
 test-long: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m long $(ARGS)
+	$(PYTEST) -m "long and not clients and not browser" --durations=10 $(ARGS)
 
 test-clients: $(VENV)/.dev
 	$(PIP) install -r tests/e2e/requirements-clients.txt

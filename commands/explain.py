@@ -64,19 +64,29 @@ def _value(name: str, config: Config, server: ServerConfig) -> object:
             return get_setting(config, name)
 
 
+# Reasons that do not depend on the machine or the model.
+_ALWAYS = {
+    "model": "the demo model that ships with pagewire",
+    "served_model_name": "the model's own name",
+    "max_model_len": "what the model declares",
+    "kv_cache_memory": "from the memory that is free; see below",
+    "kv_cache_dtype": "as dtype",
+    "tool_call_parser": "what the chat template shows",
+    "reasoning_parser": "what the chat template shows",
+    "vocab_size": "the model's",
+    "eos_token_ids": "the model's",
+    "sampling": "the values that the model's authors recommend, for requests that do not set them",
+    "purpose": "what the checkpoint's files say",
+}
+
+
 def _reason(name: str, engine: EngineConfig, machine: MachineFacts) -> str | None:
     """Why a setting that was not made has this value; None: its default is a constant."""
     on_cpu = engine.device == "cpu" or not machine.has_gpu
     place = "a CPU" if on_cpu else "a GPU"
     match name:
-        case "model":
-            return "the demo model that ships with pagewire"
-        case "served_model_name":
-            return "the model's own name"
         case "dtype":
             return _dtype_reason(engine, on_cpu=on_cpu)
-        case "max_model_len":
-            return "what the model declares"
         case "device":
             return (
                 "there is an NVIDIA device" if machine.has_gpu else "there is no NVIDIA device that this torch can use"
@@ -85,10 +95,8 @@ def _reason(name: str, engine: EngineConfig, machine: MachineFacts) -> str | Non
             return f"the value for an encoder on {place}, or the longest text, which is read at once"
         case "enable_prefix_caching" if engine.model.purpose.is_encoder:
             return "the model keeps nothing of what it has read"
-        case "max_num_batched_tokens":
+        case "max_num_batched_tokens" | "block_size":
             return f"the value for {place}"
-        case "kv_cache_memory":
-            return "from the memory that is free; see below"
         case "gpu_memory_utilization" if on_cpu:
             return "default; not used on a CPU"
         case "cpu_kernels" if not on_cpu:
@@ -99,23 +107,11 @@ def _reason(name: str, engine: EngineConfig, machine: MachineFacts) -> str | Non
             return "what the C kernels compute in" if engine.arithmetic != engine.dtype else "as dtype"
         case "batch_invariance":
             return _INVARIANCE[engine.batch_invariance]
-        case "kv_cache_dtype":
-            return "as dtype"
-        case "tool_call_parser" | "reasoning_parser":
-            return "what the chat template shows"
         case "threads":
             ranks = f", shared by {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
             return f"one for each of {machine.num_cores} cores that may be used{ranks}"
-        case "block_size":
-            return f"the value for {place}"
-        case "vocab_size" | "eos_token_ids":
-            return "the model's"
-        case "sampling":
-            return "what the model's authors recommend, where a request does not say"
-        case "purpose":
-            return "what the checkpoint's files say"
         case _:
-            return None
+            return _ALWAYS.get(name)
 
 
 def _dtype_reason(engine: EngineConfig, *, on_cpu: bool) -> str:

@@ -101,50 +101,53 @@ class CoreActor:
         started = time.monotonic()
         num_steps = 0
         for message in messages:
-            match message:
-                case StepResult():
-                    self._record(message)
-                    self._step_times.answered(message.device_ms / 1000, started - self._oldest_plan_at)
-                    self._oldest_plan_at = started
-                    self.scheduler.apply(message)
-                    num_steps += 1
-                case Transferred():
-                    self._record(message)
-                    self.scheduler.transferred(message)
-                case CacheOffer():
-                    self._open(message)
-                case Enqueue() | Cancel() if self._scheduler is None:
-                    self._early.append(message)
-                case Enqueue():
-                    if message.constraint is None:
-                        self._add(message, time.monotonic())
-                    else:
-                        self._constrain(message)
-                case Constrained():
-                    self._begin(message)
-                case Masks():
-                    self._record(message)
-                    self.scheduler.allow(message)
-                case Cancel():
-                    self._cancel(message)
-                case StopHit():
-                    self._record(message)
-                    for rid in message.rids:
-                        self.scheduler.stop_hit(rid)
-                case Sleep() | Wake() | Slept():
-                    self._sleep.hear(message)
-                case Ping():
-                    self._report()
-                case Reset():
-                    self._reset(message)
-                case Leave() | Stop():
-                    pass
-                case _:
-                    assert_never(message)
+            if isinstance(message, StepResult):
+                self._record(message)
+                self._step_times.answered(message.device_ms / 1000, started - self._oldest_plan_at)
+                self._oldest_plan_at = started
+                self.scheduler.apply(message)
+                num_steps += 1
+            else:
+                self._take(message)
         if self._scheduler is not None:
             self._advance(self._scheduler)
         if num_steps:
             self._step_times.handled(num_steps, time.monotonic() - started)
+
+    def _take(self, message: ToCore) -> None:
+        match message:
+            case Transferred():
+                self._record(message)
+                self.scheduler.transferred(message)
+            case CacheOffer():
+                self._open(message)
+            case Enqueue() | Cancel() if self._scheduler is None:
+                self._early.append(message)
+            case Enqueue(constraint=None):
+                self._add(message, time.monotonic())
+            case Enqueue():
+                self._constrain(message)
+            case Constrained():
+                self._begin(message)
+            case Masks():
+                self._record(message)
+                self.scheduler.allow(message)
+            case Cancel():
+                self._cancel(message)
+            case StopHit():
+                self._record(message)
+                for rid in message.rids:
+                    self.scheduler.stop_hit(rid)
+            case Sleep() | Wake() | Slept():
+                self._sleep.hear(message)
+            case Ping():
+                self._report()
+            case Reset():
+                self._reset(message)
+            case StepResult() | Leave() | Stop():
+                pass
+            case _:
+                assert_never(message)
 
     async def stop(self, grace_s: float) -> None:
         """See `Actor`. The api has ended every request before this call."""

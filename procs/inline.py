@@ -103,15 +103,7 @@ class Inline:
                 self._hear(self._mail["api"].popleft())
                 busy = True
             if self._mail["worker"]:
-                message = self._mail["worker"].popleft()
-                if isinstance(message, StepPlan):
-                    self._worker.step(message)
-                elif isinstance(message, OpenCache):
-                    self.facts = self._worker.open(message)
-                elif isinstance(message, Sleep):
-                    self._worker.sleep()
-                elif isinstance(message, Wake):
-                    self._worker.wake()
+                self._tell_worker(self._mail["worker"].popleft())
                 busy = True
             if self._worker.num_pending:
                 self._worker.answer(wait=not busy)
@@ -138,6 +130,17 @@ class Inline:
                     actor.stop(0.0).__await__().__next__()
         finally:
             self._worker.close()
+
+    def _tell_worker(self, message: Message) -> None:
+        match message:
+            case StepPlan():
+                self._worker.step(message)
+            case OpenCache():
+                self.facts = self._worker.open(message)
+            case Sleep():
+                self._worker.sleep()
+            case Wake():
+                self._worker.wake()
 
     def _hear(self, message: Message) -> None:
         match message:

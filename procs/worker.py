@@ -160,30 +160,11 @@ def run(
                 wait_s = _TRANSFER_WAIT_S if worker.num_transfers else _IDLE_WAIT_S
             has_mail = inbox.wait(wait_s)
             for message in inbox.drain() if has_mail else ():
-                match message:
-                    case StepPlan():
-                        worker.step(message)
-                        has_idle_work = True
-                    case OpenCache():
-                        on_ready(worker.open(message))
-                        has_idle_work = True
-                    case Sleep():
-                        worker.sleep()
-                        has_idle_work = False
-                    case Wake():
-                        worker.wake()
-                        has_idle_work = True
-                    case Ping():
-                        on_ping()
-                    case Reset():
-                        if "core" in message.lost:
-                            worker.reset()
-                    case Leave():
-                        post("supervisor", message)
-                    case Stop():
-                        return
-                    case _:
-                        assert_never(message)
+                if isinstance(message, Stop):
+                    return
+                if isinstance(message, StepPlan | OpenCache | Sleep | Wake):
+                    has_idle_work = not isinstance(message, Sleep)
+                _take(worker, message, post, on_ready, on_ping)
             if worker.num_pending:
                 worker.answer()
             elif not has_mail and has_idle_work:
@@ -192,3 +173,28 @@ def run(
                 worker.poll()
     finally:
         worker.close()
+
+
+def _take(
+    worker: Worker, message: ToWorker, post: Post, on_ready: Callable[[Facts], None], on_ping: Callable[[], None]
+) -> None:
+    match message:
+        case StepPlan():
+            worker.step(message)
+        case OpenCache():
+            on_ready(worker.open(message))
+        case Sleep():
+            worker.sleep()
+        case Wake():
+            worker.wake()
+        case Ping():
+            on_ping()
+        case Reset():
+            if "core" in message.lost:
+                worker.reset()
+        case Leave():
+            post("supervisor", message)
+        case Stop():
+            pass
+        case _:
+            assert_never(message)

@@ -1,9 +1,12 @@
-"""Makes the shared test helpers importable (`import fakes`, `import checkpoints`); quiet threads, no downloads."""
+"""The shared test helpers can be imported (`import fakes`), threads are quiet, nothing is fetched; and what all tests
+of a folder, or of a kind of file, are."""
 
 import os
 import signal
 import sys
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -12,3 +15,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; Ctrl-C is tested in children
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Beneath these paths of tests/, or named like that: what all tests are. The markers are explained in pyproject.toml.
+_MARKS_OF_FOLDERS = {"e2e": "e2e", "kernels/triton": "slow", "engine/gpu": "slow"}
+_MARKS_OF_NAMES = dict.fromkeys(
+    ("test_exactness.py", "test_quantized_exactness.py", "test_families.py", "test_pooling.py"), "exactness"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent)
+        for folder, mark in _MARKS_OF_FOLDERS.items():
+            if path.is_relative_to(folder):
+                item.add_marker(mark)
+        if path.name in _MARKS_OF_NAMES:
+            item.add_marker(_MARKS_OF_NAMES[path.name])

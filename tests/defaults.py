@@ -24,7 +24,7 @@ _FACTS: dict[str, dict[str, object]] = {
 }
 DEFAULTS = [
     pytest.param(COMPILED, marks=pytest.mark.skipif(compiler() is None, reason="no C compiler")),
-    TORCH,
+    pytest.param(TORCH, marks=[pytest.mark.long] if compiler() else []),
     pytest.param(NARROW, marks=pytest.mark.long),
 ]
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +133,6 @@ async def peer(address: str) -> AsyncIterator[Peer]:
         yield client
     finally:
         client.close()
-
-
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Polls until the condition is true."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"not within {timeout_s} s: {what}"
-        await asyncio.sleep(0.005)
 
 
 def address_in(folder: Path) -> str:

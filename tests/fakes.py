@@ -205,17 +205,7 @@ class FakeWorker:
         if self.is_faulted and not plan.after_fault:
             return self._drop(plan)
         self.is_faulted = False
-        for opened in plan.open:
-            self.rows[opened.row] = FakeRow(opened)
-        for row, block in zip(bytes_to_ids(plan.grow_rows), bytes_to_ids(plan.grow_blocks), strict=True):
-            self._row(row).blocks.append(block)
-        if plan.kv:
-            assert self._carry_out is not None, "metadata without a connector"
-            self._carry_out(plan.kv)
-        pairs = bytes_to_ids(plan.copies)
-        assert not set(pairs[::2]) & set(pairs[1::2]), "a block is copied from and to"
-        for block, content in zip(pairs[1::2], list(map(self.read_block, pairs[::2])), strict=True):
-            self.write_block(block, content)
+        self._change_rows(plan)
         rows, counts = bytes_to_ids(plan.rows), bytes_to_ids(plan.counts)
         assert len(rows) == len(counts) == len(plan.sample)
         assert rows or plan.kv, "a plan with nothing to do"
@@ -245,11 +235,7 @@ class FakeWorker:
             sampling = state.sampling
             if i < plan.num_speculative:
                 assert count == plan.sample[i] == 1 and sampling.logprobs is None, "no row to guess for"
-                assert len(ids) >= state.min_len, "what may not be drawn yet is known of one position"
-                draft_tokens = [] if self._draft is None else list(self._draft(state, plan.speculate))
-                assert len(draft_tokens) <= plan.speculate
-                places = len(state.blocks) * self.block_size
-                assert end + plan.speculate <= places, "guesses without a block"
+                draft_tokens = self._guess(state, end, plan.speculate)
                 num_drafts += bool(draft_tokens)
                 num_draft_tokens += len(draft_tokens)
                 tokens = self._speculate(state, draft_tokens)
@@ -259,10 +245,8 @@ class FakeWorker:
             kv = self._compute(state, start, end)
             if state.pooling is not None:
                 assert not plan.sample[i], "a row that is pooled draws nothing"
-                state.pooled += kv[start * KV_BYTES :]
-                if end == state.num_prompt:
-                    vector = state.pooled[-KV_BYTES:] if state.pooling.how == "last" else state.pooled
-                    vectors[i] = b"" if sampling.seed in self.fail_seeds else vector
+                if (vector := self._pool(state, kv, start, end)) is not None:
+                    vectors[i] = vector
             if sampling.prompt_logprobs is not None:
                 scored = ids[start + 1 : min(end + 1, state.num_prompt)]
                 if scored:
@@ -289,6 +273,36 @@ class FakeWorker:
             num_draft_tokens,
             vectors,
         )
+
+    def _change_rows(self, plan: StepPlan) -> None:
+        """What comes before anything is computed: rows, their blocks, transfers and copies."""
+        for opened in plan.open:
+            self.rows[opened.row] = FakeRow(opened)
+        for row, block in zip(bytes_to_ids(plan.grow_rows), bytes_to_ids(plan.grow_blocks), strict=True):
+            self._row(row).blocks.append(block)
+        if plan.kv:
+            assert self._carry_out is not None, "metadata without a connector"
+            self._carry_out(plan.kv)
+        pairs = bytes_to_ids(plan.copies)
+        assert not set(pairs[::2]) & set(pairs[1::2]), "a block is copied from and to"
+        for block, content in zip(pairs[1::2], list(map(self.read_block, pairs[::2])), strict=True):
+            self.write_block(block, content)
+
+    def _guess(self, state: FakeRow, end: int, most: int) -> list[int]:
+        assert len(state.ids) >= state.min_len, "what may not be drawn yet is known of one position"
+        draft_tokens = [] if self._draft is None else list(self._draft(state, most))
+        assert len(draft_tokens) <= most
+        assert end + most <= len(state.blocks) * self.block_size, "guesses without a block"
+        return draft_tokens
+
+    def _pool(self, state: FakeRow, kv: bytes, start: int, end: int) -> bytes | None:
+        """What is told of a row that is pooled, once its prompt has been read."""
+        assert state.pooling is not None
+        state.pooled += kv[start * KV_BYTES :]
+        if end < state.num_prompt:
+            return None
+        vector = state.pooled[-KV_BYTES:] if state.pooling.how == "last" else state.pooled
+        return b"" if state.sampling.seed in self.fail_seeds else vector
 
     def _drop(self, plan: StepPlan) -> StepResult:
         """Answers a plan for which there was no memory, or that came after one: its rows are gone."""

@@ -53,7 +53,7 @@ class Follower:
 
     @property
     def is_ended(self) -> bool:
-        return len(self._ids) == self._rules["length"]
+        return bool(len(self._ids) == self._rules["length"])
 
 
 class Cycles:

@@ -1,14 +1,14 @@
 """An engine reduced to what a KV connector uses: a pool, a cache with block contents derived from keys, both halves."""
 
 import random
-import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import shake_128
 
 import torch
 from torch import Tensor
+from waiting import until
 
 from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.core.block_hash import block_key, root_key
@@ -25,7 +25,6 @@ BLOCK_BYTES = SHAPE.block_bytes(SIZE)
 FILE_BYTES = BLOCK_BYTES + 80  # with its header
 FACTS = ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES, model_key=b"model".ljust(32))
 DEADLINE_S = 20.0
-_POLL_S = 0.0005  # other threads need the interpreter
 
 
 def content(key: bytes) -> Tensor:
@@ -154,11 +153,13 @@ class Instance:
 
     def settle(self) -> None:
         """Waits for every load."""
-        deadline = time.monotonic() + DEADLINE_S
-        while self.worker.num_pending:
+
+        def is_settled() -> bool:
             self.take()
-            time.sleep(_POLL_S)
-            assert time.monotonic() < deadline, "a load never ends"
+            return not self.worker.num_pending
+
+        if self.worker.num_pending:
+            until(is_settled, "every load ends", DEADLINE_S)
 
     def run(self, request: Running) -> Running:
         """Admits and computes a request."""
@@ -192,11 +193,3 @@ class Instance:
         request.num_computed = len(request.ids)
         for place, key in enumerate(keys):
             self.pool.register(request.blocks[place], key, place)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Waits for another thread."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        time.sleep(_POLL_S)
-        assert time.monotonic() < deadline, "it never happens"

@@ -3,6 +3,7 @@
 import shutil
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 from engine_loop import Loop
@@ -31,7 +32,7 @@ def _prompt(first: int, length: int) -> list[int]:
 def good(num_tokens: int) -> list[Enqueue]:
     """Healthy requests; two of them share a prefix with bad ones."""
     again = Sampling(temperature=0, logit_bias={40: 1e4})  # always the same token: it is guessed
-    plain = {"max_tokens": num_tokens, "ignore_eos": True}
+    plain: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
     return [
         enqueue(0, _prompt(1, 18), seed=1, **plain),
         replace(enqueue(1, [41, 42, 40, 40, 40, 40, 40], **plain), sampling=again),
@@ -42,7 +43,7 @@ def good(num_tokens: int) -> list[Enqueue]:
 
 def bad(num_tokens: int) -> list[Enqueue]:
     """Poison in a prompt that shares its beginning, at its end, in the middle of decoding, under a grammar, pooled."""
-    plain = {"max_tokens": num_tokens, "ignore_eos": True}
+    plain: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
     forced = Sampling(temperature=0, logit_bias={POISON: 1e4})  # draws it, and has it behind it in the next step
     return [
         enqueue(10, [*_prompt(1, 17), POISON, 9, 9], seed=1, **plain),

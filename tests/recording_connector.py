@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from pagewire.engine.attention.kv_cache import KvCache
 from pagewire.engine.kv_connector.base import ConnectorFacts, Options
 from pagewire.engine.kv_connector.guard import GuardedCore
 
@@ -39,7 +40,7 @@ class RecordingWorker:
     def num_pending(self) -> int:
         return self.keep_pending + len(self.finished[0]) + len(self.finished[1])
 
-    def register_kv_caches(self, cache) -> None:
+    def register_kv_caches(self, cache: KvCache) -> None:
         self.cache = cache
         self._note("register", cache.num_blocks)
 

@@ -47,7 +47,8 @@ class Driver:
         """Runs all requests to their ends, with at most `chunk` tokens of a prompt, `budget` tokens and `rows` rows per
         step. Allocates blocks in random order."""
         rng = random.Random(seed)
-        waiting, running, step = list(requests), [], 0
+        running: list[Any] = []
+        waiting, step = list(requests), 0
         free_rows = list(range(rows))
         rng.shuffle(free_rows)
         launched: list[list[tuple[Request, bool]]] = []

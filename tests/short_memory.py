@@ -1,7 +1,12 @@
 """A plan extension whose attention runs out of memory in every Nth call: `short_memory:ShortMemory,every=N`."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+
+from pagewire.engine.attention.base import AttentionBackend, AttentionStep
+from pagewire.engine.attention.kv_cache import KvCache
 from pagewire.engine.extension import Options
 
 
@@ -13,7 +18,7 @@ class ShortMemory:
         return NothingToSay()
 
     @staticmethod
-    def wrap_attention(options: Options, backend, cache):
+    def wrap_attention(options: Options, backend: AttentionBackend, cache: KvCache) -> "ShortAttention":
         return ShortAttention(backend, every=int(options["every"]), cache=cache)
 
 
@@ -25,16 +30,18 @@ class NothingToSay:
 class ShortAttention:
     """Overwrites its KV cache with garbage and raises, in every Nth call."""
 
-    def __init__(self, inner, *, every: int, cache) -> None:
+    def __init__(self, inner: AttentionBackend, *, every: int, cache: KvCache) -> None:
         self._inner = inner
         self._every = every
         self._cache = cache
 
-    def begin(self, step) -> None:
+    def begin(self, step: AttentionStep) -> None:
         self._step = step
         self._inner.begin(step)
 
-    def forward(self, layer, query, key, value, **more):
+    def forward(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
+    ) -> torch.Tensor:
         ShortMemory.calls += 1
         if ShortMemory.calls % self._every == 0:
             for pages in self._cache.pages[layer]:

@@ -9,8 +9,9 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
+
+from waiting import until
 
 
 class Terminal:
@@ -39,18 +40,23 @@ class Terminal:
 
     def expect(self, text: str, timeout_s: float = 30.0) -> None:
         """Returns when `text` has been printed after the text that was expected before."""
-        deadline = time.monotonic() + timeout_s
-        while (at := self.shown.find(text, self._from)) < 0:
-            assert time.monotonic() < deadline, f"{text!r} did not come:\n{self.shown}"
+
+        def has_come() -> bool:
             self._read(0.1)
-        self._from = at + len(text)
+            return text in self.shown[self._from :]
+
+        if text not in self.shown[self._from :]:
+            until(has_come, lambda: f"{text!r} in\n{self.shown}", timeout_s)
+        self._from = self.shown.index(text, self._from) + len(text)
 
     def wait(self, timeout_s: float = 30.0) -> int:
         """The exit code."""
-        deadline = time.monotonic() + timeout_s
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline, f"it does not end:\n{self.shown}"
+
+        def has_ended() -> bool:
             self._read(0.1)
+            return self.process.poll() is not None
+
+        until(has_ended, lambda: f"it ends:\n{self.shown}", timeout_s)
         self._read(0)
         return self.process.returncode
 

@@ -75,39 +75,43 @@ def banned(tree: ast.AST, module: str) -> Iterator[Finding]:
     """What is wrong, and on which line."""
     for node in ast.walk(tree):
         match node:
-            case ast.Import(names=names):
-                for alias in names:
-                    if alias.name.split(".")[0] in MODULES:
-                        yield node.lineno, f"imports {alias.name}"
-                    if alias.name.split(".")[0] == "multiprocessing" and module not in PROCESSES:
-                        yield node.lineno, "uses multiprocessing, which pickles"
-            case ast.ImportFrom(module=str(name), names=names, level=0):
-                if name.split(".")[0] in MODULES:
-                    yield node.lineno, f"imports {name}"
-                elif name.split(".")[0] == "multiprocessing" and module not in PROCESSES:
-                    yield node.lineno, "uses multiprocessing, which pickles"
-                for alias in names:
-                    if alias.name in ATTRIBUTES or f"{name}.{alias.name}" in CALLS:
-                        yield node.lineno, f"imports {name}.{alias.name}"
+            case ast.Import() | ast.ImportFrom(level=0):
+                yield from ((node.lineno, what) for what in _banned_imports(node, module))
             case ast.Call(func=ast.Name(id=name)) if name in BUILTINS:
                 yield node.lineno, f"calls {name}"
-            case ast.Call(func=function, keywords=keywords):
-                called = ast.unparse(function)
-                if called in CALLS:
-                    yield node.lineno, f"calls {called}"
-                if called.endswith("import_module") and module not in MODULES_BY_NAME:
-                    yield node.lineno, "imports a module by its name"
-                if called.endswith(("connection.send", "connection.recv")):
-                    yield node.lineno, f"calls {called}, which pickles"
-                for keyword in keywords:
-                    if keyword.arg in KEYWORDS and not _is(keyword.value, False):
-                        yield node.lineno, f"passes {keyword.arg}"
-                    if keyword.arg == "trust_remote_code" and _is(keyword.value, True):
-                        yield node.lineno, "trusts remote code whatever the operator says"
-                    if keyword.arg == "weights_only" and _is(keyword.value, False):
-                        yield node.lineno, "unpickles weights"
+            case ast.Call():
+                yield from ((node.lineno, what) for what in _banned_calls(node, module))
             case ast.Attribute(attr=name) if name in ATTRIBUTES:
                 yield node.lineno, f"uses {name}"
+
+
+def _banned_imports(node: ast.Import | ast.ImportFrom, module: str) -> Iterator[str]:
+    source = node.module if isinstance(node, ast.ImportFrom) else None
+    for name in [alias.name for alias in node.names] if source is None else [source]:
+        if name.split(".")[0] in MODULES:
+            yield f"imports {name}"
+        elif name.split(".")[0] == "multiprocessing" and module not in PROCESSES:
+            yield "uses multiprocessing, which pickles"
+    for alias in node.names if source is not None else ():
+        if alias.name in ATTRIBUTES or f"{source}.{alias.name}" in CALLS:
+            yield f"imports {source}.{alias.name}"
+
+
+def _banned_calls(node: ast.Call, module: str) -> Iterator[str]:
+    called = ast.unparse(node.func)
+    if called in CALLS:
+        yield f"calls {called}"
+    if called.endswith("import_module") and module not in MODULES_BY_NAME:
+        yield "imports a module by its name"
+    if called.endswith(("connection.send", "connection.recv")):
+        yield f"calls {called}, which pickles"
+    for keyword in node.keywords:
+        if keyword.arg in KEYWORDS and not _is(keyword.value, False):
+            yield f"passes {keyword.arg}"
+        if keyword.arg == "trust_remote_code" and _is(keyword.value, True):
+            yield "trusts remote code whatever the operator says"
+        if keyword.arg == "weights_only" and _is(keyword.value, False):
+            yield "unpickles weights"
 
 
 def _is(node: ast.expr, value: bool) -> bool:

@@ -115,6 +115,7 @@ def test_training_chats_are_not_held_out() -> None:
             assert message["role"] != "user" or message["content"] not in asked
 
 
+@pytest.mark.long
 def test_held_out_accuracy(reference: evaluate.Reference) -> None:
     scores = evaluate.evaluate(reference, per_kind=10, seed=11)
     assert set(scores) == set(conversations.ALL_KINDS)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import checkpoints
@@ -29,7 +30,18 @@ from pagewire.errors import PagewireError
 from pagewire.procs.prepare import prepare
 
 _ROOT = Path(__file__).parents[1]
-_EVERY_TIME = ("llama", "gpt2", "opt", "jetmoe", "mixtral", "diffllama", "roberta", "gpt_oss", "deepseek_v3", "bart")
+_EVERY_TIME: tuple[str, ...] = (
+    "llama",
+    "gpt2",
+    "opt",
+    "jetmoe",
+    "mixtral",
+    "diffllama",
+    "roberta",
+    "gpt_oss",
+    "deepseek_v3",
+    "bart",
+)
 _EVERY_TIME += ("qwen3_5_text", "gptj", "gemma3", "gemma4_text", "t5")  # the others are for `make test-long`
 
 
@@ -38,7 +50,7 @@ def some(kinds: list[str]) -> list[object]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,7 +61,7 @@ def serve(folder: Path, **flags: object) -> str | None:
     """The sentence with which serve refuses the model, by the launcher or by the worker, or None."""
     try:
         with torch.inference_mode():
-            Runner.load(prepare(make_config(model=str(folder), **flags)))  # type: ignore[arg-type]
+            Runner.load(prepare(make_config(model=str(folder), **flags)))
     except PagewireError as error:
         return str(error)
     return None
@@ -177,6 +189,7 @@ def test_a_folder_of_gguf_files(tmp_path: Path) -> None:
     assert diagnose(tmp_path) == sentence
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["diffllama", "gemma3"])
 def test_real_processes_end_with_that_sentence(kind: str, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ are lost. Real models, in one process."""
 import mmap
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
@@ -31,8 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(model: Path, **options: object) -> LLM:
-    flags = {"dtype": "float32", "threads": 1, "max_model_len": 128, "kv_cache_memory": "4M", **options}
-    return LLM(str(model), **flags)  # type: ignore[arg-type]
+    flags: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 128, "kv_cache_memory": "4M", **options}
+    return LLM(str(model), **flags)
 
 
 def tokens(llm: LLM) -> list[list[int]]:
@@ -49,7 +51,9 @@ def tokens(llm: LLM) -> list[list[int]]:
         {"kv_connector": ["host,size=1M"]},
     ],
 )
-def test_steps_without_memory_change_no_token(model, options, tmp_path, capsys):
+def test_steps_without_memory_change_no_token(
+    model: Path, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with_faults = {"extension": "short_memory:ShortMemory,every=23", "record_trace": str(tmp_path / "trace")}
     expected = tokens(engine(model, extension="short_memory:ShortMemory,every=1000000000"))
     ShortMemory.calls = 0
@@ -64,21 +68,32 @@ def test_steps_without_memory_change_no_token(model, options, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options", [{"pipeline_depth": 2}, {"kv_connector": ["host,size=1M"]}])
-def test_who_is_served_goes_on_after_a_sleep(model, options, tmp_path, capsys, monkeypatch):
+def test_who_is_served_goes_on_after_a_sleep(
+    model: Path,
+    options: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Falls asleep in the middle of everything, twice; nothing is computed meanwhile, and every token is the same."""
     expected = tokens(engine(model))
     llm = engine(model, record_trace=str(tmp_path / "trace"), **options)
     inline = llm._engine
     scheduler, run = inline.scheduler, inline.run
 
+    def is_at(step: int) -> bool:
+        return scheduler.step >= step
+
     def run_with_naps(*, until: Callable[[], bool] = lambda: False) -> None:
         for step in (7, 15):
-            run(until=lambda step=step: scheduler.step >= step)
+            run(until=partial(is_at, step))
             inline.post("core", Sleep())
             run()
             assert scheduler.is_paused and scheduler.num_running == 0 and scheduler.num_waiting == len(PROMPTS)
             assert scheduler.pool.num_free == scheduler.pool.num_blocks
-            kv, asleep = inline._worker._runner._cache.storage, scheduler.step
+            runner = inline._worker._runner
+            assert runner is not None and runner._cache is not None
+            kv, asleep = runner._cache.storage, scheduler.step
             assert kv.count_nonzero() * kv.itemsize < 2 * mmap.PAGESIZE, (
                 "only pages that it shares with others are left"
             )
@@ -94,7 +109,9 @@ def test_who_is_served_goes_on_after_a_sleep(model, options, tmp_path, capsys, m
     assert main(["replay", str(tmp_path / "trace")]) == 0, capsys.readouterr()
 
 
-def test_blocks_and_rows_that_were_lost_are_found_while_nobody_is_served(model, caplog):
+def test_blocks_and_rows_that_were_lost_are_found_while_nobody_is_served(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Twice in a row idle, and it looks; a bug that leaks costs a line in the log and the prefix cache."""
     llm = engine(model)
     inline, scheduler = llm._engine, llm._engine.scheduler

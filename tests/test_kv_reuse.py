@@ -81,7 +81,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         options = {"dtype": "float32", "max_model_len": MAX_LEN, "threads": 1, **self.flags}
-        config = prepare(make_config(model=str(self.folder), **options))  # type: ignore[arg-type]
+        config = prepare(make_config(model=str(self.folder), **options))
         self.inline = Inline(config, on_chunk=self._on_chunk, on_failed=self._on_failed)
 
     def run(

@@ -270,7 +270,7 @@ def test_mailboxes_accept_exactly_what_the_topology_sends() -> None:
     for name, accepts in topology.ACTORS.items():
         sent = {kind for (_, receiver), kinds in topology.EDGES.items() if receiver == name for kind in kinds}
         assert sent | set(topology.FROM_SUPERVISOR[name]) == set(accepts.__args__), name  # type: ignore[attr-defined]
-    assert set(topology.TO_SUPERVISOR) == set(messages.ToSupervisor.__args__)  # type: ignore[attr-defined]
+    assert set(topology.TO_SUPERVISOR) == set(messages.ToSupervisor.__args__)
 
 
 def test_every_rank_is_sent_the_plans_and_answers_nobody_but_the_core() -> None:

@@ -4,8 +4,7 @@ import json
 from typing import Any
 
 import pytest
-
-from .harness import CONFIG, FakeEngine, chat, complete, request
+from harness import CONFIG, FakeEngine, chat, complete, request
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from drawing import draw, grammars_of, json_tokenizer
+from harness import Answer, FakeEngine, request
 
 from pagewire.api.output.parsers.registry import find_family
 from pagewire.config import families
@@ -13,8 +14,6 @@ from pagewire.config.flags import make_config
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import Constraint
 from pagewire.procs.prepare import prepare
-
-from .harness import Answer, FakeEngine, request
 
 ROOT = Path(__file__).parents[2]
 WEATHER = {
@@ -91,7 +90,7 @@ def test_a_line_in_the_table_lets_templates_show_it(
 )
 def test_a_flag_wants_the_part_that_it_is_for(flag: str, name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        prepare(make_config(**{flag: name}))  # type: ignore[arg-type]  # either flag is a str
+        prepare(make_config(**{flag: name}))
 
 
 @pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])

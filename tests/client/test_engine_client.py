@@ -4,11 +4,14 @@ import asyncio
 import tempfile
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine_clients import MAX_LEN, Engine, address_in, until
+from engine_clients import MAX_LEN, Engine, address_in
 from fakes import all_tokens, enqueue, expected_output
+from waiting import until_async
 
 from pagewire import LLM, EngineClient
 from pagewire.errors import ConfigError, RequestError, StartError
@@ -46,7 +49,7 @@ def test_many_clients_and_the_chain_get_what_is_theirs(address: str) -> None:
         async with Engine(address) as engine:
             engine.handle(*(enqueue(rid, [rid, 1], max_tokens=30, seed=4) for rid in range(5)))
             await asyncio.gather(*map(one, range(5)))
-            await until(lambda: engine.num_open == 0, "all requests end")
+            await until_async(lambda: engine.num_open == 0, "all requests end")
         told: dict[int, list[int]] = {}
         for receiver, message in engine.told:
             assert getattr(message, "rid", 0) < 5, (receiver, message)
@@ -61,7 +64,9 @@ def test_news_tell_all_there_is(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address), await EngineClient.connect(address) as client:
             sampling = Sampling(seed=3, logprobs=1, prompt_logprobs=1)
-            prompt, ids, scored, num_logprobs, last = list(range(1, 20)), [], [], 0, None
+            ids: list[Any] = []
+            scored: list[Any] = []
+            prompt, num_logprobs, last = list(range(1, 20)), 0, None
             async for choice, tokens in client.generate(
                 prompt, sampling, Limits(max_tokens=30, stop_token_ids=(2, 3, 4, 5))
             ):
@@ -96,8 +101,8 @@ def test_cancelled(address: str) -> None:
                 assert ids == expected([1, 2], MAX_LEN, 1 + choice, ignore_eos=True)[: len(ids)]
                 assert len(ids) < 100
             async with client.generate([1, 2], limits=Limits(ignore_eos=True)):
-                await until(lambda: engine.num_open == 1, "it runs")
-            await until(lambda: engine.num_open == 0, "leaving the block cancels")
+                await until_async(lambda: engine.num_open == 1, "it runs")
+            await until_async(lambda: engine.num_open == 0, "leaving the block cancels")
 
     run(scenario())
 
@@ -137,7 +142,7 @@ def test_a_full_queue_refuses(address: str) -> None:
         async with Engine(address, max_queued_requests=3) as engine, await EngineClient.connect(address) as client:
             engine.held = True
             generations = [client.generate([1, i], Sampling(seed=i), Limits(max_tokens=5)) for i in range(40)]
-            await until(lambda: any(g._error for g in generations), "some are refused")
+            await until_async(lambda: any(g._error for g in generations), "some are refused")
             engine.held = False
             results = await asyncio.gather(*(g.ids() for g in generations), return_exceptions=True)
             refused = [r for r in results if isinstance(r, RequestError)]
@@ -160,12 +165,13 @@ def test_an_engine_that_is_replaced_shows_no_seam(
             generations = [client.generate([i, 2], Sampling(seed=i), limits, n=2) for i in range(6)]
             late = client.generate([40], Sampling(seed=1), Limits(max_tokens=3))
             await late.ids()
-            await until(lambda: first.num_steps > 60, "it runs")
+            await until_async(lambda: first.num_steps > 60, "it runs")
             first.held = True
             if not says_goodbye:  # it dies
                 first.core._clients._sessions.clear()  # type: ignore[union-attr]
             await first.stop()
-            await asyncio.sleep(0.05)
+            if says_goodbye:
+                await until_async(lambda: not client._is_welcome, "the client hears of it")
             cancelled = client.generate([3], limits=limits)
             cancelled.cancel()
             async with Engine(address) as second:
@@ -186,7 +192,7 @@ def test_an_engine_that_is_gone_or_another(address: str) -> None:
             other = await EngineClient.connect(address)
             forever = Limits(ignore_eos=True)
             gone, replaced = client.generate([1], limits=forever), other.generate([1], limits=forever)
-            await until(lambda: engine.num_open == 2, "both run")
+            await until_async(lambda: engine.num_open == 2, "both run")
             engine.held = True
             await engine.stop()
         with pytest.raises(RequestError, match="engine is gone"):
@@ -202,6 +208,10 @@ def test_an_engine_that_is_gone_or_another(address: str) -> None:
     run(scenario())
 
 
+def has_one(engine: Engine) -> bool:
+    return engine.num_open == 1
+
+
 def test_a_request_that_ends_every_engine_has_two_more_chances(address: str) -> None:
     async def scenario() -> None:
         async with AsyncExitStack() as stack:
@@ -210,7 +220,7 @@ def test_a_request_that_ends_every_engine_has_two_more_chances(address: str) -> 
             engine.held = True
             poison = client.generate([1], limits=Limits(ignore_eos=True))
             for _ in range(3):
-                await until(lambda running=engine: running.num_open == 1, "it is there")
+                await until_async(partial(has_one, engine), "it is there")
                 await engine.stop()
                 engine = await stack.enter_async_context(Engine(address))
                 engine.held = True

@@ -1,6 +1,7 @@
 """Who may use the server: the file of keys, rates, origins and certificates, as far as they can be wrong."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,5 +78,6 @@ def test_what_can_be() -> None:
 
 
 def test_there_are_not_too_many_flags() -> None:
-    serve = build_parser()._subparsers._group_actions[0].choices["serve"]  # type: ignore[union-attr,index,call-overload]
+    parser: Any = build_parser()
+    serve = parser._subparsers._group_actions[0].choices["serve"]
     assert len(serve._actions) <= 80

@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from waiting import until
 
-from pagewire.tools.servers import START_TIMEOUT_S, Server, wait_until
+from pagewire.tools.servers import START_TIMEOUT_S, Server
 
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +33,7 @@ def wait_ready(server: Server) -> None:
         assert server.process.poll() is None, server.log.read_text()
         return "listening on" in server.log.read_text()
 
-    wait_until(is_ready, "the server is ready", START_TIMEOUT_S)
+    until(is_ready, "the server is ready", START_TIMEOUT_S)
 
 
 def test_a_unix_socket_with_a_file_of_keys(start: Callable[..., Server], short_folder: Path) -> None:
@@ -45,7 +46,10 @@ def test_a_unix_socket_with_a_file_of_keys(start: Callable[..., Server], short_f
             wait_ready(server)
             assert file.stat().st_mode & 0o777 == 0o600
             client = openai.OpenAI(
-                base_url="http://localhost/llm/v1", api_key="sk-small", max_retries=0, http_client=http
+                base_url="http://localhost/llm/v1",
+                api_key="sk-small",
+                max_retries=0,
+                http_client=http,  # type: ignore[arg-type]  # takes those of httpx, too
             )
             ask = client.completions.with_raw_response.create
             first, second = (ask(model="pagewire-demo", prompt="Count", max_tokens=5) for _ in range(2))
@@ -83,7 +87,7 @@ def test_tls_on_a_port(start: Callable[..., Server], short_folder: Path) -> None
     url = f"https://127.0.0.1:{server.port}"
     with httpx.Client(verify=ssl.create_default_context(cafile=certificate), base_url=url) as http:
         wait_ready(server)
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=http)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=http)  # type: ignore[arg-type]  # takes those of httpx, too
         with client.completions.create(model="pagewire-demo", prompt="Count", max_tokens=5, stream=True) as stream:
             assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
     assert f"listening on {url}" in server.log.read_text()

@@ -5,14 +5,16 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
+from waiting import until
 
-from pagewire.tools.servers import Server, wait_until
+from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
-QUESTION = [{"role": "user", "content": "Count from 1 to 5"}]
+QUESTION: Any = [{"role": "user", "content": "Count from 1 to 5"}]
 ANSWER = "1, 2, 3, 4, 5"
 
 
@@ -82,8 +84,8 @@ def test_completions_with_everything(client: openai.OpenAI) -> None:
     assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.tokens is not None
     shown = "".join(token for token in logprobs.tokens if not token.startswith("<|"))  # specials are left out of text
     assert logprobs.token_logprobs[0] is None and shown == answer.choices[2].text
-    assert len(answer.choices[2].token_ids) == 4  # type: ignore[attr-defined]
-    assert len(answer.choices[2].prompt_token_ids) == len(logprobs.tokens) - 4  # type: ignore[attr-defined]
+    assert len(answer.choices[2].token_ids) == 4
+    assert len(answer.choices[2].prompt_token_ids) == len(logprobs.tokens) - 4
 
 
 def test_token_ids_stop_strings_and_length(client: openai.OpenAI) -> None:
@@ -143,10 +145,10 @@ def test_a_client_that_hangs_up_frees_its_rows_and_blocks(server: Server) -> Non
     )
     response = urllib.request.urlopen(request, timeout=10)
     assert response.readline().startswith(b"data: ")
-    wait_until(lambda: server.metric("pagewire:num_requests_running") == 1, "the request runs")
+    until(lambda: server.metric("pagewire:num_requests_running") == 1, "the request runs")
     response.close()
-    wait_until(lambda: server.metric("pagewire:num_requests_running") == 0, "its row is free")
-    wait_until(lambda: server.metric("pagewire:kv_cache_usage_perc") == 0, "its blocks are free")
+    until(lambda: server.metric("pagewire:num_requests_running") == 0, "its row is free")
+    until(lambda: server.metric("pagewire:kv_cache_usage_perc") == 0, "its blocks are free")
 
 
 CHAT = b'"messages": [{"role": "user", "content": "hi"}]'

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 from defaults import NARROW, TORCH, machine
+from waiting import until, until_async
 
-from pagewire.tests.stress import chaos
+from pagewire.tests.stress import chaos, chaos_streams
 from pagewire.tests.stress.chaos_streams import requests
 from pagewire.tools.servers import ROOT, Server, wait_until
 
@@ -71,9 +71,14 @@ def test_a_frozen_worker_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("default", [TORCH], indirect=True)
 def test_the_instrument_notices_what_is_not_the_same(server: Server, streams: chaos.Experiment) -> None:
     """Another seed, another temperature, one token less: each is seen."""
-    for change in ({"seed": 5, "temperature": 1.0}, {"max_tokens": TOKENS - 1}, {"stream_options": {}}):
+    changes: tuple[dict[str, Any], ...] = (
+        {"seed": 5, "temperature": 1.0},
+        {"max_tokens": TOKENS - 1},
+        {"stream_options": {}},
+    )
+    for change in changes:
         asked = [
-            chaos.Request(request.path, request.body | (change if i == 0 else {}))
+            chaos_streams.Request(request.path, request.body | (change if i == 0 else {}))
             for i, request in enumerate(streams.asked[:2])
         ]
         other = chaos.Experiment(asked, HANG_S, TOKENS, random.Random(1), streams.expected[:2], streams.newcomer)
@@ -81,16 +86,20 @@ def test_the_instrument_notices_what_is_not_the_same(server: Server, streams: ch
         assert figures["failed"] + figures["differing"] == 1 and len(other.complaints) == 1
 
 
+@pytest.mark.long
 def test_too_many_deaths_end_the_server(start: Callable[..., Server]) -> None:
     server = start().wait_ready()
-    victims = []
-    while server.process.poll() is None and len(victims) < 8:
+    victims: list[psutil.Process] = []
+
+    def has_ended() -> bool:
         with suppress(KeyError, psutil.Error):
             tokenizer = server.children()["tokenizer"]
             if tokenizer not in victims:
                 tokenizer.kill()
                 victims.append(tokenizer)
-        time.sleep(0.02)
+        return server.process.poll() is not None or len(victims) == 8
+
+    until(has_ended, "the server gives up", 60)
     assert server.process.wait(20) == 1
     assert len(victims) == 6
     log = server.log.read_text()
@@ -116,10 +125,11 @@ def test_a_request_that_kills_fails_alone(on_default: str, monkeypatch: pytest.M
     with Server(tmp_path, "--extension", f"suicidal_attention:Suicidal,context={POISON_LEN}") as server:
         streams = experiment(server, streams=8)
 
-        async def beside() -> tuple[list[chaos.Answer], tuple[int, dict[str, Any]]]:
+        async def beside() -> tuple[list[chaos_streams.Answer], tuple[int, dict[str, Any]]]:
             answers, reads = streams.open_streams(server)
-            while not all(choice.ids for answer in answers for choice in answer.choices):
-                await asyncio.sleep(0.01)
+            await until_async(
+                lambda: all(choice.ids for answer in answers for choice in answer.choices), "every stream has begun", 60
+            )
             told = await asyncio.to_thread(ask, server, poison)
             await asyncio.gather(*reads)
             return answers, told

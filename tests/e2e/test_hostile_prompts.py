@@ -44,6 +44,7 @@ async def _chat(client: httpx.AsyncClient, text: str, **more: object) -> tuple[i
     return response.status_code, said
 
 
+@pytest.mark.long
 def test_a_template_that_runs_away_costs_its_request_only(server: Server) -> None:
     before = {name: process.pid for name, process in server.children().items()}
     usual = "Count from 1 to 5"

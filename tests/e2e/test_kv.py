@@ -2,22 +2,24 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import openai
 import pytest
 import zmq
 from defaults import NARROW
+from waiting import until
 
 from pagewire.cli import main
-from pagewire.tools.servers import Server, wait_until
+from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
 
 FIRST, SECOND = "All work and no play. " * 60, "Quick brown foxes jump. " * 60
 
 
-def cached_tokens(server: Server, prompt: str, **more: object) -> int:
+def cached_tokens(server: Server, prompt: str, **more: Any) -> int:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         answer = client.completions.create(model="pagewire-demo", prompt=prompt, max_tokens=4, temperature=0, **more)
     assert answer.usage is not None
@@ -40,7 +42,7 @@ def test_what_the_device_forgets_is_loaded_and_told(
         assert cached_tokens(server, FIRST) == 0
         assert cached_tokens(server, SECOND) == 0
         assert cached_tokens(server, FIRST) > 400, "there is too little memory for both"
-        wait_until(lambda: server.metric("pagewire:external_prefix_cache_hits_total") > 400, "the hits are in /metrics")
+        until(lambda: server.metric("pagewire:external_prefix_cache_hits_total") > 400, "the hits are in /metrics")
         assert router.poll(5000), "the router hears nothing"
         names = set()
         while router.poll(200):
@@ -64,7 +66,7 @@ def test_choices_fork_one_prompt(start: Callable[..., Server]) -> None:
     assert len({choice.message.content for choice in answer.choices}) == 1
     assert answer.usage is not None
     shared = 3 * (answer.usage.prompt_tokens - 1)
-    wait_until(lambda: server.metric("pagewire:prefix_cache_hits_total") == shared, "three compute one position each")
+    until(lambda: server.metric("pagewire:prefix_cache_hits_total") == shared, "three compute one position each")
 
 
 def test_a_request_that_could_never_be_taken_is_refused_as_invalid(start: Callable[..., Server]) -> None:

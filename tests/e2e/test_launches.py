@@ -9,9 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from waiting import until
 
 from pagewire.procs.topology import ACTORS
 from pagewire.tools.servers import Server, free_port, wait_until
@@ -28,7 +30,7 @@ WORKER = ("worker",)
 ENGINE = ("worker", "core", "grammar")
 GREEDY = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 CHAT = GREEDY | {"messages": [{"role": "user", "content": "hello"}]}
-STREAMS = {
+STREAMS: dict[str, Any] = {
     "/v1/completions": GREEDY | {"prompt": "hello"},
     "/v1/chat/completions": CHAT,
     "/v1/responses": {"input": "hello", "max_output_tokens": 4000, "ignore_eos": True, "temperature": 0},
@@ -78,7 +80,7 @@ class Asked:
 def opened(server: Server, path: str, **more: object) -> Asked:
     """A stream that has begun."""
     asked = Asked(server, path, STREAMS[path] | {"stream": True} | more)
-    wait_until(lambda: asked.num_events > 5, "it has begun", END_S)
+    until(lambda: asked.num_events > 5, "it has begun", END_S)
     return asked
 
 
@@ -90,7 +92,7 @@ def launches(start: Start, tmp_path: Path) -> Launches:
         common = ["--key-file", str(tmp_path / "key"), "--address", *addresses, "--hang-timeout-s", str(HANG_S), *flags]
         others = [name for name in ACTORS if name not in first]
         door = start("--actors", ",".join(others), *common, command=COMMAND)
-        wait_until(lambda: (tmp_path / "key").exists(), "the key is made", END_S)
+        until(lambda: (tmp_path / "key").exists(), "the key is made", END_S)
         engine = start("--actors", ",".join(first), *common, command=COMMAND)
         door.wait_ready()
         return engine, door
@@ -131,7 +133,7 @@ def test_a_process_that_is_killed_in_one_launch_is_told_to_every_client_of_the_o
     engine, door = launches(WORKER, "--max-num-seqs", str(len(STREAMS)))
     streams = {path: opened(door, path) for path in STREAMS}
     waiting = Asked(door, "/v1/completions", STREAMS["/v1/completions"] | {"stream": False})
-    wait_until(lambda: door.metric("pagewire:num_requests_waiting") == 1, "it waits", END_S)
+    until(lambda: door.metric("pagewire:num_requests_waiting") == 1, "it waits", END_S)
     engine.children()["worker"].kill()
     for path, stream in streams.items():
         *_, last = stream.events()
@@ -215,7 +217,7 @@ def test_a_part_that_dies_while_the_engine_drains(launches: Launches) -> None:
     engine, door = launches(WORKER)
     stream = opened(door, "/v1/chat/completions")
     engine.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: not is_ready(door), "the other launch drains", END_S)
+    until(lambda: not is_ready(door), "the other launch drains", END_S)
     engine.children()["worker"].kill()
     assert json.loads(stream.events()[-1])["error"]["code"] == "engine_failed"
     ends_with(engine, 1, "worker was killed by SIGKILL")
@@ -227,7 +229,7 @@ def test_a_second_signal_ends_a_launch_that_waits_for_another_one(launches: Laun
     engine, door = launches(WORKER)
     stream = opened(door, "/v1/chat/completions")
     engine.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: not is_ready(door), "the other launch drains", END_S)
+    until(lambda: not is_ready(door), "the other launch drains", END_S)
     engine.process.send_signal(signal.SIGTERM)
     assert json.loads(stream.events()[-1])["error"]["code"] == "engine_failed"
     ends_with(engine, 130, "stopped at once")
@@ -245,7 +247,7 @@ def test_an_end_gets_round_where_the_first_and_the_last_of_three_launches_do_not
             addresses = [f"{name}=tcp://127.0.0.1:{ports[name]}" for name in known]
             flags = ("--key-file", str(tmp_path / "key"), "--hang-timeout-s", str(HANG_S), "--address", *addresses)
             server = start("--actors", actors, *flags, command=COMMAND)
-            wait_until(lambda: (tmp_path / "key").exists(), "the key is made", END_S)
+            until(lambda: (tmp_path / "key").exists(), "the key is made", END_S)
             return server
 
         worker = begin("worker", "worker", "core")

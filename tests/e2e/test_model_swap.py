@@ -4,7 +4,6 @@ import http.client
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import httpx
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
+from waiting import until
 
-from pagewire.tools.servers import ROOT, Server, wait_until
+from pagewire.tools.servers import ROOT, Server
 
 Start = Callable[..., Server]
 FLAGS = ("--enable-model-swap", "--admin-api-key", "admin", "--kv-cache-memory", "64M")
@@ -41,10 +41,7 @@ def ask(server: Server) -> int:
 
 
 def wait_for(server: Server, name: str) -> None:
-    deadline = time.monotonic() + 60
-    while served(server)["id"] != name:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: served(server)["id"] == name, f"{name} is served", 60)
 
 
 @pytest.mark.long
@@ -64,8 +61,7 @@ def test_the_model_is_swapped_and_back(start: Start, tmp_path: Path) -> None:
     lines: list[str] = []
     reader = threading.Thread(target=read_stream, args=(server.url, lines))
     reader.start()
-    while not lines and server.metric("pagewire:num_requests_running") == 0:
-        time.sleep(0.02)
+    until(lambda: lines or server.metric("pagewire:num_requests_running"), "the stream runs")
     answer = swap(server, model=str(other), served_model_name=["other"])
     assert answer.status_code in (200, 202), answer.text  # 202 where there is no room for both
     wait_for(server, "other")
@@ -111,11 +107,11 @@ def test_sigterm_amid_a_swap_lets_open_streams_end(start: Start, tmp_path: Path)
     lines: list[str] = []
     reader = threading.Thread(target=read_stream, args=(server.url, lines))
     reader.start()
-    wait_until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream is on its way")
+    until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream is on its way")
     answers: list[int] = []
     asker = threading.Thread(target=lambda: answers.append(swap(server, model=str(other)).status_code))
     asker.start()
-    wait_until(lambda: len(launcher.children()) > before or bool(answers), "the other engine is being started")
+    until(lambda: len(launcher.children()) > before or bool(answers), "the other engine is being started")
     assert server.stop() == 0
     reader.join(60)
     asker.join(60)
@@ -134,7 +130,7 @@ def test_a_model_that_cannot_be_loaded_gives_way_to_the_one_before(start: Start,
     if beside.status_code == 422:  # there is room for both
         assert "could not be loaded" in beside.json()["error"]["message"] and ask(server) == 200
         assert swap(server, model=str(other), drain=True).status_code == 202
-    wait_until(lambda: "going back to the model before" in server.log.read_text(), "it has failed", 60)
+    until(lambda: "going back to the model before" in server.log.read_text(), "it has failed", 60)
     assert ask(server) == 200
     versions = served(server)["versions"]
     assert [version["state"] for version in versions] == ["retired", "serving"]  # type: ignore[attr-defined]

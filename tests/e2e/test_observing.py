@@ -9,8 +9,9 @@ import httpx
 import pytest
 from collector import Collector, attributes
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import until
 
-from pagewire.tools.servers import Server, wait_until
+from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
 
@@ -48,7 +49,7 @@ def test_every_part_of_a_request_is_counted_and_told(start: Callable[..., Server
     assert set(timings) == {*PARTS, "total_ms"}
     assert sum(timings[part] for part in PARTS) == pytest.approx(timings["total_ms"], abs=0.01)
     assert timings["prefill_ms"] > 0 and timings["decode_ms"] > 0
-    wait_until(
+    until(
         lambda: (
             samples(server)["generation_tokens_total"] >= before["generation_tokens_total"] + usage["completion_tokens"]
         ),
@@ -99,7 +100,7 @@ def test_who_leaves_and_who_is_refused_are_counted_by_cause(server: Server) -> N
         next(response.iter_lines())
     too_long = {"prompt": "word " * 50_000, "max_tokens": 1}
     assert httpx.post(f"{server.url}/v1/completions", json=too_long, timeout=60).status_code == 400
-    wait_until(
+    until(
         lambda: samples(server)["request_aborts_total[client_gone]"] == before["request_aborts_total[client_gone]"] + 1,
         "the client's leaving is counted",
     )

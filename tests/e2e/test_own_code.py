@@ -53,6 +53,7 @@ def _folder(path: Path, kind: str, **config: object) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_no_code_of_a_folder_is_run(tmp_path: Path) -> None:
     folders = {
         "native": _folder(tmp_path / "native", "llama"),

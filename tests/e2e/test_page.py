@@ -9,11 +9,14 @@ import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
+from waiting import until
 
 import pagewire
-from pagewire.tools.servers import Server, wait_until
+from pagewire.tools.servers import Server
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser")
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
     pytest.mark.e2e,
@@ -24,21 +27,19 @@ FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
 )
-Page = playwright.Page
-expect = playwright.expect
 Open = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[playwright.Browser]:
-    with playwright.sync_playwright() as driver:
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         yield browser
         browser.close()
 
 
 @pytest.fixture
-def open_page(browser: playwright.Browser, server: Server) -> Iterator[Open]:
+def open_page(browser: Browser, server: Server) -> Iterator[Open]:
     """Opens the page in a fresh profile; whatever the browser complains of fails the test."""
     contexts, complaints = [], []
     allowed: list[str] = []
@@ -64,7 +65,7 @@ def open_page(browser: playwright.Browser, server: Server) -> Iterator[Open]:
     assert [text for text in complaints if not any(word in text for word in allowed)] == []
 
 
-def ask(page: Page, text: str) -> playwright.Locator:
+def ask(page: Page, text: str) -> Locator:
     """Sends a question with the keyboard. Returns the message that answers it, whole."""
     page.locator("#prompt").fill(text)
     page.locator("#prompt").press("Enter")
@@ -239,7 +240,7 @@ def test_forgetting_stops_the_answer(open_page: Open, server: Server) -> None:
     page.locator("#new").click()
     expect(page.locator(".message")).to_have_count(0)
     expect(page.locator("#send")).to_have_text("Send")
-    wait_until(lambda: server.metric("pagewire:num_requests_running") == 0, "its row is free")
+    until(lambda: server.metric("pagewire:num_requests_running") == 0, "its row is free")
 
 
 def test_a_refusal_is_shown_in_the_servers_words(open_page: Open) -> None:
@@ -301,7 +302,7 @@ def test_the_live_view_follows_the_engine(open_page: Open, server: Server) -> No
     before = server.metric("pagewire:generation_tokens_total")
     figures = ask(page, "Count from 1 to 9").locator(".figures").inner_text()
     number = int(figures.split(" tokens")[0])
-    wait_until(lambda: server.metric("pagewire:generation_tokens_total") >= before + number, "the engine reports")
+    until(lambda: server.metric("pagewire:generation_tokens_total") >= before + number, "the engine reports")
     after = server.metric("pagewire:generation_tokens_total")
     expect(page.locator("#tokens-out")).to_have_text(f"{after:,.0f}")
     expect(page.locator("#first-p50")).to_have_text(re.compile(r"^[\d.]+ m?s$"))

@@ -28,6 +28,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
+@pytest.mark.long
 def test_embeddings_of_an_encoder(tmp_path: Path, start: Callable[..., Server]) -> None:
     folder = made.make_encoder(tmp_path / "mini", pooling="mean")
     server = start(str(folder)).wait_ready()

@@ -2,6 +2,8 @@
 
 import json
 import urllib.request
+from collections.abc import Callable
+from pathlib import Path
 
 import checkpoints
 import pytest
@@ -9,12 +11,13 @@ import quantized_checkpoints
 import vocabulary
 
 from pagewire import LLM, SamplingParams
+from pagewire.tools.servers import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 PROMPTS = [[5, 9, 40, 33, 12], [7] * 30, [3 + i for i in range(50)]]
 
 
-def _complete(server):
+def _complete(server: Server) -> list[list[int]]:
     body = {"prompt": PROMPTS, "max_tokens": 16, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
     request = urllib.request.Request(
         f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -24,7 +27,7 @@ def _complete(server):
     return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
 
-def test_two_ranks_of_an_awq_checkpoint(tmp_path, start):
+def test_two_ranks_of_an_awq_checkpoint(tmp_path: Path, start: Callable[..., Server]) -> None:
     source = checkpoints.make_checkpoint(tmp_path / "float", "qwen3", intermediate_size=128)
     vocabulary.add_tokenizer(source)
     folder, _ = quantized_checkpoints.quantize_checkpoint(source, tmp_path, "awq")
@@ -36,7 +39,7 @@ def test_two_ranks_of_an_awq_checkpoint(tmp_path, start):
     assert "4 bits (awq)" in server.log.read_text()
 
 
-def test_ranks_that_would_cut_through_a_group(tmp_path, start):
+def test_ranks_that_would_cut_through_a_group(tmp_path: Path, start: Callable[..., Server]) -> None:
     """96 feed-forward columns in groups of 32."""
     source = checkpoints.make_checkpoint(tmp_path / "float", "qwen3")
     vocabulary.add_tokenizer(source)

@@ -117,7 +117,7 @@ def test_the_end_of_its_tokens(client: openai.OpenAI) -> None:
     )
     last = events[-1]
     assert last.type == "response.incomplete" and last.response.output_text == short.output_text
-    part = last.response.output[0].content[0]  # type: ignore[union-attr]
+    part = last.response.output[0].content[0]  # type: ignore[union-attr, index]  # a message, and it has words
     assert len(part.logprobs) == 3 and all(len(entry.top_logprobs) == 2 for entry in part.logprobs)  # type: ignore[union-attr,arg-type]
 
 

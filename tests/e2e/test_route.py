@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 
 import pytest
@@ -59,12 +58,10 @@ def test_engines_of_one_launch_are_replaced_and_restarted_under_load(start: Star
 
     os.kill(launch.process.pid, signal.SIGHUP)
     assert asyncio.run(served_until("every engine was restarted")) > 2
-    victim = launch.process.children()[0]
+    victim = launch.supervisor.children()[0]
     actors = victim.children()
     victim.kill()
     asyncio.run(served_until("and is replaced"))
-    everyone = [*actors, *launch.process.children(recursive=True)]
-    started_at = time.monotonic()
+    everyone = [*actors, *launch.supervisor.children(recursive=True)]
     assert launch.stop() == 0, launch.log.read_text()
-    assert time.monotonic() - started_at < 20
     wait_until(lambda: not any(is_alive(process) for process in everyone), "nobody is left behind")

@@ -9,6 +9,7 @@ from pagewire.tools.servers import Server
 
 schemathesis = pytest.importorskip("schemathesis", reason="make test-clients installs it")
 from hypothesis import HealthCheck, given, settings, strategies  # noqa: E402
+from schemathesis import Case  # noqa: E402
 from schemathesis.checks import load_all_checks, not_a_server_error  # noqa: E402
 from schemathesis.specs.openapi.checks import (  # noqa: E402
     allow_header_conformance,
@@ -44,7 +45,7 @@ def test_the_server_keeps_to_its_description(start: Callable[..., Server], num_c
         suppress_health_check=list(HealthCheck),
     )
     @given(strategies.one_of(cases))
-    def play(case: schemathesis.Case) -> None:
+    def play(case: Case) -> None:
         response = case.call(base_url=server.url, timeout=ANSWER_TIMEOUT_S)
         key = case.operation.label, response.status_code
         statuses[key] = statuses.get(key, 0) + 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ..servers import Server
+from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+from waiting import until
 
-from pagewire.tools.servers import Server, wait_until
+from pagewire.tools.servers import Server
 
 pytestmark = pytest.mark.e2e
 
@@ -31,7 +32,7 @@ def test_a_stream_pauses_while_the_engine_sleeps(start: Callable[..., Server]) -
         done.set()
 
     threading.Thread(target=read, daemon=True).start()
-    wait_until(lambda: len(text) > 5, "the stream has begun")
+    until(lambda: len(text) > 5, "the stream has begun")
     awake = worker.memory_info().rss
     answer = httpx.post(f"{server.url}/sleep", headers=ADMIN, timeout=60)
     assert answer.status_code == 200 and answer.json() == {

@@ -2,15 +2,18 @@
 
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from pagewire.tools.servers import Server
+
 pytestmark = pytest.mark.e2e
 
 
-def test_nothing_but_the_api_listens(start):
+def test_nothing_but_the_api_listens(start: Callable[..., Server]) -> None:
     server = start("--tensor-parallel-size", "2").wait_ready()
     everyone = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     assert len(everyone) >= 8  # the supervisor, two ranks, core, grammar, tokenizer, detokenizer, api

@@ -64,7 +64,9 @@ def test_openai_parse_of_a_tool(client: openai.OpenAI) -> None:
         temperature=1,
         seed=1,
     )
-    (call,) = answer.choices[0].message.tool_calls or ()
+    calls = answer.choices[0].message.tool_calls
+    assert calls is not None
+    (call,) = calls
     assert isinstance(call.function.parsed_arguments, City)
 
 
@@ -139,7 +141,7 @@ def test_what_cannot_be_enforced(client: openai.OpenAI) -> None:
         ({"tools": tools[:1], "response_format": format}, "response_format.json_schema.schema"),
     ):
         with pytest.raises(openai.BadRequestError, match=r"The JSON schema in .* cannot be enforced: .*not") as caught:
-            client.chat.completions.create(model=MODEL, messages=QUESTION, **fields)  # type: ignore[call-overload]  # of any kind
+            client.chat.completions.create(model=MODEL, messages=QUESTION, **fields)  # of any kind
         assert caught.value.param == param
     format["json_schema"]["schema"] = City.model_json_schema()
     answer = client.chat.completions.create(

@@ -36,7 +36,7 @@ TOOLS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Narrow weights, so that nothing is likely: numbers and spaces end by themselves.
-    changes = {"initializer_range": 0.02, "max_position_embeddings": 4096}
+    changes: dict[str, Any] = {"initializer_range": 0.02, "max_position_embeddings": 4096}
     folder = checkpoints.make_checkpoint(tmp_path_factory.mktemp("structured"), "llama", **changes)
     return vocabulary.add_tokenizer(folder)
 
@@ -55,8 +55,15 @@ def client(server: Server) -> openai.OpenAI:
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
     model = client.models.list().data[0].id
     # No reasoning, or a model without sense would go on with it.
-    extra = {"thinking_token_budget": 0, **fields.pop("extra_body", {})}
-    fields = {"model": model, "messages": QUESTION, "temperature": 1, "max_tokens": 2000, "extra_body": extra, **fields}
+    extra: dict[str, Any] = {"thinking_token_budget": 0, **fields.pop("extra_body", {})}
+    fields = {
+        "model": model,
+        "messages": QUESTION,
+        "temperature": 1,
+        "max_tokens": 2000,
+        "extra_body": extra,
+        **fields,
+    }
     return client.chat.completions.create(**fields)
 
 
@@ -144,7 +151,7 @@ def test_a_format_after_the_reasoning(start: Callable[..., Server], folder: Path
     server = start(str(folder), "--chat-template", str(tmp_path / "chat.jinja"), "--reasoning-parser", "qwen3")
     client = openai.OpenAI(base_url=f"{server.wait_ready().url}/v1", api_key="none", max_retries=0, timeout=300)
     for budget in (0, 5, 40):
-        extra = {"structured_outputs": {"choice": ["yes", "no"]}, "thinking_token_budget": budget}
+        extra: dict[str, Any] = {"structured_outputs": {"choice": ["yes", "no"]}, "thinking_token_budget": budget}
         answer = ask(client, extra_body=extra)
         assert answer.choices[0].message.content in ("yes", "no")
         num_reasoning = answer.usage.completion_tokens_details.reasoning_tokens

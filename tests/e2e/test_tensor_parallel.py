@@ -3,20 +3,24 @@
 import json
 import sys
 import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
 import vocabulary
+from waiting import until
 
 from pagewire import LLM, SamplingParams
 from pagewire.config.machine import machine_facts
-from pagewire.tools.servers import free_port, wait_until
+from pagewire.tools.servers import Server, free_port
 
 pytestmark = pytest.mark.e2e
 PROMPTS = [[5 + i, 9, 40 + 7 * i, 33, 12][: 2 + i % 4] * (1 + 3 * i) for i in range(6)]
 
 
-def _post(server, prompt, **more):
+def _post(server: Server, prompt: Any, **more: Any) -> Any:
     """The open response to a completion of 24 tokens."""
     body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "logprobs": 1, "return_token_ids": True, **more}
     request = urllib.request.Request(
@@ -25,7 +29,7 @@ def _post(server, prompt, **more):
     return urllib.request.urlopen(request, timeout=60)
 
 
-def _complete(server, prompt, **more):
+def _complete(server: Server, prompt: Any, **more: Any) -> tuple[list[list[int]], list[list[float]]]:
     with _post(server, prompt, **more) as response:
         choices = sorted(json.load(response)["choices"], key=lambda choice: choice["index"])
     return [choice["token_ids"] for choice in choices], [choice["logprobs"]["token_logprobs"] for choice in choices]
@@ -41,7 +45,9 @@ def _complete(server, prompt, **more):
         pytest.param("mixtral", 2, {}, marks=pytest.mark.long),
     ],
 )
-def test_ranks_say_what_one_rank_says(kind, size, changes, tmp_path, start):
+def test_ranks_say_what_one_rank_says(
+    kind: str, size: int, changes: dict[str, Any], tmp_path: Path, start: Callable[..., Server]
+) -> None:
     folder = checkpoints.make_checkpoint(tmp_path, kind, **changes)
     vocabulary.add_tokenizer(folder, vocab_size=changes.get("vocab_size", 320))
     llm = LLM(str(folder), dtype="float32", threads=1)
@@ -59,7 +65,7 @@ def test_ranks_say_what_one_rank_says(kind, size, changes, tmp_path, start):
     assert ids == [list(one.token_ids) for one in greedy]
     for found, one in zip(logprobs, greedy, strict=True):
         assert found == pytest.approx(
-            [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)], abs=1e-3
+            [step[token].logprob for step, token in zip(one.logprobs or (), one.token_ids, strict=True)], abs=1e-3
         )
     alone, alone_logprobs = _complete(server, PROMPTS[5], temperature=0)
     assert alone == [ids[5]]
@@ -72,10 +78,13 @@ def test_ranks_say_what_one_rank_says(kind, size, changes, tmp_path, start):
     assert server.stop() == 0, server.log.read_text()
 
 
-def test_a_rank_that_dies_in_service_is_replaced_with_the_others_and_streams_go_on(start):
+@pytest.mark.long
+def test_a_rank_that_dies_in_service_is_replaced_with_the_others_and_streams_go_on(
+    start: Callable[..., Server],
+) -> None:
     server = start("--tensor-parallel-size", "2").wait_ready()
 
-    def stream(on_first=lambda: None):
+    def stream(on_first: Callable[[], object] = lambda: None) -> str:
         with _post(server, "hello", max_tokens=300, temperature=0, ignore_eos=True, stream=True) as response:
             events = [response.readline()]
             on_first()
@@ -92,9 +101,9 @@ def test_a_rank_that_dies_in_service_is_replaced_with_the_others_and_streams_go_
     assert "worker-1 was killed by SIGKILL" in server.log.read_text()
 
 
-def test_a_rank_that_dies_while_loading_ends_the_start_with_its_name(start):
+def test_a_rank_that_dies_while_loading_ends_the_start_with_its_name(start: Callable[..., Server]) -> None:
     server = start("--tensor-parallel-size", "2")
-    wait_until(lambda: "worker-1" in server.children(), "the processes are there", 30.0)
+    until(lambda: "worker-1" in server.children(), "the processes are there", 30.0)
     children = server.children()
     children["worker-1"].kill()
     assert server.process.wait(20) == 1
@@ -103,7 +112,9 @@ def test_a_rank_that_dies_while_loading_ends_the_start_with_its_name(start):
 
 
 @pytest.mark.long
-def test_what_only_the_fallback_runs_is_refused_once_for_all_ranks(tmp_path, start):
+def test_what_only_the_fallback_runs_is_refused_once_for_all_ranks(
+    tmp_path: Path, start: Callable[..., Server]
+) -> None:
     folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, "gpt_neox"))
     server = start(str(folder), "--tensor-parallel-size", "2")
     assert server.process.wait(60) == 2
@@ -112,13 +123,13 @@ def test_what_only_the_fallback_runs_is_refused_once_for_all_ranks(tmp_path, sta
 
 
 @pytest.mark.long
-def test_the_ranks_may_be_of_two_launches(start, tmp_path):
+def test_the_ranks_may_be_of_two_launches(start: Callable[..., Server], tmp_path: Path) -> None:
     names = ("worker", "worker-1", "core", "grammar", "tokenizer", "detokenizer", "api", "ranks")
     addresses = [f"{name}=tcp://127.0.0.1:{free_port()}" for name in names]
     launch = (sys.executable, "-m", "pagewire.procs.launch", "--threads", "1")
     common = ["--tensor-parallel-size", "2", "--key-file", str(tmp_path / "key"), "--address", *addresses]
     first = start("--actors", "worker,core,grammar,tokenizer,detokenizer,api", *common, command=launch)
-    wait_until(lambda: (tmp_path / "key").exists(), "the key is made")
+    until(lambda: (tmp_path / "key").exists(), "the key is made")
     second = start("--actors", "worker-1", *common, command=launch)
     first.wait_ready()
     assert set(second.children()) == {"worker-1"}

@@ -7,12 +7,14 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from terminals import Terminal
+from waiting import until
 
-from pagewire.tools.servers import Server, wait_until
+from pagewire.tools.servers import Server
 from pagewire.version import __version__
 
 pytestmark = pytest.mark.e2e
@@ -183,6 +185,7 @@ def test_top_shows_what_the_server_does(server: Server, tmp_path: Path, terminal
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_top_waits_for_a_server_that_went_away(start: Callable[..., Server], terminal: Callable[..., Terminal]) -> None:
     server = start().wait_ready()
     screen = terminal("top", "--interval", "0.2", "--url", server.url)
@@ -193,7 +196,7 @@ def test_top_waits_for_a_server_that_went_away(start: Callable[..., Server], ter
     assert screen.wait() == 0
 
 
-def ask(server: Server, body: dict[str, object]) -> dict[str, object]:
+def ask(server: Server, body: dict[str, object]) -> Any:
     request = urllib.request.Request(
         f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -201,7 +204,7 @@ def ask(server: Server, body: dict[str, object]) -> dict[str, object]:
         return json.load(response)
 
 
-def batch_line(custom_id: str, number: int, **body: object) -> str:
+def batch_line(custom_id: str, number: int, **body: Any) -> str:
     messages = [{"role": "user", "content": f"Count from 1 to {number}"}]
     return json.dumps(
         {
@@ -272,11 +275,15 @@ def test_a_batch_can_be_interrupted(server: Server, tmp_path: Path, terminal: Ca
     run.type("\x03")
     run.expect("run the command again to continue")
     assert run.wait(5.0) == 130
-    wait_until(lambda: server.metric("pagewire:num_requests_running") == 0, "the requests under way end")
+    until(lambda: server.metric("pagewire:num_requests_running") == 0, "the requests under way end")
 
 
 def test_tokenize_gives_the_ids_that_the_server_reads(server: Server, tmp_path: Path) -> None:
-    body = {"messages": [{"role": "user", "content": "Spell cat"}], "max_tokens": 1, "return_token_ids": True}
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Spell cat"}],
+        "max_tokens": 1,
+        "return_token_ids": True,
+    }
     ids = ask(server, body)["prompt_token_ids"]
     told = pagewire(tmp_path, "tokenize", "--chat", "--format", "json", "Spell cat")
     assert json.loads(told.stdout) == {"tokens": ids, "count": len(ids)}
@@ -297,7 +304,7 @@ def test_explain_says_what_the_start_then_takes(
     assert told.returncode == 0, told.stderr
     (plan,) = [line.strip() for line in told.stdout.splitlines() if line.strip().startswith("weights ")]
     log = start(*more).wait_ready().log
-    wait_until(lambda: "weights " in log.read_text(), "the start is told of")
+    until(lambda: "weights " in log.read_text(), "the start is told of")
     (taken,) = [line.strip() for line in log.read_text().splitlines() if line.strip().startswith("weights ")]
     assert plan == taken
     (line,) = [line for line in told.stdout.splitlines() if line.startswith("max-num-seqs")]

@@ -82,7 +82,7 @@ def test_columns_give_each_request_its_tokens() -> None:
     assert list(m.TokenBatch(()).columns()) == []
 
 
-def test_a_bias_has_room_on_every_device():
+def test_a_bias_has_room_on_every_device() -> None:
     assert m.Sampling(logit_bias=dict.fromkeys(range(m.MAX_BIASES), 1.0)).logit_bias
     with pytest.raises(ValueError, match="at most 1024 tokens"):
         m.Sampling(logit_bias=dict.fromkeys(range(m.MAX_BIASES + 1), 1.0))

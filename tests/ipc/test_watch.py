@@ -10,11 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import until
 
 from pagewire.ipc.messages import Leave, ToTokenizer
 from pagewire.ipc.watch import ZmqWatch
 from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox, read_keys
-from pagewire.tools.servers import free_port, wait_until
+from pagewire.tools.servers import free_port
 
 SILENCE_S = 1.0
 IDLE = "inbox.wait(1.0)"
@@ -49,7 +50,7 @@ def peer(context: ZmqContext, tmp_path: Path, request: pytest.FixtureRequest) ->
             stack.callback(process.kill)
             watch = context.watch(address, SILENCE_S)
             stack.callback(watch.close)
-            wait_until(lambda: looked(watch).is_up, "it is reached", 60)
+            until(lambda: looked(watch).is_up, "it is reached", 60)
             return watch, psutil.Process(process.pid)
 
         yield begin
@@ -72,7 +73,7 @@ def received(inbox: ZmqInbox[object]) -> object:
 def test_who_is_killed_is_lost(peer: Peer) -> None:
     watch, process = peer(IDLE)
     process.kill()
-    wait_until(lambda: looked(watch).is_lost, "the end is noticed", 30)
+    until(lambda: looked(watch).is_lost, "the end is noticed", 30)
     assert not watch.is_up
 
 
@@ -80,7 +81,7 @@ def test_who_is_frozen_is_lost_and_who_is_busy_is_not(peer: Peer) -> None:
     busy, _ = peer(BUSY)
     frozen, process = peer(IDLE)
     process.suspend()
-    wait_until(lambda: looked(frozen).is_lost, "its silence is noticed", 30)
+    until(lambda: looked(frozen).is_lost, "its silence is noticed", 30)
     assert looked(busy).is_up, "it was as silent for as long"
     process.resume()
 

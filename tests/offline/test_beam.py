@@ -1,6 +1,7 @@
 """Beam search: the same beams as transformers', over forks of one prefilled sequence."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import checkpoints
 import pytest
@@ -90,4 +91,4 @@ def test_an_eos_ends_a_beam(folder: Path, llm: LLM) -> None:
 @pytest.mark.parametrize("wrong", [{"beam_width": 0}, {"beam_width": 11}, {"max_tokens": 0}])
 def test_what_makes_no_sense_is_refused(llm: LLM, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="beam_width"):
-        llm.beam_search([1, 2], BeamSearchParams(**{"beam_width": 2, "max_tokens": 2} | wrong))
+        llm.beam_search([1, 2], BeamSearchParams(**cast(dict[str, Any], {"beam_width": 2, "max_tokens": 2} | wrong)))

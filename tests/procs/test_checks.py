@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -233,7 +233,7 @@ def test_the_bounds_of_requests_hold_in_every_decoder() -> None:
             1, f.pop("n", 1), ids, f["sampling"], f["limits"], constraint=f.get("constraint")
         ),
     }
-    whole = {"sampling": m.Sampling(), "limits": m.Limits(), "text": m.TextSpec()}
+    whole: dict[str, Any] = {"sampling": m.Sampling(), "limits": m.Limits(), "text": m.TextSpec()}
     too_much: list[dict[str, object]] = [
         {"n": 129},
         {"sampling": m.Sampling(logprobs=21)},
@@ -267,4 +267,4 @@ def test_the_bounds_of_requests_hold_in_every_decoder() -> None:
             m.Sampling(logit_bias=bias)
     for name in ("temperature", "top_p", "min_p", "presence_penalty"):
         with pytest.raises(ValueError, match="finite"):
-            m.Sampling(**{name: float("nan")})
+            m.Sampling(**cast(dict[str, Any], {name: float("nan")}))

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from harness import CONFIG, http_config
 from msgspec.structs import replace
 
 from pagewire.config.access import ApiKey
@@ -10,8 +11,6 @@ from pagewire.procs import interpreter
 from pagewire.procs.child import Launch
 from pagewire.procs.environment import environment_of
 from pagewire.procs.topology import kind, names
-
-from ..api.harness import CONFIG, http_config
 
 SECRETS = ("sk-user", "sk-admin", "/secret/tls.key", "collector-password")
 LAUNCH = Launch(

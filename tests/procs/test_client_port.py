@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from engine_clients import MAX_LEN, Engine, address_in, peer, until
+from engine_clients import MAX_LEN, Engine, address_in, peer
 from fakes import VOCAB, expected_output
+from waiting import until_async
 
 from pagewire import EngineClient
 from pagewire.ipc.client_messages import PROTOCOL, Ack, Bye, Generate, Goodbye, Hello, News, Welcome
@@ -75,7 +76,8 @@ def test_a_session_message_by_message(address: str) -> None:
             assert isinstance(news, News) and news.seq == 1
             assert [(a.rid, a.num_prompt) for a in news.accepted] == [(2**53 - 2, 2), (2**53 - 1, 2)]
             got: dict[int, list[int]] = {2**53 - 2: [], 2**53 - 1: []}
-            ended, seq = set(), 1
+            ended: set[int] = set()
+            seq = 1
             while len(ended) < 2:
                 news = await client.hear()
                 seq += 1
@@ -87,7 +89,7 @@ def test_a_session_message_by_message(address: str) -> None:
             assert list(got.values()) == [expected_output([1, 2], 6, MAX_LEN, seed + i, False) for i in range(2)]
             assert isinstance(await client.hear(beats=True), Snapshot)
             await client.say(generate(7, [3]), Bye())
-            await until(lambda: engine.num_open == 0 and engine.core._clients is not None, "it has left")
+            await until_async(lambda: engine.num_open == 0 and engine.core._clients is not None, "it has left")
             assert not engine.core._clients._owners  # type: ignore[union-attr]
             for _ in range(8):  # what was sent before it had left
                 if await client.silence(0.2):
@@ -131,7 +133,7 @@ def test_who_takes_nothing_is_told_goodbye(address: str, monkeypatch: pytest.Mon
                 assert isinstance(await stalled.hear(), kind)
             goodbye = await stalled.hear()
             assert isinstance(goodbye, Goodbye) and "taken no output" in goodbye.reason
-            await until(lambda: engine.num_open == 0, "its sequence is cancelled")
+            await until_async(lambda: engine.num_open == 0, "its sequence is cancelled")
         monkeypatch.setattr(client_port, "STALL_LIMIT_S", 60.0)
         monkeypatch.setattr(client_port, "MAX_BEHIND_BYTES", 500)
         async with Engine(address) as engine, peer(address) as stalled:
@@ -140,7 +142,7 @@ def test_who_takes_nothing_is_told_goodbye(address: str, monkeypatch: pytest.Mon
                 assert isinstance(await stalled.hear(), kind)
             goodbye = await stalled.hear()
             assert isinstance(goodbye, Goodbye) and "more than 500 bytes" in goodbye.reason
-            await until(lambda: engine.num_open == 0, "its sequence is cancelled")
+            await until_async(lambda: engine.num_open == 0, "its sequence is cancelled")
 
     run(scenario())
 
@@ -152,16 +154,16 @@ def test_who_dies_takes_along_only_what_was_its_own(address: str) -> None:
             async with peer(address) as victim:
                 await victim.say(Hello(PROTOCOL), *(generate(rid, [rid]) for rid in range(8)))
                 await victim.hear()
-                await until(lambda: engine.num_open == 9, "all run")
+                await until_async(lambda: engine.num_open == 9, "all run")
                 at = engine.num_steps
-            await until(lambda: engine.num_open == 1, "its sequences are cancelled")
+            await until_async(lambda: engine.num_open == 1, "its sequences are cancelled")
             assert engine.num_steps < at + 100
             assert await staying.ids() == [expected_output([2], 400, MAX_LEN, 1, True)]
             async with peer(address) as waiting:  # nothing is computed for it when it leaves
                 engine.held = True
                 await waiting.say(Hello(PROTOCOL), generate(1, [1]))
-                await until(lambda: engine.num_open == 1, "it waits")
-            await until(lambda: engine.num_open == 0, "the beat notices")
+                await until_async(lambda: engine.num_open == 1, "it waits")
+            await until_async(lambda: engine.num_open == 0, "the beat notices")
 
     run(scenario())
 
@@ -199,7 +201,7 @@ def test_what_a_client_may_not_say(address: str) -> None:
                 while not isinstance(goodbye := await client.hear(), Goodbye):
                     pass
                 assert "open already" in goodbye.reason
-            await until(lambda: engine.num_open == 0, "nothing is left")
+            await until_async(lambda: engine.num_open == 0, "nothing is left")
 
     run(scenario())
 
@@ -217,7 +219,7 @@ def test_a_value_out_of_bounds_fails_its_request_alone(address: str) -> None:
                 assert isinstance(news, News)
                 assert [(f.rid, f.kind) for f in news.failed] == [(rid, "invalid_request") for rid in rids]
             for fields in ({"n": 2}, {"limits": Limits(max_tokens=0)}, {"limits": Limits(max_tokens=1)}):
-                await client.say(generate(4, [1], resume_ids=ids_to_bytes([1, 2]), **fields))  # type: ignore[arg-type]
+                await client.say(generate(4, [1], resume_ids=ids_to_bytes([1, 2]), **fields))
                 news = await client.hear()
                 assert isinstance(news, News) and "resume_ids" in news.failed[0].detail
             await client.say(generate(4, [1], Limits(max_tokens=2, min_tokens=3)))
@@ -226,7 +228,7 @@ def test_a_value_out_of_bounds_fails_its_request_alone(address: str) -> None:
             await client.say(Cancel((9,)), generate(1, [1], Limits(max_tokens=1)))
             news = await client.hear()
             assert isinstance(news, News) and news.accepted[0].rid == 1
-            await until(lambda: engine.num_open == 0, "it ends")
+            await until_async(lambda: engine.num_open == 0, "it ends")
 
     run(scenario())
 
@@ -254,7 +256,7 @@ def test_no_bytes_end_the_core(address: str) -> None:
             assert await other.generate([2], Sampling(seed=1), Limits(max_tokens=30)).ids() == [
                 expected_output([2], 30, MAX_LEN, 1, False)
             ]
-            await until(lambda: engine.num_open == 0, "nothing is left")
+            await until_async(lambda: engine.num_open == 0, "nothing is left")
             assert not engine.core._clients._owners  # type: ignore[union-attr]
 
     run(scenario())

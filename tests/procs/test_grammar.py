@@ -1,17 +1,18 @@
 """The core and the grammar process, each alone: what they say to each other, and what is held until an answer comes."""
 
 import asyncio
-import time
 from array import array
 from pathlib import Path
+from typing import Any
 
 import grammars
 import msgspec
 import numpy as np
 import pytest
-from engine_clients import Engine, address_in, until
+from engine_clients import Engine, address_in
 from fakes import EOS, VOCAB, bits_of, enqueue
 from grammars import cycle
+from waiting import until, until_async
 
 from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
 from pagewire.config.resolve import resolve
@@ -65,7 +66,7 @@ def test_a_request_is_held_until_its_grammar_is_one(tmp_path: Path) -> None:
             assert told(engine, "api") == [Failed(5, "invalid_request", "It is none.")]
             engine.handle(Constrained(1), Masks(rids(1, 2), bits_of([4]) + bits_of([6])))
             assert told(engine, "api") == [Accepted(1, 3), Accepted(2, 3)]
-            await until(lambda: len(sampled(engine)) == 2, "both drew")
+            await until_async(lambda: len(sampled(engine)) == 2, "both drew")
             assert sampled(engine) == {1: 4, 2: 6}
             engine.handle(Masks(b"", b"", complete=rids(1), failed=((2, "internal", "It broke."),)))
             assert engine.num_open == 0
@@ -76,7 +77,7 @@ def test_a_request_is_held_until_its_grammar_is_one(tmp_path: Path) -> None:
             assert bytes(b"".join(m.ended for m in told(engine, "grammar") if isinstance(m, Sampled))) == rids(1, 2)
 
     def sampled(engine: Engine) -> dict[int, int]:
-        found = {}
+        found: dict[Any, Any] = {}
         for name, message in engine.told:
             if name == "grammar" and isinstance(message, Sampled):
                 found |= dict(zip(memoryview(message.rids).cast("q"), bytes_to_ids(message.ids), strict=True))
@@ -122,7 +123,7 @@ def test_the_process_answers_on_its_loop(tmp_path: Path) -> None:
         try:
             some = cycle([1, 2], [3], free=2, length=4)
             actor.handle([Constrain(7, 2, some, b"")])
-            await until(lambda: len(said) == 2, "the grammar is compiled", 60)
+            await until_async(lambda: len(said) == 2, "the grammar is compiled", 60)
             assert said == [("core", Constrained(7)), ("core", Masks(b"", b"", rids(7, 8)))]
             said.clear()
             started = asyncio.get_running_loop().time()
@@ -157,7 +158,7 @@ def test_streams_have_their_turn_between_two_grammars(tmp_path: Path, monkeypatc
             assert said == [Constrained(1), Masks(rids(1), bits_of([1, 2]))]
             actor.handle([Sampled(rids(1), ids_to_bytes([1]), b"")])
             assert said[2:4] == [Masks(rids(1), bits_of([3])), Constrained(2)]
-            await until(lambda: len(said) == 9, "all are compiled")
+            await until_async(lambda: len(said) == 9, "all are compiled")
             assert actor.num_pending == 0
         finally:
             await actor.stop(0)
@@ -181,7 +182,7 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(tmp_path: Path) -> None
                 engine.handle(Cancel((11, 30)))
                 told(engine, "api")
                 actor.handle([message for message in told(engine, "grammar") if isinstance(message, Sampled)])
-                await until(lambda: len(said) == 2, "those are answered at once", 1)
+                await until_async(lambda: len(said) == 2, "those are answered at once", 1)
                 assert sorted(m.rid for m in said if isinstance(m, Constrained) and m.kind is None) == [10, 20]
                 assert actor._sandbox.num_pending == 2
                 engine.handle(*(message for message in said if isinstance(message, Constrained)))
@@ -220,13 +221,13 @@ def test_grammars_together_have_a_limit_of_memory(tmp_path: Path) -> None:
         large = cycle([1], fault="large")
         actor._sandbox._remember(msgspec.msgpack.encode(large), grammar_sandbox.Outcome())
         actor.handle([Constrain(rid, 1, large, b"") for rid in range(6)])
-        await until(lambda: actor.num_pending == 0, "all are compiled or refused")
+        await until_async(lambda: actor.num_pending == 0, "all are compiled or refused")
         answers = [message for message in said if isinstance(message, Constrained)]
         refused = [answer for answer in answers if answer.kind == "queue_full"]
         assert len(answers) == 6 and 1 <= len(refused) <= 4 and "try again later" in refused[0].detail
         said.clear()
         actor.handle([Sampled(b"", b"", rids(*range(6))), Constrain(9, 1, large, b"")])  # there is room again
-        await until(lambda: actor.num_pending == 0, "it is compiled")
+        await until_async(lambda: actor.num_pending == 0, "it is compiled")
         assert said[0] == Constrained(9)
 
     asyncio.run(scenario())
@@ -240,11 +241,7 @@ def test_an_idle_process_that_was_killed_is_replaced() -> None:
     try:
         for i in range(2):
             sandbox.begin(i, cycle([i]))
-            deadline = time.monotonic() + 60
-            while not (done := sandbox.collect()):
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
-            assert done == [(i, grammar_sandbox.Outcome())]
+            assert until(sandbox.collect, "it is compiled", 60) == [(i, grammar_sandbox.Outcome())]
             (process,) = sandbox._pool._processes
             process._process.kill()
             process._process.wait()

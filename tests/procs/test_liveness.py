@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from waiting import until
 
 from pagewire.ipc.messages import Pong
 from pagewire.procs.liveness import STEP_LIMIT_S, STORM_DEATHS, STORM_S, Deaths, Liveness
@@ -29,15 +30,12 @@ def test_a_worker_that_computes_is_busy_and_one_that_is_stopped_is_not() -> None
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         liveness = Liveness(process.pid, may_be_busy=True, now=0.0)
-        deadline = time.monotonic() + 10
         for now in range(1, 5):  # each look finds that it has used more of its core
             before = process_ticks(process.pid)
-            while process_ticks(process.pid) == before:
-                assert time.monotonic() < deadline
+            until(lambda before=before: process_ticks(process.pid) != before, "it computes")  # type: ignore[misc]
             assert liveness.complaint(2.0, 10.0 * now) is None
         process.send_signal(signal.SIGSTOP)
-        while state(process.pid) != "T":
-            assert time.monotonic() < deadline
+        until(lambda: state(process.pid) == "T", "it is stopped")
         liveness.complaint(2.0, 50.0)
         assert "has said nothing" in str(liveness.complaint(2.0, 53.0))
     finally:

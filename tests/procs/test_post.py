@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pagewire.ipc.messages import Accepted, Chunk, Pulse, TextBatch, ToApi
 from pagewire.ipc.reports import HistogramCounts
-from pagewire.ipc.zmq_channel import ZmqContext
+from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox
 from pagewire.procs.post import Mailman, api_index, api_of
 
 
@@ -23,7 +23,7 @@ def test_news_are_dealt_out_and_reports_go_to_all() -> None:
         for name in ("api", "api-1", "core", "supervisor")
     }
     try:
-        inboxes = [context.inbox(addresses[name], ToApi) for name in ("api", "api-1")]
+        inboxes: list[ZmqInbox[object]] = [context.inbox(addresses[name], ToApi) for name in ("api", "api-1")]
         post = Mailman("detokenizer", addresses, context, num_ranks=1, num_apis=2).post
         rids = [api_index(i, 1, 2) << 40 for i in range(2)]
         pulse = Pulse("detokenizer", HistogramCounts((), (0,), 0.0))

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vocabulary
-from engine_clients import until
 from msgspec.structs import replace
+from waiting import until_async
 
 from pagewire.config.config import Config, EngineConfig, MachineFacts, ModelFacts
 from pagewire.config.resolve import resolve
@@ -63,7 +64,7 @@ def test_answers_are_those_that_are_made_here(config: EngineConfig) -> None:
         here: list[m.Message] = []
         plain = TokenizerActor(config)
         plain.start(lambda receiver, message: here.append(message))
-        asked = [
+        asked: list[Any] = [
             submit(1, TEMPLATE, n=2),
             m.Tokenize(5, TEMPLATE, pieces=True),
             submit(6, replace(TEMPLATE, template="{{")),
@@ -71,7 +72,7 @@ def test_answers_are_those_that_are_made_here(config: EngineConfig) -> None:
         plain.handle(list(asked))
         actor.handle([*asked, m.Cancel((2, 77))])
         assert said == [m.Cancel((77,))], "what is cancelled aside waits for what it cancels"
-        await until(lambda: len(said) == 5, "all are answered", 60)
+        await until_async(lambda: len(said) == 5, "all are answered", 60)
         at = next(i for i, message in enumerate(said) if isinstance(message, m.Enqueue))
         enqueue, as_here = said[at], here[0]
         assert isinstance(enqueue, m.Enqueue) and isinstance(as_here, m.Enqueue)
@@ -87,13 +88,13 @@ def test_who_is_given_up_in_time_is_not_made(config: EngineConfig) -> None:
         actor.handle([submit(rid, STUCK, n=2) for rid in (10, 20, 30, 40)])
         actor.handle([m.Cancel((30,)), m.Cancel((31, 40, 41))])  # of which nobody has heard yet
         actor.handle([submit(50, TEMPLATE), m.Cancel(())])
-        await until(lambda: any(isinstance(message, m.Enqueue) for message in said), "the last one is made", 60)
+        await until_async(lambda: any(isinstance(message, m.Enqueue) for message in said), "the last one is made", 60)
         failed = [message for message in said if isinstance(message, m.Failed)]
         assert {message.rid for message in failed} <= {10, 11, 20, 21} and len(failed) >= 2
         assert all("takes more than 2 s" in message.detail for message in failed)
         assert not any(isinstance(message, m.Cancel) for message in said)
         actor.handle([submit(60, STUCK), m.Reset(2, 2, ("core",), "It died."), submit(60, TEMPLATE)])  # begins anew
-        await until(lambda: any(getattr(message, "rid", 0) == 60 for message in said), "it is made", 60)
+        await until_async(lambda: any(getattr(message, "rid", 0) == 60 for message in said), "it is made", 60)
         assert isinstance(said[-1], m.Enqueue)
 
     play(config, scenario)

@@ -4,19 +4,19 @@ import asyncio
 import json
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+from harness import FakeEngine, http_config
+from served import Served
+from waiting import until
+
 from pagewire.config.access import ApiKey
 from pagewire.procs.listening import Listening
 from pagewire.route.config import RouteConfig
 from pagewire.route.serve import RouterServer
-
-from ..api.harness import FakeEngine, http_config
-from ..api.served import Served
 
 
 class MortalEngine(FakeEngine):
@@ -43,6 +43,9 @@ class Behind(Served):
         self.address = f"http://127.0.0.1:{self.port}"
         if isinstance(engine, MortalEngine):
             engine.on_death = self.go
+
+    def __enter__(self) -> "Behind":
+        return self
 
     def go(self) -> None:
         """Closes everything; called on the server's thread."""
@@ -122,10 +125,10 @@ class Routed:
         assert not self._thread.is_alive()
 
     def wait_ready(self, num: int) -> None:
-        deadline = time.monotonic() + 10
-        while sum(engine.is_able for engine in self.server.fleet.engines) != num:
-            assert time.monotonic() < deadline, [engine.state() for engine in self.server.fleet.engines]
-            time.sleep(0.01)
+        until(
+            lambda: sum(engine.is_able for engine in self.server.fleet.engines) == num,
+            lambda: f"{num} engines are able: {[engine.state() for engine in self.server.fleet.engines]}",
+        )
 
     def ask(self, path: str, body: Any = None, *, method: str | None = None, **headers: str) -> Answered:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()

@@ -4,13 +4,12 @@ import argparse
 from typing import Any
 
 import pytest
+from harness import split_settings
 
 from pagewire.config.config import ServerConfig
 from pagewire.errors import ConfigError
 from pagewire.route.config import RouteConfig, add_route_flags, read_route
 from pagewire.route.replicas import Replicas
-
-from ..api.harness import split_settings
 
 
 def read(*argv: str) -> RouteConfig:

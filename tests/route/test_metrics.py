@@ -1,11 +1,11 @@
 """What a router's /metrics says, and that Prometheus can read it."""
 
+from harness import FakeEngine, request
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.route.metrics import merge_pages
 from pagewire.tools import reference
 
-from ..api.harness import FakeEngine, request
 from .routed import Behind, Routed
 
 

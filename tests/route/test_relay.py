@@ -4,23 +4,23 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import pytest
+from harness import FakeEngine
 from msgspec.structs import replace
+from waiting import until
 
 from pagewire.ipc.messages import Submit
 
-from ..api.harness import FakeEngine
 from .routed import Answered, Behind, MortalEngine, Routed
 
 PIECES = ["Hel", "lo ", "wor", "ld, ", "ag", "ain"]
 TEXT = "".join(PIECES)
-STREAM = {"stream": True, "max_tokens": 50}
+STREAM: dict[str, Any] = {"stream": True, "max_tokens": 50}
 
 
 @pytest.fixture
@@ -157,9 +157,7 @@ def test_an_engine_that_is_much_busier_gets_nothing_for_its_beginnings(stack: Ex
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 10
-    while sum(num_asked(engines)) < 8 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: sum(num_asked(engines)) == 8, "all eight are asked for")
     assert min(num_asked(engines)) >= 2, "eight at once are too many for one of two"
     for engine in engines:
         engine.engine.hold = False
@@ -265,9 +263,7 @@ def test_an_engine_that_is_shutting_down_loses_no_stream(stack: ExitStack, path:
 
     thread = threading.Thread(target=stream)
     thread.start()
-    deadline = time.monotonic() + 10
-    while not leaving.submits and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: leaving.submits, "the engine has it")
     assert leaving.loop is not None
     leaving.loop.call_soon_threadsafe(leaving.gateway.close, "The server is shutting down.")
     thread.join(10)
@@ -295,8 +291,8 @@ def test_an_engine_s_own_errors_are_not_tried_again(stack: ExitStack) -> None:
     router = stack.enter_context(Routed(*engines))
     answers = [router.complete(prompt=f"{i}").status for i in range(2)]
     assert sorted(answers) == [200, 500] and num_asked(engines) == [1, 1]
-    answers = [router.complete(prompt=f"{i}", **STREAM).events[-1] for i in range(2)]
-    assert sum(answer != "[DONE]" and "error" in answer for answer in answers) == 1
+    ends = [router.complete(prompt=f"{i}", **STREAM).events[-1] for i in range(2)]
+    assert sum(end != "[DONE]" and "error" in end for end in ends) == 1
 
 
 def test_a_request_that_engines_die_of_is_given_up(stack: ExitStack) -> None:
@@ -359,7 +355,7 @@ def test_a_request_that_waits_is_served_when_the_engine_is_back(stack: ExitStack
     texts: list[str] = []
     thread = threading.Thread(target=lambda: texts.append(router.complete(**STREAM).text))
     thread.start()
-    time.sleep(0.1)
+    until(lambda: router.metric("open_requests"), "it waits")
     listener = socket.create_server(("127.0.0.1", port))
     stack.enter_context(Behind(FakeEngine(PIECES), listener))
     thread.join(10)
@@ -375,14 +371,11 @@ def test_a_client_that_leaves_is_forgotten_everywhere(stack: ExitStack) -> None:
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
     head += "content-type: application/json\r\n"
     port = int(router.url.rpartition(":")[2])
-    deadline = time.monotonic() + 10
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(head.encode() + b"\r\n" + body)
-        while not engine.open and time.monotonic() < deadline:
-            time.sleep(0.01)
-    while (engine.open or router.metric("open_requests")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert engine.cancels and not engine.open
+        until(lambda: engine.open, "the engine has it")
+    until(lambda: not engine.open and not router.metric("open_requests"), "it is forgotten")
+    assert engine.cancels
 
 
 def test_stored_responses_are_where_they_were_made(stack: ExitStack) -> None:
@@ -404,9 +397,7 @@ def test_limits_of_a_key(stack: ExitStack) -> None:
     assert router.complete().status == 401
     first = threading.Thread(target=router.ask, args=("/v1/completions", {"prompt": "x"}), kwargs={"x_api_key": "a"})
     first.start()
-    deadline = time.monotonic() + 10
-    while not engine.submits and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: engine.submits, "the engine has it")
     refused = router.ask("/v1/completions", {"prompt": "x"}, x_api_key="a")
     assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
     assert engine.loop is not None
@@ -447,8 +438,6 @@ def test_a_router_that_stops_says_so_and_ends_streams_in_good_form(stack: ExitSt
         answers: list[Any] = []
         thread = threading.Thread(target=lambda: answers.append(router.complete(**STREAM)))
         thread.start()
-        deadline = time.monotonic() + 10
-        while not engine.open and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: engine.open, "the engine has it")
     thread.join(10)
     assert answers[0].status == 200 and answers[0].events[-1]["error"]["code"] == "shutting_down"

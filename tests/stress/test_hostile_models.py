@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import checkpoints
+import pytest
 import vocabulary
 
 from pagewire.engine.checkpoint.source import DEMO_MODEL
@@ -11,6 +12,7 @@ from pagewire.tests.stress import hostile_models
 SEED, NUM = 11, 45
 
 
+@pytest.mark.long
 def test_mutants_are_refused_or_served(tmp_path: Path) -> None:
     moe = checkpoints.make_checkpoint(tmp_path / "moe", "qwen3_moe")
     vocabulary.add_tokenizer(moe)

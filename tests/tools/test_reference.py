@@ -8,14 +8,13 @@ from types import ModuleType
 
 import msgspec
 import pytest
+from harness import FakeEngine, request
+from metrics_page import families, page
 from msgspec.structs import fields as struct_fields
 
 from pagewire.config.config import Config
 from pagewire.ipc import client_messages, messages, reports
 from pagewire.tools import reference
-
-from ..api.harness import FakeEngine, request
-from ..api.test_metrics import families, page
 
 FLAG = re.compile(r"^ +(-[-\w]+)", re.MULTILINE)
 ROW = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)

@@ -15,7 +15,7 @@ from pagewire.engine.core import decode_rows
 from pagewire.engine.core.block_pool import BlockPool
 from pagewire.engine.core.request import Request
 from pagewire.engine.core.scheduler import Scheduler
-from pagewire.ipc.messages import StepResult, ids_to_bytes
+from pagewire.ipc.messages import StepResult, TokenBatch, ids_to_bytes
 
 NUM_HISTORIES = 60
 _counters = attrgetter(*(name for name in Request.__slots__ if name not in ("asked", "blocks", "ids", "keys", "root")))
@@ -167,8 +167,10 @@ def test_a_step_of_decode_rows_is_one_column(plainly: bool) -> None:
         for step in range(1, 200):
             plan = scheduler.plan()
             assert plan is not None and plan.step == step and sum(plan.sample) == 20
-            scheduler.apply(StepResult(step, ids_to_bytes(range(20, 40)), {}, {}, 0.0))
-            (batch,) = [item for item in scheduler.take_outputs() if hasattr(item, "columns")]
-            assert [rid for rid, _ in batch.columns()] == list(range(20)) and batch.ids == ids_to_bytes(range(20, 40))
+            scheduler.apply(StepResult(step, ids_to_bytes(list(range(20, 40))), {}, {}, 0.0))
+            (batch,) = [item for item in scheduler.take_outputs() if isinstance(item, TokenBatch)]
+            assert [rid for rid, _ in batch.columns()] == list(range(20)) and batch.ids == ids_to_bytes(
+                list(range(20, 40))
+            )
     assert all(r.num_computed == 3 + 198 == r.num_planned and r.num_in_flight == 0 for r in scheduler.table.running)
     assert all(r.num_committed == 192 // 4 for r in scheduler.table.running), "output is offered every 32 positions"

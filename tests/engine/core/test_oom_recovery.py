@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from fakes import EOS, FakeWorker, all_tokens, enqueue, expected_output, kv_of
@@ -23,14 +24,14 @@ from pagewire.ipc.messages import (
 )
 
 SIZE = 4
-SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
 PROMPTS = [list(range(1 + 20 * i, 14 + 21 * i)) for i in range(4)]
 
 
 class Engine:
     """A scheduler and a worker with memory for steps of at most `most` positions; the news of all requests."""
 
-    def __init__(self, *, depth: int = 2, most: int = 1000, **more: object) -> None:
+    def __init__(self, *, depth: int = 2, most: int = 1000, **more: Any) -> None:
         self.most = most
         self.scheduler = Scheduler(
             pool=BlockPool(num_blocks=64),
@@ -41,7 +42,7 @@ class Engine:
             max_queued_tokens=10**6,
             eos_token_ids=(EOS,),
             **SIZES,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
         self.worker = FakeWorker(
             num_blocks=64, block_size=SIZE, fits=lambda num: num <= self.most, carry_out=lambda metadata: None, **SIZES
@@ -83,7 +84,7 @@ def expected(rid: int, prompt: list[int], num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_everybody_gets_the_same_tokens_in_smaller_steps(depth):
+def test_everybody_gets_the_same_tokens_in_smaller_steps(depth: int) -> None:
     engine = Engine(depth=depth)
     for rid, prompt in enumerate(PROMPTS):
         engine.scheduler.add(enqueue(rid, prompt, max_tokens=30, seed=rid, ignore_eos=True))
@@ -97,7 +98,7 @@ def test_everybody_gets_the_same_tokens_in_smaller_steps(depth):
     assert engine.scheduler.pool.num_free == 64
 
 
-def test_steps_are_halved_and_grow_again():
+def test_steps_are_halved_and_grow_again() -> None:
     engine = Engine(depth=1, most=5)
     engine.scheduler.add(enqueue(0, list(range(1, 80)), max_tokens=1, ignore_eos=True))
     engine.serve()
@@ -109,7 +110,7 @@ def test_steps_are_halved_and_grow_again():
     assert engine.sizes[-6:-1] == [10, 11, 12, 13, 14]
 
 
-def test_a_request_that_is_too_large_alone_fails_alone():
+def test_a_request_that_is_too_large_alone_fails_alone() -> None:
     engine = Engine(most=0)
     engine.scheduler.add(enqueue(0, [1, 2, 3], seed=0, ignore_eos=True))
     engine.scheduler.add(enqueue(1, [4, 5, 6], max_tokens=4, seed=1, ignore_eos=True))
@@ -124,7 +125,7 @@ def test_a_request_that_is_too_large_alone_fails_alone():
     assert engine.scheduler.pool.num_free == 64 and len(engine.scheduler.table.free_rows) == 8
 
 
-def test_a_short_fault_fails_nobody():
+def test_a_short_fault_fails_nobody() -> None:
     """A request that decodes alone is tried again."""
     engine = Engine(depth=1)
     engine.scheduler.add(enqueue(0, [1, 2, 3], max_tokens=6, ignore_eos=True))
@@ -140,7 +141,7 @@ def test_a_short_fault_fails_nobody():
     assert engine.output == {0: expected(0, [1, 2, 3], 6)}
 
 
-def test_whole_texts_are_tried_one_by_one():
+def test_whole_texts_are_tried_one_by_one() -> None:
     """Of an encoder, whose texts cannot be cut: the smaller budget holds for all but the first of a step."""
     engine = Engine(most=20, is_chunked=False, prefix_caching=False)
     for rid, length in enumerate([12, 13, 18, 25]):
@@ -149,7 +150,7 @@ def test_whole_texts_are_tried_one_by_one():
     assert [isinstance(engine.ends[rid], Tokens) for rid in range(4)] == [True, True, True, False]
 
 
-def test_plans_that_were_on_their_way_are_no_faults_of_their_own():
+def test_plans_that_were_on_their_way_are_no_faults_of_their_own() -> None:
     engine = Engine(depth=3)
     for rid, prompt in enumerate(PROMPTS):
         engine.scheduler.add(enqueue(rid, prompt, max_tokens=20, seed=rid, ignore_eos=True))
@@ -209,7 +210,7 @@ class OneBlock:
 
 
 @pytest.mark.parametrize("what", ["loading", "loaded", "cancelled"])
-def test_who_has_found_what_was_not_computed_computes_it(what):
+def test_who_has_found_what_was_not_computed_computes_it(what: str) -> None:
     """A request has found two blocks that a step without memory was to fill, and has the third loaded."""
     prompt = list(range(30, 46))
     connector = OneBlock(prompt)

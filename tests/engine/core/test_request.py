@@ -71,7 +71,7 @@ def writes(source: str, fields: Set[str] = FIELDS) -> Iterator[str]:
             case _:
                 continue
         if not (isinstance(owner, ast.Name) and owner.id == "self"):
-            yield f"line {node.lineno} changes {name}"
+            yield f"line {node.lineno} changes {name!s}"
 
 
 def test_only_a_request_changes_its_fields() -> None:
@@ -174,9 +174,9 @@ def test_a_request_ends_once_and_is_preempted_only_while_it_runs() -> None:
 def test_a_load_counts_as_in_flight_and_what_was_not_loaded_is_computed() -> None:
     request = make()
     request.admit(0, [5, 6], num_hits=0, num_copied=0, num_loading=2)
-    assert request.state is State.LOADING and request.num_in_flight == 1 and not request.has_work
+    assert request.state == State.LOADING and request.num_in_flight == 1 and not request.has_work
     request.loaded(1)
-    assert request.state is State.RUNNING and counters(request) == (4, 4, 10, 10, 0)
+    assert counters(request) == (4, 4, 10, 10, 0) and request.state == State.RUNNING  # type: ignore[comparison-overlap]  # `loaded` changed it
 
 
 def test_a_preempted_request_does_not_go_on_when_its_load_is_over() -> None:

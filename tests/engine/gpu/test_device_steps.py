@@ -1,6 +1,7 @@
 """What is asked of the device, told by one that only keeps a record: sizes, padding, graphs, the ring of packets."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ class RecordingQueue(EagerQueue):
 
     def record(self, work):
         self.asked.append("record")
-        return lambda: (self.asked.append("replay"), work())
+        return lambda: (self.asked.append("replay"), work())  # type: ignore[func-returns-value]  # one after the other
 
     def send(self, source, target):
         self.sent.append((source.data_ptr(), len(source)))
@@ -69,8 +70,8 @@ class Decoder:
 
     group = 2
     num_ranks = 1
-    shapes: list = field(default_factory=list)
-    steps: list = field(default_factory=list)
+    shapes: list[Any] = field(default_factory=list)
+    steps: list[Any] = field(default_factory=list)
 
     def open(self, cache):
         pass

@@ -2,6 +2,7 @@
 numbers are not finite."""
 
 import random
+from typing import Any
 
 import checkpoints
 import not_finite
@@ -13,7 +14,7 @@ from fakes import enqueue
 from pagewire.engine.device.queue import EagerQueue
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the queues are a CPU's")
-SMALL = {"max_num_batched_tokens": 24, "max_num_seqs": 4}  # each is a program to interpret
+SMALL: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 4}  # each is a program to interpret
 
 
 class ShortQueue(EagerQueue):

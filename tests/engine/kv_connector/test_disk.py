@@ -1,19 +1,12 @@
 """The disk and shared tiers, both halves, on real folders."""
 
-import logging
-import os
-import random
-import resource
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kv_instance import BLOCK_BYTES, FACTS, FILE_BYTES, SIZE, Instance, sequence, wait_until
+from kv_instance import BLOCK_BYTES, FACTS, FILE_BYTES, SIZE, Instance, sequence
 from msgspec.structs import replace
+from waiting import until
 
-from pagewire.engine.core.kv_connector import KvEvent
-from pagewire.engine.kv_connector.block_files import BlockFiles
 from pagewire.engine.kv_connector.file_worker import FileWorker
 from pagewire.errors import ConfigError
 
@@ -28,7 +21,7 @@ def written(engine: Instance) -> None:
     """Waits until the worker's thread has done all its jobs."""
     assert isinstance(engine.worker, FileWorker)
     writer = engine.worker._writer
-    wait_until(lambda: not writer._jobs and not writer._pending)
+    until(lambda: not writer._jobs and not writer._pending, "all is written")
 
 
 def block_files(path: Path) -> list[Path]:
@@ -62,41 +55,6 @@ def test_the_last_position_is_left_to_compute(kind: str, tmp_path: Path) -> None
     assert core.get_num_new_matched_tokens(sequence(3, (1, 3 * SIZE)), 0) == (2 * SIZE, True)
     assert core.get_num_new_matched_tokens(sequence(4, (1, 3 * SIZE + 1)), SIZE) == (2 * SIZE, True)
     assert core.get_num_new_matched_tokens(sequence(5, (1, 1)), 0) == (0, False)
-    engine.close()
-
-
-@KINDS
-@pytest.mark.parametrize("damage", ["gone", "short", "flipped", "foreign", "pipe"])
-def test_a_damaged_file_costs_time_only(kind: str, damage: str, tmp_path: Path) -> None:
-    engine = Instance(spec(kind, tmp_path))
-    first = sequence(1, (1, 6 * SIZE + 1))
-    engine.serve(first)
-    engine.fill_device(2)
-    written(engine)
-    (path,) = tmp_path.rglob(f"{first.keys[2].hex()}.*")
-    whole = path.read_bytes()
-    again = sequence(3, (1, 6 * SIZE + 1))
-    assert engine.core.get_num_new_matched_tokens(again, 0)[0] == 6 * SIZE
-    match damage:
-        case "gone":
-            path.unlink()
-        case "short":
-            path.write_bytes(whole[:-1])
-        case "flipped":
-            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        case "foreign":
-            path.write_bytes(next(tmp_path.rglob(f"{first.keys[3].hex()}.*")).read_bytes())
-        case "pipe":
-            path.unlink()
-            os.mkfifo(path)
-    engine.core.take_events()
-    assert engine.serve(again) == 5
-    assert engine.failed == [first.keys[2]]
-    assert KvEvent(False, (first.keys[2],), kind) in engine.core.take_events()
-    written(engine)
-    assert path.read_bytes() == whole, "what was computed again is kept again"
-    engine.fill_device(4)
-    assert engine.serve(sequence(5, (1, 6 * SIZE + 1))) == 6
     engine.close()
 
 
@@ -180,67 +138,6 @@ def test_blocks_that_wait_to_be_written_can_be_loaded(tmp_path: Path) -> None:
     engine.fill_device(2)
     assert engine.serve(sequence(3, (1, 4 * SIZE + 1))) == 4
     engine.close()
-
-
-def test_a_full_backlog_keeps_heads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = Instance(spec("disk", tmp_path))
-    assert isinstance(engine.worker, FileWorker)
-    engine.worker._writer._max_bytes = 3 * BLOCK_BYTES
-    first = sequence(1, (1, 8 * SIZE + 1))
-    with caplog.at_level(logging.WARNING):
-        engine.serve(first)
-    assert "faster than they can be written" in caplog.text
-    engine.fill_device(2)
-    assert engine.serve(sequence(3, (1, 8 * SIZE + 1))) >= 3
-    assert engine.failed == first.keys[3:8]
-    engine.close()
-
-
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """No file may grow beyond half a block, as if the disk were full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES // 2, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
-
-
-@KINDS
-@pytest.mark.usefixtures("small_files")
-def test_a_full_disk_costs_time_only(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        engine = Instance(spec(kind, tmp_path))
-        first = sequence(1, (1, 4 * SIZE + 1))
-        engine.serve(first)
-        written(engine)
-        assert block_files(tmp_path) == [], "nothing half written is left"
-        engine.fill_device(2)
-        assert engine.serve(sequence(3, (1, 4 * SIZE + 1))) == 0
-        engine.close()
-    assert engine.failed == (first.keys[:4] if kind == "disk" else [])
-    assert caplog.text.count("blocks cannot be written") == 1
-
-
-def test_the_shared_bound_holds_against_others(tmp_path: Path) -> None:
-    rng = random.Random(1)
-    files = BlockFiles(path=f"{tmp_path}/kv", model_key=FACTS.model_key, block_bytes=BLOCK_BYTES)
-    files.open("shared")
-    old = [(rng.randbytes(32), i) for i in range(30)]
-    for key, place in old:
-        files.write(key, place, memoryview(bytes(BLOCK_BYTES)))
-        files.touch(key, place, 1_000_000_000)
-    engine = Instance(spec("shared", tmp_path, 20))
-    written(engine)
-    wait_until(lambda: len(block_files(tmp_path)) <= 20)
-    engine.serve(sequence(1, (1, 6 * SIZE)))
-    written(engine)
-    engine.close()
-    assert len(block_files(tmp_path)) <= 20
-    assert all(list(tmp_path.rglob(f"{key.hex()}.*")) for key in sequence(1, (1, 6 * SIZE)).block_keys(6, SIZE))
-    left = [place for key, place in old if files.has(key, place)]
-    assert left == list(range(len(left))), "of equal age, the deepest go first"
 
 
 def test_a_present_shared_block_is_not_written_again(tmp_path: Path) -> None:

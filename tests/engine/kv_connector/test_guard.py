@@ -3,6 +3,7 @@
 import logging
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -75,7 +76,9 @@ class Kind:
 
 @pytest.fixture
 def core() -> GuardedCore:
-    return Guarded(Kind, "careless").core({}, FACTS)
+    core = Guarded(Kind, "careless").core({}, FACTS)
+    assert isinstance(core, GuardedCore)
+    return core
 
 
 def test_options_are_checked_by_the_connector():
@@ -114,13 +117,14 @@ def test_a_half_that_raised_is_not_called_again(answer, core, caplog):
 
 @pytest.mark.parametrize("metadata", [None, "text", {"a": 1}, 7])
 def test_metadata_of_a_wrong_type_disables_the_half(core: GuardedCore, metadata: object) -> None:
-    core._inner.metadata = metadata
+    core._inner.metadata = metadata  # type: ignore[attr-defined]  # of the connector of the test
     assert core.build_connector_meta() == b"" and core.is_broken
 
 
 @pytest.mark.parametrize(("answer", "holds"), [((False, None), False), ((True, {"a": 1}), True), (None, False)])
 def test_the_shape_of_other_engines_answers_is_understood(core: GuardedCore, answer: object, holds: bool) -> None:
-    core._inner.holds = answer
+    inner: Any = core._inner
+    inner.holds = answer
     assert core.request_finished(Asking(), [1, 2]) is holds
 
 

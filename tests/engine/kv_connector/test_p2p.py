@@ -7,7 +7,6 @@ import socket
 import stat
 import tempfile
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,13 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
+from waiting import until
 
 from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.core.block_hash import block_key, root_key
 from pagewire.engine.kv_connector import p2p
 from pagewire.engine.kv_connector.base import ConnectorFacts
 from pagewire.engine.kv_connector.p2p import P2pConnector, P2pCore
-from pagewire.engine.kv_connector.p2p_wire import Blocks, Fetch, Found, Lookup, checksum, decode_request, encode
+from pagewire.engine.kv_connector.p2p_wire import (
+    Blocks,
+    Fetch,
+    Found,
+    Lookup,
+    checksum,
+    decode_request,
+    encode,
+    read_settings,
+)
 from pagewire.engine.kv_connector.p2p_worker import P2pWorker
 from pagewire.errors import ConfigError
 from pagewire.ipc.messages import Transferred, ids_to_bytes
@@ -86,7 +95,7 @@ class Instance:
 
     def matched(self, request: Asking, num_computed: int = 0) -> int:
         """The answer of `get_num_new_matched_tokens`, once there is one."""
-        return wait_for(lambda: self.core.get_num_new_matched_tokens(request, num_computed)[0])
+        return int(wait_for(lambda: self.core.get_num_new_matched_tokens(request, num_computed)[0]))
 
     def load(self, request: Asking, blocks: list[int], num_blocks: int) -> set[int]:
         """Loads the last `num_blocks` of these blocks; which of them failed."""
@@ -107,11 +116,12 @@ class Instance:
 
 
 def wait_for(ask: Callable[[], object], wanted: Callable[[object], bool] = lambda x: x is not None):
-    deadline = time.monotonic() + DEADLINE_S
-    while not wanted(answer := ask()):
-        assert time.monotonic() < deadline, "nothing came"
-        time.sleep(0.0005)
-    return answer
+    def answer() -> tuple[object] | None:
+        found = ask()
+        return (found,) if wanted(found) else None
+
+    (found,) = until(answer, "the answer", DEADLINE_S)
+    return found
 
 
 @pytest.fixture
@@ -463,5 +473,5 @@ def test_paths_where_no_socket_can_be_bound(folder):
     (folder / "file").write_text("precious")
     for path, sentence in [(f"{folder}/file", "is not a socket"), (f"{folder}/none/kv", "is not a folder in which")]:
         with pytest.raises(ConfigError, match=sentence):
-            P2pWorker(p2p.read_settings({"serve": path}, BLOCK_BYTES), FACTS)
+            P2pWorker(read_settings({"serve": path}, BLOCK_BYTES), FACTS)
     assert (folder / "file").read_text() == "precious"

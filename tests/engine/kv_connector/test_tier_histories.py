@@ -11,10 +11,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, Running, sequence, wait_until
+from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, Running, sequence
+from waiting import until
 
 from pagewire.engine.core.eviction import EvictionQueue
 from pagewire.engine.kv_connector import disk, host
+from pagewire.engine.kv_connector.host_meta import HostLoad
 
 TIERS: dict[str, Callable[[Path], list[str]]] = {
     "host": lambda path: [f"host,size={12 * BLOCK_BYTES}"],
@@ -101,7 +103,7 @@ def test_the_histories_notice_wrong_blocks(tmp_path: Path) -> None:
     def shifted(core: host.HostCore, request: Any, block_ids: list[int], num: int) -> None:
         original(core, request, block_ids, num)
         load = core._loads[-1]
-        core._loads[-1] = host.HostLoad(load.rid, load.slots[4:] + load.slots[:4], load.blocks)
+        core._loads[-1] = HostLoad(load.rid, load.slots[4:] + load.slots[:4], load.blocks)
 
     with patch.object(host.HostCore, "update_state_after_alloc", shifted):
         assert fails("host", tmp_path)
@@ -136,7 +138,7 @@ def test_two_engines_over_one_shared_folder(tmp_path: Path) -> None:
         engine.serve(request(rng, i))
         if rng.random() < 0.3:
             engine.fill_device(1000 + i)
-    wait_until(lambda: all(e.worker._writer._num_bytes == 0 for e in engines))  # type: ignore[attr-defined]
+    until(lambda: all(e.worker._writer._num_bytes == 0 for e in engines), "all is written")  # type: ignore[attr-defined]
     assert all(engine.num_loaded for engine in engines)
     assert sum(engine.num_loaded for engine in engines) > 20
     for engine in engines:

@@ -1,5 +1,7 @@
 """The mixture of experts as a layer: the reference on the stacked weights, and transformers' own block."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -22,7 +24,12 @@ class Case:
 
     def __init__(self, ops, *, num_experts=6, top_k=2, renormalize=True):
         torch.manual_seed(0)
-        sizes = {"num_experts": num_experts, "top_k": top_k, "renormalize": renormalize, "rounds_weights": False}
+        sizes: dict[str, Any] = {
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "renormalize": renormalize,
+            "rounds_weights": False,
+        }
         self.layer = MoeMlp(HIDDEN, INTER, **sizes, group=Alone(), ops=ops)
         for parameter in self.layer.parameters():
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
@@ -58,7 +65,7 @@ def test_the_layer_computes_what_the_reference_says(ops, num_experts, top_k, tok
 def test_everything_is_rounded_where_transformers_rounds_it(family, dtype, tokens):
     """Bit for bit, where torch multiplies alike in both; one more place to round would change half of the numbers."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": 3}
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": 3}
     if family == "qwen3":
         config = transformers.Qwen3MoeConfig(num_experts=8, moe_intermediate_size=INTER, norm_topk_prob=True, **sizes)
         theirs = Qwen3MoeSparseMoeBlock(config)
@@ -137,7 +144,7 @@ def test_the_parts_of_two_ranks_add_up(ops):
     given = []
     for rank in (Rank(0), Rank(1)):
         columns = slice(rank.rank * INTER // 2, (rank.rank + 1) * INTER // 2)
-        sizes = {"num_experts": 6, "top_k": 2, "renormalize": True, "rounds_weights": False}
+        sizes: dict[str, Any] = {"num_experts": 6, "top_k": 2, "renormalize": True, "rounds_weights": False}
         part = MoeMlp(HIDDEN, INTER // 2, **sizes, group=rank, ops=ops)
         part.gate.weight.data = case.gate.clone()
         gates, ups = case.gate_up[:, :INTER], case.gate_up[:, INTER:]

@@ -25,6 +25,6 @@ LEFT_PADDING = torch.zeros(1, dtype=torch.int64)
     ],
 )
 def test_reach(sees: object, local_size: int | None, reach: int | None) -> None:
-    assert reach_of(sees, local_size) == reach  # type: ignore[arg-type]  # theirs are typed for whole numbers
-    mask = describe_mask(1, 7, 7, mask_function=sees, device=torch.device("meta"), local_size=local_size)  # type: ignore[arg-type]
+    assert reach_of(sees, local_size) == reach
+    mask = describe_mask(1, 7, 7, mask_function=sees, device=torch.device("meta"), local_size=local_size)
     assert getattr(mask, REACH) == reach and mask.shape == (1, 1, 7, 7)

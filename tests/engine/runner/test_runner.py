@@ -8,9 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagewire.engine.runner.memory import MemoryPlan, size
 from pagewire.engine.runner.runner import Runner
-from pagewire.errors import CheckpointError, ConfigError
 from pagewire.ipc.messages import RowOpen, Sampling, StepPlan, bytes_to_ids, ids_to_bytes
 
 
@@ -191,35 +189,3 @@ def test_offers(checkpoint, resolved):
     assert "KV cache 336.0 kB = 28 blocks of 16 tokens, 4 requests of 100 tokens" in runner.notes[1]
     runner.open_cache(7)
     assert "KV cache 84.0 kB = 7 blocks of 16 tokens, 1 request of 100 tokens" in runner.notes[1]
-
-
-def test_progress_and_its_end(checkpoint, resolved):
-    told = []
-    Runner.load(resolved(checkpoint("qwen3")), progress=lambda done, total: told.append((done, total)))
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1][0] == told[-1][1] > 0
-
-
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
-def test_damaged_files_are_named_native_or_not(kind, checkpoint, resolved, tmp_path):
-    folder = checkpoints.make_checkpoint(tmp_path, kind)
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-50])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or cut short"):
-        Runner.load(resolved(folder))
-
-
-def test_cuda_without_a_device(checkpoint, resolved, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="no CUDA device"):
-        Runner.load(resolved(checkpoint("llama"), device="cuda"))
-
-
-def test_memory_lines_for_people():
-    plan = MemoryPlan(weights=4_100_000, workspace=20 << 20, block=32 << 10, block_size=16, max_model_len=8192)
-    (line,) = plan.lines(65_536)
-    assert line.startswith("weights 3.9 MB | workspace 20.0 MB | KV cache 2.0 GB = 65,536 blocks of 16 tokens, ")
-    assert line.endswith("128 requests of 8,192 tokens")
-    assert plan.lines(512)[0].endswith("1 request of 8,192 tokens")
-    assert plan.lines(511)[0].endswith("less than one request of 8,192 tokens")
-    assert size(512) == "512 bytes"

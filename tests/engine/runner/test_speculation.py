@@ -61,6 +61,7 @@ def _accepted(llm):
     return llm._engine.scheduler.counters.num_accepted_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_the_same(kind, depth, engine):

@@ -1,6 +1,8 @@
 """Templates render as transformers renders them, refuse in one sentence, and cannot be bent by a request."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,8 @@ PARTS = (
 )
 
 
-def render(source: str, messages: object, **more: object) -> str:
-    arguments = {
+def render(source: str, messages: object, **more: Any) -> str:
+    arguments: dict[str, Any] = {
         key: json.dumps(value).encode() if key in ("tools", "template_kwargs") else value for key, value in more.items()
     }
     template = ChatTemplate({"default": source}, {"bos_token": "<s>"})
@@ -38,7 +40,7 @@ CONVERSATIONS = [
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("generation", [True, False])
-def test_same_ids_as_transformers(tmp_path, kind: str, messages: list[dict[str, str]], generation: bool) -> None:
+def test_same_ids_as_transformers(tmp_path: Path, kind: str, messages: list[dict[str, str]], generation: bool) -> None:
     transformers = pytest.importorskip("transformers")
     folder = write_folder(tmp_path, kind)
     reference = transformers.AutoTokenizer.from_pretrained(str(folder))
@@ -51,7 +53,7 @@ def test_same_ids_as_transformers(tmp_path, kind: str, messages: list[dict[str, 
 
 @pytest.mark.parametrize("content", ["so far", "so far ", " so\nfar\n"])
 @pytest.mark.parametrize("trims", [True, False])
-def test_continues_the_final_message_as_transformers(tmp_path, content: str, trims: bool) -> None:
+def test_continues_the_final_message_as_transformers(tmp_path: Path, content: str, trims: bool) -> None:
     transformers = pytest.importorskip("transformers")
     source = CHATML.replace("message['content']", "message['content'].strip()") if trims else CHATML
     folder = write_folder(tmp_path, chat_template=source)
@@ -136,7 +138,7 @@ def test_reserved_names_cannot_be_set(name: str) -> None:
         render(CHATML, say("x"), template_kwargs={name: 1})
 
 
-def test_tools_choose_the_tool_template(tmp_path) -> None:
+def test_tools_choose_the_tool_template(tmp_path: Path) -> None:
     folder = write_folder(
         tmp_path,
         chat_template=[
@@ -150,7 +152,7 @@ def test_tools_choose_the_tool_template(tmp_path) -> None:
     assert template.render(messages=messages, tools=b'[{"n": "\\u00e9 <"}]') == '[{"n": "é <"}]'
 
 
-def test_where_the_template_comes_from(tmp_path) -> None:
+def test_where_the_template_comes_from(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, chat_template="config")
     tokenizer = load_tokenizer(folder)
     messages = json.dumps(say("x")).encode()
@@ -165,7 +167,7 @@ def test_where_the_template_comes_from(tmp_path) -> None:
         load_chat_template(folder, tokenizer, folder / "missing.jinja")
 
 
-def test_a_model_without_template_refuses_chat(tmp_path) -> None:
+def test_a_model_without_template_refuses_chat(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, chat_template=None)
     template = load_chat_template(folder, load_tokenizer(folder))
     with pytest.raises(RequestError, match="no chat template") as error:

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import tokenizers
 from drawing import allowed, draw, grammars_of
 from msgspec.structs import replace
+from waiting import cpu_deadline
 
 from pagewire.engine.text.grammar import Grammars, load_grammars
 from pagewire.engine.text.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from pagewire.ipc.messages import Constraint, ids_to_bytes
 from .tokenizers_for_tests import make, trained, write_folder
 
 EOS = "<|im_end|>"
-THINK = {"reasoning_starts": ("<think>",), "reasoning_ends": ("</think>",)}
+THINK: dict[str, Any] = {"reasoning_starts": ("<think>",), "reasoning_ends": ("</think>",)}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_an_eos_only_where_the_grammar_may_end(grammars: Grammars, tokenizer: To
     (a,), (b,) = tokenizer.encode("a", False), tokenizer.encode("b", False)
     assert allowed(matcher, tokenizer) == [a]
     matcher.accept([a])
-    assert allowed(matcher, tokenizer) == sorted([b, tokenizer.eos_token_id]) and not matcher.is_ended
+    assert allowed(matcher, tokenizer) == sorted([b, tokenizer.eos_token_id or 0]) and not matcher.is_ended
     matcher.accept([b])
     assert matcher.is_ended and allowed(matcher, tokenizer) == [tokenizer.eos_token_id]
     matcher.accept([tokenizer.eos_token_id, a])  # drawn in vain
@@ -170,7 +170,7 @@ def test_a_model_may_answer_at_once(tokenizer: Tokenizer, grammars: Grammars) ->
 
 
 HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
-HARMONY = {
+HARMONY: dict[str, Any] = {
     "reasoning_starts": ("<|channel|>analysis<|message|>",),
     "reasoning_ends": ("<|end|><|start|>assistant",),
 }
@@ -354,34 +354,31 @@ HEAVY: dict[str, Constraint] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_cannot_be_enforced_is_one_clear_sentence(name: str, grammars: Grammars) -> None:
     constraint, words = HOSTILE[name]
-    start = time.process_time()
-    with pytest.raises(RequestError, match=words):
-        grammars.compile(replace(constraint, **THINK), "")
-    with pytest.raises(RequestError, match=words) as caught:
-        grammars.compile(constraint, "")
+    with cpu_deadline(2):
+        with pytest.raises(RequestError, match=words):
+            grammars.compile(replace(constraint, **THINK), "")
+        with pytest.raises(RequestError, match=words) as caught:
+            grammars.compile(constraint, "")
     message = str(caught.value)
     assert caught.value.kind == "invalid_request" and len(message) < 500 and "\n" not in message
     assert message.endswith(".") and "<non-verbose" not in message
-    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("name", HEAVY)
 def test_what_is_heavy_takes_bounded_time(name: str, grammars: Grammars, tokenizer: Tokenizer) -> None:
     """Either it is followed or it fails, each mask in its time."""
-    start = time.process_time()
-    matcher = grammars.compile(HEAVY[name], "")
-    assert time.process_time() - start < 2
+    with cpu_deadline(2):
+        matcher = grammars.compile(HEAVY[name], "")
     rng = random.Random(0)
-    start = time.process_time()
     try:
-        for _ in range(50):
-            if matcher.is_ended:
-                break
-            id = rng.choice(allowed(matcher, tokenizer) or [0])
-            matcher.accept([id])
+        with cpu_deadline(5):
+            for _ in range(50):
+                if matcher.is_ended:
+                    break
+                id = rng.choice(allowed(matcher, tokenizer) or [0])
+                matcher.accept([id])
     except RequestError as error:
         assert "could not be followed" in str(error)
-    assert time.process_time() - start < 5
 
 
 # ── tokenizers ───────────────────────────────────────────────────────────────────────────────────────────────────────

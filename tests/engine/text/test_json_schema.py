@@ -1,13 +1,14 @@
 """What becomes of a schema before it is compiled: which objects are closed, and what is left out."""
 
 import json
-import time
 from typing import Any
 
 import jsonschema
 import pytest
+from counting import lines_of
 from drawing import grammars_of
 
+from pagewire.engine.text import json_schema
 from pagewire.engine.text.json_schema import tidy
 from pagewire.errors import RequestError
 from pagewire.ipc.messages import Constraint
@@ -206,7 +207,10 @@ def test_branches_that_only_closing_keeps_apart_are_refused(schema: Schema) -> N
 
 
 def test_what_refers_in_circles_comes_to_an_end() -> None:
-    circle = {"$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"allOf": [{"$ref": "#/$defs/A"}, BASE]}}, "$ref": "#/$defs/A"}
+    circle: Schema = {
+        "$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"allOf": [{"$ref": "#/$defs/A"}, BASE]}},
+        "$ref": "#/$defs/A",
+    }
     assert tidy(circle)["$defs"]
     assert tidy({"$ref": "#"}) == {"$ref": "#"} and tidy({"$ref": "#/nowhere/1", **BASE})["$ref"] == "#/nowhere/1"
 
@@ -223,7 +227,5 @@ def test_what_refers_in_circles_comes_to_an_end() -> None:
         {"allOf": [{"$ref": "#/$defs/big"}] * 900, "$defs": {"big": record(**{f"p{i}": TEXT for i in range(900)})}},
     ],
 )
-def test_large_schemas_take_bounded_time(schema: Schema) -> None:
-    started = time.process_time()
-    tidy(schema)
-    assert time.process_time() - started < 2
+def test_large_schemas_take_bounded_work(schema: Schema) -> None:
+    assert lines_of(json_schema, lambda: tidy(schema)) < 1_000_000

@@ -3,10 +3,12 @@
 import json
 import random
 import re
-import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
+from waiting import cpu_deadline
 
 from pagewire.engine.text.tokenizer import Tokenizer, _any_of, load_tokenizer
 from pagewire.errors import ConfigError
@@ -88,7 +90,7 @@ def test_ordinary_text_is_not_touched() -> None:
     assert all(tokenizer.neutralize(text) == text for text in TEXTS)
 
 
-def test_loads_a_folder(tmp_path) -> None:
+def test_loads_a_folder(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path, adds_bos=True))
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|bos|>", "<|im_end|>")
     assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
@@ -97,7 +99,7 @@ def test_loads_a_folder(tmp_path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}])
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_adds_the_specials_that_transformers_adds(tmp_path, settings: dict[str, bool], adds_bos: bool) -> None:
+def test_adds_the_specials_that_transformers_adds(tmp_path: Path, settings: dict[str, Any], adds_bos: bool) -> None:
     transformers = pytest.importorskip("transformers")
     folder = write_folder(tmp_path, adds_bos=adds_bos, **settings)
     expected = transformers.AutoTokenizer.from_pretrained(str(folder))
@@ -106,7 +108,7 @@ def test_adds_the_specials_that_transformers_adds(tmp_path, settings: dict[str, 
         assert tokenizer.encode(text) == expected.encode(text)
 
 
-def test_tokens_that_only_the_config_declares(tmp_path) -> None:
+def test_tokens_that_only_the_config_declares(tmp_path: Path) -> None:
     new_id = tokenizers.Tokenizer.from_str(trained("byte_level")).get_vocab_size()
     declared = {str(new_id): {"content": "<tool_call>", "special": False, "normalized": False}}
     tokenizer = load_tokenizer(write_folder(tmp_path, added_tokens_decoder=declared))
@@ -116,7 +118,7 @@ def test_tokens_that_only_the_config_declares(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"model": 5}', "[]", "\x00\x01"])
-def test_a_damaged_file_is_one_sentence(tmp_path, content: str) -> None:
+def test_a_damaged_file_is_one_sentence(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match="damaged"):
         load_tokenizer(tmp_path)
@@ -130,26 +132,26 @@ def test_a_damaged_file_is_one_sentence(tmp_path, content: str) -> None:
                    "continuing_subword_prefix": "##########"}},
     ],
 )  # fmt: skip
-def test_what_makes_the_library_panic_is_one_sentence(tmp_path, part: dict[str, object]) -> None:
+def test_what_makes_the_library_panic_is_one_sentence(tmp_path: Path, part: dict[str, object]) -> None:
     whole = json.loads(trained("byte_level")) | part
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=r"tokenizer\.json is damaged: the tokenizers library panicked"):
         load_tokenizer(tmp_path)
 
 
-def test_a_damaged_config_is_one_sentence(tmp_path) -> None:
+def test_a_damaged_config_is_one_sentence(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json is damaged"):
         load_tokenizer(tmp_path)
 
 
-def test_no_tokenizer_at_all(tmp_path) -> None:
+def test_no_tokenizer_at_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no tokenizer"):
         load_tokenizer(tmp_path)
 
 
-def test_older_files_go_through_transformers(tmp_path) -> None:
+def test_older_files_go_through_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     backend = tokenizers.Tokenizer.from_str(trained("byte_level"))
     backend.model.save(str(tmp_path))
@@ -193,6 +195,5 @@ def test_special_tokens_that_begin_alike() -> None:
 def test_their_number_does_not_matter() -> None:
     special = [f"<|reserved_special_token_{i}|>" for i in range(250)]
     text = "<|reserved_special_token_24" * 40_000
-    started = time.process_time()
-    assert not re.findall(_any_of(special), text)
-    assert time.process_time() - started < 0.5  # it was a second and more
+    with cpu_deadline(0.5):  # it was a second and more
+        assert not re.findall(_any_of(special), text)

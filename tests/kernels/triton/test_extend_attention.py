@@ -1,5 +1,7 @@
 """Paged attention of prompts, chunks of prompts, draft tokens and decode rows in one launch, against float64."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -106,7 +108,7 @@ def attend(query, pages, counts, contexts, case, *, out=None, spare_tiles=2, **o
     out = torch.full_like(query, torch.nan) if out is None else out
     lens = torch.tensor(contexts, dtype=torch.int32, device=query.device)
     extend_attention(out, query, *pages, lens, work.to(query.device), tile_rows=tile_rows, **options)
-    return out
+    return torch.as_tensor(out)
 
 
 def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -118,7 +120,7 @@ def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def options_of(option, case, device):
     """Arguments that the kernel and the reference understand alike."""
     dtype, heads, _, head_dim, _, _ = case
-    options = {"scale": head_dim**-0.5 * 1.5, **option}
+    options: dict[str, Any] = {"scale": head_dim**-0.5 * 1.5, **option}
     if "sinks" in option:
         options["sinks"] = torch.randn(heads, device=device) * 2
     if dtype == FP8:

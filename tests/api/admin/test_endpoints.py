@@ -1,0 +1,66 @@
+"""Sleeping and waking over HTTP: who may, what is answered, and what is refused."""
+
+from typing import Any
+
+import pytest
+from harness import Client, FakeEngine, make_app, request, run
+
+from pagewire.config.access import ApiKey
+
+ON: dict[str, Any] = {"admin_keys": (ApiKey("admin"),), "enable_sleep_mode": True}
+ADMIN = {"authorization": "Bearer admin"}
+PATHS = [("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")]
+
+
+def test_an_engine_is_put_to_sleep_and_woken() -> None:
+    engine = FakeEngine()
+    app = make_app(engine, **ON)
+
+    async def day() -> None:
+        async def ask(method: str, path: str) -> object:
+            return (await Client(app).call(method, path, headers=ADMIN)).json
+
+        assert await ask("GET", "/is_sleeping") == {"is_sleeping": False}
+        assert await ask("POST", "/sleep?level=1") == {"is_sleeping": True, "freed_bytes": 1000}
+        assert await ask("GET", "/is_sleeping") == {"is_sleeping": True}
+        ready = await Client(app).call("GET", "/ready")
+        assert ready.status == 503 and "sleeps" in ready.error["message"] and ready.headers["retry-after"]
+        assert (await Client(app).call("GET", "/health")).status == 200
+        assert await ask("POST", "/wake_up") == {"is_sleeping": False}
+        assert (await Client(app).call("GET", "/ready")).status == 200
+
+    run(day())
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+def test_the_key_of_an_administrator_is_needed_and_opens_nothing_else(method: str, path: str) -> None:
+    keys: dict[str, Any] = {**ON, "api_keys": ("user",)}
+    user = {"authorization": "Bearer user"}
+    assert request(FakeEngine(), path, b"", method=method, **keys).status == 401
+    assert request(FakeEngine(), path, b"", method=method, headers=user, **keys).status == 401
+    assert request(FakeEngine(), path, b"", method=method, headers=ADMIN, **keys).status == 200
+    assert request(FakeEngine(), "/v1/models", headers=ADMIN, **keys).status == 401
+    assert request(FakeEngine(), "/v1/models", headers=user, **keys).status == 200
+    assert request(FakeEngine(), path, b"", method=method, **ON).status == 401, "also where users need no key"
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+def test_without_the_flag_there_is_nothing(method: str, path: str) -> None:
+    assert request(FakeEngine(), path, b"", method=method).status == 404
+    assert request(FakeEngine(), path, b"", method=method, headers=ADMIN, admin_keys=ON["admin_keys"]).status == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/sleep?level=2", "level"), ("/sleep?mode=abort", "mode"), ("/wake_up?tags=weights", "tags")]
+)
+def test_what_it_cannot_do_is_refused_by_name(path: str, name: str) -> None:
+    engine = FakeEngine()
+    answer = request(engine, path, b"", method="POST", headers=ADMIN, **ON)
+    assert answer.status == 400 and answer.error["param"] == name and not engine.is_asleep
+
+
+def test_a_wake_that_fails_is_a_503() -> None:
+    engine = FakeEngine()
+    engine.problem = "There is too little free memory to wake up; free some and try again."
+    answer = request(engine, "/wake_up", b"", method="POST", headers=ADMIN, **ON)
+    assert answer.status == 503 and "too little free memory" in answer.error["message"]

@@ -1,0 +1,30 @@
+"""A file of a batch that is wrong."""
+
+import pytest
+from harness import FakeEngine
+
+from .test_endpoints import Batches, play, request_line
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", "The file holds no request."),
+        ("{\n", "Line 1: "),
+        (request_line("a") * 2, "Line 2: custom_id 'a' stands there twice."),
+        (request_line("a", url="/v1/chat/completions"), "Line 1: the batch is for /v1/completions, this is for"),
+        (request_line("a", url="/metrics"), "Line 1: POST /metrics is no request of a batch"),
+        (request_line("a", stream=True), "Line 1: a batch has no streams"),
+        (request_line("a") + request_line("b", user="x" * 2000), "Line 2: a request has at most 2000 bytes."),
+    ],
+)
+def test_a_wrong_file_fails_the_batch_before_anything_is_sent(content: str, complaint: str) -> None:
+    engine = FakeEngine()
+
+    async def work(server: Batches) -> None:
+        batch = await server.create(content)
+        ended = await server.until(batch["id"], "completed", "failed")
+        assert ended["status"] == "failed" and not engine.submits
+        assert ended["errors"]["data"][0]["message"].startswith(complaint)
+
+    play(work, engine, max_body_size=2000)

@@ -1,0 +1,306 @@
+"""The gateway: chunks reach their streams, every rid ends once, the engine hears of a leaving client once."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from harness import run
+
+from pagewire.api.gateway.gateway import Gateway
+from pagewire.api.gateway.output_buffer import MAX_UNREAD_BYTES
+from pagewire.api.http.exchange import ClientGone
+from pagewire.api.http.http_error import HttpError
+from pagewire.errors import RequestError
+from pagewire.ipc.messages import (
+    Accepted,
+    Cancel,
+    Chunk,
+    Describe,
+    Detokenize,
+    Failed,
+    Limits,
+    PromptEcho,
+    Sampling,
+    Snapshot,
+    Submit,
+    TextBatch,
+    TextPrompt,
+    TextSpec,
+    Times,
+    Tokenize,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+
+USAGE = Usage(1, 1, 0)
+
+
+def order(n: int = 1) -> Submit:
+    return Submit(0, n, TextPrompt("x"), Sampling(), Limits(), TextSpec())
+
+
+def chunk(rid: int, text: str = "x", finish: str | None = None, **more: Any) -> Chunk:
+    usage = USAGE if finish else None
+    return Chunk(rid, text, b"\1\0\0\0", finish=finish, usage=usage, **more)  # type: ignore[arg-type]
+
+
+class Box:
+    """A gateway and what it posted."""
+
+    def __init__(self) -> None:
+        self.posted: list[Submit | Cancel | Tokenize | Detokenize | Describe] = []
+        self.now = 0.0
+        self.gateway = Gateway(self.posted.append, api_index=2, clock=lambda: self.now)
+
+    @property
+    def cancelled(self) -> list[tuple[int, ...]]:
+        return [message.rids for message in self.posted if isinstance(message, Cancel)]
+
+
+BASE = 2 << 40
+
+
+def test_rids_hold_the_api_index() -> None:
+    box = Box()
+    box.gateway.submit([order(2), order(1)])
+    box.gateway.submit([order()])
+    assert [m.rid for m in box.posted if isinstance(m, Submit)] == [BASE, BASE + 2, BASE + 3]
+    assert box.gateway.num_open == 4
+
+
+def test_one_wake_up_for_all_chunks_of_a_step() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order(2)])
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        box.gateway.handle([TextBatch((chunk(BASE, "a"), chunk(BASE + 1, "b"))), TextBatch((chunk(BASE, "c"),))])
+        assert [(index, c.text) for index, c in await reader] == [(0, "a"), (1, "b"), (0, "c")]
+
+    run(work())
+
+
+class Taker:
+    """A consumer that takes chunks while it is open."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.taken: list[str] = []
+        self.num_flushes = 0
+
+    def take(self, index: int, chunk: Chunk) -> bool:
+        if self.is_open:
+            self.taken.append(chunk.text)
+        return self.is_open
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+
+
+def test_a_consumer_gets_chunks_while_the_reader_waits() -> None:
+    async def work() -> None:
+        box, taker = Box(), Taker()
+        stream = box.gateway.submit([order(2)])
+        stream.consumer = taker
+        box.gateway.handle([Accepted(BASE, 1), Accepted(BASE + 1, 1), TextBatch((chunk(BASE, "a"),))])
+        assert [c.text for _, c in await anext(stream)] == ["a"] and not taker.taken
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        box.gateway.handle([TextBatch((chunk(BASE, "b"), chunk(BASE + 1, "c"))), TextBatch((chunk(BASE, "d"),))])
+        assert taker.taken == ["b", "c", "d"] and taker.num_flushes == 1 and not reader.done()
+        taker.is_open = False
+        box.gateway.handle([TextBatch((chunk(BASE, "e"),))])
+        taker.is_open = True  # too late: what follows must not overtake it
+        box.gateway.handle([TextBatch((chunk(BASE, "f"),))])
+        assert [c.text for _, c in await reader] == ["e", "f"] and taker.num_flushes == 1
+
+    run(work())
+
+
+def test_chunks_for_a_client_that_does_not_keep_up_are_merged() -> None:
+    logprob = TokenLogprob(TopLogprob(1, "x", b"x", -0.5), ())
+    echo, times = PromptEcho(b"", "hi"), Times(1.0, 2.0, 3.0)
+
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order(2)])
+        box.gateway.handle([Accepted(BASE, 1), Accepted(BASE + 1, 1)])
+        first = chunk(BASE, "a", logprobs=(logprob,), prompt=echo, times=times, prompt_end="p")
+        box.gateway.handle([TextBatch((first, chunk(BASE + 1, "1")))])
+        box.gateway.handle([TextBatch((chunk(BASE, "b", logprobs=(logprob,)), chunk(BASE + 1, "2", "length")))])
+        box.gateway.handle([TextBatch((chunk(BASE, "c", "stop", stop_reason="."),))])
+        assert not stream.finished
+        (zero, one), (index, other) = await anext(stream)
+        assert (zero, one.text, one.ids, one.logprobs) == (0, "abc", b"\1\0\0\0" * 3, (logprob,) * 2)
+        assert (one.prompt, one.prompt_end, one.times) == (echo, "p", times)
+        assert (one.finish, one.stop_reason, one.usage) == ("stop", ".", USAGE)
+        assert (index, other.text, other.finish) == (1, "12", "length") and stream.finished
+
+    run(work())
+
+
+def test_what_a_busy_reader_leaves_unread_is_bounded() -> None:
+    async def work() -> None:
+        box = Box()
+        slow, other = box.gateway.submit([order()]), box.gateway.submit([order()])
+        text = "x" * 1000
+        for _ in range(MAX_UNREAD_BYTES // 1004):
+            box.gateway.handle([TextBatch((chunk(BASE, text),))])
+        assert not box.cancelled
+        box.gateway.handle([TextBatch((chunk(BASE, text), chunk(BASE + 1)))])
+        assert box.cancelled == [(BASE,)] and box.gateway.stats.aborts["client_too_slow"] == 1
+        with pytest.raises(HttpError) as error:
+            await anext(slow)
+        assert (error.value.status, error.value.code) == (408, "client_too_slow")
+        assert len(await anext(other)) == 1
+
+    run(work())
+
+
+def test_a_reader_that_waits_may_get_any_amount_at_once() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order()])
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        box.gateway.handle([TextBatch(tuple(chunk(BASE, "x" * MAX_UNREAD_BYTES) for _ in range(3)))])
+        assert len(await reader) == 3 and not box.cancelled
+
+    run(work())
+
+
+def test_what_the_engine_would_refuse_is_not_sent_there() -> None:
+    posted: list[object] = []
+    gateway = Gateway(posted.append, max_open=4)
+    gateway.submit([order(5)])  # alone, it is the engine's to say
+    gateway = Gateway(posted.append, max_open=4)
+    gateway.submit([order(3)])
+    with pytest.raises(RequestError, match="3 sequences") as error:
+        gateway.submit([order(), order()])
+    assert error.value.kind == "queue_full" and len(posted) == 2 and gateway.stats.errors["queue_full"] == 2
+    gateway.submit([order()])
+
+
+def test_when_to_come_again_is_how_long_the_others_take() -> None:
+    box = Box()
+    box.gateway.submit([order(30)])
+    assert box.gateway.retry_after_s == 1
+    for i in range(10):
+        box.now += 0.5
+        box.gateway.handle([TextBatch((chunk(BASE + i, finish="stop"),))])
+    assert box.gateway.retry_after_s == 10, "twenty are left, two a second"
+    box.gateway.handle([Snapshot(1, 10, 50, 0, 0, 0, 0, 0, 0, 0.0)])
+    assert box.gateway.retry_after_s == 30, "other clients' requests are before us, too"
+
+
+def test_a_refusal_ends_the_others() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order(3)])
+        box.gateway.handle([Accepted(BASE, 1), Failed(BASE + 1, "queue_full", "Full.")])
+        with pytest.raises(RequestError, match="Full") as error:
+            await stream.admitted()
+        assert error.value.kind == "queue_full"
+        assert box.cancelled == [(BASE, BASE + 2)] and box.gateway.num_open == 0
+        stream.cancel()
+        assert len(box.cancelled) == 1
+
+    run(work())
+
+
+def test_cancel_names_what_is_open_once() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order(2)])
+        box.gateway.handle([TextBatch((chunk(BASE, finish="stop"),))])
+        stream.cancel()
+        stream.cancel()
+        assert box.cancelled == [(BASE + 1,)]
+        with pytest.raises(ClientGone):
+            await anext(stream)
+        box.gateway.handle([TextBatch((chunk(BASE + 1),)), Failed(BASE + 1, "internal", "late"), Accepted(BASE + 1, 1)])
+
+    run(work())
+
+
+def test_a_finished_stream_cancels_nothing() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order()])
+        box.gateway.handle([TextBatch((chunk(BASE, finish="length"),))])
+        assert not stream.finished
+        assert len(await anext(stream)) == 1 and stream.finished
+        stream.cancel()
+        assert box.cancelled == []
+
+    run(work())
+
+
+def test_chunks_before_an_error_are_read_first() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order()])
+        box.gateway.handle([TextBatch((chunk(BASE),)), Failed(BASE, "internal", "Broken.")])
+        assert len(await anext(stream)) == 1
+        with pytest.raises(RequestError, match="Broken"):
+            await anext(stream)
+
+    run(work())
+
+
+def test_an_abort_that_nobody_asked_for_is_no_success() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order()])
+        box.gateway.handle([TextBatch((chunk(BASE, finish="abort"),))])
+        with pytest.raises(RequestError):
+            await anext(stream)
+
+    run(work())
+
+
+def test_close_ends_everything_and_refuses_more() -> None:
+    async def work() -> None:
+        box = Box()
+        streams = [box.gateway.submit([order(2)]) for _ in range(3)]
+        box.gateway.close("The server is shutting down.")
+        for stream in streams:
+            with pytest.raises(RequestError, match="shutting down"):
+                await anext(stream)
+        assert box.cancelled == [(BASE, BASE + 1), (BASE + 2, BASE + 3), (BASE + 4, BASE + 5)]
+        with pytest.raises(RequestError, match="shutting down"):
+            box.gateway.submit([order()])
+
+    run(work())
+
+
+def test_draining_lets_open_requests_go_on() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order()])
+        box.gateway.refuse("The server is shutting down.")
+        with pytest.raises(RequestError):
+            box.gateway.submit([order()])
+        drained = asyncio.create_task(box.gateway.drained())
+        await asyncio.sleep(0)
+        assert not drained.done()
+        box.gateway.handle([TextBatch((chunk(BASE, finish="stop"),))])
+        await drained
+        assert len(await anext(stream)) == 1
+
+    run(work())
+
+
+def test_admission_waits_for_every_sequence() -> None:
+    async def work() -> None:
+        box = Box()
+        stream = box.gateway.submit([order(3)])
+        admitted = asyncio.create_task(stream.admitted())
+        box.gateway.handle([Accepted(BASE, 1), TextBatch((chunk(BASE + 2),))])
+        await asyncio.sleep(0)
+        assert not admitted.done()
+        box.gateway.handle([TextBatch((chunk(BASE + 1, finish="stop"),))])
+        await admitted
+
+    run(work())

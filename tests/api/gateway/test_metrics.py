@@ -1,0 +1,87 @@
+"""/metrics: text that Prometheus reads, names that docs/metrics.md tells from vLLM's, and a dashboard that asks for no
+others."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from metrics_page import MODEL, families, page
+
+from pagewire.tools.reference import full_name
+
+DOCS = Path(__file__).parents[3] / "docs"
+VLLM_HAS = """
+num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total generation_tokens_total
+time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket
+request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
+request_inference_time_seconds_sum request_prompt_tokens_bucket request_generation_tokens_bucket
+request_max_num_generation_tokens_bucket request_params_n_bucket request_params_max_tokens_bucket
+request_success_total prefix_cache_queries_total prefix_cache_hits_total num_preemptions_total cache_config_info
+iteration_tokens_total_bucket request_time_per_output_token_seconds_bucket external_prefix_cache_hits_total
+spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
+external_prefix_cache_queries_total prompt_tokens_cached_by_source_total
+"""  # samples, under these names
+
+
+def series(text: str) -> set[str]:
+    """Names of all samples."""
+    return {sample.name for family in families(text).values() for sample in family.samples}
+
+
+def test_prometheus_understands_every_line() -> None:
+    text = page()
+    found = families(text)
+    assert text.endswith("\n") and len(set(text.splitlines())) == len(text.splitlines())
+    samples = [sample for family in found.values() for sample in family.samples]
+    assert len(samples) == sum(not line.startswith("#") for line in text.splitlines())
+    for family in found.values():
+        assert family.type in ("gauge", "counter", "histogram") and family.documentation.endswith("."), family
+        for sample in family.samples:
+            assert sample.labels["model_name"] == MODEL
+    assert len(found) == text.count("# TYPE") == text.count("# HELP")
+
+
+def test_buckets_grow_to_the_count() -> None:
+    for family in families(page()).values():
+        if family.type != "histogram":
+            continue
+        for process in {sample.labels.get("process") for sample in family.samples}:
+            mine = [sample for sample in family.samples if sample.labels.get("process") == process]
+            buckets = [(float(s.labels["le"]), s.value) for s in mine if s.name.endswith("_bucket")]
+            assert buckets == sorted(buckets) and [value for _, value in buckets] == sorted(v for _, v in buckets)
+            (count,) = (sample.value for sample in mine if sample.name == f"{family.name}_count")
+            assert buckets[-1] == (float("inf"), count)
+
+
+def test_a_report_arrives_whole() -> None:
+    lag = families(page())["pagewire:event_loop_lag_seconds"].samples
+    mine = {(s.name.rpartition("_")[2], s.labels.get("le")): s.value for s in lag if s.labels["process"] == "core"}
+    assert mine["bucket", "0.00025"] == 1 and mine["bucket", "0.0005"] == 2 and mine["bucket", "0.5"] == 3
+    assert mine["bucket", "10.0"] == 3 and mine["bucket", "+Inf"] == mine["count", None] == 4
+    assert mine["sum", None] == pytest.approx(99.5003)
+
+
+def test_the_document_names_the_metrics_that_vllm_lacks() -> None:
+    own = (DOCS / "metrics.md").read_text().partition("which vLLM does not have")[2].partition("\n\n")[2]
+    listed = re.findall(r"`(\w+)`", own.partition("\n\n")[0])
+    found = {full_name(family).removeprefix("pagewire:") for family in families(page()).values()}
+    shared = {re.sub("_(bucket|sum)$", "", name) for name in VLLM_HAS.split()}
+    assert len(listed) == len(set(listed)) and set(listed) == found - shared
+
+
+@pytest.mark.parametrize("prefix", ["pagewire", "vllm"])
+def test_the_dashboard_asks_for_what_is_there(prefix: str) -> None:
+    known = series(page(prefix))
+    dashboard = json.loads((DOCS / "grafana.json").read_text().replace("${prefix}", prefix))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    queries += [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    asked = {name for query in queries for name in re.findall(rf"\b{prefix}:\w+", query)}
+    assert asked <= known and len(asked) > 30
+    assert all(re.search(rf"\b{prefix}:\w+", query) for query in queries)
+    for query in queries:
+        assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
+
+
+def test_the_names_that_vllms_users_know() -> None:
+    assert {f"vllm:{name}" for name in VLLM_HAS.split()} <= series(page("vllm"))

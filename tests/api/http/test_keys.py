@@ -1,0 +1,34 @@
+"""Whose key it is."""
+
+import time
+
+import pytest
+
+from pagewire.api.http.http_error import HttpError
+from pagewire.api.http.keys import Keys
+from pagewire.api.http.rate_limit import Account
+from pagewire.config.access import ApiKey
+
+
+def keys(*names: str) -> Keys:
+    return Keys([ApiKey(name) for name in names], Account(None, None, clock=time.monotonic), time.monotonic)
+
+
+def test_without_keys_everybody_is_the_same() -> None:
+    nobody = keys()
+    assert nobody.caller({}) is nobody.caller({b"authorization": b"Bearer x"}) and nobody.caller({}).salt == b""
+
+
+def test_each_owner_is_apart_from_the_others() -> None:
+    two = keys("a", "b")
+    first, second = (two.caller({b"authorization": b"Bearer " + key}) for key in (b"a", b"b"))
+    assert first is two.caller({b"x-api-key": b"a"}) and first is two.caller({b"authorization": b"bearer  a "})
+    assert len({first.salt, second.salt, b""}) == 3 and first.account is not second.account
+    assert keys("a").caller({b"x-api-key": b"a"}).salt == b"", "one owner has nobody to be apart from"
+
+
+@pytest.mark.parametrize("value", [b"", b"a", b"Basic a", b"Bearer", b"Bearer c", b"Bearer aa"])
+def test_everybody_else_is_refused(value: bytes) -> None:
+    with pytest.raises(HttpError) as refused:
+        keys("a", "b").caller({b"authorization": value})
+    assert refused.value.status == 401

@@ -1,0 +1,116 @@
+"""/tokenize and /detokenize, and what /ready and /load say."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from harness import FakeEngine, request, run
+from msgspec.structs import replace
+
+from pagewire.errors import RequestError
+from pagewire.ipc.messages import ChatPrompt, Snapshot, TextPrompt, Tokenize
+
+IDLE = Snapshot(9, 3, 2, 100, 25, 1, 70, 30, 44, 0.5)
+
+
+def test_a_text() -> None:
+    engine = FakeEngine()
+    assert request(engine, "/tokenize", {"prompt": "abc", "model": "demo"}).json == {
+        "count": 3,
+        "max_model_len": 128,
+        "tokens": [97, 98, 99],
+        "token_strs": None,
+    }
+    body = {"prompt": "ab", "return_token_strs": True, "add_special_tokens": False}
+    assert request(engine, "/tokenize", body).json["token_strs"] == ["a", "b"]
+    assert [q.prompt for q in engine.questions if isinstance(q, Tokenize)] == [
+        TextPrompt("abc"),
+        TextPrompt("ab", add_special_tokens=False),
+    ]
+
+
+def test_a_conversation() -> None:
+    engine = FakeEngine()
+    body = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
+    assert request(engine, "/tokenize", body).json["count"] == 3
+    (question,) = engine.questions
+    assert isinstance(question, Tokenize) and isinstance(question.prompt, ChatPrompt)
+    assert not question.prompt.add_generation_prompt
+
+
+def test_ids() -> None:
+    assert request(FakeEngine(), "/detokenize", {"tokens": [97, 98]}).json == {"prompt": "ab"}
+    assert request(FakeEngine(), "/detokenize", {"tokens": []}).json == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": ["x"]}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
+         "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "chat_template": "x"}, "chat_template"),
+        ("/detokenize", {"tokens": [1000]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {}, None),
+    ],
+)  # fmt: skip
+def test_bad_requests(path: str, body: dict[str, Any], param: str | None) -> None:
+    engine = FakeEngine()
+    answer = request(engine, path, body)
+    assert (answer.status, answer.error["param"]) == (400, param) and not engine.questions
+
+
+def test_a_refusal_of_the_tokenizer() -> None:
+    engine = FakeEngine()
+    engine.refuse = ("invalid_request", "The chat template refuses this.")
+    assert request(engine, "/tokenize", {"prompt": "x"}).error["message"] == "The chat template refuses this."
+
+
+def test_questions_end_when_the_server_does() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine._answer = lambda question: None  # type: ignore[method-assign]  # the tokenizer hangs
+        asked = asyncio.create_task(engine.gateway.tokenize(TextPrompt("x")))
+        await asyncio.sleep(0)
+        engine.gateway.close("The end.")
+        with pytest.raises(RequestError, match="The end"):
+            await asked
+        await engine.gateway.drained()
+        with pytest.raises(RequestError, match="The end"):
+            await engine.gateway.detokenize(b"")
+
+    run(scenario())
+
+
+def test_a_full_queue_is_not_ready_but_healthy() -> None:
+    engine = FakeEngine()
+    assert request(engine, "/ready").json == {"status": "ready"}
+    engine.gateway.handle([replace(IDLE, num_waiting=4)])  # as many as may wait
+    assert request(engine, "/ready").status == 503 and request(engine, "/health").status == 200
+    engine.gateway.handle([IDLE])
+    assert request(engine, "/ready").status == 200
+    assert request(engine, "/ready", healthy=lambda: "The core is gone.").error["message"] == "The core is gone."
+    engine.gateway.refuse("The server is shutting down.")
+    assert request(engine, "/ready").status == 503
+
+
+def test_load() -> None:
+    engine = FakeEngine()
+    empty = {"server_load": 0, "num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0}
+    assert request(engine, "/load").json == empty
+    engine.gateway.handle([IDLE])
+    assert request(engine, "/load").json == {**empty, "num_running": 3, "num_waiting": 2, "kv_cache_usage": 0.25}
+
+
+def test_what_the_tokenizer_is() -> None:
+    assert request(FakeEngine(), "/tokenizer_info").json == {
+        "chat_template": "{{ messages }}",
+        "bos_token": None,
+        "eos_token": "</s>",
+        "pad_token": None,
+        "unk_token": None,
+    }

@@ -1,0 +1,21 @@
+"""Vectors and ranks as clients read them."""
+
+from array import array
+from base64 import b64decode
+
+from harness import FakeEngine, request
+
+from .test_endpoints import embed
+
+
+def test_base64_is_little_endian_float32() -> None:
+    (data,) = embed(FakeEngine(), encoding_format="base64").json["data"]
+    assert array("f", b64decode(data["embedding"])).tolist() == [0.5, -1.0]
+
+
+def test_the_best_without_their_texts() -> None:
+    fields = {"query": "q", "documents": ["a", "b", "c"], "top_n": 2, "return_documents": False}
+    assert request(FakeEngine(), "/rerank", fields).json["results"] == [
+        {"index": 2, "relevance_score": 0.75},
+        {"index": 0, "relevance_score": 0.5},
+    ]

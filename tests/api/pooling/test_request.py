@@ -1,0 +1,78 @@
+"""What a request for vectors or scores becomes, and what is refused."""
+
+from typing import Any
+
+import pytest
+from harness import FakeEngine, request
+
+from pagewire.ipc.messages import IdsPrompt, Pooling, TextPrompt, bytes_to_ids
+
+from .test_endpoints import PURPOSE, embed
+
+
+def test_token_ids() -> None:
+    engine = FakeEngine()
+    assert len(embed(engine, input=[1, 2, 3]).json["data"]) == 1
+    assert len(embed(engine, input=[[1, 2], [3]]).json["data"]) == 2
+    prompts = [order.prompt for order in engine.submits]
+    assert all(isinstance(prompt, IdsPrompt) for prompt in prompts)
+    assert [list(bytes_to_ids(prompt.ids)) for prompt in prompts] == [[1, 2, 3], [1, 2], [3]]  # type: ignore[union-attr]
+
+
+def test_how_the_vector_is_made() -> None:
+    engine = FakeEngine()
+    embed(engine, PURPOSE, dimensions=8, normalize=False, truncate_prompt_tokens=-1)
+    embed(engine, PURPOSE, prompt_name="document", truncate_prompt_tokens=5, add_special_tokens=False)
+    first, second = engine.submits
+    assert (first.prompt, second.prompt) == (TextPrompt("q: abc"), TextPrompt("abc", add_special_tokens=False))
+    assert first.pooling == Pooling("mean", is_normalized=False, dimensions=8, truncate=128)
+    assert second.pooling == Pooling("mean", is_normalized=True, truncate=5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"input": []}, "input", "not empty"),
+        ({"input": [[]]}, "input", "not empty"),
+        ({"input": ["a", 1]}, "input", "input must be"),
+        ({"input": None}, "input", "Expected"),
+        ({"input": ["a"] * 2049}, None, "At most 2048 texts"),
+        ({"dimensions": 9}, "dimensions", "at most 8"),
+        ({"dimensions": 0}, "dimensions", ">= 1"),
+        ({"encoding_format": "hex"}, "encoding_format", "Invalid enum value"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
+        ({"prompt_name": "x"}, "prompt_name", "is not one of this model's: query, document."),
+        ({"prompt_name": "query", "input": [1]}, "prompt_name", "is for texts"),
+        ({"messages": []}, "messages", "is not supported"),
+        ({"embed_dtype": "float16"}, "embed_dtype", "is not supported"),
+    ],
+)
+def test_embeddings_that_are_refused(fields: dict[str, Any], param: str | None, message: str) -> None:
+    engine = FakeEngine()
+    answer = embed(engine, PURPOSE, **fields)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert message in answer.error["message"]
+    assert not engine.submits
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/score", {"text_1": "a"}, "text_2"),
+        ("/score", {}, "queries"),
+        ("/score", {"text_1": [], "text_2": "a"}, "text_1"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ("/score", {"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation"),
+        ("/rerank", {"query": "q"}, None),
+        ("/rerank", {"query": "q", "documents": []}, "documents"),
+        ("/rerank", {"query": "q", "documents": [{"title": "x"}]}, "documents[0]"),
+        ("/rerank", {"query": "q", "documents": ["a"], "top_n": 0}, "top_n"),
+        ("/rerank", {"query": "q", "documents": ["a"], "rank_fields": ["text"]}, "rank_fields"),
+        ("/rerank", {"query": "q", "documents": ["a"], "model": "other"}, "model"),
+    ],
+)
+def test_pairs_that_are_refused(path: str, fields: dict[str, Any], param: str | None) -> None:
+    engine = FakeEngine()
+    answer = request(engine, path, fields)
+    assert (answer.status, answer.error["param"]) == (404 if param == "model" else 400, param)
+    assert not engine.submits

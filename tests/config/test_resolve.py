@@ -1,0 +1,158 @@
+"""Settings that follow from the model, the machine and the other settings."""
+
+import msgspec
+import pytest
+
+from pagewire.config.config import Config, EngineConfig, MachineFacts
+from pagewire.config.flags import make_config
+from pagewire.config.resolve import resolve
+from pagewire.errors import ConfigError
+
+from .test_config import GPU, MODEL, NO_COMPILER, decide, parse
+
+
+def test_speculation_and_an_extension_exclude_each_other() -> None:
+    assert decide(make_config(speculative="ngram")).speculative == "ngram"
+    with pytest.raises(ConfigError, match="--extension"):
+        decide(make_config(speculative="ngram", extension="module:Class"))
+
+
+@pytest.mark.parametrize("flags", [{"kv_connector": ("host,size=1G",)}, {"extension": "module:Class"}])
+def test_what_knows_one_rank_is_refused_beside_several(flags: dict[str, object]) -> None:
+    decide(make_config(**flags))
+    with pytest.raises(ConfigError, match="knows the KV of one rank only"):
+        decide(make_config(**flags, tensor_parallel_size=2))
+
+
+def test_ranks_share_the_cores() -> None:
+    assert [decide(make_config(tensor_parallel_size=size)).num_threads for size in (1, 2, 8)] == [4, 2, 1]
+    assert decide(make_config(tensor_parallel_size=2, threads=3)).num_threads == 3
+
+
+def test_resolve_fills_in_what_was_left_open() -> None:
+    engine = decide(Config())
+    assert engine.max_model_len == 4096 and engine.dtype == "float32" and engine.num_threads == 4
+    assert engine.served_model_names == ("m",) and engine.model.eos_token_ids == (2,)
+    assert decide(make_config(dtype="float32", threads=1, max_model_len=100)).num_threads == 1
+
+
+def test_parsers_are_the_templates_unless_one_says_another() -> None:
+    model = msgspec.structs.replace(MODEL, tool_calls_shown="mistral", reasoning_shown="qwen3")
+    config = decide(Config(), model)
+    assert (config.tool_call_parser, config.reasoning_parser) == ("mistral", "qwen3")
+    config = decide(parse("--tool-call-parser", "pythonic", "--reasoning-parser", "none"), model)
+    assert (config.tool_call_parser, config.reasoning_parser) == ("pythonic", "none")
+
+
+def test_what_a_cpu_gets() -> None:
+    assert decide(make_config(device="cpu")).max_num_batched_tokens == 512
+    assert decide(make_config(device="cuda")).max_num_batched_tokens == 2048
+    assert decide(make_config(device="cpu", max_num_batched_tokens=64)).max_num_batched_tokens == 64
+    int8 = decide(make_config(device="cpu", quantization="int8"))
+    assert int8.dtype == int8.kv_cache_dtype == "float32"
+    assert decide(make_config(device="cpu", dtype="float32", kv_cache_dtype="bfloat16")).kv_cache_dtype == "bfloat16"
+    assert len({int8.kv_model_key, decide(make_config(device="cpu", dtype="float32")).kv_model_key}) == 2
+    with pytest.raises(ConfigError, match="--quantization int8 is for --device cpu"):
+        decide(make_config(quantization="int8", device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "flags", "expected"),
+    [
+        ({"checkpoint_dtype": "bfloat16"}, {}, {}, ("float32", "float32", "compiled", "float32")),
+        ({"checkpoint_dtype": "float16"}, {}, {}, ("float32", "float32", "compiled", "float32")),
+        ({"checkpoint_dtype": "bfloat16", "weight_bytes": 900}, {}, {}, ("float32", "float32", "compiled", "float32")),
+        ({"checkpoint_dtype": "bfloat16"}, {}, {"dtype": "bfloat16"}, ("bfloat16", "float32", "compiled", "none")),
+        ({"checkpoint_dtype": "bfloat16"}, {}, {"cpu_kernels": "torch"}, ("float32", "float32", "torch", "float32")),
+        ({}, {}, {"cpu_kernels": "torch", "dtype": "bfloat16"}, ("bfloat16", "bfloat16", "torch", "none")),
+        ({"checkpoint_dtype": "bfloat16"}, NO_COMPILER, {}, ("float32", "float32", "torch", "float32")),
+        ({"checkpoint_dtype": "bfloat16", "weight_bytes": 900}, NO_COMPILER, {},
+         ("bfloat16", "bfloat16", "torch", "none")),
+        ({"checkpoint_dtype": "float32", "weight_bytes": 900}, NO_COMPILER, {},
+         ("float32", "float32", "torch", "float32")),
+        ({"weight_bytes": 900}, NO_COMPILER, {"quantization": "int8"}, ("float32", "float32", "torch", "none")),
+        ({}, {}, {"quantization": "int8", "dtype": "bfloat16"}, ("bfloat16", "float32", "compiled", "none")),
+        # transformers' own model widens its weights, compiler or not.
+        ({"checkpoint_dtype": "bfloat16", "is_native": False}, {}, {}, ("float32", "float32", "compiled", "float32")),
+        ({"weight_bytes": 900, "is_native": False}, {}, {}, ("bfloat16", "bfloat16", "compiled", "none")),
+        ({"checkpoint_dtype": "bfloat16"}, GPU, {}, ("bfloat16", "bfloat16", None, "none")),
+        ({"checkpoint_dtype": "float16"}, GPU, {}, ("bfloat16", "bfloat16", None, "none")),
+        ({"checkpoint_dtype": "float32"}, GPU, {}, ("float32", "float32", None, "float32")),
+        ({"checkpoint_dtype": "bfloat16"}, GPU, {"deterministic": True}, ("bfloat16", "bfloat16", None, "exact")),
+        ({"checkpoint_dtype": "bfloat16"}, {}, {"dtype": "bfloat16", "deterministic": True},
+         ("bfloat16", "float32", "compiled", "exact")),
+    ],
+)  # fmt: skip
+def test_types_and_kernels(
+    model: dict[str, object], machine: dict[str, object], flags: dict[str, object], expected: tuple[str | None, ...]
+) -> None:
+    """(of weights and KV, of activations, what computes, what is promised); a machine with 1,000 bytes of memory."""
+    engine = resolve(
+        make_config(**flags),
+        msgspec.structs.replace(MODEL, **{"weight_bytes": 10} | model),
+        msgspec.convert({"num_cores": 2, "memory_bytes": 1000} | machine, MachineFacts),
+    )
+    assert (engine.dtype, engine.arithmetic, engine.kernels, engine.batch_invariance) == expected
+    assert engine.kv_cache_dtype == engine.dtype
+
+
+@pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16"}, {"cpu_kernels": "torch"}, {"quantization": "int8"}])
+@pytest.mark.parametrize("facts", [{}, NO_COMPILER, {"memory_bytes": 10}])
+@pytest.mark.parametrize("model", [{}, {"is_native": False}, {"checkpoint_dtype": "bfloat16"}])
+def test_instructions_for_bfloat16_decide_nothing(
+    flags: dict[str, object], facts: dict[str, object], model: dict[str, object]
+) -> None:
+    """So a request has the same tokens on every processor."""
+    model_facts = msgspec.structs.replace(MODEL, **{"weight_bytes": 10} | model)
+    engines = [
+        resolve(
+            make_config(**flags),
+            model_facts,
+            msgspec.convert(
+                {"num_cores": 1, "memory_bytes": 1000, "has_bfloat16": bf16, "has_amx": amx} | facts, MachineFacts
+            ),
+        )
+        for bf16, amx in ((False, False), (True, False), (True, True))
+    ]
+    assert engines[0] == engines[1] == engines[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "model", "sentence"),
+    [
+        ({}, NO_COMPILER, {}, "needs a C compiler on a CPU \\(install gcc or clang\\)"),
+        ({"cpu_kernels": "torch"}, {}, {}, "excludes --cpu-kernels torch, .* leave one of them out"),
+        ({"speculative": "ngram"}, {}, {}, "excludes --speculative, .* leave one of them out"),
+        ({"tensor_parallel_size": 2}, {}, {}, "excludes --tensor-parallel-size, .* leave one of them out"),
+        ({}, {}, {"is_native": False}, "is not there for m, which runs in transformers"),
+    ],
+)
+def test_deterministic_says_what_stands_in_its_way(
+    flags: dict[str, object], facts: dict[str, object], model: dict[str, object], sentence: str
+) -> None:
+    def decide_here(config: Config) -> EngineConfig:
+        machine = msgspec.convert({"num_cores": 1} | facts, MachineFacts)
+        return resolve(config, msgspec.structs.replace(MODEL, **model), machine)
+
+    decide_here(make_config(**flags))
+    with pytest.raises(ConfigError, match=f"--deterministic {sentence}"):
+        decide_here(make_config(deterministic=True, **flags))
+
+
+def test_the_operator_is_warned_where_company_shows() -> None:
+    model = msgspec.structs.replace(MODEL, checkpoint_dtype="bfloat16")
+    assert decide(Config(), model).invariance_warning is None
+    assert decide(make_config(dtype="bfloat16", deterministic=True), model).invariance_warning is None
+    for config in (
+        make_config(dtype="bfloat16"),
+        make_config(kv_cache_dtype="bfloat16"),
+        make_config(cpu_kernels="torch"),
+        make_config(quantization="int8"),
+        make_config(device="cuda"),
+    ):
+        assert "tokens may depend on what else is served" in str(decide(config, model).invariance_warning), config
+
+
+def test_resolve_refuses_more_context_than_there_is() -> None:
+    with pytest.raises(ConfigError, match="--max-model-len 5000 is more than the 4096 tokens"):
+        decide(make_config(max_model_len=5000))

@@ -1,0 +1,93 @@
+"""Who is served first, who is interrupted, and whose turn it is."""
+
+from fakes import all_tokens, enqueue, expected_output
+
+from pagewire.ipc.messages import TokenBatch
+
+from .test_scheduler import drain, make, output, run_all, worker_for
+
+
+def test_priority_is_served_first() -> None:
+    scheduler = make(max_num_seqs=1, policy="priority")
+    worker = worker_for(scheduler)
+    for rid, priority in ((1, 5), (2, 0), (3, 5), (4, -1)):
+        scheduler.add(enqueue(rid, [rid], max_tokens=1, priority=priority))
+    assert list(drain(scheduler, worker)) == [4, 2, 1, 3]
+
+
+def test_a_better_priority_interrupts_a_worse_one_which_keeps_its_place() -> None:
+    scheduler = make(max_num_seqs=2, policy="priority")
+    worker = worker_for(scheduler)
+    for rid in (1, 2, 3):
+        scheduler.add(enqueue(rid, [rid], max_tokens=6, priority=5, seed=rid, ignore_eos=True))
+    scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
+    scheduler.add(enqueue(4, [4], max_tokens=6, priority=1, seed=4, ignore_eos=True))
+    tokens = run_all(scheduler, worker)
+    assert [t.rid for t in tokens if t.finish] == [1, 4, 2, 3]  # 2 was interrupted, and goes before 3 again
+    for rid in (1, 2, 3, 4):
+        assert output([t for t in tokens if t.rid == rid]) == expected_output([rid], 6, 100, rid, ignore_eos=True)
+    assert scheduler.counters.num_preemptions == 1
+
+
+def test_equals_are_not_interrupted() -> None:
+    scheduler = make(max_num_seqs=1, policy="priority")
+    worker = worker_for(scheduler)
+    for rid in (1, 2):
+        scheduler.add(enqueue(rid, [rid], max_tokens=6, priority=3, ignore_eos=True))
+    drain(scheduler, worker)
+    assert scheduler.counters.num_preemptions == 0
+
+
+def test_fair_serves_tenants_alike_however_many_requests_each_has() -> None:
+    scheduler = make(max_num_seqs=2, policy="fair", num_blocks=200)
+    worker = worker_for(scheduler)
+    for rid in range(1, 41):
+        scheduler.add(enqueue(rid, [rid % 50], max_tokens=10, tenant="many", ignore_eos=True))
+    for rid in range(41, 45):
+        scheduler.add(enqueue(rid, [rid % 50], max_tokens=10, tenant="few", ignore_eos=True))
+    for _ in range(60):
+        scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
+    done = {
+        t.rid for item in scheduler.take_outputs() if isinstance(item, TokenBatch) for t in all_tokens(item) if t.finish
+    }
+    assert {41, 42, 43, 44} <= done and len(done) < 15
+
+
+def test_fair_interrupts_who_is_far_ahead() -> None:
+    scheduler = make(max_num_seqs=1, policy="fair", num_blocks=1000, max_model_len=4000)
+    worker = worker_for(scheduler)
+    scheduler.add(enqueue(1, [1], max_tokens=1500, tenant="long", ignore_eos=True))
+    scheduler.add(enqueue(2, [2], max_tokens=5, tenant="short", ignore_eos=True))
+    finished = [t.rid for t in run_all(scheduler, worker) if t.finish]
+    assert finished == [2, 1] and scheduler.counters.num_preemptions == 1
+
+
+def test_fair_lets_nobody_save_up() -> None:
+    scheduler = make(max_num_seqs=1, policy="fair", num_blocks=1000, max_model_len=4000)
+    worker = worker_for(scheduler)
+    scheduler.add(enqueue(1, [1], max_tokens=1600, tenant="long", ignore_eos=True))
+    for _ in range(1500):
+        scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
+    scheduler.add(enqueue(2, [2], max_tokens=5, tenant="new", ignore_eos=True))
+    finished = [t.rid for t in run_all(scheduler, worker) if t.finish]
+    assert finished == [1, 2] and scheduler.counters.num_preemptions == 0  # a newcomer starts level
+
+
+def test_fair_counts_what_a_tenant_was_served_between_its_requests() -> None:
+    scheduler = make(max_num_seqs=1, policy="fair", num_blocks=2000, max_model_len=4000, max_queued_requests=1000)
+    worker = worker_for(scheduler)
+    for rid in range(1, 400):
+        scheduler.add(enqueue(rid, [rid % 50], max_tokens=10, tenant="small", ignore_eos=True))
+    served = {"large": 0, "small": 0}
+    rid = 1000
+    scheduler.add(enqueue(rid, [1], max_tokens=500, tenant="large", ignore_eos=True))
+    for _ in range(3000):
+        if (plan := scheduler.plan()) is not None:  # else somebody was interrupted
+            scheduler.apply(worker.run(plan))
+        for item in scheduler.take_outputs():
+            for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
+                served["large" if tokens.rid >= 1000 else "small"] += 1
+                if tokens.finish and tokens.rid >= 1000:  # its next request comes when the last one has ended
+                    rid += 1
+                    scheduler.add(enqueue(rid, [1], max_tokens=500, tenant="large", ignore_eos=True))
+    assert abs(served["large"] - served["small"]) < 600, served

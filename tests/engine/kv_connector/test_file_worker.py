@@ -1,0 +1,105 @@
+"""The half that reads and writes files."""
+
+import logging
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, sequence
+
+from pagewire.engine.core.kv_connector import KvEvent
+from pagewire.engine.kv_connector.file_worker import FileWorker
+
+from .test_disk import KINDS, block_files, spec, written
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow beyond half a block, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES // 2, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@KINDS
+@pytest.mark.parametrize("damage", ["gone", "short", "flipped", "foreign", "pipe"])
+def test_a_damaged_file_costs_time_only(kind: str, damage: str, tmp_path: Path) -> None:
+    engine = Instance(spec(kind, tmp_path))
+    first = sequence(1, (1, 6 * SIZE + 1))
+    engine.serve(first)
+    engine.fill_device(2)
+    written(engine)
+    (path,) = tmp_path.rglob(f"{first.keys[2].hex()}.*")
+    whole = path.read_bytes()
+    again = sequence(3, (1, 6 * SIZE + 1))
+    assert engine.core.get_num_new_matched_tokens(again, 0)[0] == 6 * SIZE
+    match damage:
+        case "gone":
+            path.unlink()
+        case "short":
+            path.write_bytes(whole[:-1])
+        case "flipped":
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        case "foreign":
+            path.write_bytes(next(tmp_path.rglob(f"{first.keys[3].hex()}.*")).read_bytes())
+        case "pipe":
+            path.unlink()
+            os.mkfifo(path)
+    engine.core.take_events()
+    assert engine.serve(again) == 5
+    assert engine.failed == [first.keys[2]]
+    assert KvEvent(False, (first.keys[2],), kind) in engine.core.take_events()
+    written(engine)
+    assert path.read_bytes() == whole, "what was computed again is kept again"
+    engine.fill_device(4)
+    assert engine.serve(sequence(5, (1, 6 * SIZE + 1))) == 6
+    engine.close()
+
+
+def test_files_that_were_never_finished_go(tmp_path: Path) -> None:
+    engine = Instance(spec("disk", tmp_path))
+    engine.serve(sequence(1, (1, 2 * SIZE)))
+    engine.close()
+    part = block_files(tmp_path)[0].parent / ".part.1.2"
+    part.write_bytes(b"half")
+    engine = Instance(spec("disk", tmp_path))
+    assert engine.core.tiers()[0].num_blocks == 2
+    engine.close()
+    assert not part.exists()
+
+
+def test_what_waits_to_be_written_can_be_loaded(tmp_path: Path) -> None:
+    engine = Instance(spec("disk", tmp_path))
+    first = sequence(1, (1, 4 * SIZE + 1))
+    engine.serve(first)
+    written(engine)
+    assert isinstance(engine.worker, FileWorker)
+    path = next(tmp_path.rglob(f"{first.keys[0].hex()}.*"))
+    data = memoryview(path.read_bytes())[-BLOCK_BYTES:]
+    path.unlink()
+    engine.worker._writer._pending[first.keys[0]] = data  # as if its turn had not come
+    engine.fill_device(2)
+    assert engine.serve(sequence(3, (1, 4 * SIZE + 1))) == 4
+    engine.close()
+
+
+@KINDS
+@pytest.mark.usefixtures("small_files")
+def test_a_full_disk_costs_time_only(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = Instance(spec(kind, tmp_path))
+        first = sequence(1, (1, 4 * SIZE + 1))
+        engine.serve(first)
+        written(engine)
+        assert block_files(tmp_path) == [], "nothing half written is left"
+        engine.fill_device(2)
+        assert engine.serve(sequence(3, (1, 4 * SIZE + 1))) == 0
+        engine.close()
+    assert engine.failed == (first.keys[:4] if kind == "disk" else [])
+    assert caplog.text.count("blocks cannot be written") == 1

@@ -1,0 +1,47 @@
+"""A folder that several engines share."""
+
+import random
+from pathlib import Path
+
+from kv_instance import BLOCK_BYTES, FACTS, SIZE, Instance, sequence
+from waiting import until
+
+from pagewire.engine.kv_connector.block_files import BlockFiles
+
+from .test_disk import block_files, spec, written
+
+
+def test_the_shared_bound_holds_against_others(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    files = BlockFiles(path=f"{tmp_path}/kv", model_key=FACTS.model_key, block_bytes=BLOCK_BYTES)
+    files.open("shared")
+    old = [(rng.randbytes(32), i) for i in range(30)]
+    for key, place in old:
+        files.write(key, place, memoryview(bytes(BLOCK_BYTES)))
+        files.touch(key, place, 1_000_000_000)
+    engine = Instance(spec("shared", tmp_path, 20))
+    written(engine)
+    until(lambda: len(block_files(tmp_path)) <= 20, "the files of evicted blocks are removed")
+    engine.serve(sequence(1, (1, 6 * SIZE)))
+    written(engine)
+    engine.close()
+    assert len(block_files(tmp_path)) <= 20
+    assert all(list(tmp_path.rglob(f"{key.hex()}.*")) for key in sequence(1, (1, 6 * SIZE)).block_keys(6, SIZE))
+    left = [place for key, place in old if files.has(key, place)]
+    assert left == list(range(len(left))), "of equal age, the deepest go first"
+
+
+def test_a_shared_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    engines = [Instance(spec("shared", tmp_path)) for _ in range(2)]
+    runs = [engine.run(sequence(1, (1, 5 * SIZE))) for engine in engines]  # both compute it
+    for engine, request in zip(engines, runs, strict=True):
+        engine.end(request)
+    engines[0].step()
+    written(engines[0])
+    before = [path.stat().st_ino for path in block_files(tmp_path)]
+    engines[1].core._seen.clear()  # type: ignore[attr-defined]
+    engines[1].step()
+    written(engines[1])
+    assert [path.stat().st_ino for path in block_files(tmp_path)] == before
+    for engine in engines:
+        engine.close()

@@ -1,0 +1,64 @@
+"""Files of weights that are damaged or not there."""
+
+import json
+
+import checkpoints
+import pytest
+from safetensors.torch import load_file, save_file
+
+from pagewire.engine.weights.reader import CheckpointReader
+from pagewire.errors import CheckpointError
+
+from .test_loader import _load
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return checkpoints.make_checkpoint(tmp_path, "qwen3")
+
+
+def test_a_file_cut_short(folder):
+    file = folder / "model.safetensors"
+    for length in (file.stat().st_size - 100, 50, 4, 0):
+        file.write_bytes(file.read_bytes()[:length])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or cut short: [^.]+\.$"):
+            _load(folder)
+
+
+def test_a_missing_shard(tmp_path):
+    folder = checkpoints.make_checkpoint(tmp_path, "qwen2", shard_size="100KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    _load(folder)
+    kept = load_file(shards[0])
+    shards[0].unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"{shards[0].name} is missing, although model\.safetensors\.index\.json"
+    ):
+        _load(folder)
+    name = sorted(kept)[0]
+    del kept[name]
+    save_file(kept, shards[0])
+    with pytest.raises(CheckpointError, match=rf"{shards[0].name} lacks {name}, which model\.safetensors\.index\.json"):
+        _load(folder)
+
+
+@pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../model.safetensors"}}'])
+def test_a_bad_index(folder, index):
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json (is damaged|names)"):
+        _load(folder)
+
+
+def test_no_weights_and_pickles_only(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
+        _load(folder)
+    (folder / "pytest_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="pickle files only; convert them to safetensors"):
+        _load(folder)
+
+
+def test_tokenizer_and_config_are_not_weights(folder):
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+    with CheckpointReader(folder) as reader:
+        assert all(name.startswith("model.") for name in reader.names())

@@ -1,0 +1,96 @@
+"""What only sockets have: keys, addresses, folders."""
+
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagewire.errors import ConfigError
+from pagewire.ipc.messages import Ping, Stop, ToTokenizer
+from pagewire.ipc.zmq_channel import (
+    ZmqContext,
+    ZmqInbox,
+    check_address,
+    make_run_folder,
+    read_keys,
+    remove_run_folder,
+)
+from pagewire.tools.servers import free_port
+
+from .test_channel import receive
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose name leaves room for a socket's; pytest's own may not."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_sender_may_start_first(tmp_path: Path) -> None:
+    context = ZmqContext()
+    address = f"ipc://{tmp_path}/late"
+    outbox = context.outbox(address)
+    outbox.send(Ping())
+    inbox: ZmqInbox[object] = context.inbox(address, ToTokenizer)
+    assert receive(inbox, 1) == [Ping()]
+    inbox.close()
+    context.close()
+
+
+def test_a_peer_without_the_key_is_not_heard(tmp_path: Path) -> None:
+    ours, theirs = ZmqContext(read_keys(tmp_path / "ours")), ZmqContext(read_keys(tmp_path / "theirs"))
+    address = f"tcp://127.0.0.1:{free_port()}"
+    inbox: ZmqInbox[object] = ours.inbox(address, ToTokenizer)
+    theirs.outbox(address).send(Ping())
+    ours.outbox(address).send(Stop(0.0, "from a friend"))
+    assert receive(inbox, 1) == [Stop(0.0, "from a friend")] and not inbox.wait(0.2)
+    inbox.close()
+    ours.close()
+    theirs.close()
+
+
+def test_a_runtime_folder_whose_path_is_too_long_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    folder = make_run_folder()
+    assert deep not in folder.parents
+    remove_run_folder(folder)
+
+
+def test_the_run_folder_is_private_and_removed(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    left_behind = short_path / "pagewire-999999999-x"
+    left_behind.mkdir()
+    (left_behind / "core").touch()
+    folder = make_run_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not left_behind.exists()
+    context = ZmqContext()
+    inbox: ZmqInbox[object] = context.inbox(f"ipc://{folder}/core", ToTokenizer)
+    assert stat.S_IMODE((folder / "core").stat().st_mode) & 0o077 == 0
+    inbox.close()
+    context.close()
+    remove_run_folder(folder)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "tcp://127.0.0.1", "nonsense", "ipc://" + "x" * 108])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError):
+        check_address(address, None)
+
+
+def test_an_open_address_needs_keys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--key-file"):
+        check_address("tcp://0.0.0.0:5555", None)
+    path = tmp_path / "key"
+    check_address("tcp://0.0.0.0:5555", read_keys(path))
+    assert read_keys(path) == read_keys(path)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_keys(path)

@@ -1,0 +1,29 @@
+"""A page of /metrics of a server that reports everything."""
+
+from harness import CONFIG
+from msgspec.structs import replace
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagewire.api.gateway.gateway import Gateway
+from pagewire.api.gateway.metrics import Metrics
+from pagewire.ipc.messages import Pulse, Snapshot, TierSnapshot
+from pagewire.ipc.reports import SECONDS, Histogram
+
+MODEL = 'my "model"\\1'
+
+
+def page(prefix: str = "pagewire") -> str:
+    """What a server with everything says."""
+    gateway = Gateway(lambda message: None)
+    lag = Histogram(SECONDS)
+    for value in (0.0, 0.0003, 0.5, 99.0):
+        lag.observe(value)
+    tier = TierSnapshot("host", 10, 64, 320, 40, 30, 0)
+    core = Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, (tier,), histograms={"step_time_seconds": lag.report()})
+    gateway.handle([core, Pulse("api", lag.report()), Pulse("core", lag.report())])
+    return Metrics(gateway, replace(CONFIG, served_model_names=(MODEL,)), prefix=prefix).render().decode()
+
+
+def families(text: str) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(text)}

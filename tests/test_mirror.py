@@ -1,0 +1,105 @@
+"""Tests mirror the tree: `api/http/tls.py` is tested by `tests/api/http/test_tls.py`. What is otherwise stands here."""
+
+import ast
+from pathlib import Path
+
+from test_layout import ROOT, sources
+
+TESTS = ROOT / "tests"
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+_DECISION = (*(ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.Match, ast.Try, ast.BoolOp, ast.comprehension),)
+_MAX_WITHOUT_A_TEST = 5  # decisions; what only stores, describes and passes on has few
+
+# Module → the tests that it is covered by instead, and why there.
+ELSEWHERE = {
+    "api.admin.about": "api/test_app.py: over the whole application",
+    "api.admin.swapping": "e2e/test_model_swap.py: needs processes",
+    "api.http.exchange": "api/http/test_server.py: needs a connection",
+    "api.http.http_error": "api/test_bad_input.py: the shape of every refusal",
+    "api.http.origins": "api/test_app.py: over the whole application",
+    "api.openai.conversation": "api/openai/test_chat.py: what chat makes of its messages",
+    "api.openai.endpoints": "api/openai/test_chat.py: over the whole application",
+    "api.gateway.open_request": "api/gateway/test_gateway.py: with the gateway that owns it",
+    "api.gateway.stream": "api/gateway/test_gateway.py: with the gateway that feeds it",
+    "api.output.beam_search": "offline/test_beam.py: against transformers",
+    "api.output.parsers.block": "api/output/parsers/test_lexer.py: cases of every family",
+    "api.output.parsers.families.harmony": "api/output/parsers/test_lexer.py: cases of every family",
+    "api.output.parsers.families.mistral": "api/output/parsers/test_lexer.py: cases of every family",
+    "api.output.parsers.families.pythonic": "api/output/parsers/test_lexer.py: cases of every family",
+    "api.output.parsers.family": "api/test_families.py: a family from a module",
+    "api.output.parsers.registry": "api/output/parsers/test_lexer.py: cases of every family",
+    "api.output.reply": "api/openai/test_completions.py: over the whole application",
+    "api.output.service": "api/output/test_sse.py: over the whole application",
+    "api.output.turn": "api/responses/test_reply.py: its parts have no meaning alone",
+    "cli": "e2e/test_own_code.py: needs processes",
+    "commands.client": "commands/test_talk.py: with a server that answers",
+    "commands.tokenize": "e2e/test_terminal.py: needs a server",
+    "commands.top": "commands/test_metrics.py: the numbers; e2e/test_terminal.py the screen",
+    "engine.attention.native": "engine/attention/test_torch_paged.py: both backends, one definition",
+    "engine.checkpoint.purpose": "test_families.py: every family that transformers knows",
+    "engine.checkpoint.support": "test_families.py: every family that transformers knows",
+    "engine.core.constraints": "test_constraints.py: with real grammars",
+    "engine.core.plan_builder": "engine/core/test_scheduler.py: with the plans that it builds",
+    "engine.core.loads": "engine/kv_connector/test_chain.py: with real connectors",
+    "engine.device.cpu": "engine/device/test_base.py: the devices, one protocol",
+    "engine.device.sleep": "test_faults.py: needs an engine that serves",
+    "engine.gpu.decoder": "engine/gpu/test_exactness.py: its parts have no meaning alone",
+    "engine.gpu.products": "engine/gpu/test_quantized.py: with a model",
+    "engine.gpu.state": "engine/gpu/test_device_steps.py: with its steps",
+    "engine.kv_connector.block_copy": "engine/kv_connector/test_host_worker.py: with the tier that copies",
+    "engine.kv_connector.p2p_wire": "engine/kv_connector/test_p2p.py: two instances that talk",
+    "engine.kv_connector.p2p_worker": "engine/kv_connector/test_p2p.py: two instances that talk",
+    "engine.kv_connector.room": "engine/kv_connector/test_tier_histories.py: random histories of every tier",
+    "engine.models.decoder": "engine/runner/test_exactness.py: against transformers",
+    "engine.models.registry": "engine/weights/test_dummy.py: every native architecture",
+    "engine.parallel.collectives": "e2e/test_tensor_parallel.py: needs processes",
+    "engine.steps.encoder_steps": "test_pooling.py: against transformers",
+    "engine.steps.host_steps": "engine/runner/test_runner.py: with a model",
+    "engine.steps.pooling": "test_pooling.py: against transformers",
+    "engine.steps.rows": "engine/steps/test_ngram.py: with what reads the rows",
+    "engine.text.grammar_text": "engine/text/test_grammar.py: what the library makes of it",
+    "engine.text.thinking_budget": "engine/text/test_grammar.py: with what the masks allow",
+    "kernels.cpu.build": "kernels/cpu/test_native.py: compiles",
+    "kernels.triton.compile": "kernels/triton/test_compiled.py: the compiled kernels",
+    "procs.announcement": "e2e/test_lifecycle.py: what a start says",
+    "procs.core": "procs/test_client_port.py: the real core over a fake worker",
+    "procs.grammar_sandbox": "procs/test_grammar.py: with the actor that owns it",
+    "procs.inline": "offline/test_llm.py: what LLM is made of",
+    "procs.killable": "procs/test_grammar.py: processes that are killed",
+    "procs.launch": "e2e/test_launches.py: needs processes",
+    "procs.sleep": "e2e/test_sleep.py: needs processes",
+    "procs.supervisor": "e2e/test_lifecycle.py: needs processes",
+    "procs.topology": "test_layout.py: the table and the mailboxes",
+    "route.app": "route/test_relay.py: a router before real servers",
+    "route.ask": "route/test_relay.py: a router before real servers",
+    "route.engines": "route/test_relay.py: a router before real servers",
+    "route.replicas": "e2e/test_route.py: needs processes",
+    "route.serve": "e2e/test_route.py: needs processes",
+}
+
+
+def num_decisions(tree: ast.AST) -> int:
+    """Branches, loops and the like in the functions of a module."""
+    inside = {id(node) for f in ast.walk(tree) if isinstance(f, _FUNCTION) for node in ast.walk(f)}
+    return sum(isinstance(node, _DECISION) and id(node) in inside for node in ast.walk(tree))
+
+
+def file_of_tests(module: str) -> Path:
+    room, _, name = module.rpartition(".")
+    return TESTS / room.replace(".", "/") / f"test_{name}.py"
+
+
+def test_every_module_with_logic_has_its_tests_where_one_looks_for_them() -> None:
+    modules = {module: path for module, path in sources() if path.name != "__init__.py"}
+    missing = {
+        module
+        for module, path in modules.items()
+        if num_decisions(ast.parse(path.read_text())) > _MAX_WITHOUT_A_TEST and not file_of_tests(module).exists()
+    }
+    assert not missing - ELSEWHERE.keys(), "write tests, or say where they are"
+    assert not ELSEWHERE.keys() - missing, "these need no line any more"
+
+
+def test_what_is_tested_elsewhere_is_tested_there() -> None:
+    assert not [where for where in ELSEWHERE.values() if not (TESTS / where.partition(":")[0]).exists()]
+    assert all(where.partition(": ")[2] for where in ELSEWHERE.values())
