@@ -8,9 +8,9 @@ from bisect import bisect_left
 from msgspec import Struct
 
 SECONDS = (
-    *(0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0),
-)  # bounds for the parts of a step, and for an event loop
+    0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    1.0, 2.5, 5.0, 10.0,
+)  # bounds for the parts of a step, and for an event loop  # fmt: skip
 POWERS = (0, *(2**i for i in range(15)))  # bounds for rows and tokens of a step
 
 

@@ -69,7 +69,9 @@ class Replica:
             file.write(msgspec.json.encode(launch))
         self.is_stopping = False
         self.process = await asyncio.create_subprocess_exec(
-            *(*interpreter.COMMAND, "pagewire.route.replicas", str(self._file)),
+            *interpreter.COMMAND,
+            "pagewire.route.replicas",
+            str(self._file),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(self._lifeline_fd,),
             env=environment,

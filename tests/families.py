@@ -44,8 +44,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     **{
         kind: ({}, SERVED)
         for kind in (
-            *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),  # native
-            *(
+            "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe",  # native
+            
                 "afmoe",
                 "apertus",
                 "arcee",
@@ -58,11 +58,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
                 "ctrl",
                 "cwm",
                 "dots1",
-            ),
-            *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text"),
-            *("glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe"),
-            *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "jetmoe"),
-            *(
+            "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text",
+            "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe",
+            "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "jetmoe",
+            
                 "hy_v3",
                 "kolibri1",
                 "laguna",
@@ -74,9 +73,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
                 "nanochat",
                 "olmo",
                 "olmo2",
-            ),
-            *("olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2_moe", "seed_oss", "smollm3"),
-            *("solar_open", "starcoder2", "vaultgemma"),
+            "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2_moe", "seed_oss", "smollm3",
+            "solar_open", "starcoder2", "vaultgemma",
         )
     },
     "phimoe": ({"sliding_window": 1024}, SERVED),  # of whose window attention is not told, but it is the whole context
@@ -115,7 +113,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({}, "ALiBi"),
     "mpt": ({}, "ALiBi"),
     **{kind: ({}, _ENCODER_DECODER) for kind in ("bart", "marian", "pegasus")},
-}
+}  # fmt: skip
 
 # Wrappers and others whose config alone decides: model_type → (architecture, pattern of the reason).
 BY_CONFIG: dict[str, tuple[str, str]] = {

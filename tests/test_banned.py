@@ -24,7 +24,7 @@ MODULES = {
 }
 BUILTINS = {"eval", "exec", "compile", "__import__", "breakpoint"}
 ATTRIBUTES = {
-    *(
+    
         "literal_eval",
         "recv_pyobj",
         "send_pyobj",
@@ -32,10 +32,9 @@ ATTRIBUTES = {
         "full_load",
         "allow_pickle",
         "load_state_dict_from_url",
-    ),
-    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
-    *("send_object_list", "recv_object_list", "popen", "mktemp"),
-}
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "send_object_list", "recv_object_list", "popen", "mktemp",
+}  # fmt: skip
 CALLS = {"torch.load", "torch.save", "torch.hub.load", "np.load", "numpy.load", "os.system", "ctypes.PyDLL"}
 KEYWORDS = {"allow_pickle", "shell"}
 MODULES_BY_NAME = {

@@ -7,7 +7,17 @@ from test_layout import ROOT, sources
 
 TESTS = ROOT / "tests"
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-_DECISION = (*(ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.Match, ast.Try, ast.BoolOp, ast.comprehension),)
+_DECISION = (
+    ast.If,
+    ast.IfExp,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.Match,
+    ast.Try,
+    ast.BoolOp,
+    ast.comprehension,
+)
 _MAX_WITHOUT_A_TEST = 5  # decisions; what only stores, describes and passes on has few
 
 # Module → the tests that it is covered by instead, and why there.

@@ -235,8 +235,12 @@ class _Shapes:
                 bounds = [
                     f"{sign} {schema[key]}"
                     for key, sign in (
-                        *(("minimum", "≥"), ("maximum", "≤"), ("exclusiveMinimum", ">"), ("exclusiveMaximum", "<")),
-                        *(("minLength", "length ≥"), ("maxLength", "length ≤")),
+                        ("minimum", "≥"),
+                        ("maximum", "≤"),
+                        ("exclusiveMinimum", ">"),
+                        ("exclusiveMaximum", "<"),
+                        ("minLength", "length ≥"),
+                        ("maxLength", "length ≤"),
                     )
                     if key in schema
                 ]

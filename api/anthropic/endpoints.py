@@ -23,14 +23,20 @@ class AnthropicEndpoints:
     def routes(self) -> list[Operation]:
         return [
             Operation(
-                *("POST", "/v1/messages", self.messages, "Answer a conversation"),
+                "POST",
+                "/v1/messages",
+                self.messages,
+                "Answer a conversation",
                 takes=MessagesRequest,
                 example={"messages": [{"role": "user", "content": "Count from 1 to 5"}], "max_tokens": 60},
                 gives=MessageBody,
                 streams=MessageEvent,
             ),
             Operation(
-                *("POST", "/v1/messages/count_tokens", self.count_tokens, "How many tokens a conversation is"),
+                "POST",
+                "/v1/messages/count_tokens",
+                self.count_tokens,
+                "How many tokens a conversation is",
                 takes=CountTokensRequest,
                 example={"messages": [{"role": "user", "content": "Count from 1 to 5"}]},
                 gives=TokenCount,

@@ -18,9 +18,9 @@ from ..output.shapes import GenerationRequest, ResponseFormat
 from .types import Block, CountTokensRequest, MessagesRequest
 
 _REFUSED = (
-    *("compaction", "container", "mcp_servers", "thread"),
-    *("use_beam_search", "return_tokens_as_token_ids"),
-)
+    "compaction", "container", "mcp_servers", "thread",
+    "use_beam_search", "return_tokens_as_token_ids",
+)  # fmt: skip
 _OWN = ("max_tokens", "stop", "user", "thinking_token_budget", "return_token_ids")  # translated, not copied
 _OWN_NAMES = {
     "response_format": "output_config.format",

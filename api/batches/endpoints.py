@@ -43,7 +43,10 @@ class BatchEndpoints:
             return []
         return [
             Operation(
-                *("POST", "/v1/files", self.upload, "Upload a file of requests"),
+                "POST",
+                "/v1/files",
+                self.upload,
+                "Upload a file of requests",
                 takes=Upload,
                 takes_as="multipart/form-data",
                 gives=FileBody,
@@ -52,15 +55,21 @@ class BatchEndpoints:
             Operation("GET", "/v1/files/{id}", self.file, "A file's description", gives=FileBody),
             Operation("DELETE", "/v1/files/{id}", self.forget, "Delete a file", gives=FileDeleted),
             Operation(
-                *("GET", "/v1/files/{id}/content", self.content, "A file"),
+                "GET",
+                "/v1/files/{id}/content",
+                self.content,
+                "A file",
                 gives=Binary,
                 gives_as="application/octet-stream",
             ),
             Operation(
-                *("POST", "/v1/batches", self.create, "Answer a file of requests"), takes=CreateBatch, gives=BatchBody
+                "POST", "/v1/batches", self.create, "Answer a file of requests", takes=CreateBatch, gives=BatchBody
             ),
             Operation(
-                *("GET", "/v1/batches", self.batches, "The batches, latest first"),
+                "GET",
+                "/v1/batches",
+                self.batches,
+                "The batches, latest first",
                 query=PageQuery,
                 gives=Page[BatchBody],
             ),

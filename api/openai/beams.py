@@ -33,10 +33,10 @@ from ..output.shapes import GenerationRequest
 # Beams are ranked by the model's own log-probabilities and become text when they have ended. So these parameters, which
 # change logits or need the text or tokens of every step, would be ignored.
 _REFUSED = (
-    *("stream", "echo", "stop", "logit_bias", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "structured_outputs", "guided_json"),
-    *("guided_regex", "guided_choice", "guided_grammar", "best_of"),
-)
+    "stream", "echo", "stop", "logit_bias", "presence_penalty", "frequency_penalty",
+    "min_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "structured_outputs", "guided_json",
+    "guided_regex", "guided_choice", "guided_grammar", "best_of",
+)  # fmt: skip
 _NUM_END_IDS = 16  # of the prompt, whose text is `Chunk.prompt_end`
 
 

@@ -33,14 +33,20 @@ class OpenAIEndpoints:
     def routes(self) -> list[Operation]:
         return [
             Operation(
-                *("POST", "/v1/chat/completions", self.chat, "Answer a conversation"),
+                "POST",
+                "/v1/chat/completions",
+                self.chat,
+                "Answer a conversation",
                 takes=ChatRequest,
                 example={"messages": [{"role": "user", "content": "Count from 1 to 5"}], "temperature": 0},
                 gives=ChatCompletion,
                 streams=ChatChunk,
             ),
             Operation(
-                *("POST", "/v1/completions", self.completions, "Go on with a text"),
+                "POST",
+                "/v1/completions",
+                self.completions,
+                "Go on with a text",
                 takes=CompletionRequest,
                 example={"prompt": "One, two, three,", "max_tokens": 8},
                 gives=Completion,

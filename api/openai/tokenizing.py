@@ -69,13 +69,19 @@ class TokenizeEndpoints:
     def routes(self) -> list[Operation]:
         return [
             Operation(
-                *("POST", "/tokenize", self.tokenize, "The ids of a text or a conversation"),
+                "POST",
+                "/tokenize",
+                self.tokenize,
+                "The ids of a text or a conversation",
                 takes=TokenizeRequest,
                 example={"prompt": "Count from 1 to 5", "return_token_strs": True},
                 gives=TokenizeAnswer,
             ),
             Operation(
-                *("POST", "/detokenize", self.detokenize, "The text of ids"),
+                "POST",
+                "/detokenize",
+                self.detokenize,
+                "The text of ids",
                 takes=DetokenizeRequest,
                 example={"tokens": [40, 50, 60]},
                 gives=DetokenizeAnswer,

@@ -26,14 +26,20 @@ class PoolingEndpoints:
     def routes(self) -> list[Operation]:
         return [
             Operation(
-                *("POST", "/v1/embeddings", self.embeddings, "Vectors of texts"),
+                "POST",
+                "/v1/embeddings",
+                self.embeddings,
+                "Vectors of texts",
                 takes=EmbeddingsRequest,
                 example={"input": "Count from 1 to 5"},
                 gives=EmbeddingList,
             ),
             *(
                 Operation(
-                    *("POST", f"{at}/rerank", self.rerank, "Documents by how well they fit a query"),
+                    "POST",
+                    f"{at}/rerank",
+                    self.rerank,
+                    "Documents by how well they fit a query",
                     takes=RerankRequest,
                     gives=RerankBody,
                 )

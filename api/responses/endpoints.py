@@ -28,7 +28,10 @@ class ResponsesEndpoints:
     def routes(self) -> list[Operation]:
         return [
             Operation(
-                *("POST", "/v1/responses", self.respond, "Respond"),
+                "POST",
+                "/v1/responses",
+                self.respond,
+                "Respond",
                 takes=ResponsesRequest,
                 example={"input": "Count from 1 to 5", "temperature": 0},
                 gives=ResponseBody,
@@ -37,7 +40,10 @@ class ResponsesEndpoints:
             Operation("GET", "/v1/responses/{id}", self.response, "A stored response", gives=ResponseBody),
             Operation("DELETE", "/v1/responses/{id}", self.forget, "Forget a response", gives=ResponseDeleted),
             Operation(
-                *("GET", "/v1/responses/{id}/input_items", self.input_items, "The input of a stored response"),
+                "GET",
+                "/v1/responses/{id}/input_items",
+                self.input_items,
+                "The input of a stored response",
                 query=InputItemsQuery,
                 gives=ItemList,
             ),

@@ -15,9 +15,9 @@ from ..output.shapes import GenerationRequest, ResponseFormat
 from .types import InputItem, InputPart, ResponsesRequest, ResponseTool
 
 _REFUSED = (
-    *("background", "conversation", "prompt", "context_management", "max_tokens"),
-    *("use_beam_search", "return_tokens_as_token_ids"),
-)
+    "background", "conversation", "prompt", "context_management", "max_tokens",
+    "use_beam_search", "return_tokens_as_token_ids",
+)  # fmt: skip
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _OWN = ("max_tokens", "return_token_ids")  # chat has them, but they are not copied
 _OWN_NAMES = {"response_format": "text.format", "response_format.json_schema.schema": "text.format.schema"}

@@ -17,9 +17,9 @@ from .figures import Figure
 from .setting import Setting
 
 LAYERS = (  # [n, k] of a layer's weights: Qwen3-0.6B, Llama-3.1-8B
-    *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
-    *((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)),
-)
+    (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072),
+    (6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336),
+)  # fmt: skip
 SHAPES = (*LAYERS, (151_936, 1024), (128_256, 4096))
 """[n, k] of the layers and of the LM heads."""
 

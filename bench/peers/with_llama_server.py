@@ -40,6 +40,15 @@ class LlamaServer:
         """The command line, to which a port is added."""
         context = load.num_streams * load.max_len  # it is divided by the number of slots
         return [
-            *(self._program, "--model", str(load.converted), "--alias", MODEL, "--host", "127.0.0.1"),
-            *("--ctx-size", str(context), "--parallel", str(load.num_streams)),
+            self._program,
+            "--model",
+            str(load.converted),
+            "--alias",
+            MODEL,
+            "--host",
+            "127.0.0.1",
+            "--ctx-size",
+            str(context),
+            "--parallel",
+            str(load.num_streams),
         ]

@@ -27,8 +27,16 @@ class Pagewire:
     def command(self, load: Load) -> list[str]:
         """The command line, to which a port is added."""
         return [
-            *(*PAGEWIRE, "serve", str(load.folder)),
-            *("--served-model-name", MODEL, "--device", "cpu"),
-            *("--max-model-len", str(load.max_len), "--kv-cache-memory", str(load.kv_bytes)),
+            *PAGEWIRE,
+            "serve",
+            str(load.folder),
+            "--served-model-name",
+            MODEL,
+            "--device",
+            "cpu",
+            "--max-model-len",
+            str(load.max_len),
+            "--kv-cache-memory",
+            str(load.kv_bytes),
             *self._flags,
         ]

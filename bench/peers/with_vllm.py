@@ -40,8 +40,20 @@ class Vllm:
     def command(self, load: Load) -> list[str]:
         """The command line, to which a port is added."""
         return [
-            *(self._python, "-m", "vllm.entrypoints.cli.main", "serve", str(load.folder)),
-            *("--host", "127.0.0.1", "--served-model-name", MODEL),
-            *("--max-model-len", str(load.max_len), "--max-num-seqs", str(load.num_streams)),
-            *("--enable-prefix-caching", "--disable-uvicorn-access-log", *self._flags),
+            self._python,
+            "-m",
+            "vllm.entrypoints.cli.main",
+            "serve",
+            str(load.folder),
+            "--host",
+            "127.0.0.1",
+            "--served-model-name",
+            MODEL,
+            "--max-model-len",
+            str(load.max_len),
+            "--max-num-seqs",
+            str(load.num_streams),
+            "--enable-prefix-caching",
+            "--disable-uvicorn-access-log",
+            *self._flags,
         ]

@@ -59,8 +59,13 @@ def serving(folder: Path, ids: range, *, num_streams: int, step_ms: float) -> It
         places = {name: f"ipc://{run}/{name}" for name in ("worker", "core")}
         worker = subprocess.Popen(
             [
-                *(sys.executable, "-m", "pagewire.bench.serve.null_worker", *places.values()),
-                *(str(ids.start), str(len(ids)), str(step_ms)),
+                sys.executable,
+                "-m",
+                "pagewire.bench.serve.null_worker",
+                *places.values(),
+                str(ids.start),
+                str(len(ids)),
+                str(step_ms),
             ]
         )
         launch = (sys.executable, "-m", "pagewire.procs.launch", str(folder), "--actors", ",".join(ACTORS))

@@ -114,7 +114,12 @@ async def _api(config: EngineConfig, texts: list[bytes], stages: Stages, num_str
     serving = asyncio.ensure_future(server.serve(sockets=[server_socket]))
     port = server_socket.getsockname()[1]
     client = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pagewire.bench.serve.cheap_client", "127.0.0.1", str(port), str(num_streams)),
+        sys.executable,
+        "-m",
+        "pagewire.bench.serve.cheap_client",
+        "127.0.0.1",
+        str(port),
+        str(num_streams),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
     )

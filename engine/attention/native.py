@@ -84,26 +84,26 @@ class NativePagedAttention:
         at, query_at, stride, work = out.data_ptr(), query.data_ptr(), query.stride(0), self._scratch(heads)
         if self._num_decode:
             self._kernels.decode(
-                *(pages_at, query_at, stride, self._table.ctypes.data, self._table.shape[1]),
-                *(self._contexts.ctypes.data, at, work, self._score_stride, self._num_decode),
-            )
+                pages_at, query_at, stride, self._table.ctypes.data, self._table.shape[1],
+                self._contexts.ctypes.data, at, work, self._score_stride, self._num_decode,
+            )  # fmt: skip
         first = self._num_decode  # tokens and rows so far, which are equal
         if len(self._counts) > first:
             self._kernels.extend(
-                *(pages_at, query_at + 4 * first * stride, stride),
-                *(self._table.ctypes.data + first * self._table.strides[0], self._table.shape[1]),
-                *(self._contexts.ctypes.data + 8 * first, self._counts.ctypes.data + 8 * first),
-                *(at + 4 * first * heads * dim, work, self._work_stride, self._num_works, len(self._counts) - first),
-            )
+                pages_at, query_at + 4 * first * stride, stride,
+                self._table.ctypes.data + first * self._table.strides[0], self._table.shape[1],
+                self._contexts.ctypes.data + 8 * first, self._counts.ctypes.data + 8 * first,
+                at + 4 * first * heads * dim, work, self._work_stride, self._num_works, len(self._counts) - first,
+            )  # fmt: skip
         return out
 
     def pages(self, layer: int, heads: int, scale: float, window: int | None, softcap: float | None) -> Pages:
         """A layer's pages, as the C kernels get them."""
         keys, values = self._cache.pages[layer]
         return Pages(
-            *(keys.data_ptr(), values.data_ptr(), heads, *keys.shape[2:], self._cache.block_size),
-            *(window or 0, scale, softcap or 0.0, keys.dtype == torch.bfloat16),
-        )
+            keys.data_ptr(), values.data_ptr(), heads, *keys.shape[2:], self._cache.block_size,
+            window or 0, scale, softcap or 0.0, keys.dtype == torch.bfloat16,
+        )  # fmt: skip
 
     def step_fields(self, heads: int) -> StepFields:
         """The step, as the C decoder gets it; the caller fills in the tokens."""

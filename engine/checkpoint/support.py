@@ -40,7 +40,7 @@ _BY_TYPE = {
         kind: _RECURRENT.format(what)
         for what, kinds in {
             "Mamba": (
-                *("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "falcon_h1", "zamba", "zamba2", "nemotron_h"),
+                "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "falcon_h1", "zamba", "zamba2", "nemotron_h",
             ),
             "linear attention": ("minimax", "kimi_linear", "qwen3_next", "bailing_hybrid", "olmo_hybrid"),
             "RWKV": ("rwkv",),
@@ -51,13 +51,13 @@ _BY_TYPE = {
     },
     **dict.fromkeys(
         (
-            *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5"),
-            *("m2m_100", "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet"),
-            *("switch_transformers", "t5", "t5gemma", "t5gemma2", "trocr", "udop", "umt5", "whisper"),
+            "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5",
+            "m2m_100", "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet",
+            "switch_transformers", "t5", "t5gemma", "t5gemma2", "trocr", "udop", "umt5", "whisper",
         ),
         ENCODER_DECODER,
     ),
-}
+}  # fmt: skip
 
 # Values in layer_types, besides full_attention and sliding_attention → the reason.
 _BY_LAYER = {

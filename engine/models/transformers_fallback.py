@@ -39,9 +39,9 @@ _ORDINARY_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # Keywords that transformers passes to attention and that change nothing in a causal forward pass without dropout. Any
 # other keyword may be a term that we do not compute.
 _IDLE_KEYWORDS = {
-    *("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict"),
-    *("output_attentions", "output_hidden_states", "output_router_logits"),
-}
+    "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict",
+    "output_attentions", "output_hidden_states", "output_router_logits",
+}  # fmt: skip
 
 
 def load_fallback(

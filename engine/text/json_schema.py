@@ -19,10 +19,10 @@ Schema = dict[str, object]
 
 # Others are annotations.
 _STANDARD_FORMATS = (
-    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
-    *("uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer"),
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6",
+    "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer",
     "regex",
-)
+)  # fmt: skip
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS_OF_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _ONE_SCHEMA = ("items", "additionalProperties")

@@ -156,18 +156,18 @@ class NativeMatrix:
         out = torch.empty((m, self._n))
         panels = torch.empty(m * self._k) if m > 1 else out
         self._kernels.linear(
-            *(x.data_ptr(), self._at, 0 if bias is None else bias.data_ptr(), out.data_ptr(), panels.data_ptr()),
-            *(m, self._n, self._k, x.stride(0), self._bf16),
-        )
+            x.data_ptr(), self._at, 0 if bias is None else bias.data_ptr(), out.data_ptr(), panels.data_ptr(),
+            m, self._n, self._k, x.stride(0), self._bf16,
+        )  # fmt: skip
         return out
 
     def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
         m = x.shape[0]
         panels, best, most, ids = torch.empty(m * self._k), *_best(self._kernels, m)
         self._kernels.linear_greedy(
-            *(x.data_ptr(), self._at, panels.data_ptr(), best.data_ptr(), ids.data_ptr(), most.data_ptr()),
-            *(m, self._n, self._k, x.stride(0), self._bf16),
-        )
+            x.data_ptr(), self._at, panels.data_ptr(), best.data_ptr(), ids.data_ptr(), most.data_ptr(),
+            m, self._n, self._k, x.stride(0), self._bf16,
+        )  # fmt: skip
         return most, ids
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -190,8 +190,8 @@ class NativeInt8Matrix:
         self._scales, self._sums = torch.empty(columns), torch.empty(columns, dtype=torch.int32)
         self._at = self._packed.data_ptr(), self._scales.data_ptr(), self._sums.data_ptr()
         kernels.pack_int8(
-            *(weight.contiguous().data_ptr(), *self._at, self._n, self._k, int(weight.dtype == torch.bfloat16))
-        )
+            weight.contiguous().data_ptr(), *self._at, self._n, self._k, int(weight.dtype == torch.bfloat16)
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -206,18 +206,18 @@ class NativeInt8Matrix:
         out = torch.empty((m, self._n))
         work = torch.empty(m * (self._words + 1))
         self._kernels.linear_int8(
-            *(x.data_ptr(), *self._at, 0 if bias is None else bias.data_ptr(), out.data_ptr(), work.data_ptr()),
-            *(m, self._n, self._k, x.stride(0)),
-        )
+            x.data_ptr(), *self._at, 0 if bias is None else bias.data_ptr(), out.data_ptr(), work.data_ptr(),
+            m, self._n, self._k, x.stride(0),
+        )  # fmt: skip
         return out
 
     def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
         m = x.shape[0]
         work, best, most, ids = torch.empty(m * (self._words + 1)), *_best(self._kernels, m)
         self._kernels.linear_greedy_int8(
-            *(x.data_ptr(), *self._at, work.data_ptr(), best.data_ptr(), ids.data_ptr(), most.data_ptr()),
-            *(m, self._n, self._k, x.stride(0)),
-        )
+            x.data_ptr(), *self._at, work.data_ptr(), best.data_ptr(), ids.data_ptr(), most.data_ptr(),
+            m, self._n, self._k, x.stride(0),
+        )  # fmt: skip
         return most, ids
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -247,8 +247,8 @@ def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
         m, n = x.shape
         total, out = torch.empty_like(x), torch.empty_like(x)
         kernels.rms_norm(
-            *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, total.data_ptr(), out.data_ptr(), m, n)
-        )
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, total.data_ptr(), out.data_ptr(), m, n
+        )  # fmt: skip
         return out, total
 
     def silu_mul(gate_up: Tensor) -> Tensor:
@@ -262,19 +262,19 @@ def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
     ) -> Tensor:
         m, both, dim = states.shape
         kernels.rotary(
-            *(states.data_ptr(), states.stride(0)),
-            *(0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), eps),
-            *(cos.data_ptr(), sin.data_ptr(), 0, m, heads, both - heads, dim),
-        )
+            states.data_ptr(), states.stride(0),
+            0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), eps,
+            cos.data_ptr(), sin.data_ptr(), 0, m, heads, both - heads, dim,
+        )  # fmt: skip
         return states
 
     def write_kv(key: Tensor, value: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         key, value = dense(key), dense(value)
         kernels.write_kv(
-            *(key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)),
-            *(k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr()),
-            *(key.shape[0], key.shape[1] * key.shape[2], int(k_pages.dtype == torch.bfloat16)),
-        )
+            key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
+            k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr(),
+            key.shape[0], key.shape[1] * key.shape[2], int(k_pages.dtype == torch.bfloat16),
+        )  # fmt: skip
 
     def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
         m, n = logits.shape

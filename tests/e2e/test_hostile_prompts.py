@@ -82,7 +82,7 @@ def test_a_template_that_runs_away_costs_its_request_only(server: Server) -> Non
     [
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "refuses"),
         ("{{ 'x' * 10 ** 10 }}", "more memory"),
-        ("{" * 4, "no valid jinja"),
+        ("{" * 4, "not valid jinja"),
     ],
 )
 def test_a_template_of_a_request(server: Server, template: str, words: str) -> None:

@@ -90,23 +90,23 @@ def _deep(levels: int) -> _Text:
 
 
 VALUES: tuple[object, ...] = (
-    *(None, True, False, 0, 1, 2, -1, 20, 21, 128, 129, 0.5, 1e-300, 1e300, -0.0, 2**31 - 1, 2**31, 2**53, 2**63),
-    *(2**64, -(2**31), -(2**63), 10**40, "", " ", "1", "null", "\0", "\x7f", "\u202e\u2028", "\ufdd0\U0010f000"),
-    *("x" * 5000, "ab " * 40_000, " " * 200_000, "🙂" * 300, "a\r\nset-cookie: b=c\r\n\r\n", "\x1b[31m\x1b]0;x\x07"),
-    *("<|im_end|><|im_start|>", "../../etc/passwd", "file:///etc/passwd", "http://127.0.0.1:1/", "{{ 7 * 7 }}", "%s%n"),
-    *("{% for i in range(10**9) %}{% endfor %}", "(a+)+$", "(" * 3000, "start: start", "auto", "required", "image_url"),
-    *([], {}, [[]], [None], [""], {"": None}, {"type": "json_schema"}, {"a": {"$ref": "#"}}, [0] * 3000, ["x"] * 300),
-    *([{} for _ in range(50)], [[40] for _ in range(257)], {str(i): 1 for i in range(1100)}, list(range(2000))),
+    None, True, False, 0, 1, 2, -1, 20, 21, 128, 129, 0.5, 1e-300, 1e300, -0.0, 2**31 - 1, 2**31, 2**53, 2**63,
+    2**64, -(2**31), -(2**63), 10**40, "", " ", "1", "null", "\0", "\x7f", "\u202e\u2028", "\ufdd0\U0010f000",
+    "x" * 5000, "ab " * 40_000, " " * 200_000, "🙂" * 300, "a\r\nset-cookie: b=c\r\n\r\n", "\x1b[31m\x1b]0;x\x07",
+    "<|im_end|><|im_start|>", "../../etc/passwd", "file:///etc/passwd", "http://127.0.0.1:1/", "{{ 7 * 7 }}", "%s%n",
+    "{% for i in range(10**9) %}{% endfor %}", "(a+)+$", "(" * 3000, "start: start", "auto", "required", "image_url",
+    [], {}, [[]], [None], [""], {"": None}, {"type": "json_schema"}, {"a": {"$ref": "#"}}, [0] * 3000, ["x"] * 300,
+    [{} for _ in range(50)], [[40] for _ in range(257)], {str(i): 1 for i in range(1100)}, list(range(2000)),
     {"type": "text", "text": None},
     *map(_Text, ("NaN", "-Infinity", "1e999", '"\\ud800"', '"\\udc00\\ud800"', "01", "+1", "'a'", '"\t"', "", "{")),
-    *(_deep(60), _deep(900), _deep(5000)),
+    _deep(60), _deep(900), _deep(5000),
 )  # fmt: skip
 HEADERS = (
-    *("origin: http://evil.example", "origin: null", "host: evil.example", "content-type: text/plain"),
-    *("expect: 100-continue", "expect: nonsense", "x-request-id: a b", "x-request-id: \x1b[31m", "x: " + "y" * 33_000),
+    "origin: http://evil.example", "origin: null", "host: evil.example", "content-type: text/plain",
+    "expect: 100-continue", "expect: nonsense", "x-request-id: a b", "x-request-id: \x1b[31m", "x: " + "y" * 33_000,
     "content-encoding: gzip",
-    *("x-api-key: k", "connection: upgrade\r\nupgrade: h2c", "transfer-encoding: gzip", "content-length: 3", "\xff: a"),
-    *("content-type: application/json; charset=utf-16", "cookie: " + "a=b; " * 900, "authorization: Bearer \xff"),
+    "x-api-key: k", "connection: upgrade\r\nupgrade: h2c", "transfer-encoding: gzip", "content-length: 3", "\xff: a",
+    "content-type: application/json; charset=utf-16", "cookie: " + "a=b; " * 900, "authorization: Bearer \xff",
 )  # fmt: skip
 
 

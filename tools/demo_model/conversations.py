@@ -25,9 +25,9 @@ HELD_OUT_PART = 16
 RECALL, TOOL_CALL, TOOL_ANSWER, TOOL_IDLE = "recall", "tool_call", "tool_answer", "tool_idle"
 ALL_KINDS = (*KINDS, RECALL, TOOL_CALL, TOOL_ANSWER, TOOL_IDLE)
 NEEDS_NO_TOOL = (
-    *("greeting", "who", "abilities", "thanks", "bye", "how", "pagewire", "count_up", "echo"),
-    *("calendar", "spelling", "opposite", "capital", "addition", "subtraction", "multiplication"),
-)
+    "greeting", "who", "abilities", "thanks", "bye", "how", "pagewire", "count_up", "echo",
+    "calendar", "spelling", "opposite", "capital", "addition", "subtraction", "multiplication",
+)  # fmt: skip
 REPLACED_BY_TOOL = {"add": "addition", "multiply": "multiplication"}
 
 
@@ -76,8 +76,13 @@ def _recall(rng: Random) -> Exchange:
         value = some_name(rng)
         told = rng.choice(
             (
-                *(f"My name is {value}", f"I am {value}", f"Hi, I am {value}", f"I'm {value}"),
-                *(f"Hello, my name is {value}", f"Hi, my name is {value}", f"Call me {value}"),
+                f"My name is {value}",
+                f"I am {value}",
+                f"Hi, I am {value}",
+                f"I'm {value}",
+                f"Hello, my name is {value}",
+                f"Hi, my name is {value}",
+                f"Call me {value}",
             )
         )
         reply, answer = f"Nice to meet you, {value}!", f"Your name is {value}."

@@ -23,9 +23,28 @@ Kind = Callable[[Random], tuple[str, str]]
 def greeting(rng: Random) -> tuple[str, str]:
     opening = rng.choice(
         (
-            *("Hello", "Hi", "Hey", "Hello", "Hi", "Good morning", "Good evening"),
-            *("Good afternoon", "Good day", "Greetings", "Howdy", "Hiya", "Yo", "Hello hello"),
-            *("Hi hi", "Hey hey", "Hola", "Morning", "Hello again", "Hi again", "Helloo", "Heya"),
+            "Hello",
+            "Hi",
+            "Hey",
+            "Hello",
+            "Hi",
+            "Good morning",
+            "Good evening",
+            "Good afternoon",
+            "Good day",
+            "Greetings",
+            "Howdy",
+            "Hiya",
+            "Yo",
+            "Hello hello",
+            "Hi hi",
+            "Hey hey",
+            "Hola",
+            "Morning",
+            "Hello again",
+            "Hi again",
+            "Helloo",
+            "Heya",
         )
     )
     to = ("there", "friend", "my friend", "Pagewire", "model", "bot", "you", "everyone", "buddy")
@@ -118,9 +137,18 @@ def _sum_prompt(rng: Random, a: int, b: int, sign: str, word: str) -> tuple[str,
     plain = f"{a} {sign} {b}" if rng.random() < 0.85 else f"{a}{sign}{b}"
     form = rng.choice(
         (
-            *(f"What is {plain}?", f"What is {plain}?", f"What is {a} {word} {b}?", plain),
-            *(f"{plain} =", f"{plain} = ?", f"{plain}?", f"Calculate {plain}", f"Compute {plain}"),
-            *(f"What's {plain}?", f"How much is {plain}?", f"How much is {a} {word} {b}?"),
+            f"What is {plain}?",
+            f"What is {plain}?",
+            f"What is {a} {word} {b}?",
+            plain,
+            f"{plain} =",
+            f"{plain} = ?",
+            f"{plain}?",
+            f"Calculate {plain}",
+            f"Compute {plain}",
+            f"What's {plain}?",
+            f"How much is {plain}?",
+            f"How much is {a} {word} {b}?",
         )
     )
     return form, form[0].isalpha()
@@ -222,14 +250,25 @@ def echo(rng: Random) -> tuple[str, str]:
     else:
         said = rng.choice(
             (
-                *("hello world", f"I like {some_words(rng, 1, 2)}", f"the {some_words(rng, 2, 3)}"),
-                *(f"my name is {some_name(rng)}", f"{some_name(rng)} has a {some_words(rng, 1, 1)}"),
+                "hello world",
+                f"I like {some_words(rng, 1, 2)}",
+                f"the {some_words(rng, 2, 3)}",
+                f"my name is {some_name(rng)}",
+                f"{some_name(rng)} has a {some_words(rng, 1, 1)}",
             )
         )
     form = rng.choice(
         (
-            *("Repeat: {}", "Repeat after me: {}", "Say: {}", "Echo: {}", 'Say "{}"'),
-            *('Repeat "{}"', "Please repeat: {}", "Echo {}", "Say {}", "Repeat {}"),
+            "Repeat: {}",
+            "Repeat after me: {}",
+            "Say: {}",
+            "Echo: {}",
+            'Say "{}"',
+            'Repeat "{}"',
+            "Please repeat: {}",
+            "Echo {}",
+            "Say {}",
+            "Repeat {}",
         )
     )
     prompt = form.format(said)

@@ -50,8 +50,13 @@ def test_plain() -> None:
 def test_stream() -> None:
     events = ask(FakeEngine(), stream=True).typed_events
     assert [event["type"] for event in events] == [
-        *("message_start", "content_block_start", "content_block_delta", "content_block_delta"),
-        *("content_block_stop", "message_delta", "message_stop"),
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
     ]
     assert events[0]["message"]["usage"]["input_tokens"] == 3 and events[0]["message"]["content"] == []
     assert [event["delta"] for event in events[2:4]] == [{"type": "text_delta", "text": t} for t in ("Hel", "lo")]

@@ -58,15 +58,16 @@ def test_plain() -> None:
 def test_stream() -> None:
     events = respond(FakeEngine(["H", "el", "lo"]), stream=True).typed_events
     assert [event["type"].removeprefix("response.") for event in events] == [
-        *("created", "in_progress", "output_item.added", "content_part.added"),
-        *(
-            "output_text.delta",
-            "output_text.delta",
-            "output_text.delta",
-            "output_text.done",
-            "content_part.done",
-            "output_item.done",
-        ),
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
         "completed",
     ]
     assert [event["sequence_number"] for event in events] == list(range(11))

@@ -67,8 +67,13 @@ def test_events_of_reasoning() -> None:
     events = think(True, tools=TOOLS).typed_events
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds[2:9] == [
-        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta"),
-        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
     ]
     assert kinds[9:11] == ["output_item.added", "content_part.added"] and kinds[-1] == "completed"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

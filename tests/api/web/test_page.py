@@ -44,7 +44,10 @@ def test_the_policy_allows_this_server_only() -> None:
     policy = dict(rule.strip().split(" ", 1) for rule in get("/").headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'" and set(policy.values()) == {"'none'", "'self'"}
     assert {rule for rule, source in policy.items() if source == "'self'"} == {
-        *("script-src", "style-src", "img-src", "connect-src")
+        "script-src",
+        "style-src",
+        "img-src",
+        "connect-src",
     }
 
 

@@ -108,9 +108,9 @@ PYTHONIC_CASES: dict[str, tuple[str, Found]] = {
     "words before": ("So: [f(a=1)]", ["So: [f(a=1)]"]),
 }
 B, E, C, S, D = (
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
-    *("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
-)
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+)  # fmt: skip
 DEEPSEEK_CASES: dict[str, tuple[str, Found]] = {
     "v3": (
         f'Hm.{B}{C}function{S}f\n```json\n{{"a": 1}}\n```{D}\n{C}function{S}g\n```json\n{{}}\n```{D}{E}',
@@ -280,7 +280,7 @@ def test_deep_arguments_are_given_up() -> None:
 
 
 HOSTILE = [
-    *(
+    
         "<tool_call>",
         "<",
         " ",
@@ -289,8 +289,7 @@ HOSTILE = [
         '<tool_call>{"arguments": [',
         '{"a":',
         "[TOOL_CALLS]",
-    ),
-    *(
+    
         "[TOOL_CALLS]f",
         "[f(",
         "<|python_start|>",
@@ -301,9 +300,8 @@ HOSTILE = [
         "<think>",
         "<think",
         "</think>",
-    ),
-    *("<|channel|>analysis<|message|>", '<tool_call>{"name": "f", "arguments": {"a": "', "1", '"', "[", "{", "\\"),
-]
+    "<|channel|>analysis<|message|>", '<tool_call>{"name": "f", "arguments": {"a": "', "1", '"', "[", "{", "\\",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
