@@ -269,7 +269,7 @@ class Gateway:
             request.num_tokens += num_ids
         sequence.entry.note(chunk)
         if self._poison_detector:
-            self._poison_detector.got_on(request, num_ids)
+            self._poison_detector.made_progress(request, num_ids)
             self._take_turns()
         if not sequence.is_answered:
             request.answer(sequence)
@@ -320,7 +320,7 @@ class Gateway:
             self.stats.completed(passed, usage)
         if not request.num_open:
             if self._poison_detector:
-                self._poison_detector.got_on(request, 0)
+                self._poison_detector.made_progress(request, 0)
                 self._take_turns()
             longest = max((ended.usage.num_output for ended in request.ended if ended.usage is not None), default=0)
             if longest:
@@ -384,7 +384,7 @@ class Gateway:
                 if request.num_open:
                     self._send(request)
                 else:
-                    self._poison_detector.got_on(request, 0)
+                    self._poison_detector.made_progress(request, 0)
             if not turn:
                 return
 

@@ -86,7 +86,7 @@ class PoisonDetector(Generic[S]):
         self._tried = {suspect: _TOKENS << (2 * suspect.num_deaths - 2) for suspect in turn}
         return turn
 
-    def got_on(self, suspect: S, num_tokens: int) -> None:
+    def made_progress(self, suspect: S, num_tokens: int) -> None:
         """The suspect has got `num_tokens`, or has ended."""
         left = self._tried.get(suspect)
         if left is None:

@@ -320,12 +320,7 @@ def call_object(block: Block, char: str, *, needs_arguments: bool = False) -> Re
         char = yield from _key_of(char, text)
         key = _decode(text)
         if key == "name" and name is None:
-            text.clear()
-            char = yield from value(char, text.append, JSON)
-            found = _decode(text)
-            if not isinstance(found, str) or not found:
-                raise Broken
-            name = found
+            char, name = yield from _name_of(char)
         elif key in ("arguments", "parameters") and held is None and not has_started:
             if name is not None and char == "{":
                 block.start(name)
@@ -355,6 +350,16 @@ def call_object(block: Block, char: str, *, needs_arguments: bool = False) -> Re
         block.start(name)
         block.argue("{}")
     block.settle()
+
+
+def _name_of(char: str) -> Reads[tuple[str, str]]:
+    """(the character after it, the name) of a function."""
+    text: list[str] = []
+    char = yield from value(char, text.append, JSON)
+    name = _decode(text)
+    if not isinstance(name, str) or not name:
+        raise Broken
+    return char, name
 
 
 def _key_of(char: str, text: list[str]) -> Reads[str]:
