@@ -80,7 +80,7 @@ def from_options(caller: str, options: Mapping[str, object], *, base: Config | N
 
 
 def make_config(**settings: object) -> Config:
-    """See `from_options`."""
+    """`from_options`, for keyword arguments of tests and benchmarks."""
     return from_options("Config", settings)
 
 

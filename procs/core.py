@@ -82,7 +82,6 @@ class CoreActor:
         self._idle_check = IdleCheck()
 
     def start(self, post: Post) -> Facts:
-        """See `Actor`."""
         self._post = post
         self._sleep = SleepControl(
             num_workers=len(self._workers),
@@ -97,7 +96,6 @@ class CoreActor:
         return Facts()
 
     def handle(self, messages: list[ToCore]) -> None:
-        """See `Actor`."""
         started = time.monotonic()
         num_steps = 0
         for message in messages:
@@ -150,7 +148,7 @@ class CoreActor:
                 assert_never(message)
 
     async def stop(self, grace_s: float) -> None:
-        """See `Actor`. The api has ended every request before this call."""
+        """The api has ended every request before this call."""
         if self._trace is not None:
             self._trace.close()
             self._trace = None
