@@ -9,11 +9,11 @@ from .test_endpoints import Batches, play, request_line
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("", "The file holds no request."),
+        ("", "The file has no requests."),
         ("{\n", "Line 1: "),
-        (request_line("a") * 2, "Line 2: custom_id 'a' stands there twice."),
+        (request_line("a") * 2, "Line 2: custom_id 'a' appears twice."),
         (request_line("a", url="/v1/chat/completions"), "Line 1: the batch is for /v1/completions, this is for"),
-        (request_line("a", url="/metrics"), "Line 1: POST /metrics is no request of a batch"),
+        (request_line("a", url="/metrics"), "Line 1: POST /metrics cannot be a request of a batch"),
         (request_line("a", stream=True), "Line 1: a batch has no streams"),
         (request_line("a") + request_line("b", user="x" * 2000), "Line 2: a request has at most 2000 bytes."),
     ],
