@@ -103,6 +103,7 @@ class Client:
         )
         self.output: list[int] = []
         self.prompt_scored: list[int] = []  # the prompt positions whose log-probabilities came, by their ids
+        self.has_prompt_scores = False  # it had all of them before the core was lost
         self.opened = False
         self.accepted = False
         self.resumed = 0
@@ -146,7 +147,7 @@ class Client:
                 or (self.is_complete and len(self.output) < self.max_tokens)
             )
             assert (tokens.finish == "stop") == is_stop, f"{self.rid}: {tokens.finish} is not why it ended"
-            if self.ask.prompt_logprobs is not None:
+            if self.ask.prompt_logprobs is not None and not self.has_prompt_scores:
                 assert self.prompt_scored == self.ask.prompt[1:], f"{self.rid}: prompt log-probabilities are missing"
 
     def hear_ids(self, ids: Sequence[int]) -> None:
@@ -228,6 +229,8 @@ class Journal:
                 client.end = "abort"
                 continue
             client.opened = False
+            # Its grammar may end a resumed request before the step that would compute them again.
+            client.has_prompt_scores |= client.prompt_scored == client.ask.prompt[1:]
             client.prompt_scored = []
             client.resumed += 1
             messages.append(client.ask.message(client.rid, resume_ids=client.output))
