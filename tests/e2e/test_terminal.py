@@ -262,7 +262,7 @@ def test_a_killed_batch_loses_nothing(server: Server, tmp_path: Path) -> None:
     process.kill()
     process.wait()
     result = pagewire(tmp_path, *words)
-    assert result.returncode == 0 and "going on" in result.stderr, result.stderr
+    assert result.returncode == 0 and "continuing" in result.stderr, result.stderr
     ids = [json.loads(line)["custom_id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert sorted(ids, key=int) == [str(i) for i in range(60)]
 
