@@ -17,7 +17,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Beneath these paths of tests/, or named like that: what all tests are. The markers are explained in pyproject.toml.
-_MARKS_OF_FOLDERS = {"e2e": "e2e", "kernels/triton": "slow", "engine/gpu": "slow"}
+_MARKS_OF_FOLDERS = {
+    "e2e": "e2e",
+    "examples": "e2e",
+    "stress": "e2e",
+    "bench": "slow",
+    "kernels/triton": "slow",
+    "engine/gpu": "slow",
+}
 _MARKS_OF_NAMES = dict.fromkeys(
     ("test_exactness.py", "test_quantized_exactness.py", "test_families.py", "test_pooling.py"), "exactness"
 )
