@@ -53,7 +53,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 check: lint types
-	$(PYTEST) -m "not e2e and not exactness and not slow and not long" $(ARGS)
+	$(PYTEST) -n $$((2 * $$(nproc))) -m "not e2e and not exactness and not slow and not long" $(ARGS)  # they wait a lot
 
 test: lint types
 	$(PYTEST) --durations=10 $(ARGS)
