@@ -262,7 +262,8 @@ class ZmqRouter:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        """As `Inbox.subscribe`. After sending, ask `has_mail`: the descriptor may not report what arrived meanwhile."""
+        """Calls `wake` on the loop when a message may be waiting. After a send, ask `has_mail`: the descriptor may not
+        report a message that arrived meanwhile."""
         self._loop = loop
         loop.add_reader(int(self._socket.fd), wake)
         loop.call_soon(wake)
@@ -306,7 +307,8 @@ class ZmqDealer:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        """As `Inbox.subscribe`. After sending, call `wake`: the descriptor may not report what arrived meanwhile."""
+        """Calls `wake` on the loop when a message may be waiting. After a send, call `wake`: the descriptor may not
+        report a message that arrived meanwhile."""
         self._loop = loop
         loop.add_reader(int(self._socket.fd), wake)
         loop.call_soon(wake)

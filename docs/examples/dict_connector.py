@@ -35,7 +35,7 @@ class Todo(msgspec.Struct):
 
 
 class DictConnector:
-    """See `pagewire.engine.kv_connector.base.KVConnector`."""
+    """The factories of the core half and the worker half."""
 
     @staticmethod
     def core(options: Options, facts: ConnectorFacts) -> DictCore:
@@ -49,7 +49,7 @@ class DictConnector:
 
 
 class DictCore:
-    """See `pagewire.engine.core.kv_connector.CoreConnector`."""
+    """The core half: decides which blocks are stored and loaded."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks

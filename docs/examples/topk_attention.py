@@ -23,7 +23,7 @@ from pagewire.engine.attention.kv_cache import KvCache
 
 
 class TopkAttention:
-    """See `pagewire.engine.attention.base.AttentionBackend`."""
+    """An attention backend that reads only the chosen blocks."""
 
     def __init__(self, inner: AttentionBackend, cache: KvCache) -> None:
         self._inner = inner

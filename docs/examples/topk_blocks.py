@@ -26,7 +26,7 @@ BLOCK_SIZE = 16
 
 
 class TopkBlocks:
-    """See `pagewire.engine.extension.Extension`."""
+    """The factories of the core half and the worker half."""
 
     @staticmethod
     def core(options: Options) -> BlockBudget:
@@ -48,7 +48,7 @@ class TopkBlocks:
 
 
 class BlockBudget:
-    """See `pagewire.engine.core.extension.PlanExtension`."""
+    """The core half: says how many blocks each row of a plan may read."""
 
     def __init__(self, share: float, least: int) -> None:
         self._share = share

@@ -58,7 +58,7 @@ class MoeMlp(nn.Module):
         return sum(matrix.nbytes for expert in self._experts for matrix in expert)
 
     def pack(self, ops: Ops) -> None:
-        """As `Weight.pack`, for the experts; the router is a `Weight`. There may be two copies for a moment."""
+        """Packs the experts' weights for the kernels; the router packs itself. Two copies exist for a moment."""
         self._experts = [(ops.matrix(gate_up), ops.matrix(down)) for gate_up, down in zip(*self.take(), strict=True)]
 
     def take(self) -> tuple[Tensor, Tensor]:

@@ -269,7 +269,7 @@ class Runner:
         return True
 
     def use_idle(self) -> bool:
-        """As `Steps.use_idle`. Running out of memory is no error here: the work is left undone."""
+        """Does one piece of work that makes later steps faster. If memory runs out, it is left undone."""
         if self._steps is None:
             return False
         try:

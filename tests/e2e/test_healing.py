@@ -19,7 +19,7 @@ from waiting import until, until_async
 
 from pagewire.tests.stress import chaos, chaos_streams
 from pagewire.tests.stress.chaos_streams import requests
-from pagewire.tools.servers import ROOT, Server, wait_until
+from pagewire.tools.servers import ROOT, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -140,7 +140,7 @@ def test_a_request_that_kills_fails_alone(on_default: str, monkeypatch: pytest.M
         if on_default != NARROW:
             assert [a.difference(b) for a, b in zip(answers, streams.expected, strict=True)] == [""] * 8
         assert status == 500 and "died twice" in told["error"]["message"]
-        wait_until(lambda: bool(server.of_kind("worker")), "the killed one is replaced", timeout_s=60)
+        until(lambda: bool(server.of_kind("worker")), "the killed one is replaced", timeout_s=60)
         survivor = server.of_kind("worker")[0]
         assert survivor.pid != worker.pid
 

@@ -16,7 +16,7 @@ import pytest
 from waiting import until
 
 from pagewire.procs.topology import ACTORS
-from pagewire.tools.servers import Server, free_port, wait_until
+from pagewire.tools.servers import Server, free_port
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Server]
@@ -158,7 +158,7 @@ def test_an_end_in_order_of_one_launch_drains_the_engine(launches: Launches) -> 
     engine, door = launches(ENGINE)
     stream = opened(door, "/v1/completions", max_tokens=1500)
     engine.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: not is_ready(door), "the other launch drains", END_S)
+    until(lambda: not is_ready(door), "the other launch drains", END_S)
     assert door.answers("/health"), "who drains must not be killed"
     *_, last, done = stream.events()
     assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "length"

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 from defaults import NARROW
+from waiting import until
 
 from pagewire.bench.serve import route
 from pagewire.bench.serve.route_streams import bodies, differences, read_streams
-from pagewire.tools.servers import ROUTE, Server, is_alive, wait_until
+from pagewire.tools.servers import ROUTE, Server, is_alive
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 Start = Callable[..., Server]
@@ -64,4 +65,4 @@ def test_engines_of_one_launch_are_replaced_and_restarted_under_load(start: Star
     asyncio.run(served_until("and is replaced"))
     everyone = [*actors, *launch.supervisor.children(recursive=True)]
     assert launch.stop() == 0, launch.log.read_text()
-    wait_until(lambda: not any(is_alive(process) for process in everyone), "nobody is left behind")
+    until(lambda: not any(is_alive(process) for process in everyone), "nobody is left behind")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from kv_instance import BLOCK_BYTES, FACTS, FILE_BYTES, SIZE, Instance, sequence
+from kv_instance import FACTS, FILE_BYTES, SIZE, Instance, sequence
 from msgspec.structs import replace
 from waiting import until
 
@@ -111,49 +111,6 @@ def test_one_disk_has_one_engine(tmp_path: Path) -> None:
         Instance(spec("disk", tmp_path))
     engine.close()
     Instance(spec("disk", tmp_path)).close()
-
-
-def test_partial_files_are_removed(tmp_path: Path) -> None:
-    engine = Instance(spec("disk", tmp_path))
-    engine.serve(sequence(1, (1, 2 * SIZE)))
-    engine.close()
-    part = block_files(tmp_path)[0].parent / ".part.1.2"
-    part.write_bytes(b"half")
-    engine = Instance(spec("disk", tmp_path))
-    assert engine.core.tiers()[0].num_blocks == 2
-    engine.close()
-    assert not part.exists()
-
-
-def test_blocks_that_wait_to_be_written_can_be_loaded(tmp_path: Path) -> None:
-    engine = Instance(spec("disk", tmp_path))
-    first = sequence(1, (1, 4 * SIZE + 1))
-    engine.serve(first)
-    written(engine)
-    assert isinstance(engine.worker, FileWorker)
-    path = next(tmp_path.rglob(f"{first.keys[0].hex()}.*"))
-    data = memoryview(path.read_bytes())[-BLOCK_BYTES:]
-    path.unlink()
-    engine.worker._writer._pending[first.keys[0]] = data  # as if its turn had not come
-    engine.fill_device(2)
-    assert engine.serve(sequence(3, (1, 4 * SIZE + 1))) == 4
-    engine.close()
-
-
-def test_a_present_shared_block_is_not_written_again(tmp_path: Path) -> None:
-    engines = [Instance(spec("shared", tmp_path)) for _ in range(2)]
-    runs = [engine.run(sequence(1, (1, 5 * SIZE))) for engine in engines]  # both compute it
-    for engine, request in zip(engines, runs, strict=True):
-        engine.end(request)
-    engines[0].step()
-    written(engines[0])
-    before = [path.stat().st_ino for path in block_files(tmp_path)]
-    engines[1].core._seen.clear()  # type: ignore[attr-defined]
-    engines[1].step()
-    written(engines[1])
-    assert [path.stat().st_ino for path in block_files(tmp_path)] == before
-    for engine in engines:
-        engine.close()
 
 
 @KINDS

@@ -62,7 +62,7 @@ def test_a_damaged_file_costs_time_only(kind: str, damage: str, tmp_path: Path) 
     engine.close()
 
 
-def test_files_that_were_never_finished_go(tmp_path: Path) -> None:
+def test_partial_files_are_removed(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path))
     engine.serve(sequence(1, (1, 2 * SIZE)))
     engine.close()
@@ -74,7 +74,7 @@ def test_files_that_were_never_finished_go(tmp_path: Path) -> None:
     assert not part.exists()
 
 
-def test_what_waits_to_be_written_can_be_loaded(tmp_path: Path) -> None:
+def test_blocks_that_wait_to_be_written_can_be_loaded(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path))
     first = sequence(1, (1, 4 * SIZE + 1))
     engine.serve(first)

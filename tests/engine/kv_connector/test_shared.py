@@ -31,7 +31,7 @@ def test_the_shared_bound_holds_against_others(tmp_path: Path) -> None:
     assert left == list(range(len(left))), "of equal age, the deepest go first"
 
 
-def test_a_shared_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+def test_a_present_shared_block_is_not_written_again(tmp_path: Path) -> None:
     engines = [Instance(spec("shared", tmp_path)) for _ in range(2)]
     runs = [engine.run(sequence(1, (1, 5 * SIZE))) for engine in engines]  # both compute it
     for engine, request in zip(engines, runs, strict=True):
