@@ -5,6 +5,7 @@ ends after that many tokens) and `fault` (an error to simulate).
 """
 
 import json
+import mmap
 import os
 import signal
 from typing import Any
@@ -34,7 +35,9 @@ class Follower:
     def __init__(self, rules: dict[str, Any]) -> None:
         self._rules = rules
         self._ids: list[int] = []
-        self._ballast = bytes(range(256)) * (16 << 12) if rules["fault"] == "large" else b""  # 16 MB
+        if rules["fault"] == "large":  # mapped, because malloc would serve it from what the process has freed before
+            self._ballast = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._ballast.write(bytes(16 << 20))
 
     def accept(self, ids: list[int]) -> None:
         self._ids += ids

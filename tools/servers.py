@@ -100,6 +100,15 @@ class Server:
             time.sleep(_POLL_S)
         return self
 
+    def announced(self) -> str:
+        """The log, once the launch has announced itself there, which it does just after it is ready."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "listening on" not in (said := self.log.read_text()):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise ServerError(f"it announced nothing; {log_tail(self.log)}")
+            time.sleep(_POLL_S)
+        return said
+
     def stop(self) -> int:
         """Sends SIGTERM and returns the exit code; may be called again. Raises ServerError if descendants outlived the
         first process."""

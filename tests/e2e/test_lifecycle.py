@@ -62,7 +62,7 @@ def is_ready(connection: http.client.HTTPConnection) -> bool:
 
 
 def test_the_start_is_told_and_adds_up(server: Server) -> None:
-    log = server.log.read_text()
+    log = server.announced()
     parts = [float(x) for x in re.findall(r"^ +(\d+\.\d\d) s  (?!total)", log, re.MULTILINE)]
     (total,) = re.findall(r"^ +(\d+\.\d\d) s  total", log, re.MULTILINE)
     assert len(parts) == 4 and abs(sum(parts) - float(total)) <= 0.01 * len(parts)

@@ -36,7 +36,7 @@ def test_two_ranks_of_an_awq_checkpoint(tmp_path: Path, start: Callable[..., Ser
     expected = [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
     server = start(str(folder), "--dtype", "float32", "--tensor-parallel-size", "2").wait_ready()
     assert _complete(server) == expected
-    assert "4 bits (awq)" in server.log.read_text()
+    assert "4 bits (awq)" in server.announced()
 
 
 def test_ranks_that_would_cut_through_a_group(tmp_path: Path, start: Callable[..., Server]) -> None:

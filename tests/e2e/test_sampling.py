@@ -55,6 +55,6 @@ def test_a_request_has_the_same_tokens_alone_and_in_company(default: str, served
 
 
 def test_the_start_says_where_company_shows(default: str, served: Server) -> None:
-    log = served.log.read_text()
+    log = served.announced()
     assert log.count("tokens may depend on what else is served") == bool(WARNINGS[default])
     assert WARNINGS[default] in log

@@ -316,7 +316,7 @@ def test_a_config_file_is_served(start: Callable[..., Server], tmp_path: Path) -
     file.write_text('served_model_name = "from-the-file"\nmax-model-len = "1k"\nport = 1\n')
     server = start("--config", str(file)).wait_ready()
     assert json.loads(server.get("/v1/models"))["data"][0]["id"] == "from-the-file"
-    assert "context 1,024 tokens" in server.log.read_text()
+    assert "context 1,024 tokens" in server.announced()
 
 
 @pytest.mark.long

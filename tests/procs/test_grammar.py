@@ -211,8 +211,6 @@ def test_what_came_of_a_grammar_is_remembered(monkeypatch: pytest.MonkeyPatch) -
     assert msgspec.msgpack.encode(SOME) in sandbox._outcomes  # it was asked for again and again
 
 
-# What a process has freed before may serve again without its growing: alone, it has freed nothing.
-@pytest.mark.long
 def test_grammars_together_have_a_limit_of_memory(tmp_path: Path) -> None:
     async def scenario() -> None:
         actor = grammar.GrammarActor(config_in(tmp_path), grammars.load, memory_bytes=48 << 20)
