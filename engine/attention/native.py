@@ -7,7 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.cpu.native import LANES, MAX_ROWS, Kernels, Pages, StepFields, dense
+from ...kernels.cpu.library import LANES, MAX_ROWS, Kernels
+from ...kernels.cpu.operations import dense
+from ...kernels.cpu.structs import Pages, StepFields
 from ...kernels.ops import Ops
 from .base import AttentionStep
 from .kv_cache import KvCache

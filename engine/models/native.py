@@ -6,7 +6,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.native import DecoderFields, Kernels, LayerFields, NativeInt8Matrix, NativeMatrix
+from ...kernels.cpu.dense import NativeMatrix
+from ...kernels.cpu.library import Kernels
+from ...kernels.cpu.quantized import NativeInt8Matrix
+from ...kernels.cpu.structs import DecoderFields, LayerFields
 from ..attention.base import AttentionBackend
 from ..attention.native import NativePagedAttention
 from ..layers.linear import Linear, Weight

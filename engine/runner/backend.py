@@ -57,7 +57,8 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
 
 
 def _compiled(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
-    from ...kernels.cpu.native import LANES, Kernels, native_ops
+    from ...kernels.cpu.library import LANES, Kernels
+    from ...kernels.cpu.operations import native_ops
     from ..attention.native import NativePagedAttention
     from ..models.native import NativeDecoder
 

@@ -67,7 +67,10 @@ def _compile(cc: str, folder: Path, target: Path) -> None:
                 raise BuildError(f"{cc} failed: {error.strip()[-500:]}")
         library = str(Path(work) / target.name)
         done = subprocess.run(
-            [cc, "-shared", "-fopenmp", *objects, "-lm", "-o", library], capture_output=True, text=True, check=False
+            [cc, "-shared", "-fopenmp", *objects, "-lm", "-lpthread", "-o", library],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise BuildError(f"{cc} failed: {done.stderr.strip()[-500:]}")

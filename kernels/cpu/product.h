@@ -1,5 +1,6 @@
 /* Tile sizes of matrix products, and the products of linear.c for use in attention, whose scores and value sums are
  * products as well. */
+#pragma once
 #include "vectors.h"
 
 #ifdef __AVX512F__

@@ -2,8 +2,29 @@
 #include <math.h>
 
 #include "product.h"
+#include "threads.h"
 
-enum { FEW = 4096 }; /* numbers that one thread handles faster than another thread wakes up */
+enum { FEW = 4096 }; /* numbers that one thread handles faster than another takes a task */
+
+/* Runs `rows` over [0, m) in tasks of some rows that hold at least FEW numbers, n each. */
+typedef struct {
+    void (*rows)(const void *about, long from, long to);
+    const void *about;
+    long m, size;
+} Rows;
+
+static void some_rows(const void *about, long i)
+{
+    const Rows *r = about;
+    long from = i * r->size, to = from + r->size;
+    r->rows(r->about, from, to < r->m ? to : r->m);
+}
+
+static void run_rows(void (*rows)(const void *about, long from, long to), const void *about, long m, long n)
+{
+    Rows r = {rows, about, m, task_size(m, 1, FEW / (n ? n : 1) + 1)};
+    pagewire_run((m + r.size - 1) / r.size, some_rows, &r);
+}
 
 static inline float inverse_rms(const float *x, long n, float eps)
 {
@@ -28,35 +49,93 @@ static inline void scaled(const float *x, float by, const float *weight, float *
 }
 
 /* out = norm(x + residual) · weight, total = x + residual; without a residual, total is not written. All [m][n]. */
+typedef struct {
+    const float *x, *residual, *weight;
+    float eps, *total, *out;
+    long n;
+} Norm;
+
+static void norm_rows(const void *about, long from, long to)
+{
+    const Norm *a = about;
+    long n = a->n;
+    for (long i = from; i < to; i++) {
+        const float *in = a->x + i * n;
+        if (a->residual) {
+            for (long j = 0; j < n; j++)
+                a->total[i * n + j] = in[j] + a->residual[i * n + j];
+            in = a->total + i * n;
+        }
+        scaled(in, inverse_rms(in, n, a->eps), a->weight, a->out + i * n, n);
+    }
+}
+
 void pagewire_rms_norm(const float *x, const float *residual, const float *weight, float eps, float *total, float *out,
                        long m, long n)
 {
-#pragma omp parallel for schedule(static) if (m * n > FEW)
-    for (long i = 0; i < m; i++) {
-        const float *in = x + i * n;
-        if (residual) {
-            for (long j = 0; j < n; j++)
-                total[i * n + j] = in[j] + residual[i * n + j];
-            in = total + i * n;
+    run_rows(norm_rows, &(Norm){x, residual, weight, eps, total, out, n}, m, n);
+}
+
+typedef struct {
+    const float *gate_up;
+    float *out;
+    long n;
+} SiluMul;
+
+static void silu_mul_rows(const void *about, long first, long last)
+{
+    const SiluMul *a = about;
+    long n = a->n;
+    for (long i = first; i < last; i++) {
+        const float *gate = a->gate_up + 2 * i * n, *up = gate + n;
+        float *to = a->out + i * n;
+        long j = 0;
+        for (; j + LANES <= n; j += LANES)
+            *(vf_any *)(to + j) = silu16(*(const vf_any *)(gate + j)) * *(const vf_any *)(up + j);
+        if (j < n) {
+            vf rest = {0}, ups = {0};
+            memcpy(&rest, gate + j, (n - j) * 4);
+            memcpy(&ups, up + j, (n - j) * 4);
+            rest = silu16(rest) * ups;
+            memcpy(to + j, &rest, (n - j) * 4);
         }
-        scaled(in, inverse_rms(in, n, eps), weight, out + i * n, n);
     }
 }
 
 /* silu(gate) · up. gate_up: [m][2][n]; out: [m][n]. */
 void pagewire_silu_mul(const float *gate_up, float *out, long m, long n)
 {
-#pragma omp parallel for schedule(static) if (m * n > FEW)
-    for (long i = 0; i < m; i++) {
-        const float *gate = gate_up + 2 * i * n, *up = gate + n;
-        float *to = out + i * n;
-        long j = 0;
-        for (; j + LANES <= n; j += LANES) {
-            vf g = *(const vf_any *)(gate + j);
-            *(vf_any *)(to + j) = g / (exp16(-g) + 1.0f) * *(const vf_any *)(up + j);
+    run_rows(silu_mul_rows, &(SiluMul){gate_up, out, n}, m, n);
+}
+
+typedef struct {
+    float *states;
+    long stride;
+    const float *q_norm, *k_norm;
+    float eps;
+    const float *cos, *sin;
+    const int64_t *places;
+    long heads, kv_heads, dim;
+} Rotary;
+
+static void rotary_rows(const void *about, long from, long to)
+{
+    const Rotary *r = about;
+    long dim = r->dim, half = dim / 2;
+    for (long i = from; i < to; i++) {
+        long place = (r->places ? r->places[i] : i) * dim;
+        const float *c = r->cos + place, *s = r->sin + place;
+        for (long h = 0; h < r->heads + r->kv_heads; h++) {
+            float *x = r->states + i * r->stride + h * dim;
+            const float *norm = h < r->heads ? r->q_norm : r->k_norm;
+            if (norm)
+                scaled(x, inverse_rms(x, dim, r->eps), norm, x, dim);
+            for (long d = 0; d < half; d++) {
+                float a = x[d], b = x[d + half];
+                x[d] = a * c[d] + b * s[d];
+                x[d + half] = b * c[d + half] + a * s[d + half];
+            }
         }
-        for (; j < n; j++)
-            to[j] = gate[j] / (1 + expf(-gate[j])) * up[j];
     }
 }
 
@@ -66,46 +145,40 @@ void pagewire_silu_mul(const float *gate_up, float *out, long m, long n)
 void pagewire_rotary(float *states, long stride, const float *q_norm, const float *k_norm, float eps, const float *cos,
                      const float *sin, const int64_t *places, long m, long heads, long kv_heads, long dim)
 {
-    long half = dim / 2;
-#pragma omp parallel for schedule(static) if (m * heads * dim > FEW)
-    for (long i = 0; i < m; i++)
-        for (long h = 0; h < heads + kv_heads; h++) {
-            float *x = states + i * stride + h * dim;
-            const float *norm = h < heads ? q_norm : k_norm;
-            const float *c = cos + (places ? places[i] : i) * dim, *s = sin + (places ? places[i] : i) * dim;
-            if (norm)
-                scaled(x, inverse_rms(x, dim, eps), norm, x, dim);
-            for (long d = 0; d < half; d++) {
-                float a = x[d], b = x[d + half];
-                x[d] = a * c[d] + b * s[d];
-                x[d + half] = b * c[d + half] + a * s[d + half];
-            }
-        }
+    Rotary about = {states, stride, q_norm, k_norm, eps, cos, sin, places, heads, kv_heads, dim};
+    run_rows(rotary_rows, &about, m, (heads + kv_heads) * dim);
 }
 
-/* Rounds to nearest, ties to even. */
-static inline void store_bf16(vf x, char *to)
+typedef struct {
+    const float *key, *value;
+    long key_stride, value_stride;
+    char *k_pages, *v_pages;
+    const int64_t *slots;
+    long width;
+    int bf16;
+} WriteKv;
+
+static void write_kv_rows(const void *about, long first, long last)
 {
-    typedef uint16_t vh __attribute__((vector_size(32), aligned(2), may_alias));
-    vu bits = (vu)x, half = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    *(vh *)to = __builtin_convertvector((vu)select16(x != x, (vf)((vu){0} + 0x7fc0), (vf)half), vh);
+    const WriteKv *a = about;
+    for (long i = first; i < last; i++)
+        for (int part = 0; part < 2; part++) {
+            const float *from = part ? a->value + i * a->value_stride : a->key + i * a->key_stride;
+            char *to = (part ? a->v_pages : a->k_pages) + a->slots[i] * a->width * (a->bf16 ? 2 : 4);
+            if (a->bf16)
+                for (long j = 0; j < a->width; j += LANES)
+                    store_bf16(*(const vf_any *)(from + j), to + 2 * j);
+            else
+                memcpy(to, from, a->width * 4);
+        }
 }
 
 /* Writes m rows of `width` numbers (for bfloat16 pages a multiple of 16) to their slots. The rows are strides apart. */
 void pagewire_write_kv(const float *key, long key_stride, const float *value, long value_stride, char *k_pages,
                        char *v_pages, const int64_t *slots, long m, long width, int bf16)
 {
-#pragma omp parallel for schedule(static) if (m * width > FEW)
-    for (long i = 0; i < m; i++)
-        for (int part = 0; part < 2; part++) {
-            const float *from = part ? value + i * value_stride : key + i * key_stride;
-            char *to = (part ? v_pages : k_pages) + slots[i] * width * (bf16 ? 2 : 4);
-            if (bf16)
-                for (long j = 0; j < width; j += LANES)
-                    store_bf16(*(const vf_any *)(from + j), to + 2 * j);
-            else
-                memcpy(to, from, width * 4);
-        }
+    WriteKv about = {key, value, key_stride, value_stride, k_pages, v_pages, slots, width, bf16};
+    run_rows(write_kv_rows, &about, m, 2 * width);
 }
 
 void pagewire_clear_best(Best *best, long m, long threads)
@@ -137,18 +210,31 @@ void pagewire_merge_best(const Best *best, int64_t *ids, float *most, long m, lo
     }
 }
 
-/* The first of each row's greatest numbers: its index and value, or -1 and NaN if the row holds a NaN. x: [m][n]. */
-void pagewire_greedy(const float *x, int64_t *ids, float *most, long m, long n)
+typedef struct {
+    const float *x;
+    int64_t *ids;
+    float *most;
+    long n;
+} Greedy;
+
+static void greedy_rows(const void *about, long from, long to)
 {
-#pragma omp parallel for schedule(static) if (m * n > FEW)
-    for (long i = 0; i < m; i++) {
+    const Greedy *a = about;
+    long n = a->n;
+    for (long i = from; i < to; i++) {
         Best best = {(vf){0} - INFINITY};
         vf rest = {0};
         long j = 0;
         for (; j + LANES <= n; j += LANES)
-            keep_best(&best, *(const vf_any *)(x + i * n + j), j, n);
-        memcpy(&rest, x + i * n + j, (n - j) * 4);
+            keep_best(&best, *(const vf_any *)(a->x + i * n + j), j, n);
+        memcpy(&rest, a->x + i * n + j, (n - j) * 4);
         keep_best(&best, rest, j, n);
-        pagewire_merge_best(&best, ids + i, most + i, 1, 1);
+        pagewire_merge_best(&best, a->ids + i, a->most + i, 1, 1);
     }
+}
+
+/* The first of each row's greatest numbers: its index and value, or -1 and NaN if the row holds a NaN. x: [m][n]. */
+void pagewire_greedy(const float *x, int64_t *ids, float *most, long m, long n)
+{
+    run_rows(greedy_rows, &(Greedy){x, ids, most, n}, m, n);
 }

@@ -1,4 +1,5 @@
 /* Shared by all kernels: vectors of 16 floats, which the compiler splits for narrower registers, and threads. */
+#pragma once
 #include <omp.h>
 #include <stdint.h>
 #include <string.h>
@@ -86,4 +87,18 @@ static inline vf exp16(vf x)
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
     return (vf)(~is_low & ((vi)y + ((vi)t << 23)));
+}
+
+/* x / (1 + e^-x), one order of operations for every kernel. */
+static inline vf silu16(vf x)
+{
+    return x / (exp16(-x) + 1.0f);
+}
+
+/* Rounds to bfloat16, to nearest with ties to even. */
+static inline void store_bf16(vf x, char *to)
+{
+    typedef uint16_t vh __attribute__((vector_size(32), aligned(2), may_alias));
+    vu bits = (vu)x, half = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    *(vh *)to = __builtin_convertvector((vu)select16(x != x, (vf)((vu){0} + 0x7fc0), (vf)half), vh);
 }

@@ -12,7 +12,8 @@ from pagewire.engine.attention.kv_cache import KvCache, KvShape
 from pagewire.engine.attention.native import NativePagedAttention
 from pagewire.engine.attention.torch_paged import TorchPagedAttention
 from pagewire.kernels.cpu import build
-from pagewire.kernels.cpu.native import Kernels, native_ops
+from pagewire.kernels.cpu.library import Kernels
+from pagewire.kernels.cpu.operations import native_ops
 from pagewire.kernels.ops import reference_ops
 from pagewire.kernels.reference import paged_attention
 

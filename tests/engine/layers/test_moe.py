@@ -12,7 +12,8 @@ from pagewire.engine.layers.moe import MoeMlp
 from pagewire.engine.parallel.collectives import Alone
 from pagewire.kernels import reference
 from pagewire.kernels.cpu import build
-from pagewire.kernels.cpu.native import Kernels, native_ops
+from pagewire.kernels.cpu.library import Kernels
+from pagewire.kernels.cpu.operations import native_ops
 from pagewire.kernels.ops import reference_ops
 
 HIDDEN, INTER = 64, 48

@@ -5,7 +5,10 @@ import torch
 
 from pagewire.kernels import reference
 from pagewire.kernels.cpu import build
-from pagewire.kernels.cpu.native import Kernels, NativeInt8Matrix, NativeMatrix, native_ops
+from pagewire.kernels.cpu.dense import NativeMatrix
+from pagewire.kernels.cpu.library import Kernels
+from pagewire.kernels.cpu.operations import native_ops
+from pagewire.kernels.cpu.quantized import NativeInt8Matrix
 
 if build.compiler() is None:
     pytest.skip("no C compiler", allow_module_level=True)

@@ -1,0 +1,79 @@
+"""The compiled C functions. Each computes what its namesake in `kernels.reference` specifies.
+
+Activations are float32 and dense in their last dimension; weights and pages may be bfloat16, which is widened exactly.
+Pointers are passed as integers. A call costs a few microseconds besides its work.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import build
+
+LANES = 16
+"""Floats in a vector: the head dimension must be a multiple of it."""
+MAX_ROWS = 12
+"""At least the MR of product.h."""
+
+Call = Callable[..., None]
+_P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+_ARGUMENTS: dict[str, Sequence[type]] = {
+    "linear": (_P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
+    "pack": (_P, _P, _L, _L, _I),
+    "linear_greedy": (_P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
+    "lookup": (_P, _P, _P, _L, _L, _I),
+    "linear_int8": (_P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
+    "linear_greedy_int8": (_P, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
+    "pack_int8": (_P, _P, _P, _P, _L, _L, _I),
+    "lookup_int8": (_P, _P, _P, _P, _L, _L),
+    "decode": (_P, _P, _L, _P, _L, _P, _P, _P, _L, _L),
+    "extend": (_P, _P, _L, _P, _L, _P, _P, _P, _P, _L, _L, _L),
+    "rms_norm": (_P, _P, _P, _F, _P, _P, _L, _L),
+    "silu_mul": (_P, _P, _L, _L),
+    "rotary": (_P, _L, _P, _P, _F, _P, _P, _P, _L, _L, _L, _L),
+    "decoder": (_P, _P, _P),
+    "write_kv": (_P, _L, _P, _L, _P, _P, _P, _L, _L, _I),
+    "greedy": (_P, _P, _P, _L, _L),
+}
+
+
+class Kernels:
+    """The compiled functions, with the arguments of the C files. Raises `build.BuildError`."""
+
+    def __init__(self) -> None:
+        library = build.load()
+
+        def function(name: str) -> Call:
+            found = getattr(library, f"pagewire_{name}")
+            found.argtypes, found.restype = _ARGUMENTS[name], None
+            call: Call = found
+            return call
+
+        self._pool = library.pagewire_set_threads
+        self._pool.argtypes, self._pool.restype = (_L,), _L
+        self._threads = library.pagewire_threads
+        self._threads.argtypes, self._threads.restype = (_I,), _I
+        self.linear = function("linear")
+        self.linear_greedy = function("linear_greedy")
+        self.pack = function("pack")
+        self.lookup = function("lookup")
+        self.linear_int8 = function("linear_int8")
+        self.linear_greedy_int8 = function("linear_greedy_int8")
+        self.pack_int8 = function("pack_int8")
+        self.lookup_int8 = function("lookup_int8")
+        self.decode = function("decode")
+        self.extend = function("extend")
+        self.rms_norm = function("rms_norm")
+        self.silu_mul = function("silu_mul")
+        self.rotary = function("rotary")
+        self.decoder = function("decoder")
+        self.write_kv = function("write_kv")
+        self.greedy = function("greedy")
+
+    def threads(self) -> int:
+        """Makes the functions use torch's number of threads, from the calling thread on. Returns their maximum
+        number."""
+        self._threads(torch.get_num_threads())
+        threads: int = self._pool(torch.get_num_threads())
+        return threads

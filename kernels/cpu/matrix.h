@@ -1,0 +1,38 @@
+/* Packed weights and their products, whatever their type. */
+#pragma once
+#include <stdint.h>
+
+enum Kind {
+    KIND_F32,  /* float32 weights and activations */
+    KIND_BF16, /* bfloat16 weights, widened; float32 activations */
+    KIND_DOT,  /* bfloat16 weights; activations are rounded to bfloat16 */
+    KIND_GROUPED, /* weights of 8 or 4 bits with scales in groups; activations are rounded to 8 bits */
+    KIND_FP8, /* float8 weights, unpacked to bfloat16; activations are rounded to bfloat16 */
+};
+
+/* A weight [n][k] in its kernel's layout. */
+typedef struct {
+    const char *w;
+    const float *scales, *offsets; /* of KIND_GROUPED and KIND_FP8 */
+    const uint8_t *table;          /* [16], or 0 */
+    const int32_t *order;          /* [k]: the activation for each column; or 0 */
+    const float *bias;             /* [n], or 0 */
+    long n, k, kind, bits, group;
+    long is_gated; /* rows are gates and ups, which alternate in groups of 16 in the packed weight */
+} Matrix;
+
+enum Epilogue {
+    STORE,    /* y = x · wᵀ + bias */
+    ADD,      /* y += x · wᵀ + bias */
+    SILU_MUL, /* y = silu(gate) · up, n / 2 columns; only and always of a gated matrix */
+};
+
+/* x: m rows of k float32, x_stride apart; y: m rows, y_stride apart. Each row's bits depend on that row alone. */
+void pagewire_product(const Matrix *w, const float *x, long x_stride, float *y, long y_stride, long m, long epilogue);
+
+/* The first of the greatest numbers of each row of the product without a bias: its column and value, or -1 and NaN if
+ * the row holds a NaN. ids, most: [m]. */
+void pagewire_product_greedy(const Matrix *w, const float *x, long x_stride, int64_t *ids, float *most, long m);
+
+/* Rows of the weight as float32. ids: [m]; y: [m][k]. */
+void pagewire_lookup(const Matrix *w, const int64_t *ids, float *y, long m);

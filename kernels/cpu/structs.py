@@ -1,0 +1,56 @@
+"""The structures of the C files, as ctypes passes them. Fields and their order are those of C."""
+
+import ctypes
+
+_P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+
+
+class Pages(ctypes.Structure):
+    """`Pages` of attention.c: one layer's keys and values, and the parameters of its attention."""
+
+    _fields_ = (
+        *((name, _P) for name in ("keys", "values")),
+        *((name, _L) for name in ("heads", "kv_heads", "dim", "block_size", "window")),
+        *((name, _F) for name in ("scale", "softcap")),
+        ("bf16", _I),
+    )
+
+
+class MatrixFields(ctypes.Structure):
+    """`Matrix` of decoder.c."""
+
+    _fields_ = (*((name, _P) for name in ("w", "scales", "sums", "bias")), *((name, _L) for name in ("n", "k", "kind")))
+
+
+class LayerFields(ctypes.Structure):
+    """`Layer` of decoder.c."""
+
+    _fields_ = (
+        *((name, MatrixFields) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        ("pages", Pages),
+    )
+
+
+class DecoderFields(ctypes.Structure):
+    """`Decoder` of decoder.c."""
+
+    _fields_ = (
+        ("embed", MatrixFields),
+        *((name, _P) for name in ("layers", "norm", "cos", "sin")),
+        *((name, _L) for name in ("num_layers", "hidden", "intermediate")),
+        ("eps", _F),
+    )
+
+
+class StepFields(ctypes.Structure):
+    """`Step` of decoder.c."""
+
+    _fields_ = (
+        *((name, _P) for name in ("ids", "positions", "slots", "table", "contexts", "counts")),
+        *(
+            (name, _L)
+            for name in ("tokens", "rows", "num_decode", "table_stride", "score_stride", "work_stride", "num_works")
+        ),
+        *((name, _P) for name in ("work", "panels", "attention")),
+    )

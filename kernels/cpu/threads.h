@@ -1,0 +1,30 @@
+/* The pool of threads that all kernels share. */
+#pragma once
+#include <stdint.h>
+
+typedef void (*Task)(const void *about, long i);
+
+/* Calls task(about, i) for every i in [0, n) and returns when all are done. The caller works too, and threads take
+ * tasks as they come, so one that the system has descheduled delays no task but its own. A call from within a task runs
+ * in that thread alone. */
+void pagewire_run(long n, Task task, const void *about);
+
+/* The number of threads, with the caller. */
+long pagewire_num_threads(void);
+
+/* The index of the calling thread, 0 … threads - 1. */
+long pagewire_thread(void);
+
+enum { SCRATCH_SLOTS = 8 };
+
+/* Memory of the calling thread, aligned to 64 bytes, whose contents are lost at the next call with the same slot. Ends
+ * the process if there is none, since a kernel has no way to fail. */
+void *pagewire_scratch(int slot, long bytes);
+
+/* The size of a task: `total` in about six tasks a thread, a multiple of `step` and at least `least`. */
+static inline long task_size(long total, long step, long least)
+{
+    long tasks = 6 * pagewire_num_threads(), size = (total + tasks - 1) / tasks;
+    size = size < least ? least : size;
+    return (size + step - 1) / step * step;
+}
