@@ -18,6 +18,9 @@ class Matrix(Protocol):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x · weightᵀ + bias. x: [tokens, k] → [tokens, n]."""
 
+    def silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`reference.silu_mul` of the product: [tokens, n / 2]. Only of a matrix that `Ops.gated` made."""
+
     def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`reference.greedy` of the product without a bias; the product itself need not be stored."""
 
@@ -30,11 +33,11 @@ class Ops:
     """One implementation of every operation. `reference.py` specifies what each computes."""
 
     matrix: Callable[[Tensor], Matrix]  # only for products
+    gated: Callable[[Tensor], Matrix]  # only for `silu_mul`: the first half of the rows are gates, the second ups
     table: Callable[[Tensor], Matrix]  # for lookups, and for products if it is also the head
     router: Callable[[Tensor], Matrix]  # for products that keep the weight's precision
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    silu_mul: Callable[[Tensor], Tensor]
     norm_rotary: Callable[[Tensor, int, Tensor | None, Tensor | None, float, Tensor, Tensor], Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -45,11 +48,11 @@ def reference_ops(*, int8: bool = False) -> Ops:
     table = reference.TorchInt8Matrix if int8 else reference.TorchMatrix
     return Ops(
         matrix=table,
+        gated=table,
         table=table,
         router=reference.TorchMatrix,
         rms_norm=reference.rms_norm,
         add_rms_norm=reference.add_rms_norm,
-        silu_mul=reference.silu_mul,
         norm_rotary=reference.norm_rotary,
         write_kv=reference.write_kv,
         greedy=reference.greedy,

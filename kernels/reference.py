@@ -59,6 +59,9 @@ class TorchMatrix:
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias)
 
+    def silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return silu_mul(self.product(x, bias))
+
     def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return greedy(self.product(x, None).float())
 
@@ -82,6 +85,9 @@ class TorchInt8Matrix:
         sums = torch._int_mm(rounded, self._weight.t())
         out = sums.float().mul_(scales).mul_(self._scales.t())
         return out if bias is None else out.add_(bias)
+
+    def silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return silu_mul(self.product(x, bias))
 
     def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return greedy(self.product(x, None).float())

@@ -63,3 +63,14 @@ class Linear(Weight):
         if self._group is not None:
             self._group.all_reduce(out)
         return out
+
+
+class GatedLinear(Linear):
+    """silu(gate) · up of the product, whose first half of columns are gates. x: [tokens, in_size] → [tokens, out_size /
+    2]."""
+
+    def layout(self, ops: Ops) -> Callable[[Tensor], Matrix]:
+        return ops.gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix.silu_mul(x, self.bias)

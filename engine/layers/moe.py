@@ -36,7 +36,6 @@ class MoeMlp(nn.Module):
         renormalize: bool,
         rounds_weights: bool,
         group: Group,
-        ops: Ops,
     ) -> None:
         """intermediate_size: of each expert. top_k, renormalize: as in `reference.route`. rounds_weights: its weights
         are rounded to the type of x."""
@@ -50,7 +49,6 @@ class MoeMlp(nn.Module):
         self._rounds_weights = rounds_weights
         self._experts: list[tuple[Matrix, Matrix]] = []  # gate_up and down of each
         self._group = group
-        self._ops = ops
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +57,7 @@ class MoeMlp(nn.Module):
 
     def pack(self, ops: Ops) -> None:
         """Packs the experts' weights for the kernels; the router packs itself. Two copies exist for a moment."""
-        self._experts = [(ops.matrix(gate_up), ops.matrix(down)) for gate_up, down in zip(*self.take(), strict=True)]
+        self._experts = [(ops.gated(gate_up), ops.matrix(down)) for gate_up, down in zip(*self.take(), strict=True)]
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The stacks; the module gives them up."""
@@ -81,7 +79,7 @@ class MoeMlp(nn.Module):
         for (gate_up, down), count in zip(self._experts, counts, strict=True):
             if count:
                 rows = states[first : first + count]
-                rows.copy_(down.product(self._ops.silu_mul(gate_up.product(rows, None)), None))
+                rows.copy_(down.product(gate_up.silu_mul(rows, None), None))
                 first += count
         parts = torch.empty_like(states).index_copy_(0, order, states).view(-1, self.top_k, x.shape[1])
         # Added one choice after another, the best first, in float32 as transformers does, so that a token's bits do not

@@ -70,7 +70,7 @@ class DecoderLayer(nn.Module):
             ops=ops,
         )
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, eps=spec.rms_norm_eps, ops=ops)
-        self.mlp = _feed_forward(spec, layer, group, ops)
+        self.mlp = _feed_forward(spec, layer, group)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attention: AttentionBackend
@@ -85,10 +85,10 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-def _feed_forward(spec: ModelSpec, layer: int, group: Group, ops: Ops) -> GatedMlp | MoeMlp:
+def _feed_forward(spec: ModelSpec, layer: int, group: Group) -> GatedMlp | MoeMlp:
     moe = spec.moe
     if moe is None or not moe.layers[layer]:
-        return GatedMlp(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, group=group, ops=ops)
+        return GatedMlp(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, group=group)
     return MoeMlp(
         spec.hidden_size,
         moe.intermediate_size,
@@ -97,7 +97,6 @@ def _feed_forward(spec: ModelSpec, layer: int, group: Group, ops: Ops) -> GatedM
         renormalize=moe.norm_topk_prob,
         rounds_weights=moe.rounds_weights,
         group=group,
-        ops=ops,
     )
 
 

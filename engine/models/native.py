@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ...kernels.cpu.dense import NativeMatrix
 from ...kernels.cpu.library import Kernels
-from ...kernels.cpu.quantized import NativeInt8Matrix
 from ...kernels.cpu.structs import DecoderFields, LayerFields
 from ..attention.base import AttentionBackend
 from ..attention.native import NativePagedAttention
@@ -27,8 +26,8 @@ class NativeDecoder:
         self._kernels = kernels
         self._fields: DecoderFields | None = None
         self._layers: ctypes.Array[LayerFields] | None = None
-        self._heads = self._per_token = self._widest = self._hidden = 0
-        self._work = self._panels = torch.empty(0)
+        self._heads = self._per_token = self._hidden = 0
+        self._work = torch.empty(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._decoder.logits(hidden)
@@ -44,10 +43,9 @@ class NativeDecoder:
         tokens = ids.shape[0]
         if self._work.numel() < tokens * self._per_token:
             self._work = torch.empty(tokens * self._per_token)
-            self._panels = torch.empty(tokens * self._widest)
         step = attention.step_fields(self._heads)
         step.ids, step.positions = ids.data_ptr(), positions.data_ptr()
-        step.work, step.panels = self._work.data_ptr(), self._panels.data_ptr()
+        step.work = self._work.data_ptr()
         out = torch.empty((tokens, self._hidden))
         self._kernels.decoder(ctypes.addressof(self._fields), ctypes.addressof(step), out.data_ptr())
         return out
@@ -70,8 +68,7 @@ class NativeDecoder:
         first, embed = self._layers[0], _matrix(body.embed_tokens)
         cos, sin = self._decoder.rotary_table
         self._heads, self._hidden = first.pages.heads, embed.k
-        self._per_token = 3 * embed.k + first.qkv.n + first.o.k + 3 * first.down.k
-        self._widest = max(embed.k, first.o.k, first.down.k) + 4
+        self._per_token = 2 * embed.k + first.qkv.n + first.o.k + first.down.k
         return DecoderFields(
             embed=embed,
             layers=ctypes.addressof(self._layers),
@@ -86,5 +83,5 @@ class NativeDecoder:
 
 
 def _matrix(module: Weight) -> ctypes.Structure:
-    matrix = cast(NativeMatrix | NativeInt8Matrix, module.matrix)
+    matrix = cast(NativeMatrix, module.matrix)
     return matrix.fields(module.bias if isinstance(module, Linear) else None)

@@ -1,12 +1,11 @@
 """Which kernels run on a device, and which type they want the weights in: chosen once, at start."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ...config.config import EngineConfig
-from ...kernels import onednn
 from ...kernels.cpu.build import BuildError
 from ...kernels.ops import Ops, reference_ops
 from ..attention.base import AttentionBackend
@@ -50,10 +49,7 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
             return _compiled(weights, int8=int8, is_deterministic=config.deterministic)
         except BuildError as error:
             why = f", because {error}; tokens may depend on what else is served where two are almost equally likely"
-    backend = Backend.reference(dtype, int8=int8, why=why)
-    if device.type == "cpu" and not int8 and onednn.is_available(dtype):
-        return replace(backend, ops=replace(backend.ops, matrix=onednn.OneDnnMatrix))
-    return backend
+    return Backend.reference(dtype, int8=int8, why=why)
 
 
 def _compiled(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
@@ -71,7 +67,7 @@ def _compiled(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
         return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, is_deterministic=is_deterministic)
 
     def model(decoder: Decoder) -> Model:
-        return decoder if decoder.has_experts else NativeDecoder(decoder, kernels)
+        return decoder if decoder.has_experts or int8 else NativeDecoder(decoder, kernels)
 
     return Backend(
         ops=ops,

@@ -212,16 +212,16 @@ static void extend(const Pages *p, const float *query, long query_stride, const 
         for (long i = 0; i < size; i++)
             for (long d = 0; d < dim; d++)
                 queries[d * size + i] = query[(row + i) * query_stride + q_head * dim + d] * p->scale;
-        Product score = {queries, (char *)(keys + from * dim), 0, scores, 0, width, dim, width, dim * LANES * 4};
-        pagewire_sweep(&score, 0, size, 0, width / LANES, 0);
+        pagewire_dense_sums(queries, size, (char *)(keys + from * dim), dim, dim * LANES * 4, 0, width / LANES,
+                            (vf *)scores, 0);
         for (long i = 0; i < size; i++) {
             long stop = past + row + i + 1, start = p->window && stop > p->window ? stop - p->window : 0;
             softmax(scores + i * width, start > from ? start - from : 0, stop - from, width, p->softcap);
             for (long j = 0; j < width; j++)
                 panel[j * size + i] = scores[i * width + j];
         }
-        Product sum = {panel, (char *)(values + from * LANES), 0, sums, 0, dim, width, dim, n * LANES * 4};
-        pagewire_sweep(&sum, 0, size, 0, dim / LANES, 0);
+        pagewire_dense_sums(panel, size, (char *)(values + from * LANES), width, n * LANES * 4, 0, dim / LANES,
+                            (vf *)sums, 0);
         for (long i = 0; i < size; i++)
             memcpy(out + ((row + i) * p->heads + q_head) * dim, sums + i * dim, dim * 4);
     }

@@ -4,13 +4,7 @@
  */
 #include "product.h"
 
-void pagewire_linear(const float *, const char *, const float *, float *, float *, long, long, long, long, int);
-void pagewire_linear_int8(const float *, const char *, const float *, const int32_t *, const float *, float *,
-                          uint32_t *, long, long, long, long);
-void pagewire_lookup(const char *, const int64_t *, float *, long, long, int);
-void pagewire_lookup_int8(const char *, const float *, const int64_t *, float *, long, long);
 void pagewire_rms_norm(const float *, const float *, const float *, float, float *, float *, long, long);
-void pagewire_silu_mul(const float *, float *, long, long);
 void pagewire_rotary(float *, long, const float *, const float *, float, const float *, const float *, const int64_t *,
                      long, long, long, long);
 void pagewire_write_kv(const float *, long, const float *, long, char *, char *, const int64_t *, long, long, int);
@@ -18,16 +12,6 @@ void pagewire_decode(const Pages *, const float *, long, const int32_t *, long, 
                      long);
 void pagewire_extend(const Pages *, const float *, long, const int32_t *, long, const int64_t *, const int64_t *, float *,
                      float *, long, long, long);
-
-enum { F32, BF16, INT8 };
-
-typedef struct {
-    const char *w;
-    const float *scales; /* of int8 */
-    const int32_t *sums; /* of int8 */
-    const float *bias;
-    long n, k, kind;
-} Matrix;
 
 typedef struct {
     Matrix qkv, o, gate_up, down;
@@ -48,18 +32,9 @@ typedef struct {
     const int32_t *table;
     const int64_t *contexts, *counts; /* [rows]; the first num_decode rows have one token each */
     long tokens, rows, num_decode, table_stride, score_stride, work_stride, num_works;
-    float *work;      /* tokens · (3 · hidden + qkv.n + heads · dim + 3 · intermediate) */
-    float *panels;    /* tokens · (the greatest k of a product + 4) */
+    float *work;      /* tokens · (2 · hidden + qkv.n + heads · dim + intermediate) */
     float *attention; /* scratch of `pagewire_decode` and `pagewire_extend` */
 } Step;
-
-static void product(const Matrix *w, const float *x, float *y, long m, const Step *s)
-{
-    if (w->kind == INT8)
-        pagewire_linear_int8(x, w->w, w->scales, w->sums, w->bias, y, (uint32_t *)s->panels, m, w->n, w->k, w->k);
-    else
-        pagewire_linear(x, w->w, w->bias, y, s->panels, m, w->n, w->k, w->k, w->kind == BF16);
-}
 
 /* out: [tokens][hidden], after the last norm. */
 void pagewire_decoder(const Decoder *d, const Step *s, float *out)
@@ -67,22 +42,15 @@ void pagewire_decoder(const Decoder *d, const Step *s, float *out)
     const Pages *shape = &d->layers[0].pages;
     long m = s->tokens, h = d->hidden, dim = shape->dim, heads = shape->heads, kv_heads = shape->kv_heads;
     long stride = (heads + 2 * kv_heads) * dim, attended_stride = heads * dim;
-    float *x = s->work, *residual = x + m * h, *normed = residual + m * h, *states = normed + m * h;
-    float *attended = states + m * stride, *gate_up = attended + m * attended_stride;
-    float *gated = gate_up + 2 * m * d->intermediate;
+    float *residual = s->work, *normed = residual + m * h, *states = normed + m * h;
+    float *attended = states + m * stride, *gated = attended + m * attended_stride;
 
-    if (d->embed.kind == INT8)
-        pagewire_lookup_int8(d->embed.w, d->embed.scales, s->ids, residual, m, h);
-    else
-        pagewire_lookup(d->embed.w, s->ids, residual, m, h, d->embed.kind == BF16);
+    pagewire_lookup(&d->embed, s->ids, residual, m);
     for (long i = 0; i < d->num_layers; i++) {
         const Layer *l = d->layers + i;
         const Pages *p = &l->pages;
-        if (i == 0)
-            pagewire_rms_norm(residual, 0, l->input_norm, d->eps, 0, normed, m, h);
-        else
-            pagewire_rms_norm(x, residual, l->input_norm, d->eps, residual, normed, m, h);
-        product(&l->qkv, normed, states, m, s);
+        pagewire_rms_norm(residual, 0, l->input_norm, d->eps, 0, normed, m, h);
+        pagewire_product(&l->qkv, normed, h, states, stride, m, STORE);
         pagewire_rotary(states, stride, l->q_norm, l->k_norm, d->eps, d->cos, d->sin, s->positions, m, heads, kv_heads,
                         dim);
         const float *key = states + attended_stride, *value = key + kv_heads * dim;
@@ -96,11 +64,10 @@ void pagewire_decoder(const Decoder *d, const Step *s, float *out)
             pagewire_extend(p, states + token * stride, stride, s->table + token * s->table_stride, s->table_stride,
                             s->contexts + token, s->counts + token, attended + token * attended_stride, s->attention,
                             s->work_stride, s->num_works, s->rows - token);
-        product(&l->o, attended, x, m, s);
-        pagewire_rms_norm(x, residual, l->post_norm, d->eps, residual, normed, m, h);
-        product(&l->gate_up, normed, gate_up, m, s);
-        pagewire_silu_mul(gate_up, gated, m, d->intermediate);
-        product(&l->down, gated, x, m, s);
+        pagewire_product(&l->o, attended, attended_stride, residual, h, m, ADD);
+        pagewire_rms_norm(residual, 0, l->post_norm, d->eps, 0, normed, m, h);
+        pagewire_product(&l->gate_up, normed, h, gated, d->intermediate, m, SILU_MUL);
+        pagewire_product(&l->down, gated, d->intermediate, residual, h, m, ADD);
     }
-    pagewire_rms_norm(x, residual, d->norm, d->eps, residual, out, m, h);
+    pagewire_rms_norm(residual, 0, d->norm, d->eps, 0, out, m, h);
 }

@@ -1,58 +1,77 @@
 """Matrices of bfloat16 and float32, packed for the C kernels."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from .library import LANES, Kernels
 from .structs import MatrixFields
 
+PADDED = 32  # of product.h: bfloat16 columns are padded with zeros to a multiple of it
+KIND_F32, KIND_BF16, KIND_DOT = range(3)  # of matrix.h
+STORE, ADD, SILU_MUL = range(3)  # of matrix.h
+
 
 class NativeMatrix:
     """A packed weight [n, k], bfloat16 or float32."""
 
-    def __init__(self, kernels: Kernels, weight: Tensor) -> None:
-        if weight.dtype != torch.bfloat16 or weight.shape[1] % 2:  # bfloat16 is packed in pairs
-            weight = weight.float()
+    def __init__(self, kernels: Kernels, weight: Tensor, *, rounds: bool = False, is_gated: bool = False) -> None:
+        """rounds: activations are rounded to bfloat16, as a bfloat16 weight is. is_gated: the first half of the rows
+        are gates, the second ups."""
+        weight = weight if weight.dtype == torch.bfloat16 else weight.float()
         self._kernels = kernels
         self._n, self._k = weight.shape
-        self._bf16 = int(weight.dtype == torch.bfloat16)
-        self._packed = torch.empty(-(-self._n // LANES) * LANES * self._k, dtype=weight.dtype)
-        self._at = self._packed.data_ptr()
-        kernels.pack(weight.contiguous().data_ptr(), self._at, self._n, self._k, self._bf16)
+        is_bf16 = weight.dtype == torch.bfloat16
+        groups = 2 * -(-self._n // 2 // LANES) if is_gated else -(-self._n // LANES)
+        columns = -(-self._k // PADDED) * PADDED if is_bf16 else self._k
+        self._packed = torch.empty(groups * LANES * columns, dtype=weight.dtype)
+        self._kind = KIND_F32 if not is_bf16 else KIND_DOT if rounds else KIND_BF16
+        self._is_gated = is_gated
+        kernels.pack(
+            weight.contiguous().data_ptr(), self._packed.data_ptr(), self._n, self._k, is_gated, int(is_bf16)
+        )  # fmt: skip
+        self._plain = self.fields(None)
 
     @property
     def nbytes(self) -> int:
         return self._packed.nbytes
 
     def fields(self, bias: Tensor | None) -> MatrixFields:
-        """The matrix for the C decoder; valid as long as this object."""
-        return MatrixFields(self._at, 0, 0, 0 if bias is None else bias.data_ptr(), self._n, self._k, self._bf16)
+        """The matrix for the C functions; valid as long as this object."""
+        return MatrixFields(
+            w=self._packed.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            n=self._n,
+            k=self._k,
+            kind=self._kind,
+            is_gated=self._is_gated,
+        )
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        m = x.shape[0]
-        out = torch.empty((m, self._n))
-        panels = torch.empty(m * self._k) if m > 1 else out
-        self._kernels.linear(
-            x.data_ptr(), self._at, 0 if bias is None else bias.data_ptr(), out.data_ptr(), panels.data_ptr(),
-            m, self._n, self._k, x.stride(0), self._bf16,
+        return self._run(x, bias, self._n, STORE)
+
+    def silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._run(x, bias, self._n // 2, SILU_MUL)
+
+    def _run(self, x: Tensor, bias: Tensor | None, n: int, epilogue: int) -> Tensor:
+        assert (epilogue == SILU_MUL) == self._is_gated
+        fields = self._plain if bias is None else self.fields(bias)
+        out = torch.empty((x.shape[0], n))
+        self._kernels.product(
+            ctypes.addressof(fields), x.data_ptr(), x.stride(0), out.data_ptr(), n, x.shape[0], epilogue
         )  # fmt: skip
         return out
 
     def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
         m = x.shape[0]
-        panels, best, most, ids = torch.empty(m * self._k), *best_buffers(self._kernels, m)
-        self._kernels.linear_greedy(
-            x.data_ptr(), self._at, panels.data_ptr(), best.data_ptr(), ids.data_ptr(), most.data_ptr(),
-            m, self._n, self._k, x.stride(0), self._bf16,
+        most, ids = torch.empty(m), torch.empty(m, dtype=torch.int64)
+        self._kernels.product_greedy(
+            ctypes.addressof(self._plain), x.data_ptr(), x.stride(0), ids.data_ptr(), most.data_ptr(), m
         )  # fmt: skip
         return most, ids
 
     def lookup(self, ids: Tensor) -> Tensor:
         out = torch.empty((ids.shape[0], self._k))
-        self._kernels.lookup(self._at, ids.data_ptr(), out.data_ptr(), ids.shape[0], self._k, self._bf16)
+        self._kernels.lookup(ctypes.addressof(self._plain), ids.data_ptr(), out.data_ptr(), ids.shape[0])
         return out
-
-
-def best_buffers(kernels: Kernels, m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the `Best` of product.h of every thread, and for the results: greatest values and ids."""
-    return torch.empty(kernels.threads() * m * 3 * LANES), torch.empty(m), torch.empty(m, dtype=torch.int64)

@@ -9,7 +9,7 @@
 
 #include "product.h"
 
-enum { AHEAD = 32 }; /* see linear.c */
+enum { AHEAD = 32, X_BYTES = 512 << 10 }; /* see dense.c and product.c */
 
 #ifdef __AVX512VNNI__
 #include <immintrin.h>

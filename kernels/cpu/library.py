@@ -19,10 +19,10 @@ MAX_ROWS = 12
 Call = Callable[..., None]
 _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 _ARGUMENTS: dict[str, Sequence[type]] = {
-    "linear": (_P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
-    "pack": (_P, _P, _L, _L, _I),
-    "linear_greedy": (_P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _I),
-    "lookup": (_P, _P, _P, _L, _L, _I),
+    "product": (_P, _P, _L, _P, _L, _L, _L),
+    "product_greedy": (_P, _P, _L, _P, _P, _L),
+    "pack": (_P, _P, _L, _L, _L, _I),
+    "lookup": (_P, _P, _P, _L),
     "linear_int8": (_P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
     "linear_greedy_int8": (_P, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
     "pack_int8": (_P, _P, _P, _P, _L, _L, _I),
@@ -54,8 +54,8 @@ class Kernels:
         self._pool.argtypes, self._pool.restype = (_L,), _L
         self._threads = library.pagewire_threads
         self._threads.argtypes, self._threads.restype = (_I,), _I
-        self.linear = function("linear")
-        self.linear_greedy = function("linear_greedy")
+        self.product = function("product")
+        self.product_greedy = function("product_greedy")
         self.pack = function("pack")
         self.lookup = function("lookup")
         self.linear_int8 = function("linear_int8")

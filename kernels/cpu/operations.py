@@ -1,11 +1,12 @@
 """The table of operations for float32 activations on a CPU, by the C kernels."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..ops import Ops
+from ..ops import Matrix, Ops
 from .dense import NativeMatrix
 from .library import Kernels
 from .quantized import NativeInt8Matrix
@@ -13,7 +14,8 @@ from .quantized import NativeInt8Matrix
 
 def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
     """The table for float32 activations on a CPU."""
-    matrix = partial(NativeInt8Matrix if int8 else NativeMatrix, kernels)
+    matrix: Callable[[Tensor], Matrix] = partial(NativeInt8Matrix, kernels) if int8 else partial(NativeMatrix, kernels)
+    gated: Callable[[Tensor], Matrix] = matrix if int8 else partial(NativeMatrix, kernels, is_gated=True)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -29,12 +31,6 @@ def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
             x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, total.data_ptr(), out.data_ptr(), m, n
         )  # fmt: skip
         return out, total
-
-    def silu_mul(gate_up: Tensor) -> Tensor:
-        m, n = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((m, n))
-        kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), m, n)
-        return out
 
     def norm_rotary(
         states: Tensor, heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor
@@ -63,11 +59,11 @@ def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
 
     return Ops(
         matrix=matrix,
+        gated=gated,
         table=matrix,
         router=partial(NativeMatrix, kernels),
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
-        silu_mul=silu_mul,
         norm_rotary=norm_rotary,
         write_kv=write_kv,
         greedy=greedy,

@@ -1,6 +1,7 @@
-/* Tile sizes of matrix products, and the products of linear.c for use in attention, whose scores and value sums are
- * products as well. */
+/* How products are cut, and what a kind of weights has to provide. `product.c` runs them. */
 #pragma once
+#include "matrix.h"
+#include "threads.h"
 #include "vectors.h"
 
 #ifdef __AVX512F__
@@ -14,7 +15,8 @@ enum { MR = 5 };
 #define WIDE 1
 #endif
 
-enum { X_BYTES = 512 << 10 }; /* of activations that stay in the L2 cache while the weights stream through */
+enum { PADDED = 32 }; /* bfloat16 weights and their activations are padded with zeros to multiples of it, an AMX tile */
+enum { SLOT_ACTIVATIONS, SLOT_WEIGHTS, SLOT_ATTENTION }; /* of `pagewire_scratch` */
 
 /* Few rows take more groups at once, so that their multiply-adds hide each other's latency. TALL(R) is the number of
  * groups for R rows; the remaining groups at the end are taken one by one. */
@@ -29,6 +31,52 @@ enum { X_BYTES = 512 << 10 }; /* of activations that stay in the L2 cache while 
 #define EACH(DO) DO(1) DO(2) DO(3) DO(4) DO(5)
 #endif
 
+static inline long padded(long k, long to)
+{
+    return (k + to - 1) / to * to;
+}
+
+/* Rows of float32 activations: row i is row index[i] of x, or i without an index. */
+typedef struct {
+    const float *x;
+    const int32_t *index;
+    long stride;
+} Activations;
+
+static inline const float *row_of(const Activations *a, long i)
+{
+    return a->x + (a->index ? a->index[i] : i) * a->stride;
+}
+
+/* One kind of weights. A panel is some rows of activations, packed for the kind's inner loop; the columns of a weight
+ * come in groups of 16. */
+typedef struct {
+    long panel_rows;                       /* at most */
+    long (*panel_bytes)(const Matrix *, long rows);
+    void (*pack)(const Matrix *, const Activations *, long first, long rows, void *panel);
+    /* Groups [from, to), unpacked in this thread's scratch memory for the panels that follow, or as they are. */
+    const char *(*prepare)(const Matrix *, long from, long to, long num_panels);
+    /* The sums of a panel: [rows rounded up to panel_rows if that is 32][to - from][16]. w: from `prepare`. */
+    void (*sums)(const Matrix *, const void *panel, long rows, const char *w, long num_panels, long from, long to,
+                 vf *out);
+    long groups; /* how many groups `sums` is called for at once, if there are several panels */
+} KindOps;
+
+extern const KindOps pagewire_f32, pagewire_bf16, pagewire_dot;
+
+enum { MAX_PANEL = 32, MAX_GROUPS = 8 };
+
+/* A product of a list; see `pagewire_products`. */
+typedef struct {
+    const Matrix *w;
+    Activations x;
+    float *y;
+    long y_stride, m, epilogue;
+} Product;
+
+/* All of a list of products as one list of tasks. */
+void pagewire_products(const Product *products, long count);
+
 /* The greatest number of a row so far and its column, per lane; `odd`: nonzero where a number was NaN. */
 typedef struct {
     vf most;
@@ -41,7 +89,8 @@ static inline void keep_best(Best *best, vf numbers, long column, long n)
     vi id = (vi){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)column;
     vi is_there = id < (vi){0} + (int32_t)n;
     best->odd |= is_there & (numbers != numbers);
-    vi is_better = is_there & (numbers > best->most);
+    /* Threads take columns in any order, so of equal numbers the lower column counts. */
+    vi is_better = is_there & ((numbers > best->most) | ((numbers == best->most) & (id < best->id)));
     best->most = select16(is_better, numbers, best->most);
     best->id = (is_better & id) | (~is_better & best->id);
 }
@@ -50,17 +99,14 @@ static inline void keep_best(Best *best, vf numbers, long column, long n)
 void pagewire_clear_best(Best *best, long m, long threads);
 void pagewire_merge_best(const Best *best, int64_t *ids, float *most, long m, long threads);
 
-typedef struct {
-    const float *x; /* panels of rows, each [k][rows of the panel] */
-    const char *w;  /* packed */
-    const float *bias;
-    float *y;   /* [rows][y_stride] */
-    Best *best; /* [rows], used instead of y; or 0 */
-    long n, k, y_stride, group_bytes;
-} Product;
+/* The sums of `rows` float32 rows, at most MR in a panel [k][rows], with groups [from, to) of float32 weights, or with
+ * bf16 of bfloat16 weights: out [rows][to - from]. k: a multiple of 2 for bfloat16. */
+void pagewire_dense_sums(const float *panel, long rows, const char *w, long k, long group_bytes, long from, long to,
+                         vf *out, int bf16);
 
-/* Rows [row, row + count), at most MR and all in one panel; groups [from, to). */
-void pagewire_sweep(const Product *p, long row, long count, long from, long to, int bf16);
+/* Copies rows of 32-bit words together: [words][rows]. Rows that are 4 kB apart compete for the same lines of the L1
+ * cache. */
+void pagewire_interleave(const float *const *rows, long count, long words, long padded_words, float *out);
 
 /* One layer's keys and values, [blocks][block_size][kv_heads][dim], and the parameters of its attention. */
 typedef struct {

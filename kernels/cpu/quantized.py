@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from .dense import best_buffers
+from .. import reference
 from .library import LANES, Kernels
-from .structs import MatrixFields
 
 
 class NativeInt8Matrix:
@@ -29,10 +28,6 @@ class NativeInt8Matrix:
     def nbytes(self) -> int:
         return self._packed.nbytes + self._scales.nbytes + self._sums.nbytes
 
-    def fields(self, bias: Tensor | None) -> MatrixFields:
-        """The matrix for the C decoder; valid as long as this object."""
-        return MatrixFields(*self._at, 0 if bias is None else bias.data_ptr(), self._n, self._k, 2)
-
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         m = x.shape[0]
         out = torch.empty((m, self._n))
@@ -42,6 +37,9 @@ class NativeInt8Matrix:
             m, self._n, self._k, x.stride(0),
         )  # fmt: skip
         return out
+
+    def silu_mul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return reference.silu_mul(self.product(x, bias))
 
     def greedy(self, x: Tensor) -> tuple[Tensor, Tensor]:
         m = x.shape[0]
@@ -57,3 +55,8 @@ class NativeInt8Matrix:
         packed, scales, _ = self._at
         self._kernels.lookup_int8(packed, scales, ids.data_ptr(), out.data_ptr(), ids.shape[0], self._k)
         return out
+
+
+def best_buffers(kernels: Kernels, m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the `Best` of product.h of every thread, and for the results: greatest values and ids."""
+    return torch.empty(kernels.threads() * m * 3 * LANES), torch.empty(m), torch.empty(m, dtype=torch.int64)

@@ -17,9 +17,12 @@ class Pages(ctypes.Structure):
 
 
 class MatrixFields(ctypes.Structure):
-    """`Matrix` of decoder.c."""
+    """`Matrix` of matrix.h."""
 
-    _fields_ = (*((name, _P) for name in ("w", "scales", "sums", "bias")), *((name, _L) for name in ("n", "k", "kind")))
+    _fields_ = (
+        *((name, _P) for name in ("w", "scales", "offsets", "table", "order", "bias")),
+        *((name, _L) for name in ("n", "k", "kind", "bits", "group", "is_gated")),
+    )
 
 
 class LayerFields(ctypes.Structure):
@@ -52,5 +55,5 @@ class StepFields(ctypes.Structure):
             (name, _L)
             for name in ("tokens", "rows", "num_decode", "table_stride", "score_stride", "work_stride", "num_works")
         ),
-        *((name, _P) for name in ("work", "panels", "attention")),
+        *((name, _P) for name in ("work", "attention")),
     )

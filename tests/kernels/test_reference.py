@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagewire.kernels import onednn, reference
+from pagewire.kernels import reference
 
 
 @pytest.fixture(autouse=True)
@@ -66,14 +66,3 @@ def test_attend_with_softcap_bends_scores():
     torch.testing.assert_close(reference.attend(query, key, value, mask, 0.5, 3.0), scores.softmax(-1) @ value)
     plain = (query @ key.transpose(-1, -2) * 0.5 + mask).softmax(-1) @ value
     torch.testing.assert_close(reference.attend(query, key, value, mask, 0.5, None), plain)
-
-
-@pytest.mark.skipif(not onednn.is_available(torch.bfloat16), reason="no oneDNN")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 16, 70])
-def test_onednn_multiplies_as_torch_does(dtype, rows):
-    weight, x, bias = torch.randn(70, 48, dtype=dtype), torch.randn(rows, 48, dtype=dtype), torch.randn(70, dtype=dtype)
-    for term in (None, bias):
-        expected = torch.nn.functional.linear(x.double(), weight.double(), None if term is None else term.double())
-        out = onednn.OneDnnMatrix(weight).product(x, term)
-        torch.testing.assert_close(out.double(), expected, atol=0.1 if dtype == torch.bfloat16 else 1e-4, rtol=0.01)

@@ -31,7 +31,7 @@ class Case:
             "renormalize": renormalize,
             "rounds_weights": False,
         }
-        self.layer = MoeMlp(HIDDEN, INTER, **sizes, group=Alone(), ops=ops)
+        self.layer = MoeMlp(HIDDEN, INTER, **sizes, group=Alone())
         for parameter in self.layer.parameters():
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
         self.gate, self.gate_up, self.down = (
@@ -79,7 +79,7 @@ def test_everything_is_rounded_where_transformers_rounds_it(family, dtype, token
         parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
     theirs.to(dtype)
     sizes = {"num_experts": 8, "top_k": 3, "renormalize": True, "rounds_weights": family == "qwen3"}
-    ours = MoeMlp(HIDDEN, INTER, **sizes, group=Alone(), ops=OPS["torch"])
+    ours = MoeMlp(HIDDEN, INTER, **sizes, group=Alone())
     ours.gate.weight.data = theirs.gate.weight.data
     ours.gate_up.data, ours.down.data = theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data
     ours.gate.pack(OPS["torch"])
@@ -146,7 +146,7 @@ def test_the_parts_of_two_ranks_add_up(ops):
     for rank in (Rank(0), Rank(1)):
         columns = slice(rank.rank * INTER // 2, (rank.rank + 1) * INTER // 2)
         sizes: dict[str, Any] = {"num_experts": 6, "top_k": 2, "renormalize": True, "rounds_weights": False}
-        part = MoeMlp(HIDDEN, INTER // 2, **sizes, group=rank, ops=ops)
+        part = MoeMlp(HIDDEN, INTER // 2, **sizes, group=rank)
         part.gate.weight.data = case.gate.clone()
         gates, ups = case.gate_up[:, :INTER], case.gate_up[:, INTER:]
         part.gate_up.data = torch.cat((gates[:, columns], ups[:, columns]), dim=1)

@@ -19,7 +19,7 @@ def check(config: EngineConfig) -> None:
     plan, num_blocks = forecast(config)
     runner = Runner.load(config)
     assert msgspec.structs.replace(plan, weights=runner.memory.weights) == runner.memory
-    assert plan.weights == pytest.approx(runner.memory.weights, rel=0.03)
+    assert plan.weights == pytest.approx(runner.memory.weights, rel=0.08)
     assert num_blocks == runner.offer()
 
 

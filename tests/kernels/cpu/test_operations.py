@@ -84,11 +84,28 @@ def test_norms(shape):
     assert torch.equal(total, expected_total)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (3, 70), (200, 512)])
-def test_silu_mul(shape):
-    gate_up = torch.randn(shape) * 20
-    gate_up[0, 0] = -200.0
-    torch.testing.assert_close(OPS.silu_mul(gate_up), reference.silu_mul(gate_up.clone()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 16), (6, 70), (100, 34), (640, 512)])
+@pytest.mark.parametrize("rows", [1, 5, 13, 90])
+def test_the_epilogue_of_a_gated_matrix_is_silu_mul(dtype, shape, rows):
+    weight, x = torch.randn(shape, dtype=dtype), torch.randn(rows, shape[1])
+    x[0] *= 10
+    matrix = NativeMatrix(KERNELS, weight, is_gated=True)
+    for bias in (None, torch.randn(shape[0])):
+        expected = reference.silu_mul(x.double() @ weight.double().t() + (0 if bias is None else bias.double()))
+        torch.testing.assert_close(matrix.silu_mul(x, bias).double(), expected, atol=2e-2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (100, 33), (129, 288), (640, 1024), (48, 7)])
+@pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 17, 32, 150])
+def test_products_of_rounded_activations(shape, rows):
+    weight, x = torch.randn(shape, dtype=torch.bfloat16), torch.randn(rows, shape[1])
+    matrix = NativeMatrix(KERNELS, weight, rounds=True)
+    expected = x.bfloat16().double() @ weight.double().t()
+    together = matrix.product(x, None)
+    torch.testing.assert_close(together.double(), expected, atol=2e-4, rtol=1e-5)
+    for first, count in ((0, 1), (rows // 2, rows - rows // 2)):
+        assert torch.equal(matrix.product(x[first : first + count], None), together[first : first + count])
 
 
 @pytest.mark.parametrize("normed", [False, True])

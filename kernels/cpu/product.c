@@ -1,0 +1,288 @@
+/* Products of packed weights, of every kind: packing of activations, tasks, and what is done with the sums. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "product.h"
+
+#if defined(PAGEWIRE_AMX)
+#include "tiles.h"
+#endif
+
+enum { X_BYTES = 512 << 10 };     /* of activations that stay in the L2 cache while the weights stream through */
+enum { TASK_BYTES = 64 << 10 };   /* of weights that a task reads at least */
+enum { PACK_NUMBERS = 32 << 10 }; /* with fewer activations, the caller packs them alone */
+
+static const KindOps *ops_of(const Matrix *w)
+{
+    switch (w->kind) {
+    case KIND_F32:
+        return &pagewire_f32;
+    case KIND_BF16:
+        return &pagewire_bf16;
+    case KIND_DOT:
+        return &pagewire_dot;
+    default:
+        abort();
+    }
+}
+
+/* A product cut into tasks: blocks of panels by ranges of groups. */
+typedef struct {
+    Product p;
+    const KindOps *ops;
+    Best *best;
+    char *panels;
+    long panel_bytes, num_panels, block, size, num_groups, num_ranges;
+    long first_pack, first_task; /* in the lists of all products */
+} Job;
+
+typedef struct {
+    const Job *jobs;
+    long count;
+} Jobs;
+
+static inline long first_row(const Job *job, long panel)
+{
+    return panel * job->p.m / job->num_panels;
+}
+
+/* The job that a task belongs to, by a field that is its first task. */
+static const Job *job_of(const Jobs *jobs, long i, int is_pack)
+{
+    long low = 0, high = jobs->count;
+    while (high - low > 1) {
+        long middle = (low + high) / 2;
+        if ((is_pack ? jobs->jobs[middle].first_pack : jobs->jobs[middle].first_task) <= i)
+            low = middle;
+        else
+            high = middle;
+    }
+    return jobs->jobs + low;
+}
+
+static void pack_task(const void *about, long i)
+{
+    const Job *job = job_of(about, i, 1);
+    i -= job->first_pack;
+    long row = first_row(job, i), rows = first_row(job, i + 1) - row;
+    job->ops->pack(job->p.w, &job->p.x, row, rows, job->panels + i * job->panel_bytes);
+}
+
+static inline vf with_bias(const Matrix *w, vf sum, long column, long left)
+{
+    vf bias = {0};
+    if (w->bias)
+        memcpy(&bias, w->bias + column, left >= LANES ? sizeof bias : left * 4);
+    return sum + bias;
+}
+
+static inline void put(float *y, vf value, long left, int adds)
+{
+    if (left >= LANES) {
+        if (adds)
+            value += *(const vf_any *)y;
+        *(vf_any *)y = value;
+        return;
+    }
+    vf old = {0};
+    if (adds) {
+        memcpy(&old, y, left * 4);
+        value += old;
+    }
+    memcpy(y, &value, left * 4);
+}
+
+/* What becomes of the sums [rows][groups][16] of rows from `row` and groups from `from` on. */
+static void finish(const Job *job, long row, long rows, long from, long groups, const vf *sums)
+{
+    const Matrix *w = job->p.w;
+    for (long i = 0; i < rows; i++, sums += groups) {
+        float *y = job->p.y + (row + i) * job->p.y_stride;
+        if (job->best) {
+            Best *best = job->best + pagewire_thread() * job->p.m + row + i;
+            for (long j = 0; j < groups; j++)
+                keep_best(best, sums[j], (from + j) * LANES, w->n);
+        } else if (job->p.epilogue == SILU_MUL) {
+            long n = w->n / 2;
+            for (long j = 0; j < groups; j += 2) {
+                long column = (from + j) / 2 * LANES, left = n - column;
+                vf gate = with_bias(w, sums[j], column, left);
+                vf up = with_bias(w, sums[j + 1], n + column, left);
+                put(y + column, silu16(gate) * up, left, 0);
+            }
+        } else {
+            for (long j = 0; j < groups; j++) {
+                long column = (from + j) * LANES, left = w->n - column;
+                put(y + column, with_bias(w, sums[j], column, left), left, job->p.epilogue == ADD);
+            }
+        }
+    }
+}
+
+static void product_task(const void *about, long i)
+{
+    const Job *job = job_of(about, i, 0);
+    i -= job->first_task;
+    long first = i / job->num_ranges * job->block, last = first + job->block;
+    long from = i % job->num_ranges * job->size, to = from + job->size;
+    last = last < job->num_panels ? last : job->num_panels;
+    to = to < job->num_groups ? to : job->num_groups;
+    _Alignas(64) vf sums[MAX_PANEL * MAX_GROUPS];
+    long step = last - first == 1 ? MAX_GROUPS : job->ops->groups;
+    if (job->p.epilogue == SILU_MUL)
+        step = padded(step, 2);
+#if defined(PAGEWIRE_AMX)
+    tiles_begin();
+#endif
+    /* Groups in the outer loop: their weights are read from memory once for all panels of the block. */
+    for (long group = from; group < to; group += step) {
+        long end = group + step < to ? group + step : to;
+        const char *w = job->ops->prepare(job->p.w, group, end, last - first);
+        for (long panel = first; panel < last; panel++) {
+            long row = first_row(job, panel), rows = first_row(job, panel + 1) - row;
+            job->ops->sums(job->p.w, job->panels + panel * job->panel_bytes, rows, w, last - first, group, end, sums);
+            finish(job, row, rows, group, end - group, sums);
+        }
+    }
+#if defined(PAGEWIRE_AMX)
+    tiles_end();
+#endif
+}
+
+/* best: for the one product of a greedy choice, else 0. */
+static void run(const Product *products, long count, Best *best)
+{
+    long packs = 0, tasks = 0, bytes = 0, numbers = 0, work = 0;
+    Job *jobs = malloc(count * sizeof *jobs);
+    if (!jobs)
+        abort();
+    for (long i = 0; i < count; i++)
+        work += products[i].w->n * products[i].w->k;
+    for (long i = 0; i < count; i++) {
+        const Product *p = products + i;
+        Job *job = jobs + i;
+        *job = (Job){.p = *p, .ops = ops_of(p->w), .best = best, .first_pack = packs, .first_task = tasks};
+        long rows = job->ops->panel_rows;
+        job->num_panels = (p->m + rows - 1) / rows;
+        job->panel_bytes = (job->ops->panel_bytes(p->w, (p->m + job->num_panels - 1) / job->num_panels) + 63) / 64 * 64;
+        job->block = X_BYTES / job->panel_bytes < 1 ? 1 : X_BYTES / job->panel_bytes;
+        job->num_groups = p->w->is_gated ? (p->w->n / 2 + LANES - 1) / LANES * 2 : (p->w->n + LANES - 1) / LANES;
+        /* All products share the threads in proportion to their weights. */
+        long least = TASK_BYTES / (p->w->k * 32 + 1) + 1;
+        job->size = task_size(work / (p->w->k * LANES) + 1, 2 * WIDE, least < job->num_groups ? least : job->num_groups);
+        job->num_ranges = (job->num_groups + job->size - 1) / job->size;
+        packs += job->num_panels;
+        tasks += (job->num_panels + job->block - 1) / job->block * job->num_ranges;
+        bytes += job->num_panels * job->panel_bytes;
+        numbers += p->m * p->w->k;
+    }
+    char *panels = pagewire_scratch(SLOT_ACTIVATIONS, bytes);
+    for (long i = 0; i < count; i++) {
+        jobs[i].panels = panels;
+        panels += jobs[i].num_panels * jobs[i].panel_bytes;
+    }
+    Jobs all = {jobs, count};
+    if (numbers < PACK_NUMBERS)
+        for (long i = 0; i < packs; i++)
+            pack_task(&all, i);
+    else
+        pagewire_run(packs, pack_task, &all);
+    pagewire_run(tasks, product_task, &all);
+    free(jobs);
+}
+
+void pagewire_products(const Product *products, long count)
+{
+    if (count)
+        run(products, count, 0);
+}
+
+void pagewire_product(const Matrix *w, const float *x, long x_stride, float *y, long y_stride, long m, long epilogue)
+{
+    Product p = {w, {x, 0, x_stride}, y, y_stride, m, epilogue};
+    if (m)
+        run(&p, 1, 0);
+}
+
+void pagewire_product_greedy(const Matrix *w, const float *x, long x_stride, int64_t *ids, float *most, long m)
+{
+    long threads = pagewire_num_threads();
+    Best *best = aligned_alloc(64, threads * m * sizeof *best);
+    if (!best)
+        abort();
+    pagewire_clear_best(best, m, threads);
+    Product p = {w, {x, 0, x_stride}, 0, 0, m, STORE};
+    if (m)
+        run(&p, 1, best);
+    pagewire_merge_best(best, ids, most, m, threads);
+    free(best);
+}
+
+/* The row of the weight that stands in a lane of a packed group; -1 if there is none. */
+static inline long row_in(long n, long is_gated, long group, long lane)
+{
+    long row = (is_gated ? group / 2 : group) * LANES + lane, end = is_gated ? n / 2 : n;
+    return row >= end ? -1 : is_gated && group % 2 ? end + row : row;
+}
+
+typedef struct {
+    const char *w;
+    char *packed;
+    long n, k, is_gated;
+    int bf16;
+} Pack;
+
+static void pack_group(const void *about, long group)
+{
+    const Pack *a = about;
+    long k = a->k, words = a->bf16 ? padded(k, PADDED) / 2 : k;
+    for (long l = 0; l < LANES; l++) {
+        long row = row_in(a->n, a->is_gated, group, l);
+        uint32_t *out = (uint32_t *)a->packed + group * words * LANES + l;
+        const char *in = a->w + row * k * (a->bf16 ? 2 : 4);
+        for (long i = 0; i < words; i++) {
+            uint32_t word = 0;
+            if (row >= 0 && a->bf16)
+                memcpy(&word, in + 4 * i, 2 * i + 2 <= k ? 4 : 2 * i < k ? 2 : 0);
+            else if (row >= 0)
+                memcpy(&word, in + 4 * i, 4);
+            out[i * LANES] = word;
+        }
+    }
+}
+
+/* w: [n][k] of float32 or bfloat16 → packed: [groups][words][16], see dense.c. */
+void pagewire_pack(const char *w, char *packed, long n, long k, long is_gated, int bf16)
+{
+    long groups = is_gated ? (n / 2 + LANES - 1) / LANES * 2 : (n + LANES - 1) / LANES;
+    pagewire_run(groups, pack_group, &(Pack){w, packed, n, k, is_gated, bf16});
+}
+
+typedef struct {
+    const Matrix *w;
+    const int64_t *ids;
+    float *y;
+} Lookup;
+
+static void lookup_row(const void *about, long i)
+{
+    const Lookup *a = about;
+    long k = a->w->k, words = a->w->kind == KIND_F32 ? k : padded(k, PADDED) / 2;
+    const uint32_t *in = (const uint32_t *)a->w->w + a->ids[i] / LANES * words * LANES + a->ids[i] % LANES;
+    uint32_t *out = (uint32_t *)(a->y + i * k);
+    for (long j = 0; j < k; j++)
+        if (a->w->kind == KIND_F32)
+            out[j] = in[j * LANES];
+        else
+            out[j] = j % 2 ? in[j / 2 * LANES] & 0xffff0000u : in[j / 2 * LANES] << 16;
+}
+
+void pagewire_lookup(const Matrix *w, const int64_t *ids, float *y, long m)
+{
+    Lookup about = {w, ids, y};
+    if (m > 16)
+        pagewire_run(m, lookup_row, &about);
+    else
+        for (long i = 0; i < m; i++)
+            lookup_row(&about, i);
+}
