@@ -47,7 +47,7 @@ def test_failed_loads_are_counted_by_the_part_that_loaded(tmp_path: Path) -> Non
 
 
 def num_saved_blocks(path: Path) -> int:
-    """One plan loads a request into the blocks that another frees. Returns how many of those are saved and load again."""
+    """One plan loads a request into the blocks that another frees. Returns how many of the freed ones load again."""
     engine = Instance(f"host,size={8 * BLOCK_BYTES}", f"disk,path={path},size={64 * FILE_BYTES}", num_blocks=8)
     try:
         engine.serve(sequence(1, (1, 8 * SIZE)))  # stored on the disk, and idle on the device
