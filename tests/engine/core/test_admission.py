@@ -1,4 +1,4 @@
-"""What is refused before it waits."""
+"""Requests that are refused on arrival, or that leave the queue at their timeout."""
 
 import msgspec
 from fakes import enqueue
@@ -8,7 +8,7 @@ from pagewire.ipc.messages import Accepted, Failed
 from .test_scheduler import drain, make, worker_for
 
 
-def test_a_request_may_refuse_to_wait() -> None:
+def test_a_request_fails_when_its_queue_timeout_passes() -> None:
     scheduler = make(max_num_seqs=1)
     worker = worker_for(scheduler)
     scheduler.add(enqueue(1, [1], max_tokens=5, ignore_eos=True), now=10.0)
@@ -35,14 +35,14 @@ def test_the_queue_is_bounded_in_tokens() -> None:
         return {type(reply) for reply in scheduler.add(enqueue(rid, [1] * num_prompt, max_tokens=4, n=n))}
 
     assert add(1, 8) == {Accepted}
-    assert add(2, 6, n=2) == {Failed}  # 2 · (6 + 4) tokens beside the 12 that wait: none of the two
+    assert add(2, 6, n=2) == {Failed}  # 2 · (6 + 4) tokens beside the 12 that wait: both choices are refused
     assert scheduler.num_waiting == 1
     assert add(4, 5, n=2) == {Accepted}
     scheduler.cancel(1)
     assert add(6, 8) == {Accepted}
 
 
-def test_a_request_that_could_never_be_taken_is_told_so() -> None:
+def test_a_request_that_never_fits_into_the_queue_is_invalid() -> None:
     scheduler = make(max_queued_tokens=30)
     (refused, _) = scheduler.add(enqueue(1, [1] * 12, max_tokens=4, n=2))
     assert isinstance(refused, Failed) and refused.kind == "invalid_request" and "32 tokens" in refused.detail

@@ -15,7 +15,7 @@ def test_idle_blocks_are_found_again_and_evicted_tail_first() -> None:
         pool.register(block, key, place)
     pool.release(blocks)
     assert pool.match(keys) == blocks and pool.num_free == 4
-    pool.allocate(2)  # the empty one, then the tail of the released table
+    pool.allocate(2)  # the block that was never used, then the tail of the released table
     assert pool.match(keys) == blocks[:2]
     pool.check([[blocks[2], 3]])
 
@@ -43,7 +43,7 @@ def test_the_first_block_with_a_key_keeps_it() -> None:
     pool.check([])
 
 
-def test_keys_tell_models_salts_parents_and_ids_apart() -> None:
+def test_keys_differ_by_model_salt_parent_and_ids() -> None:
     roots = {root_key(b"m", b""), root_key(b"m", b"s"), root_key(b"ms", b""), root_key(b"", b"ms")}
     roots |= {root_key(b"m", b"s", b"a"), root_key(b"ma", b"s"), root_key(b"m", b"as"), root_key(b"", b"s", b"m")}
     assert len(roots) == 8
@@ -51,8 +51,8 @@ def test_keys_tell_models_salts_parents_and_ids_apart() -> None:
     assert len({block_key(root, b"1234"), block_key(root, b"1235"), block_key(block_key(root, b"1234"), b"1234")}) == 3
 
 
-@pytest.mark.parametrize(("eviction", "goes"), [("lru", b"often"), ("lfu", b"late"), ("cost", b"late")])
-def test_the_policy_says_which_idle_block_goes(eviction: EvictionName, goes: bytes) -> None:
+@pytest.mark.parametrize(("eviction", "victim"), [("lru", b"often"), ("lfu", b"late"), ("cost", b"late")])
+def test_the_eviction_policy_chooses_the_idle_block(eviction: EvictionName, victim: bytes) -> None:
     pool = BlockPool(num_blocks=2, eviction=eviction)
     often, late = pool.allocate(2)
     pool.register(often, b"often", 500, b"before")
@@ -63,7 +63,7 @@ def test_the_policy_says_which_idle_block_goes(eviction: EvictionName, goes: byt
     pool.release([often])
     pool.release([late])
     pool.check([])
-    assert pool.allocate(1) == [{b"often": often, b"late": late}[goes]]
-    assert [evicted.key for evicted in pool.evicted] == [goes]
+    assert pool.allocate(1) == [{b"often": often, b"late": late}[victim]]
+    assert [evicted.key for evicted in pool.evicted] == [victim]
     pool.forget_all()
     assert pool.num_free == 1 and pool.match([b"often"]) == []

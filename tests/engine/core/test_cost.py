@@ -29,7 +29,7 @@ def trained(rng: random.Random, steps: int = 300) -> CostModel:
     return model
 
 
-def test_it_learns_what_steps_cost() -> None:
+def test_the_model_learns_what_steps_cost() -> None:
     rng = random.Random(1)
     model = trained(rng)
     for _ in range(50):
@@ -37,7 +37,7 @@ def test_it_learns_what_steps_cost() -> None:
         assert model.predict(work) == pytest.approx(true_ms(work), rel=0.15, abs=1.0)
 
 
-def test_guesses_of_many_rows_must_come_true_more_often() -> None:
+def test_draft_tokens_of_more_rows_need_a_higher_acceptance_rate() -> None:
     rng = random.Random(4)
     model = CostModel()
     assert model.break_even(Work(8, 800, 0, 0)) == CAUTIOUS
@@ -47,7 +47,7 @@ def test_guesses_of_many_rows_must_come_true_more_often() -> None:
     assert shares[2] == pytest.approx((64 * 0.05 + 64 * 0.02) / (2 + 64 * 0.05 + 64 * 0.02), abs=0.1)
 
 
-def test_it_follows_a_machine_that_gets_slower() -> None:
+def test_the_model_follows_a_machine_that_gets_slower() -> None:
     rng = random.Random(2)
     model = trained(rng)
     for _ in range(600):
@@ -57,7 +57,7 @@ def test_it_follows_a_machine_that_gets_slower() -> None:
     assert model.predict(work) == pytest.approx(true_ms(work, slower=3.0), rel=0.2)
 
 
-def test_nothing_blows_up_while_only_decoding() -> None:
+def test_chunks_are_still_predicted_after_many_steps_without_one() -> None:
     rng = random.Random(3)
     model = trained(rng)
     for _ in range(20_000):
@@ -66,13 +66,13 @@ def test_nothing_blows_up_while_only_decoding() -> None:
     assert model.predict(work) == pytest.approx(true_ms(work), rel=0.5)
 
 
-def test_long_service_does_not_wear_it_out() -> None:
+def test_predictions_stay_accurate_over_many_similar_steps() -> None:
     rng = random.Random(6)
     model = CostModel()
     for step in range(60_000):
         context = rng.randint(30_000, 34_000)
         work = Work(32, context, 0, 0)
-        if step % 50 == 0:  # a prompt now and then, in chunks of like length
+        if step % 50 == 0:  # a prompt now and then, in chunks of similar length
             work = with_chunk(work, 0, rng.randint(300, 340))
         model.observe(work, true_ms(work) * rng.uniform(0.9, 1.2))
     for num in (100, 320):
@@ -90,7 +90,7 @@ def test_the_longest_chunk_stays_below_the_target() -> None:
     assert model.longest_chunk(beside, 0, 0.1, 2048) == 0 and model.longest_chunk(beside, 0, 1e9, 2048) == 2048
 
 
-def test_a_long_prompt_beside_streams_keeps_to_the_target() -> None:
+def test_chunks_of_a_long_prompt_beside_decode_rows_keep_to_the_target() -> None:
     target_ms = 3.0  # the fake worker takes 1 ms and 0.01 ms a position
     scheduler = Scheduler(
         pool=BlockPool(num_blocks=4000),
@@ -120,5 +120,5 @@ def test_a_long_prompt_beside_streams_keeps_to_the_target() -> None:
     done = [
         t for item in scheduler.take_outputs() if isinstance(item, TokenBatch) for t in all_tokens(item) if t.rid == 9
     ]
-    assert done, "the long prompt got on"
-    assert max(times[20:]) <= target_ms * 1.1 and max(chunks) > 150  # and uses what the target leaves
+    assert done, "the long prompt was computed"
+    assert max(times[20:]) <= target_ms * 1.1 and max(chunks) > 150  # chunks use the time that the target leaves

@@ -1,4 +1,4 @@
-"""Decode rows in bulk and row by row: the same histories give the same plans, outputs and counters."""
+"""Decode rows treated in bulk and row by row give the same plans, outputs and counters."""
 
 from array import array
 from collections import Counter
@@ -43,7 +43,7 @@ def apply_none_drafted(
 
 @contextmanager
 def row_by_row() -> Iterator[None]:
-    """Every decode row goes the way of all other rows."""
+    """The bulk functions leave out every row, so decode rows are treated like all other rows."""
     with (
         patch.object(decode_rows, "plan", plan_none),
         patch.object(decode_rows, "apply", apply_none),
@@ -53,22 +53,22 @@ def row_by_row() -> Iterator[None]:
 
 
 @contextmanager
-def counted(seen: Counter[str]) -> Iterator[None]:
-    """In bulk, and how many rows are treated so and how many are left."""
+def counted(counts: Counter[str]) -> Iterator[None]:
+    """Adds to `counts` how many rows are treated in bulk and how many are left out."""
 
     def plan(running: list[Request], limit: int) -> tuple[list[Request], list[Request]]:
         planned, others = _plan(running, limit)
-        seen.update({"planned": len(planned), "not planned": len(others)})
+        counts.update({"planned": len(planned), "not planned": len(others)})
         return planned, others
 
     def apply(requests: list[Request], tokens: "array[int]") -> decode_rows.Left:
         left = _apply(requests, tokens)
-        seen.update({"applied": len(requests) - len(left), "not applied": len(left)})
+        counts.update({"applied": len(requests) - len(left), "not applied": len(left)})
         return left
 
     def apply_drafted(requests: list[Request], nums: "array[int]", most: int, tokens: "array[int]") -> decode_rows.Left:
         left = _apply_drafted(requests, nums, most, tokens)
-        seen.update({"drafted": len(requests) - len(left), "drafted, left": len(left)})
+        counts.update({"drafted": len(requests) - len(left), "drafted, left": len(left)})
         return left
 
     with (
@@ -85,8 +85,8 @@ def state(scheduler: Scheduler) -> list[object]:
     return [counters, *((_counters(r), len(r.ids), r.blocks.copy()) for r in scheduler.table.running)]
 
 
-def played(seed: int) -> list[object]:
-    """A history as its core tells it: each plan, each output, and all counters after each."""
+def log_of(seed: int) -> list[object]:
+    """Runs a history. Returns the scheduler's plans and outputs, with all counters after each."""
     log: list[object] = []
 
     def logged(name: str):  # type: ignore[no-untyped-def]
@@ -104,23 +104,22 @@ def played(seed: int) -> list[object]:
     return log
 
 
-def test_both_ways_tell_the_same_histories() -> None:
-    seen: Counter[str] = Counter()
+def test_bulk_and_row_by_row_give_the_same_history() -> None:
+    counts: Counter[str] = Counter()
     for seed in range(NUM_HISTORIES):
-        with counted(seen):
-            in_bulk = played(seed)
+        with counted(counts):
+            in_bulk = log_of(seed)
         with row_by_row():
-            plainly = played(seed)
-        for i, (ours, theirs) in enumerate(zip(in_bulk, plainly, strict=False)):
+            by_row = log_of(seed)
+        for i, (ours, theirs) in enumerate(zip(in_bulk, by_row, strict=False)):
             assert ours == theirs, f"history {seed} differs at call {i}"
-        assert len(in_bulk) == len(plainly), seed
-    assert min(seen[what] for what in ("planned", "not planned", "applied", "not applied", "drafted")) > 150, seen
-    assert seen["drafted, left"] > 15, seen
+        assert len(in_bulk) == len(by_row), seed
+    assert min(counts[name] for name in ("planned", "not planned", "applied", "not applied", "drafted")) > 150, counts
+    assert counts["drafted, left"] > 15, counts
 
 
 @pytest.mark.parametrize("name", ["plan_each", "apply_each", "apply_drafted"])
-def test_a_difference_is_noticed(name: str) -> None:
-    """What the bulk methods of `Request` write matters: one that forgets the plans in flight is another way."""
+def test_a_wrong_counter_in_a_bulk_method_is_noticed(name: str) -> None:
     method = getattr(Request, name)
 
     def wrong(requests, *args):  # type: ignore[no-untyped-def]
@@ -131,10 +130,10 @@ def test_a_difference_is_noticed(name: str) -> None:
 
     def differs(seed: int) -> bool:
         with row_by_row():
-            plainly = played(seed)
+            by_row = log_of(seed)
         try:
             with patch.object(Request, name, staticmethod(wrong)):
-                return played(seed) != plainly
+                return log_of(seed) != by_row
         except AssertionError:
             return True
 
@@ -142,7 +141,7 @@ def test_a_difference_is_noticed(name: str) -> None:
 
 
 def scheduler_with(num_rows: int, **more: object) -> Scheduler:
-    """Rows that decode; their prompts are computed."""
+    """A scheduler with a request of three prompt tokens for every row."""
     scheduler = Scheduler(
         pool=BlockPool(num_blocks=1024),
         block_size=4,
@@ -160,10 +159,10 @@ def scheduler_with(num_rows: int, **more: object) -> Scheduler:
     return scheduler
 
 
-@pytest.mark.parametrize("plainly", [False, True])
-def test_a_step_of_decode_rows_is_one_column(plainly: bool) -> None:
+@pytest.mark.parametrize("is_row_by_row", [False, True])
+def test_a_step_of_decode_rows_is_one_batch_with_one_token_a_request(is_row_by_row: bool) -> None:
     scheduler = scheduler_with(20)
-    with row_by_row() if plainly else counted(Counter()):
+    with row_by_row() if is_row_by_row else counted(Counter()):
         for step in range(1, 200):
             plan = scheduler.plan()
             assert plan is not None and plan.step == step and sum(plan.sample) == 20
@@ -173,4 +172,4 @@ def test_a_step_of_decode_rows_is_one_column(plainly: bool) -> None:
                 list(range(20, 40))
             )
     assert all(r.num_computed == 3 + 198 == r.num_planned and r.num_in_flight == 0 for r in scheduler.table.running)
-    assert all(r.num_committed == 192 // 4 for r in scheduler.table.running), "output is offered every 32 positions"
+    assert all(r.num_committed == 192 // 4 for r in scheduler.table.running), "blocks are committed every 32 positions"

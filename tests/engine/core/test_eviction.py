@@ -1,4 +1,4 @@
-"""The order in which a tier gives blocks up: rules that every policy keeps, and what each is for."""
+"""The order in which a tier evicts blocks: the rules of every policy, and the order of each."""
 
 import random
 from collections.abc import Callable
@@ -27,11 +27,11 @@ def drain(queue: EvictionQueue) -> list[bytes]:
 
 
 @POLICIES
-def test_histories(policy: str) -> None:
+def test_random_histories(policy: str) -> None:
     for seed in range(60):
         rng = random.Random(seed)
         queue = queue_of(policy)
-        there: set[bytes] = set()
+        present: set[bytes] = set()
         parents: dict[bytes, bytes] = {}
         pins: list[bytes] = []
         num_evicted = 0
@@ -43,16 +43,16 @@ def test_histories(policy: str) -> None:
                 case 0 | 1:
                     for i in reversed(range(length)):
                         parent = chain[i - 1] if i else None
-                        if chain[i] in there:
+                        if chain[i] in present:
                             queue.touched(chain[i], parent)
                         else:
                             queue.added(chain[i], i, parent)
-                            there.add(chain[i])
+                            present.add(chain[i])
                         if parent is not None:
                             parents[chain[i]] = parent
                 case 2:
                     queue.used(chain)
-                    parents |= {c: p for p, c in pairwise(chain) if c in there}
+                    parents |= {c: p for p, c in pairwise(chain) if c in present}
                 case 3:
                     key = rng.choice(chain)
                     queue.pin(key)
@@ -60,31 +60,31 @@ def test_histories(policy: str) -> None:
                 case 4 if pins:
                     queue.unpin(pins.pop(rng.randrange(len(pins))))
                 case 5:
-                    if rng.random() < 0.2 and chain[-1] in there:
+                    if rng.random() < 0.2 and chain[-1] in present:
                         queue.removed(chain[-1])
-                        there.remove(chain[-1])
+                        present.remove(chain[-1])
                         parents.pop(chain[-1], None)
                     victim = queue.evict()
-                    free = there - set(pins)
+                    free = present - set(pins)
                     if victim is None:
-                        assert not free, f"seed {seed}: {free} could have gone"
+                        assert not free, f"seed {seed}: {free} could have been evicted"
                         continue
                     num_evicted += 1
-                    assert victim.key in free, f"seed {seed}: {victim} is pinned or not there"
+                    assert victim.key in free, f"seed {seed}: {victim} is pinned or not present"
                     assert int(victim.key.split(b".")[1]) == victim.place
                     followers = {c for c in free if parents.get(c) == victim.key}
-                    assert not followers, f"seed {seed}: {victim} goes before {followers}"
-                    there.remove(victim.key)
+                    assert not followers, f"seed {seed}: {victim} is evicted before {followers}"
+                    present.remove(victim.key)
                     parents.pop(victim.key, None)
-            assert len(queue) == len(there) and all(key in queue for key in there), f"seed {seed}"
+            assert len(queue) == len(present) and all(key in queue for key in present), f"seed {seed}"
         assert num_evicted > 10
         for key in pins:
             queue.unpin(key)
-        assert set(drain(queue)) == there and len(queue) == 0
+        assert set(drain(queue)) == present and len(queue) == 0
 
 
 @POLICIES
-def test_a_sequence_goes_from_its_tail(policy: str) -> None:
+def test_a_sequence_is_evicted_from_its_tail(policy: str) -> None:
     queue = queue_of(policy)
     for i in (3, 2, 1, 0):
         queue.added(name(0, i), i, name(0, i - 1) if i else None)
@@ -92,7 +92,7 @@ def test_a_sequence_goes_from_its_tail(policy: str) -> None:
 
 
 @POLICIES
-def test_one_that_was_there_before_what_it_follows_was_known(policy: str) -> None:
+def test_used_names_the_predecessors_of_blocks_that_were_added_without_one(policy: str) -> None:
     queue = queue_of(policy)
     for i in range(4):
         queue.added(name(0, i), i)
@@ -101,7 +101,7 @@ def test_one_that_was_there_before_what_it_follows_was_known(policy: str) -> Non
 
 
 @POLICIES
-def test_all_pinned(policy: str) -> None:
+def test_a_block_is_evicted_only_after_its_last_pin_is_removed(policy: str) -> None:
     queue = queue_of(policy)
     queue.added(b"a", 0)
     queue.pin(b"a")
@@ -113,8 +113,8 @@ def test_all_pinned(policy: str) -> None:
     assert drain(queue) == [b"a"]
 
 
-def served(queue: EvictionQueue) -> list[bytes]:
-    """Three blocks: early and used often, late in a long sequence, early and used last."""
+def eviction_order(queue: EvictionQueue) -> list[bytes]:
+    """The order of three blocks: an early one used often, one late in a long sequence, an early one used last."""
     queue.added(b"often", 0)
     queue.added(b"late", 2000)
     queue.added(b"new", 0)
@@ -131,18 +131,18 @@ def served(queue: EvictionQueue) -> list[bytes]:
         ("cost", [b"often", b"new", b"late"]),
     ],
 )
-def test_what_each_policy_is_for(policy: str, order: list[bytes]) -> None:
-    assert served(queue_of(policy)) == order
+def test_the_order_in_which_each_policy_evicts(policy: str, order: list[bytes]) -> None:
+    assert eviction_order(queue_of(policy)) == order
 
 
-def test_cost_forgets_what_nobody_uses() -> None:
+def test_cost_evicts_an_expensive_block_that_is_never_used() -> None:
     queue = queue_of("cost")
-    queue.added(b"dear", 1000)
+    queue.added(b"expensive", 1000)
     for i in range(100):
         queue.added(name(0, i), 0)
         victim = queue.evict()
         assert victim is not None
-        if victim.key == b"dear":
+        if victim.key == b"expensive":
             break
     assert 2 < i < 50
 
@@ -159,11 +159,11 @@ def test_the_heap_does_not_grow_with_use(policy: str) -> None:
 
 
 @POLICIES
-def test_a_long_chain_is_given_up_in_reasonable_work(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicting_a_long_chain_takes_linear_work(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = queue_of(policy)
     num = 2000
     chain = [name(0, i) for i in range(num)]
-    for i in range(num):  # the head first: the order that suits it least
+    for i in range(num):  # the head first: the worst order for the queue
         queue.added(chain[i], i, chain[i - 1] if i else None)
     pushes = 0
     push: Callable[..., None] = EvictionQueue._push

@@ -1,4 +1,4 @@
-"""Steps without memory, one rule a test; `tests/sim` plays them in every mixture."""
+"""Steps that run out of memory, one rule a test; `tests/sim` mixes them with everything else at random."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ PROMPTS = [list(range(1 + 20 * i, 14 + 21 * i)) for i in range(4)]
 
 
 class Engine:
-    """A scheduler and a worker with memory for steps of at most `most` positions; the news of all requests."""
+    """A scheduler, a worker with memory for steps of at most `max_positions`, and the output of all requests."""
 
-    def __init__(self, *, depth: int = 2, most: int = 1000, **more: Any) -> None:
-        self.most = most
+    def __init__(self, *, depth: int = 2, max_positions: int = 1000, **more: Any) -> None:
+        self.max_positions = max_positions
         self.scheduler = Scheduler(
             pool=BlockPool(num_blocks=64),
             block_size=SIZE,
@@ -45,24 +45,28 @@ class Engine:
             **more,
         )
         self.worker = FakeWorker(
-            num_blocks=64, block_size=SIZE, fits=lambda num: num <= self.most, carry_out=lambda metadata: None, **SIZES
+            num_blocks=64,
+            block_size=SIZE,
+            fits=lambda num: num <= self.max_positions,
+            carry_out=lambda metadata: None,
+            **SIZES,
         )
         self.sizes: list[int] = []  # positions of each plan
-        self.answers: deque[StepResult] = deque()
+        self.results: deque[StepResult] = deque()
         self.output: dict[int, list[int]] = {}
         self.ends: dict[int, Tokens | Failed] = {}
 
     def plan(self) -> bool:
-        """Plans as far as may be, and has the worker carry it out. Whether there was something."""
+        """Runs every plan that the scheduler allows now. Returns whether a result waits to be applied."""
         while (plan := self.scheduler.plan()) is not None:
             self.sizes.append(sum(bytes_to_ids(plan.counts)))
-            self.answers.append(self.worker.run(plan))
-        return bool(self.answers)
+            self.results.append(self.worker.run(plan))
+        return bool(self.results)
 
     def apply(self) -> StepResult:
-        """Takes the oldest answer in."""
-        answer = self.answers.popleft()
-        self.scheduler.apply(answer)
+        """Applies the oldest result and returns it."""
+        result = self.results.popleft()
+        self.scheduler.apply(result)
         check(self.scheduler)
         for item in self.scheduler.take_outputs():
             if isinstance(item, Failed):
@@ -71,10 +75,10 @@ class Engine:
                 self.output.setdefault(tokens.rid, []).extend(bytes_to_ids(tokens.ids))
                 if tokens.finish is not None:
                     self.ends[tokens.rid] = tokens
-        return answer
+        return result
 
     def serve(self) -> None:
-        """To the end."""
+        """Plans and applies until nothing is left."""
         while self.plan():
             self.apply()
 
@@ -84,14 +88,14 @@ def expected(rid: int, prompt: list[int], num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_everybody_gets_the_same_tokens_in_smaller_steps(depth: int) -> None:
+def test_requests_get_the_same_tokens_in_smaller_steps(depth: int) -> None:
     engine = Engine(depth=depth)
     for rid, prompt in enumerate(PROMPTS):
         engine.scheduler.add(enqueue(rid, prompt, max_tokens=30, seed=rid, ignore_eos=True))
     for _ in range(8):
         engine.plan()
         engine.apply()
-    engine.most = 3  # a step with all four rows is too large now
+    engine.max_positions = 3  # a step with all four rows is too large now
     engine.serve()
     assert engine.output == {rid: expected(rid, prompt, 30) for rid, prompt in enumerate(PROMPTS)}
     assert engine.scheduler.counters.num_out_of_memory > 0
@@ -99,25 +103,25 @@ def test_everybody_gets_the_same_tokens_in_smaller_steps(depth: int) -> None:
 
 
 def test_steps_are_halved_and_grow_again() -> None:
-    engine = Engine(depth=1, most=5)
+    engine = Engine(depth=1, max_positions=5)
     engine.scheduler.add(enqueue(0, list(range(1, 80)), max_tokens=1, ignore_eos=True))
     engine.serve()
     assert engine.sizes[:4] == [32, 16, 8, 4]
     assert engine.sizes[4:7] == [5, 6, 3], "a token more after each good step, and half after a bad one"
-    engine.most = 1000
+    engine.max_positions = 1000
     engine.scheduler.add(enqueue(1, list(range(100, 199)), max_tokens=1, ignore_eos=True))
     engine.serve()
     assert engine.sizes[-6:-1] == [10, 11, 12, 13, 14]
 
 
-def test_a_request_that_is_too_large_alone_fails_alone() -> None:
-    engine = Engine(most=0)
+def test_only_the_request_that_does_not_fit_alone_fails() -> None:
+    engine = Engine(max_positions=0)
     engine.scheduler.add(enqueue(0, [1, 2, 3], seed=0, ignore_eos=True))
     engine.scheduler.add(enqueue(1, [4, 5, 6], max_tokens=4, seed=1, ignore_eos=True))
     while 0 not in engine.ends:
         engine.plan()
         engine.apply()
-    engine.most = 1000
+    engine.max_positions = 1000
     engine.serve()
     failed = engine.ends[0]
     assert isinstance(failed, Failed) and failed.kind == "unavailable" and "no memory" in failed.detail
@@ -125,41 +129,40 @@ def test_a_request_that_is_too_large_alone_fails_alone() -> None:
     assert engine.scheduler.pool.num_free == 64 and len(engine.scheduler.table.free_rows) == 8
 
 
-def test_a_short_fault_fails_nobody() -> None:
-    """A request that decodes alone is tried again."""
+def test_a_single_decode_row_is_retried_when_memory_is_short_for_a_moment() -> None:
     engine = Engine(depth=1)
     engine.scheduler.add(enqueue(0, [1, 2, 3], max_tokens=6, ignore_eos=True))
     for _ in range(2):
         engine.plan()
         engine.apply()
-    engine.most = 0
+    engine.max_positions = 0
     for _ in range(2):
         engine.plan()
         assert engine.apply().fault is not None
-    engine.most = 1000
+    engine.max_positions = 1000
     engine.serve()
     assert engine.output == {0: expected(0, [1, 2, 3], 6)}
 
 
-def test_whole_texts_are_tried_one_by_one() -> None:
-    """Of an encoder, whose texts cannot be cut: the smaller budget holds for all but the first of a step."""
-    engine = Engine(most=20, is_chunked=False, prefix_caching=False)
+def test_the_texts_of_an_encoder_are_retried_one_by_one() -> None:
+    """Its texts cannot be chunked, so the smaller budget does not bind the first text of a step."""
+    engine = Engine(max_positions=20, is_chunked=False, prefix_caching=False)
     for rid, length in enumerate([12, 13, 18, 25]):
         engine.scheduler.add(enqueue(rid, list(range(1, length + 1)), pooling=Pooling("mean")))
     engine.serve()
     assert [isinstance(engine.ends[rid], Tokens) for rid in range(4)] == [True, True, True, False]
 
 
-def test_plans_that_were_on_their_way_are_no_faults_of_their_own() -> None:
+def test_plans_in_flight_behind_a_step_without_memory_are_not_counted() -> None:
     engine = Engine(depth=3)
     for rid, prompt in enumerate(PROMPTS):
         engine.scheduler.add(enqueue(rid, prompt, max_tokens=20, seed=rid, ignore_eos=True))
     engine.plan()
     engine.apply()
-    engine.most = 1
+    engine.max_positions = 1
     engine.plan()
-    engine.most = 1000
-    for _ in range(2):  # good ones from before; what is planned meanwhile goes on from the bad one
+    engine.max_positions = 1000
+    for _ in range(2):  # planned before the step without memory; the plans made meanwhile build on that step
         assert engine.apply().fault is None
         engine.plan()
     assert [engine.apply().fault for _ in range(3)] == ["out_of_memory"] * 3
@@ -169,7 +172,7 @@ def test_plans_that_were_on_their_way_are_no_faults_of_their_own() -> None:
 
 
 class OneBlock:
-    """A connector that has the third block of one prompt, and loads it once."""
+    """A connector that stores the third block of one prompt and loads it once."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.prompt = prompt
@@ -209,31 +212,31 @@ class OneBlock:
         pass
 
 
-@pytest.mark.parametrize("what", ["loading", "loaded", "cancelled"])
-def test_who_has_found_what_was_not_computed_computes_it(what: str) -> None:
-    """A request has found two blocks that a step without memory was to fill, and has the third loaded."""
+@pytest.mark.parametrize("load", ["loading", "loaded", "cancelled"])
+def test_a_request_computes_cached_blocks_that_a_step_without_memory_left_empty(load: str) -> None:
+    """A request has two cached blocks that a step without memory was to fill, and loads a third."""
     prompt = list(range(30, 46))
     connector = OneBlock(prompt)
-    engine = Engine(depth=2, most=0, connector=connector)
+    engine = Engine(depth=2, max_positions=0, connector=connector)
     scheduler = engine.scheduler
     scheduler.add(enqueue(0, [*prompt[:8], 7, 8], max_tokens=5, seed=0, ignore_eos=True))
     scheduler.add(enqueue(1, prompt, max_tokens=5, seed=1, ignore_eos=True))
     engine.plan()
     late = scheduler.table.requests[1]
-    assert late.state is State.LOADING and connector.loading == [1], "it was admitted behind what is in flight"
+    assert late.state is State.LOADING and connector.loading == [1], "it was admitted behind the plans in flight"
     engine.worker.write_block(late.blocks[2], kv_of(prompt)[8 * 4 : 12 * 4])
-    if what == "loaded":
+    if load == "loaded":
         scheduler.transferred(Transferred((1,), b"", ()))
-    if what == "cancelled":
+    if load == "cancelled":
         scheduler.cancel(1)
-    while engine.answers:
+    while engine.results:
         assert engine.apply().fault is not None
-    if what != "loaded":
+    if load != "loaded":
         scheduler.transferred(Transferred((1,), b"", ()))
-    engine.most = 1000
+    engine.max_positions = 1000
     engine.serve()
     assert engine.output.pop(0) == expected(0, [*prompt[:8], 7, 8], 5)
-    if what == "cancelled":
-        assert connector.finished[0] == (1, 0), "nothing of it is offered to the connector"
+    if load == "cancelled":
+        assert connector.finished[0] == (1, 0), "none of its positions is offered to the connector"
     else:
         assert engine.output == {1: expected(1, prompt, 5)}

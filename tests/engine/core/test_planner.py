@@ -1,4 +1,4 @@
-"""What a step computes."""
+"""Which positions a step computes."""
 
 from fakes import enqueue
 
@@ -7,7 +7,7 @@ from pagewire.ipc.messages import bytes_to_ids
 from .test_scheduler import make, worker_for
 
 
-def test_a_long_prompt_is_chunked_and_streams_go_first() -> None:
+def test_a_long_prompt_is_chunked_and_decode_rows_go_first() -> None:
     scheduler = make(budget=8)
     worker = worker_for(scheduler)
     scheduler.add(enqueue(1, [1, 2, 3], ignore_eos=True, max_tokens=30))
@@ -19,7 +19,7 @@ def test_a_long_prompt_is_chunked_and_streams_go_first() -> None:
         scheduler.apply(worker.run(plan))
 
 
-def test_a_plan_needs_no_token_of_the_step_before() -> None:
+def test_plans_do_not_wait_for_the_tokens_of_earlier_steps() -> None:
     scheduler = make(depth=3)
     scheduler.add(enqueue(1, [1, 2], max_tokens=10))
     plans = [scheduler.plan() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Who is served first, who is interrupted, and whose turn it is."""
+"""Which request each policy runs first, and which it preempts."""
 
 from fakes import all_tokens, enqueue, expected_output
 
@@ -7,7 +7,7 @@ from pagewire.ipc.messages import TokenBatch
 from .test_scheduler import drain, make, output, run_all, worker_for
 
 
-def test_priority_is_served_first() -> None:
+def test_the_best_priority_runs_first() -> None:
     scheduler = make(max_num_seqs=1, policy="priority")
     worker = worker_for(scheduler)
     for rid, priority in ((1, 5), (2, 0), (3, 5), (4, -1)):
@@ -15,7 +15,7 @@ def test_priority_is_served_first() -> None:
     assert list(drain(scheduler, worker)) == [4, 2, 1, 3]
 
 
-def test_a_better_priority_interrupts_a_worse_one_which_keeps_its_place() -> None:
+def test_a_better_priority_preempts_a_worse_one_which_keeps_its_place_in_the_queue() -> None:
     scheduler = make(max_num_seqs=2, policy="priority")
     worker = worker_for(scheduler)
     for rid in (1, 2, 3):
@@ -23,13 +23,13 @@ def test_a_better_priority_interrupts_a_worse_one_which_keeps_its_place() -> Non
     scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
     scheduler.add(enqueue(4, [4], max_tokens=6, priority=1, seed=4, ignore_eos=True))
     tokens = run_all(scheduler, worker)
-    assert [t.rid for t in tokens if t.finish] == [1, 4, 2, 3]  # 2 was interrupted, and goes before 3 again
+    assert [t.rid for t in tokens if t.finish] == [1, 4, 2, 3]  # 2 was preempted, and runs again before 3
     for rid in (1, 2, 3, 4):
         assert output([t for t in tokens if t.rid == rid]) == expected_output([rid], 6, 100, rid, ignore_eos=True)
     assert scheduler.counters.num_preemptions == 1
 
 
-def test_equals_are_not_interrupted() -> None:
+def test_equal_priorities_do_not_preempt_each_other() -> None:
     scheduler = make(max_num_seqs=1, policy="priority")
     worker = worker_for(scheduler)
     for rid in (1, 2):
@@ -38,7 +38,7 @@ def test_equals_are_not_interrupted() -> None:
     assert scheduler.counters.num_preemptions == 0
 
 
-def test_fair_serves_tenants_alike_however_many_requests_each_has() -> None:
+def test_fair_serves_tenants_equally_however_many_requests_each_has() -> None:
     scheduler = make(max_num_seqs=2, policy="fair", num_blocks=200)
     worker = worker_for(scheduler)
     for rid in range(1, 41):
@@ -53,7 +53,7 @@ def test_fair_serves_tenants_alike_however_many_requests_each_has() -> None:
     assert {41, 42, 43, 44} <= done and len(done) < 15
 
 
-def test_fair_interrupts_who_is_far_ahead() -> None:
+def test_fair_preempts_a_tenant_that_is_far_ahead() -> None:
     scheduler = make(max_num_seqs=1, policy="fair", num_blocks=1000, max_model_len=4000)
     worker = worker_for(scheduler)
     scheduler.add(enqueue(1, [1], max_tokens=1500, tenant="long", ignore_eos=True))
@@ -62,7 +62,7 @@ def test_fair_interrupts_who_is_far_ahead() -> None:
     assert finished == [2, 1] and scheduler.counters.num_preemptions == 1
 
 
-def test_fair_lets_nobody_save_up() -> None:
+def test_fair_gives_a_new_tenant_no_credit() -> None:
     scheduler = make(max_num_seqs=1, policy="fair", num_blocks=1000, max_model_len=4000)
     worker = worker_for(scheduler)
     scheduler.add(enqueue(1, [1], max_tokens=1600, tenant="long", ignore_eos=True))
@@ -70,10 +70,10 @@ def test_fair_lets_nobody_save_up() -> None:
         scheduler.apply(worker.run(scheduler.plan()))  # type: ignore[arg-type]
     scheduler.add(enqueue(2, [2], max_tokens=5, tenant="new", ignore_eos=True))
     finished = [t.rid for t in run_all(scheduler, worker) if t.finish]
-    assert finished == [1, 2] and scheduler.counters.num_preemptions == 0  # a newcomer starts level
+    assert finished == [1, 2] and scheduler.counters.num_preemptions == 0  # a new tenant starts level with the others
 
 
-def test_fair_counts_what_a_tenant_was_served_between_its_requests() -> None:
+def test_fair_remembers_the_service_of_a_tenant_between_its_requests() -> None:
     scheduler = make(max_num_seqs=1, policy="fair", num_blocks=2000, max_model_len=4000, max_queued_requests=1000)
     worker = worker_for(scheduler)
     for rid in range(1, 400):
@@ -82,12 +82,12 @@ def test_fair_counts_what_a_tenant_was_served_between_its_requests() -> None:
     rid = 1000
     scheduler.add(enqueue(rid, [1], max_tokens=500, tenant="large", ignore_eos=True))
     for _ in range(3000):
-        if (plan := scheduler.plan()) is not None:  # else somebody was interrupted
+        if (plan := scheduler.plan()) is not None:  # None where a request was preempted
             scheduler.apply(worker.run(plan))
         for item in scheduler.take_outputs():
             for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
                 served["large" if tokens.rid >= 1000 else "small"] += 1
-                if tokens.finish and tokens.rid >= 1000:  # its next request comes when the last one has ended
+                if tokens.finish and tokens.rid >= 1000:  # the next request arrives when the last one has ended
                     rid += 1
                     scheduler.add(enqueue(rid, [1], max_tokens=500, tenant="large", ignore_eos=True))
     assert abs(served["large"] - served["small"]) < 600, served

@@ -1,7 +1,7 @@
-"""Requests that want a vector instead of tokens, and schedulers of models that see whole texts at once.
+"""Requests for an embedding instead of tokens, and schedulers of encoders, which compute a whole text in one step.
 
-The fake worker's vector is the KV of a prompt's last position, or of all of them as it has computed them since it was
-told of the row: so a position that is left out, computed twice or read from a cache shows.
+The fake worker's vector is the KV of a prompt's last position, or of all positions that it has computed since the row
+was assigned. So a position that is left out, computed twice or read from the cache changes the vector.
 """
 
 import random
@@ -36,14 +36,14 @@ def make(*, num_blocks: int = 64, budget: int = 32, depth: int = 1, **more: Any)
 
 
 def serve(scheduler: Scheduler, worker: FakeWorker) -> dict[int, Tokens | Failed]:
-    """Runs to the end, as many plans in flight as there may be; the last word on each request."""
-    flying: list[StepPlan] = []
+    """Runs to the end, with as many plans in flight as allowed. Returns the last output of each request."""
+    in_flight: list[StepPlan] = []
     while True:
         while (plan := scheduler.plan()) is not None:
-            flying.append(plan)
-        if not flying:
+            in_flight.append(plan)
+        if not in_flight:
             break
-        scheduler.apply(worker.run(flying.pop(0)))
+        scheduler.apply(worker.run(in_flight.pop(0)))
         check(scheduler)
     last: dict[int, Tokens | Failed] = {}
     for item in scheduler.take_outputs():
@@ -59,7 +59,7 @@ def vector(answer: Tokens | Failed) -> bytes:
     return answer.vector
 
 
-def test_a_prompt_in_pieces_gives_one_vector_and_no_token() -> None:
+def test_a_chunked_prompt_gives_one_vector_and_no_token() -> None:
     scheduler, worker = make(budget=8)
     prompt = list(range(1, 30))
     scheduler.add(enqueue(1, prompt, pooling=MEAN))
@@ -70,7 +70,7 @@ def test_a_prompt_in_pieces_gives_one_vector_and_no_token() -> None:
     assert scheduler.pool.num_held == 0
 
 
-def test_only_the_last_position_may_come_after_cached_ones() -> None:
+def test_last_pooling_uses_cached_positions_and_mean_pooling_does_not() -> None:
     scheduler, worker = make()
     prompt = list(range(1, 18))
     scheduler.add(enqueue(1, prompt, max_tokens=1))
@@ -84,7 +84,7 @@ def test_only_the_last_position_may_come_after_cached_ones() -> None:
     ] == [16, 0]
 
 
-def test_what_a_pooled_prompt_computed_serves_others() -> None:
+def test_other_requests_reuse_the_blocks_of_a_pooled_prompt() -> None:
     scheduler, worker = make()
     prompt = list(range(1, 18))
     scheduler.add(enqueue(1, prompt, pooling=MEAN))
@@ -94,7 +94,7 @@ def test_what_a_pooled_prompt_computed_serves_others() -> None:
     assert isinstance(answer, Tokens) and answer.usage is not None and answer.usage.num_cached == 16
 
 
-def test_numbers_that_are_not_finite_fail_and_are_forgotten() -> None:
+def test_a_pooled_request_with_non_finite_numbers_fails_and_caches_no_block() -> None:
     scheduler, worker = make()
     worker.fail_seeds.add(1)
     prompt = list(range(1, 18))
@@ -106,7 +106,7 @@ def test_numbers_that_are_not_finite_fail_and_are_forgotten() -> None:
     assert isinstance(after, Tokens) and after.usage is not None and after.usage.num_cached == 0
 
 
-def test_whole_texts_are_never_cut() -> None:
+def test_the_texts_of_an_encoder_are_never_chunked() -> None:
     scheduler, worker = make(budget=20, is_chunked=False, prefix_caching=False)
     lengths = [12, 9, 8, 3, 20, 1]
     for rid, length in enumerate(lengths):
@@ -115,12 +115,12 @@ def test_whole_texts_are_never_cut() -> None:
     while (plan := scheduler.plan()) is not None:
         planned.append(list(bytes_to_ids(plan.counts)))
         scheduler.apply(worker.run(plan))
-    assert planned == [[12], [9, 8, 3], [20], [1]]  # in their order, as many as the budget holds
+    assert planned == [[12], [9, 8, 3], [20], [1]]  # in order of arrival, as many as the budget holds
 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_random_histories(seed: int) -> None:
-    """Vectors and tokens side by side, with too few blocks, several plans in flight, and clients that leave."""
+    """Pooled and generating requests together, with too few blocks, several plans in flight and cancellations."""
     rng = random.Random(seed)
     is_chunked = rng.random() < 0.7
     policy = rng.choice(["fcfs", "priority", "fair"])
@@ -132,26 +132,26 @@ def test_random_histories(seed: int) -> None:
         prefix_caching=is_chunked,
         policy=policy,
     )
-    asked: dict[int, tuple[list[int], Pooling | None]] = {}
-    gone, flying = set(), []
+    requests: dict[int, tuple[list[int], Pooling | None]] = {}
+    cancelled, in_flight = set(), []
     root = [rng.randint(1, 9) for _ in range(12)]
     last: dict[int, Tokens | Failed] = {}
     outputs: dict[int, list[int]] = {}
     for turn in range(400):
         if turn < 60 and rng.random() < 0.5:
-            rid = len(asked)
+            rid = len(requests)
             prompt = (root[: rng.randint(0, 12)] + [rng.randint(1, 9) for _ in range(rng.randint(1, 16))])[:26]
             pooling = rng.choice([LAST, MEAN, None]) if is_chunked else MEAN
-            asked[rid] = (prompt, pooling)
+            requests[rid] = (prompt, pooling)
             scheduler.add(enqueue(rid, prompt, max_tokens=5, seed=rid, priority=rng.randint(0, 2), pooling=pooling))
-        if asked and rng.random() < 0.05:
-            rid = rng.choice(list(asked))
+        if requests and rng.random() < 0.05:
+            rid = rng.choice(list(requests))
             scheduler.cancel(rid)
-            gone.add(rid)
+            cancelled.add(rid)
         while (plan := scheduler.plan()) is not None:
-            flying.append(plan)
-        if flying:
-            scheduler.apply(worker.run(flying.pop(0)))
+            in_flight.append(plan)
+        if in_flight:
+            scheduler.apply(worker.run(in_flight.pop(0)))
             check(scheduler)
         for item in scheduler.take_outputs():
             if isinstance(item, TokenBatch):
@@ -160,12 +160,12 @@ def test_random_histories(seed: int) -> None:
                     if tokens.finish is not None:
                         assert tokens.rid not in last, f"seed {seed}: {tokens.rid} ended twice"
                         last[tokens.rid] = tokens
-    assert last.keys() == asked.keys(), f"seed {seed}"
-    for rid, (prompt, pooling) in asked.items():
+    assert last.keys() == requests.keys(), f"seed {seed}"
+    for rid, (prompt, pooling) in requests.items():
         answer = last[rid]
         assert isinstance(answer, Tokens), f"seed {seed}: {answer}"
         if answer.finish == "abort":
-            assert rid in gone
+            assert rid in cancelled
         elif pooling is None:
             assert outputs[rid] == expected_output(prompt, 5, scheduler.max_model_len, rid, False), f"seed {seed}"
         else:

@@ -1,4 +1,4 @@
-"""Who is preempted, and how it goes on."""
+"""Preempted requests resume with the same output."""
 
 from fakes import enqueue, expected_output
 
@@ -17,7 +17,7 @@ def test_preempted_requests_resume_with_their_output() -> None:
         assert output(outputs[rid]) == expected_output(prompt, 20, 100, rid, ignore_eos=True)
 
 
-def test_the_cheapest_of_the_last_in_line_is_preempted() -> None:
+def test_preempted_requests_of_unequal_lengths_resume_with_their_output() -> None:
     scheduler = make(num_blocks=12, max_model_len=48, budget=64)
     worker = worker_for(scheduler)
     lengths = {1: 7, 2: 4, 3: 15, 4: 3}

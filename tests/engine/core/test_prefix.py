@@ -1,4 +1,4 @@
-"""Equal beginnings are computed once."""
+"""Equal prefixes are computed once."""
 
 import pytest
 from fakes import enqueue, expected_output
@@ -22,7 +22,7 @@ def test_equal_prefixes_are_computed_once_and_salts_keep_them_apart() -> None:
     assert cached == {2: 16, 3: 0, 4: 15}  # one position is always computed, in a copy of the last block
 
 
-def test_twins_that_arrive_together_share_one_prefill() -> None:
+def test_equal_prompts_that_arrive_together_share_one_prefill() -> None:
     scheduler = make(budget=64, depth=2)
     worker = worker_for(scheduler)
     prompt = list(range(18))
@@ -48,7 +48,7 @@ def test_prompt_logprobs_bypass_the_prefix_cache() -> None:
         assert list(bytes_to_ids(tokens.prompt_logprobs.ids)) == list(range(1, 17))
 
 
-def test_what_a_failed_request_computed_is_not_found_again() -> None:
+def test_blocks_of_a_failed_request_are_not_found_again() -> None:
     scheduler = make()
     worker = worker_for(scheduler)
     worker.fail_seeds.add(1)
@@ -59,7 +59,7 @@ def test_what_a_failed_request_computed_is_not_found_again() -> None:
     assert outputs[-1].usage is not None and outputs[-1].usage.num_cached == 0
 
 
-def test_a_fork_does_not_see_what_the_other_writes_behind_it() -> None:
+def test_a_fork_does_not_see_tokens_that_the_first_request_writes_later() -> None:
     scheduler = make(depth=2)
     worker = worker_for(scheduler)
     prompt = list(range(6))
@@ -72,22 +72,22 @@ def test_a_fork_does_not_see_what_the_other_writes_behind_it() -> None:
     assert outputs[2][-1].usage is not None and outputs[2][-1].usage.num_cached == 5
 
 
-def test_a_conversation_goes_on_after_its_last_position() -> None:
+def test_the_next_turn_of_a_conversation_reuses_prompt_and_output() -> None:
     scheduler = make()
     worker = worker_for(scheduler)
     scheduler.add(enqueue(1, list(range(6)), max_tokens=8, seed=1, ignore_eos=True))
-    said = output(drain(scheduler, worker)[1])
-    turn = [*range(6), *said, 30, 31, 32]
+    answer = output(drain(scheduler, worker)[1])
+    turn = [*range(6), *answer, 30, 31, 32]
     scheduler.add(enqueue(2, turn, max_tokens=4, seed=2, ignore_eos=True))
     outputs = drain(scheduler, worker)[2]
     assert output(outputs) == expected_output(turn, 4, 100, 2, ignore_eos=True)
     assert outputs[-1].usage is not None and outputs[-1].usage.num_cached == 6 + 8 - 1, (
-        "the last token drawn has no KV yet"
+        "the last sampled token has no KV yet"
     )
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_kv_that_gave_no_numbers_is_not_found_whoever_is_left(cancelled: bool) -> None:
+def test_blocks_with_non_finite_numbers_are_not_found_again(cancelled: bool) -> None:
     scheduler = make(depth=2)
     worker = worker_for(scheduler)
     worker.fail_seeds.add(1)

@@ -1,4 +1,4 @@
-"""A request's counters: who writes them, and what each method does to them."""
+"""A request's counters: how each method changes them, and that nothing but its methods does."""
 
 import ast
 from array import array
@@ -13,7 +13,7 @@ from pagewire.engine.core.request import Request, State
 
 ROOT = Path(pagewire.__file__).resolve().parent
 FIELDS = frozenset(Request.__slots__)
-ROOMS = {  # that are given requests, and the fields which they know
+ROOMS = {  # the folders that handle requests, and the fields that each knows
     "engine/core": FIELDS,
     "engine/kv_connector": frozenset({"rid", "ids", "num_computed"}),
     "procs": FIELDS,
@@ -40,7 +40,7 @@ def make(num_prompt: int = 10, **more: object) -> Request:
 
 
 def admitted(num_prompt: int = 10, **more: object) -> Request:
-    """With a row, three blocks and its prompt computed, but for the step that samples its first token."""
+    """A request with a row and three blocks whose whole prompt is in flight."""
     request = make(num_prompt, **more)
     request.admit(0, [5, 6, 7], num_hits=0, num_copied=0, num_loading=0)
     request.open()
@@ -53,7 +53,7 @@ def counters(request: Request) -> tuple[int, int, int, int, int]:
 
 
 def writes(source: str, fields: Set[str] = FIELDS) -> Iterator[str]:
-    """Where this source changes one of these fields of anything but `self`."""
+    """Yields where the source changes one of these fields of anything but `self`."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(ctx=ast.Store() | ast.Del(), attr=name, value=owner) if name in fields:
@@ -86,7 +86,7 @@ def test_only_a_request_changes_its_fields() -> None:
     assert not found, found
 
 
-def test_outside_its_methods_even_its_own_file_changes_nothing() -> None:
+def test_the_rest_of_its_own_file_does_not_change_its_fields() -> None:
     tree = ast.parse((ROOT / "engine/core/request.py").read_text())
     for node in tree.body:
         if not (isinstance(node, ast.ClassDef) and node.name == "Request"):
@@ -105,7 +105,7 @@ def test_outside_its_methods_even_its_own_file_changes_nothing() -> None:
         "for request.row in rows: pass",
     ],
 )
-def test_every_way_to_change_a_field_is_seen(line: str) -> None:
+def test_the_check_sees_every_way_to_change_a_field(line: str) -> None:
     assert list(writes(line))
     assert not list(writes("self.row = request.row"))
 
@@ -137,7 +137,7 @@ def test_a_discarded_step_leaves_no_trace() -> None:
     assert counters(request) == (0, 10, 11, 10, 1)
 
 
-def test_a_step_without_memory_sets_it_back_to_what_is_computed() -> None:
+def test_a_step_without_memory_sets_a_request_back_to_its_computed_positions() -> None:
     request = admitted()
     request.apply(10, array("i", [30]))
     request.commit(2)
@@ -149,7 +149,7 @@ def test_a_step_without_memory_sets_it_back_to_what_is_computed() -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_row_and_blocks_stay_while_something_is_in_flight(ends: bool) -> None:
+def test_row_and_blocks_stay_while_a_step_is_in_flight(ends: bool) -> None:
     request = admitted()
     request.end() if ends else request.preempt()
     assert request.row == 0 and request.blocks and not request.may_release
@@ -171,7 +171,7 @@ def test_a_request_ends_once_and_is_preempted_only_while_it_runs() -> None:
         request.end()
 
 
-def test_a_load_counts_as_in_flight_and_what_was_not_loaded_is_computed() -> None:
+def test_a_load_counts_as_in_flight_and_blocks_that_failed_to_load_are_computed() -> None:
     request = make()
     request.admit(0, [5, 6], num_hits=0, num_copied=0, num_loading=2)
     assert request.state == State.LOADING and request.num_in_flight == 1 and not request.has_work
@@ -179,7 +179,7 @@ def test_a_load_counts_as_in_flight_and_what_was_not_loaded_is_computed() -> Non
     assert counters(request) == (4, 4, 10, 10, 0) and request.state == State.RUNNING  # type: ignore[comparison-overlap]  # `loaded` changed it
 
 
-def test_a_preempted_request_does_not_go_on_when_its_load_is_over() -> None:
+def test_a_preempted_request_does_not_run_when_its_load_ends() -> None:
     request = make()
     request.admit(0, [5, 6], num_hits=0, num_copied=0, num_loading=2)
     request.preempt()
@@ -187,15 +187,15 @@ def test_a_preempted_request_does_not_go_on_when_its_load_is_over() -> None:
     assert request.state is State.LEAVING and request.may_release
 
 
-def test_a_worker_that_is_replaced_takes_everything_with_it() -> None:
+def test_a_replaced_worker_resets_all_counters() -> None:
     request = admitted()
     request.poison()
     request.reset()
     assert request.state is State.WAITING and counters(request) == (0, 0, 10, 10, 0)
-    assert not request.is_poisoned, "what the next worker computes is not to blame"
+    assert not request.is_poisoned, "the next worker computes all of its KV again"
 
 
-def test_only_a_request_that_found_kv_may_recover_from_bad_numbers() -> None:
+def test_only_a_request_with_cached_kv_may_recover_from_non_finite_numbers() -> None:
     request = admitted()
     assert not request.poison() and not request.wants_all
     request = make()
@@ -217,7 +217,7 @@ def test_a_block_raises_the_limit_of_a_decode_row() -> None:
     assert request.fast_limit == request.num_needed == 29
 
 
-def test_a_constrained_request_is_no_decode_row() -> None:
+def test_a_constrained_request_is_not_a_decode_row() -> None:
     request = make()
     request.is_constrained = True
     request.admit(0, [5, 6, 7], num_hits=0, num_copied=0, num_loading=0)

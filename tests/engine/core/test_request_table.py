@@ -1,4 +1,4 @@
-"""Requests come, are resumed, and go with their rows and blocks."""
+"""How requests are added, resumed, cancelled and reset, and when their rows and blocks are freed."""
 
 import pytest
 from fakes import enqueue, expected_output
@@ -9,7 +9,7 @@ from pagewire.ipc.messages import Accepted, Failed, Opened, TokenBatch
 from .test_scheduler import drain, make, output, worker_for
 
 
-def test_cancelled_in_flight_keeps_row_and_blocks_until_applied() -> None:
+def test_a_request_cancelled_in_flight_keeps_row_and_blocks_until_it_is_applied() -> None:
     scheduler = make(depth=2)
     worker = worker_for(scheduler)
     scheduler.add(enqueue(1, [1, 2], max_tokens=10))
@@ -46,7 +46,7 @@ def test_the_choices_of_one_prompt_are_numbered_seeded_and_forked() -> None:
 
 
 @pytest.mark.parametrize("num_delivered", range(9))
-def test_a_request_that_was_lost_goes_on_where_it_was(num_delivered: int) -> None:
+def test_a_resumed_request_continues_after_its_delivered_tokens(num_delivered: int) -> None:
     whole = expected_output([1, 2, 3], 8, 100, 5, ignore_eos=True)
     scheduler = make()
     worker = worker_for(scheduler)
@@ -57,15 +57,15 @@ def test_a_request_that_was_lost_goes_on_where_it_was(num_delivered: int) -> Non
     assert outputs[-1].finish == "length" and outputs[-1].usage is not None and outputs[-1].usage.num_output == 8
 
 
-def test_an_output_cannot_be_known_to_be_longer_than_it_may_be() -> None:
+def test_resume_ids_longer_than_the_output_may_be_are_refused() -> None:
     scheduler = make()
     for rid, max_tokens in ((1, 4), (2, None)):
-        known = [5] * (5 if max_tokens else scheduler.max_model_len - 2)
-        (refused,) = scheduler.add(enqueue(rid, [1, 2, 3], max_tokens=max_tokens, resume_ids=known))
-        assert isinstance(refused, Failed) and refused.kind == "invalid_request" and f"{len(known)}" in refused.detail
+        ids = [5] * (5 if max_tokens else scheduler.max_model_len - 2)
+        (refused,) = scheduler.add(enqueue(rid, [1, 2, 3], max_tokens=max_tokens, resume_ids=ids))
+        assert isinstance(refused, Failed) and refused.kind == "invalid_request" and f"{len(ids)}" in refused.detail
 
 
-def test_a_new_worker_is_given_everything_again() -> None:
+def test_reset_gives_a_new_worker_every_request_again() -> None:
     scheduler = make(depth=2)
     worker = worker_for(scheduler)
     prompts = {rid: [rid * 3 + i for i in range(6)] for rid in range(1, 5)}

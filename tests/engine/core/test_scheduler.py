@@ -1,4 +1,4 @@
-"""What the scheduler promises, one rule a test."""
+"""Rules of the scheduler that no test of its parts holds, and helpers of those tests."""
 
 import pytest
 from fakes import EOS, FakeWorker, all_tokens, enqueue
@@ -39,7 +39,7 @@ def worker_for(scheduler: Scheduler) -> FakeWorker:
 
 
 def run_all(scheduler: Scheduler, worker: FakeWorker) -> list[Tokens]:
-    """Runs to the end; all tokens in order."""
+    """Runs to the end. Returns all tokens in order."""
     while (plan := scheduler.plan()) is not None:
         scheduler.apply(worker.run(plan))
         check(scheduler)
@@ -47,7 +47,7 @@ def run_all(scheduler: Scheduler, worker: FakeWorker) -> list[Tokens]:
 
 
 def drain(scheduler: Scheduler, worker: FakeWorker) -> dict[int, list[Tokens]]:
-    """Runs to the end; the tokens of each request."""
+    """Runs to the end. Returns the tokens of each request."""
     outputs: dict[int, list[Tokens]] = {}
     for tokens in run_all(scheduler, worker):
         outputs.setdefault(tokens.rid, []).append(tokens)
@@ -58,7 +58,7 @@ def output(outputs: list[Tokens]) -> list[int]:
     return [i for tokens in outputs for i in bytes_to_ids(tokens.ids)]
 
 
-def test_a_result_that_is_not_due_is_refused() -> None:
+def test_a_result_of_another_step_or_without_its_tokens_is_refused() -> None:
     scheduler = make()
     with pytest.raises(ValueError, match="step 3 where step None"):
         scheduler.apply(StepResult(3, b"", {}, {}, 0.0))
@@ -68,7 +68,7 @@ def test_a_result_that_is_not_due_is_refused() -> None:
         scheduler.apply(StepResult(1, b"", {}, {}, 0.0))
 
 
-def test_deadlines_of_ended_requests_are_forgotten() -> None:
+def test_deadlines_of_ended_requests_are_dropped() -> None:
     scheduler = make()
     worker = worker_for(scheduler)
     for rid in range(1, 500):

@@ -1,4 +1,4 @@
-"""What the scheduler promises of speculation, one rule a test."""
+"""The scheduler's rules for speculative decoding, one rule a test."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ Drafted = Callable[[FakeRow, int], Sequence[int]]
 
 
 def truth(row: FakeRow, num: int) -> list[int]:
-    """What really comes next."""
+    """The tokens that the model samples next."""
     ids = list(row.ids)
     for _ in range(num):
         ids.append(next_token(kv_of(ids), row.sampling.seed))
@@ -28,7 +28,7 @@ def truth(row: FakeRow, num: int) -> list[int]:
 
 
 def wrong(row: FakeRow, num: int) -> list[int]:
-    """Nothing that comes next."""
+    """Draft tokens of which every one is rejected."""
     return [token ^ 1 for token in truth(row, num)]
 
 
@@ -56,21 +56,21 @@ def make(draft: Drafted = truth, *, num_blocks: int = 64, **more: object) -> tup
 
 
 def run(scheduler: Scheduler, worker: FakeWorker, num_plans: int = 1000) -> list[tuple[StepPlan, StepResult]]:
-    """Runs to the end, or so many plans, as many in flight as may be."""
+    """Runs to the end, or `num_plans` plans, with as many in flight as allowed."""
     done: list[tuple[StepPlan, StepResult]] = []
-    flying: list[tuple[StepPlan, StepResult]] = []
+    in_flight: list[tuple[StepPlan, StepResult]] = []
     while True:
-        while len(done) + len(flying) < num_plans and (plan := scheduler.plan()) is not None:
-            flying.append((plan, worker.run(plan)))
+        while len(done) + len(in_flight) < num_plans and (plan := scheduler.plan()) is not None:
+            in_flight.append((plan, worker.run(plan)))
             check(scheduler)
-        if not flying:
+        if not in_flight:
             return done
-        done.append(flying.pop(0))
+        done.append(in_flight.pop(0))
         scheduler.apply(done[-1][1])
         check(scheduler)
 
 
-def heard(scheduler: Scheduler) -> dict[int, list[Tokens]]:
+def outputs_of(scheduler: Scheduler) -> dict[int, list[Tokens]]:
     outputs: dict[int, list[Tokens]] = {}
     for item in scheduler.take_outputs():
         for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
@@ -83,38 +83,38 @@ def output(outputs: list[Tokens]) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_what_is_guessed_right_saves_steps(depth: int) -> None:
+def test_accepted_draft_tokens_save_steps(depth: int) -> None:
     scheduler, worker = make(depth=depth)
     scheduler.add(enqueue(1, [1, 2, 3], max_tokens=41, ignore_eos=True))
     steps = run(scheduler, worker)
-    assert output(heard(scheduler)[1]) == expected_output([1, 2, 3], 41, 100, 0, ignore_eos=True)
+    assert output(outputs_of(scheduler)[1]) == expected_output([1, 2, 3], 41, 100, 0, ignore_eos=True)
     assert len(steps) <= 1 + 10 + 3, "the first token, four a step, and the last few one by one"
     counters = scheduler.counters
     assert counters.num_drafts <= 10 and counters.num_accepted_tokens == counters.num_draft_tokens >= 27
     assert counters.num_output_tokens == 41
 
 
-def test_what_is_guessed_wrong_costs_no_step() -> None:
+def test_rejected_draft_tokens_cost_no_step() -> None:
     scheduler, worker = make(wrong, depth=2)
     scheduler.add(enqueue(1, [1, 2, 3], max_tokens=41, ignore_eos=True))
     assert len(run(scheduler, worker)) == 41
-    assert output(heard(scheduler)[1]) == expected_output([1, 2, 3], 41, 100, 0, ignore_eos=True)
+    assert output(outputs_of(scheduler)[1]) == expected_output([1, 2, 3], 41, 100, 0, ignore_eos=True)
     assert scheduler.counters.num_accepted_tokens == 0 < scheduler.counters.num_draft_tokens
 
 
-def test_nothing_is_computed_at_the_end_or_beyond() -> None:
+def test_no_position_is_computed_from_the_last_token_on() -> None:
     scheduler, worker = make()
     for rid, max_tokens in enumerate(range(1, 9), start=1):
         scheduler.add(enqueue(rid, [rid], max_tokens=max_tokens, ignore_eos=True))
     assert any(plan.num_speculative for plan, _ in run(scheduler, worker))
     for state in worker.rows:
         assert state is not None and state.num_computed <= state.ids[0], "the prompt is [max_tokens]"
-    outputs = heard(scheduler)
+    outputs = outputs_of(scheduler)
     for rid in range(1, 9):
         assert output(outputs[rid]) == expected_output([rid], rid, 100, 0, ignore_eos=True)
 
 
-def test_when_the_budget_is_short_or_a_prompt_is_computed_nobody_speculates() -> None:
+def test_no_row_speculates_when_the_budget_is_short_or_a_prompt_is_computed() -> None:
     for budget, num_speculative in ((8, 2), (7, 0)):
         scheduler, worker = make(max_num_batched_tokens=budget)
         for rid in (1, 2):
@@ -129,34 +129,34 @@ def test_when_the_budget_is_short_or_a_prompt_is_computed_nobody_speculates() ->
     run(scheduler, worker, 1)
     scheduler.add(enqueue(2, list(range(20)), max_tokens=30, ignore_eos=True))
     plans = [plan for plan, _ in run(scheduler, worker, 2)]
-    assert list(bytes_to_ids(plans[0].counts)) == [1, 8], "12 less the row and its 3 guesses"
-    assert list(bytes_to_ids(plans[1].counts)) == [1, 11], "beside a prompt guesses are dear"
+    assert list(bytes_to_ids(plans[0].counts)) == [1, 8], "12 less the row and its 3 draft tokens"
+    assert list(bytes_to_ids(plans[1].counts)) == [1, 11], "beside a prompt, draft tokens cost too much"
 
 
-def test_who_wants_logprobs_is_planned_plainly() -> None:
+def test_a_request_for_logprobs_is_planned_without_draft_tokens() -> None:
     scheduler, worker = make()
     scheduler.add(enqueue(1, [1], max_tokens=20, ignore_eos=True, logprobs=0))
     scheduler.add(enqueue(2, [2], max_tokens=20, ignore_eos=True))
     plans = [plan for plan, _ in run(scheduler, worker, 3)]
     assert plans[2].num_speculative == 1 and len(plans[2].sample) == 2
     run(scheduler, worker)
-    outputs = heard(scheduler)
+    outputs = outputs_of(scheduler)
     assert all(tokens.logprobs is not None and len(tokens.ids) == 4 for tokens in outputs[1])
     assert output(outputs[2]) == expected_output([2], 20, 100, 0, ignore_eos=True)
 
 
-def test_without_a_block_for_the_guesses_there_are_none() -> None:
+def test_draft_tokens_never_cause_a_preemption() -> None:
     scheduler, worker = make(num_blocks=8, max_model_len=32)
     for rid in (1, 2):
         scheduler.add(enqueue(rid, [rid], max_tokens=16, ignore_eos=True))
     plans = [plan for plan, _ in run(scheduler, worker)]
-    outputs = heard(scheduler)
+    outputs = outputs_of(scheduler)
     for rid in (1, 2):
         assert output(outputs[rid]) == expected_output([rid], 16, 32, 0, ignore_eos=True)
     assert scheduler.counters.num_preemptions == 0 and any(plan.num_speculative for plan in plans)
 
 
-def test_a_stop_token_in_the_middle_is_the_last() -> None:
+def test_a_stop_token_among_accepted_draft_tokens_ends_the_output() -> None:
     whole = expected_output([1], 60, 100, 0, ignore_eos=True)
     for i in range(1, 20):
         if whole.index(whole[i]) < i:
@@ -164,14 +164,14 @@ def test_a_stop_token_in_the_middle_is_the_last() -> None:
         scheduler, worker = make()
         scheduler.add(enqueue(1, [1], max_tokens=60, ignore_eos=True, stop_token_ids=(whole[i],)))
         run(scheduler, worker)
-        outputs = heard(scheduler)[1]
+        outputs = outputs_of(scheduler)[1]
         assert output(outputs) == whole[: i + 1]
         assert outputs[-1].finish == "stop" and outputs[-1].usage is not None and outputs[-1].usage.num_output == i + 1
         assert scheduler.counters.num_output_tokens == i + 1 and scheduler.pool.num_held == 0
 
 
 @pytest.mark.parametrize("num_good", [0, 1, 3])
-def test_tokens_before_one_that_is_not_finite_are_told(num_good: int) -> None:
+def test_tokens_before_a_non_finite_position_are_output(num_good: int) -> None:
     scheduler, worker = make()
     scheduler.add(enqueue(1, [1] * 4, max_tokens=20, ignore_eos=True))
     run(scheduler, worker, 1)
@@ -182,27 +182,27 @@ def test_tokens_before_one_that_is_not_finite_are_told(num_good: int) -> None:
     check(scheduler)
     *batches, failed = scheduler.take_outputs()[1:]
     assert isinstance(failed, Failed) and failed.kind == "internal"
-    told = [
+    sent = [
         i for batch in batches if isinstance(batch, TokenBatch) for t in all_tokens(batch) for i in bytes_to_ids(t.ids)
     ]
-    assert told[1:] == ids[:-1]
-    assert not scheduler.pool._by_key, "nothing of it is found again"
+    assert sent[1:] == ids[:-1]
+    assert not scheduler.pool._by_key, "none of its blocks is found again"
 
 
-def test_what_came_true_is_found_again_and_what_did_not_is_not() -> None:
+def test_only_blocks_of_accepted_draft_tokens_are_found_again() -> None:
     for draft in (truth, wrong):
         scheduler, worker = make(draft, depth=2)
         scheduler.add(enqueue(1, [1, 2, 3], max_tokens=42, seed=1, ignore_eos=True))
         run(scheduler, worker)
-        turn = [1, 2, 3, *output(heard(scheduler)[1]), 9]
+        turn = [1, 2, 3, *output(outputs_of(scheduler)[1]), 9]
         scheduler.add(enqueue(2, turn, max_tokens=8, seed=2, ignore_eos=True))
         run(scheduler, worker)
-        outputs = heard(scheduler)[2]
+        outputs = outputs_of(scheduler)[2]
         assert output(outputs) == expected_output(turn, 8, 100, 2, ignore_eos=True)
-        assert outputs[-1].usage is not None and outputs[-1].usage.num_cached == 44, "the last token drawn has no KV"
+        assert outputs[-1].usage is not None and outputs[-1].usage.num_cached == 44, "the last sampled token has no KV"
 
 
-def test_tokens_of_a_step_are_one_piece_of_news() -> None:
+def test_a_step_gives_one_batch_with_all_tokens_of_each_request() -> None:
     scheduler, worker = make()
     for rid in (1, 2):
         scheduler.add(enqueue(rid, [rid], max_tokens=30, ignore_eos=True))
@@ -214,7 +214,7 @@ def test_tokens_of_a_step_are_one_piece_of_news() -> None:
     assert [(rid, len(data)) for rid, data in batch.columns()] == [(1, 16), (2, 16)]
 
 
-def test_fair_counts_the_guesses_that_came_true() -> None:
+def test_fair_counts_accepted_draft_tokens() -> None:
     for draft, num in ((truth, 4), (wrong, 1)):
         scheduler, worker = make(draft, policy="fair")
         scheduler.add(enqueue(1, [1], max_tokens=30, ignore_eos=True, tenant="a"))
@@ -225,7 +225,7 @@ def test_fair_counts_the_guesses_that_came_true() -> None:
 
 
 @pytest.mark.parametrize(("ids", "nums"), [([1, 2], b""), ([1, 2], [1]), ([1] * 5, [5]), ([], [0]), ([1, 2], [1, 1])])
-def test_a_result_that_the_plan_does_not_allow_is_refused(ids: list[int], nums: list[int] | bytes) -> None:
+def test_a_result_whose_token_counts_contradict_the_plan_is_refused(ids: list[int], nums: list[int] | bytes) -> None:
     scheduler, worker = make()
     scheduler.add(enqueue(1, [1], max_tokens=30, ignore_eos=True))
     run(scheduler, worker, 1)
@@ -236,7 +236,7 @@ def test_a_result_that_the_plan_does_not_allow_is_refused(ids: list[int], nums: 
         scheduler.apply(StepResult(plan.step, ids_to_bytes(ids), {}, {}, 1.0, data))
 
 
-def test_the_flag() -> None:
+def test_the_flag_gives_the_number_of_draft_tokens() -> None:
     assert num_draft_tokens(None) == 0 and num_draft_tokens("ngram") == 4 and num_draft_tokens("ngram,tokens=15") == 15
 
 
@@ -250,7 +250,7 @@ def test_the_flag() -> None:
         ("ngram,tokens=\u0663", "--speculative ngram,tokens=\u0663: tokens is a number from 1 to 15."),
     ],
 )
-def test_a_wrong_flag_gives_one_sentence(spec: str, sentence: str) -> None:
+def test_an_invalid_flag_gives_a_one_sentence_error(spec: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         prepare(make_config(model="./nowhere", speculative=spec))
     assert str(error.value) == sentence

@@ -1,4 +1,4 @@
-"""A recorded history gives the same plans again, bit by bit; a changed one is noticed."""
+"""`pagewire replay` reproduces every plan of a recorded trace exactly, and reports a trace that was changed."""
 
 from io import BytesIO
 from pathlib import Path
@@ -40,12 +40,12 @@ def test_every_plan_is_reproduced(recorded: Path, capsys: pytest.CaptureFixture[
     assert int(capsys.readouterr().out.split()[0]) > 40
 
 
-def test_a_trace_holds_no_keys_and_is_for_its_owner(recorded: Path) -> None:
+def test_a_trace_holds_no_api_keys_and_only_its_owner_can_read_it(recorded: Path) -> None:
     assert recorded.stat().st_mode & 0o077 == 0
     assert b"a-secret-of-the-server" not in recorded.read_bytes()
 
 
-def test_a_changed_history_is_noticed(recorded: Path) -> None:
+def test_replay_reports_the_difference_of_a_changed_trace(recorded: Path) -> None:
     with recorded.open("rb") as file:
         events = list(trace.read(file))
     arrivals = [i for i, event in enumerate(events) if isinstance(event, trace.Arrived)]
@@ -54,7 +54,7 @@ def test_a_changed_history_is_noticed(recorded: Path) -> None:
     assert num_plans == 0 and difference is not None and "differs" in difference
 
 
-def test_a_cut_trace_replays_to_its_last_whole_frame(recorded: Path) -> None:
+def test_a_truncated_trace_replays_to_its_last_complete_frame(recorded: Path) -> None:
     data = recorded.read_bytes()
     num_plans, difference = trace.replay(trace.read(BytesIO(data[: len(data) // 2])))
     assert num_plans > 5 and difference is None
@@ -67,7 +67,7 @@ def test_a_trace_of_an_older_version_replays() -> None:
     assert trace.replay(trace.read(BytesIO(data))) == (59, None)
 
 
-def test_what_is_no_trace_gives_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_trace_gives_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x").write_bytes(b"\x05\0\0\0hello")
     assert main(["replay", str(tmp_path / "x")]) == 2
     assert main(["replay", str(tmp_path / "nowhere")]) == 2

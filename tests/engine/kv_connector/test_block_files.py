@@ -1,4 +1,4 @@
-"""Files of blocks: what is read is what was written, or nothing."""
+"""Block files: a read gives exactly the bytes that were written, or fails."""
 
 import os
 import random
@@ -46,7 +46,7 @@ def test_a_block_is_read_as_it_was_written(tmp_path: Path) -> None:
         read(files)
 
 
-def test_every_byte_counts(tmp_path: Path) -> None:
+def test_a_change_of_any_byte_is_detected(tmp_path: Path) -> None:
     files = files_in(tmp_path)
     files.write(KEY, 3, memoryview(DATA))
     path = tmp_path / files.name(KEY, 3)
@@ -68,7 +68,7 @@ def test_every_byte_counts(tmp_path: Path) -> None:
     assert read(files) == DATA
 
 
-def test_a_good_file_under_another_name_or_of_another_model(tmp_path: Path) -> None:
+def test_a_valid_file_under_another_key_or_of_another_model_is_refused(tmp_path: Path) -> None:
     files, others = files_in(tmp_path), files_in(tmp_path, b"n" * 32)
     files.write(KEY, 3, memoryview(DATA))
     source = tmp_path / files.name(KEY, 3)
@@ -82,7 +82,7 @@ def test_a_good_file_under_another_name_or_of_another_model(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link", "dangling"])
-def test_other_things_than_files_are_not_read(tmp_path: Path, kind: str) -> None:
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
     files = files_in(tmp_path)
     path = tmp_path / files.name(KEY, 3)
     path.parent.mkdir(parents=True)
@@ -109,7 +109,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_the_scan_keeps_to_our_files(tmp_path: Path) -> None:
+def test_the_scan_ignores_foreign_files(tmp_path: Path) -> None:
     files, others = files_in(tmp_path), files_in(tmp_path, b"n" * 32, 40)
     files.write(KEY, 3, memoryview(DATA))
     others.write(KEY, 1, memoryview(DATA[:40]))
@@ -126,7 +126,7 @@ def test_the_scan_keeps_to_our_files(tmp_path: Path) -> None:
     assert sum(is_part(f.name) for f in found) == 1
 
 
-def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--kv-connector disk,path=.*/file: this folder cannot be written to"):
         files_in(tmp_path / "file")

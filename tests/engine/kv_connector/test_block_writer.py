@@ -11,7 +11,7 @@ from pagewire.engine.kv_connector.file_worker import FileWorker
 from .test_disk import spec
 
 
-def test_a_full_backlog_keeps_heads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_backlog_keeps_the_first_blocks_of_a_sequence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = Instance(spec("disk", tmp_path))
     assert isinstance(engine.worker, FileWorker)
     engine.worker._writer._max_bytes = 3 * BLOCK_BYTES

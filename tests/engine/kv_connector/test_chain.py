@@ -1,4 +1,4 @@
-"""Several connectors as one: which part loads which blocks, and that no part reads what another has written."""
+"""Several connectors as one: each part loads its blocks, and saves blocks before another part overwrites them."""
 
 from array import array
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from pagewire.engine.kv_connector.host_worker import HostWorker
 from pagewire.ipc.messages import TierSnapshot, Transferred, ids_to_bytes
 
 
-def test_a_load_goes_on_where_the_nearer_tier_ends(tmp_path: Path) -> None:
+def test_a_farther_tier_loads_the_blocks_after_those_of_the_nearer_tier(tmp_path: Path) -> None:
     engine = Instance(f"host,size={4 * BLOCK_BYTES}", f"disk,path={tmp_path},size={64 * FILE_BYTES}", num_blocks=12)
     request = sequence(1, (1, 10 * SIZE + 1))
     engine.serve(request)
-    engine.fill_device(2)  # of the 10 blocks that go, the host keeps the first 4
+    engine.fill_device(2)  # of the 10 evicted blocks, the host keeps the first 4
     engine.core.take_events()
     assert engine.core.get_num_new_matched_tokens(request, 0) == (10 * SIZE, True)
     assert engine.core.get_num_new_matched_tokens(request, 2 * SIZE) == (8 * SIZE, True)
@@ -29,14 +29,14 @@ def test_a_load_goes_on_where_the_nearer_tier_ends(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_failures_of_a_part_are_counted_there(tmp_path: Path) -> None:
+def test_failed_loads_are_counted_by_the_part_that_loaded(tmp_path: Path) -> None:
     engine = Instance(f"host,size={4 * BLOCK_BYTES}", f"disk,path={tmp_path},size={64 * FILE_BYTES}", num_blocks=12)
     request = sequence(1, (1, 10 * SIZE + 1))
     engine.serve(request)
     engine.fill_device(2)
     key = request.keys[7]
     engine.close()
-    engine.close()  # a second time, to no effect
+    engine.close()  # closing twice is allowed
     engine = Instance(f"host,size={4 * BLOCK_BYTES}", f"disk,path={tmp_path},size={64 * FILE_BYTES}", num_blocks=12)
     next(tmp_path.rglob(f"{key.hex()}.*")).unlink()
     assert engine.serve(sequence(4, (1, 10 * SIZE + 1))) == 9
@@ -46,12 +46,12 @@ def test_failures_of_a_part_are_counted_there(tmp_path: Path) -> None:
     engine.close()
 
 
-def overlapping(path: Path) -> int:
-    """The blocks of a request that ends are given, by the same plan, to one that loads; how many then come back."""
+def num_saved_blocks(path: Path) -> int:
+    """One plan loads a request into the blocks that another frees. Returns how many of the freed ones load again."""
     engine = Instance(f"host,size={8 * BLOCK_BYTES}", f"disk,path={path},size={64 * FILE_BYTES}", num_blocks=8)
     try:
-        engine.serve(sequence(1, (1, 8 * SIZE)))  # on the disk, and idle on the device
-        engine.end(engine.run(sequence(2, (2, 8 * SIZE))))  # the first has gone to the host
+        engine.serve(sequence(1, (1, 8 * SIZE)))  # stored on the disk, and idle on the device
+        engine.end(engine.run(sequence(2, (2, 8 * SIZE))))  # the first request's blocks are evicted to the host
         again = sequence(3, (1, 8 * SIZE))
         assert engine.admit(again)
         engine.step()
@@ -64,11 +64,11 @@ def overlapping(path: Path) -> int:
         engine.close()
 
 
-def test_a_part_reads_what_it_keeps_before_another_writes(tmp_path: Path) -> None:
-    assert overlapping(tmp_path) == 7
+def test_a_part_saves_blocks_before_another_part_overwrites_them(tmp_path: Path) -> None:
+    assert num_saved_blocks(tmp_path) == 7
 
 
-def test_a_part_that_writes_early_would_be_noticed(tmp_path: Path) -> None:
+def test_a_part_that_writes_too_early_is_noticed(tmp_path: Path) -> None:
     original = HostWorker.start_load_kv
 
     def early(worker: HostWorker) -> None:
@@ -77,7 +77,7 @@ def test_a_part_that_writes_early_would_be_noticed(tmp_path: Path) -> None:
             worker._copier.write(chunk.blocks, worker._slots[chunk.slots])
 
     with patch.object(HostWorker, "start_load_kv", early), pytest.raises(AssertionError, match="holds something else"):
-        overlapping(tmp_path)
+        num_saved_blocks(tmp_path)
 
 
 class Part:
@@ -155,7 +155,7 @@ def chain(*parts: Part) -> tuple[ChainCore, ChainWorker]:
     return ChainCore(parts, block_size=SIZE), ChainWorker(parts)
 
 
-def test_shares_of_a_load() -> None:
+def test_each_part_loads_the_blocks_that_it_matched() -> None:
     parts = [Part(2 * SIZE), Part(0), Part(3 * SIZE)]
     core, _ = chain(*parts)
     request = sequence(1, (1, 40))
@@ -168,7 +168,7 @@ def test_shares_of_a_load() -> None:
     ]
 
 
-def test_less_is_loaded_than_was_matched() -> None:
+def test_a_load_may_be_shorter_than_its_match() -> None:
     parts = [Part(2 * SIZE), Part(3 * SIZE)]
     core, _ = chain(*parts)
     request = sequence(1, (1, 40))
@@ -177,7 +177,7 @@ def test_less_is_loaded_than_was_matched() -> None:
     assert [part.calls for part in parts] == [[("alloc", [10, 11], 2 * SIZE)], []]
 
 
-def test_one_that_does_not_know_yet() -> None:
+def test_the_match_is_unknown_while_one_part_does_not_know_its_own() -> None:
     core, _ = chain(Part(SIZE), Part(None))
     assert core.get_num_new_matched_tokens(sequence(1, (1, 40)), 0)[0] is None
 
@@ -187,7 +187,7 @@ def test_matches_of_requests_that_never_start_are_forgotten() -> None:
     for rid in range(3000):
         core.get_num_new_matched_tokens(sequence(rid, (1, 40)), 0)
     assert len(core._matched) <= 1024
-    core.update_state_after_alloc(sequence(0, (1, 40)), [1, 2], 2 * SIZE)  # forgotten, so asked anew
+    core.update_state_after_alloc(sequence(0, (1, 40)), [1, 2], 2 * SIZE)  # forgotten, so the parts are asked again
     core.request_finished(sequence(2999, (1, 40)), [])
     assert 2999 not in core._matched
 
@@ -215,7 +215,7 @@ def test_a_load_ends_when_all_parts_are_done() -> None:
     assert not (worker._left or worker._rid_of or worker._blocks_of or worker._bad or worker._kept)
 
 
-def test_all_parts_are_told() -> None:
+def test_every_call_is_passed_to_all_parts() -> None:
     parts = [Part(0), Part(0)]
     core, worker = chain(*parts)
     output = Transferred((1,), ids_to_bytes(array("i")), ())

@@ -17,11 +17,11 @@ def spec(kind: str, path: Path, num_blocks: int = 64) -> str:
     return f"{kind},path={path}/kv,size={num_blocks * FILE_BYTES}"
 
 
-def written(engine: Instance) -> None:
+def wait_until_written(engine: Instance) -> None:
     """Waits until the worker's thread has done all its jobs."""
     assert isinstance(engine.worker, FileWorker)
     writer = engine.worker._writer
-    until(lambda: not writer._jobs and not writer._pending, "all is written")
+    until(lambda: not writer._jobs and not writer._pending, "every block is written")
 
 
 def block_files(path: Path) -> list[Path]:
@@ -29,7 +29,7 @@ def block_files(path: Path) -> list[Path]:
 
 
 @KINDS
-def test_over_a_restart(kind: str, tmp_path: Path) -> None:
+def test_blocks_are_loaded_after_a_restart(kind: str, tmp_path: Path) -> None:
     engine = Instance(spec(kind, tmp_path))
     engine.serve(sequence(1, (1, 10 * SIZE + 2)))
     assert engine.serve(sequence(2, (1, 10 * SIZE + 2))) == 0  # the device has it
@@ -46,33 +46,33 @@ def test_over_a_restart(kind: str, tmp_path: Path) -> None:
 
 
 @KINDS
-def test_the_last_position_is_left_to_compute(kind: str, tmp_path: Path) -> None:
+def test_the_last_position_is_never_loaded(kind: str, tmp_path: Path) -> None:
     engine = Instance(spec(kind, tmp_path))
     engine.serve(sequence(1, (1, 3 * SIZE)))
     engine.fill_device(2)
     core = engine.core
-    written(engine)
+    wait_until_written(engine)
     assert core.get_num_new_matched_tokens(sequence(3, (1, 3 * SIZE)), 0) == (2 * SIZE, True)
     assert core.get_num_new_matched_tokens(sequence(4, (1, 3 * SIZE + 1)), SIZE) == (2 * SIZE, True)
     assert core.get_num_new_matched_tokens(sequence(5, (1, 1)), 0) == (0, False)
     engine.close()
 
 
-def test_the_oldest_are_evicted_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_blocks_are_evicted_first(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path, 10), num_blocks=12)
     for i in (1, 2):
         engine.serve(sequence(i, (i, 4 * SIZE)))
-    engine.serve(sequence(3, (1, 4 * SIZE)))  # was on the device, but counts as use
+    engine.serve(sequence(3, (1, 4 * SIZE)))  # is still on the device, but counts as a use
     engine.serve(sequence(4, (4, 4 * SIZE)))
     engine.close()
     engine = Instance(spec("disk", tmp_path, 10), num_blocks=12)
-    asks = {i: engine.core.get_num_new_matched_tokens(sequence(9, (i, 4 * SIZE), (9, 1)), 0)[0] for i in (1, 2, 4)}
-    assert asks == {1: 4 * SIZE, 2: 2 * SIZE, 4: 4 * SIZE}
+    matched = {i: engine.core.get_num_new_matched_tokens(sequence(9, (i, 4 * SIZE), (9, 1)), 0)[0] for i in (1, 2, 4)}
+    assert matched == {1: 4 * SIZE, 2: 2 * SIZE, 4: 4 * SIZE}
     assert len(block_files(tmp_path)) == 10
     engine.close()
 
 
-def test_a_smaller_disk_after_a_restart(tmp_path: Path) -> None:
+def test_blocks_are_evicted_when_the_size_is_smaller_after_a_restart(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path))
     engine.serve(sequence(1, (1, 8 * SIZE)))
     engine.close()
@@ -83,7 +83,7 @@ def test_a_smaller_disk_after_a_restart(tmp_path: Path) -> None:
     assert len(block_files(tmp_path)) == 3
 
 
-def test_a_sequence_larger_than_the_disk(tmp_path: Path) -> None:
+def test_a_sequence_larger_than_the_disk_stays_within_its_size(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path, 5))
     engine.serve(sequence(1, (1, 20 * SIZE)))
     engine.fill_device(2)
@@ -105,7 +105,7 @@ def test_files_of_another_model_are_never_found_and_removed_first(tmp_path: Path
     assert len(list(tmp_path.glob(f"kv/{other.model_key.hex()[:16]}/*/*"))) == 6
 
 
-def test_one_disk_has_one_engine(tmp_path: Path) -> None:
+def test_a_second_engine_on_the_same_disk_folder_is_refused(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path))
     with pytest.raises(ConfigError, match="another engine uses this folder"):
         Instance(spec("disk", tmp_path))
@@ -114,11 +114,11 @@ def test_one_disk_has_one_engine(tmp_path: Path) -> None:
 
 
 @KINDS
-def test_reset_forgets_what_was_under_way(kind: str, tmp_path: Path) -> None:
+def test_reset_forgets_loads_under_way(kind: str, tmp_path: Path) -> None:
     engine = Instance(spec(kind, tmp_path))
     engine.serve(sequence(1, (1, 4 * SIZE + 1)))
     engine.fill_device(2)
-    written(engine)
+    wait_until_written(engine)
     request = sequence(3, (1, 4 * SIZE + 1))
     assert engine.admit(request)
     engine.core.reset()

@@ -1,4 +1,4 @@
-"""The half that reads and writes files."""
+"""The worker half of the disk and shared tiers, which reads and writes the files."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from kv_instance import BLOCK_BYTES, FILE_BYTES, SIZE, Instance, sequence
 from pagewire.engine.core.kv_connector import KvEvent
 from pagewire.engine.kv_connector.file_worker import FileWorker
 
-from .test_disk import KINDS, block_files, spec, written
+from .test_disk import KINDS, block_files, spec, wait_until_written
 
 
 @pytest.fixture
@@ -28,19 +28,19 @@ def small_files() -> Iterator[None]:
 
 
 @KINDS
-@pytest.mark.parametrize("damage", ["gone", "short", "flipped", "foreign", "pipe"])
-def test_a_damaged_file_costs_time_only(kind: str, damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["missing", "short", "flipped", "foreign", "pipe"])
+def test_the_block_of_a_damaged_file_is_computed_and_stored_again(kind: str, damage: str, tmp_path: Path) -> None:
     engine = Instance(spec(kind, tmp_path))
     first = sequence(1, (1, 6 * SIZE + 1))
     engine.serve(first)
     engine.fill_device(2)
-    written(engine)
+    wait_until_written(engine)
     (path,) = tmp_path.rglob(f"{first.keys[2].hex()}.*")
     whole = path.read_bytes()
     again = sequence(3, (1, 6 * SIZE + 1))
     assert engine.core.get_num_new_matched_tokens(again, 0)[0] == 6 * SIZE
     match damage:
-        case "gone":
+        case "missing":
             path.unlink()
         case "short":
             path.write_bytes(whole[:-1])
@@ -55,8 +55,8 @@ def test_a_damaged_file_costs_time_only(kind: str, damage: str, tmp_path: Path) 
     assert engine.serve(again) == 5
     assert engine.failed == [first.keys[2]]
     assert KvEvent(False, (first.keys[2],), kind) in engine.core.take_events()
-    written(engine)
-    assert path.read_bytes() == whole, "what was computed again is kept again"
+    wait_until_written(engine)
+    assert path.read_bytes() == whole, "the computed block is stored again"
     engine.fill_device(4)
     assert engine.serve(sequence(5, (1, 6 * SIZE + 1))) == 6
     engine.close()
@@ -78,12 +78,12 @@ def test_blocks_that_wait_to_be_written_can_be_loaded(tmp_path: Path) -> None:
     engine = Instance(spec("disk", tmp_path))
     first = sequence(1, (1, 4 * SIZE + 1))
     engine.serve(first)
-    written(engine)
+    wait_until_written(engine)
     assert isinstance(engine.worker, FileWorker)
     path = next(tmp_path.rglob(f"{first.keys[0].hex()}.*"))
     data = memoryview(path.read_bytes())[-BLOCK_BYTES:]
     path.unlink()
-    engine.worker._writer._pending[first.keys[0]] = data  # as if its turn had not come
+    engine.worker._writer._pending[first.keys[0]] = data  # as if it still waited to be written
     engine.fill_device(2)
     assert engine.serve(sequence(3, (1, 4 * SIZE + 1))) == 4
     engine.close()
@@ -91,13 +91,13 @@ def test_blocks_that_wait_to_be_written_can_be_loaded(tmp_path: Path) -> None:
 
 @KINDS
 @pytest.mark.usefixtures("small_files")
-def test_a_full_disk_costs_time_only(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_stores_nothing_and_warns_once(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine = Instance(spec(kind, tmp_path))
         first = sequence(1, (1, 4 * SIZE + 1))
         engine.serve(first)
-        written(engine)
-        assert block_files(tmp_path) == [], "nothing half written is left"
+        wait_until_written(engine)
+        assert block_files(tmp_path) == [], "no partial file is left"
         engine.fill_device(2)
         assert engine.serve(sequence(3, (1, 4 * SIZE + 1))) == 0
         engine.close()

@@ -17,7 +17,7 @@ FACTS = ConnectorFacts(block_size=4, block_bytes=1, model_key=bytes(32))
 
 
 @dataclass
-class Asking:
+class FakeRequest:
     rid: int = 7
     ids: "array[int]" = field(default_factory=lambda: array("i", range(30)))
     num_computed: int = 0
@@ -81,16 +81,16 @@ def core() -> GuardedCore:
     return core
 
 
-def test_options_are_checked_by_the_connector():
+def test_the_connector_checks_its_options():
     with pytest.raises(ConfigError, match="it is checked"):
         Guarded(Kind, "careless").check({})
 
 
-def test_what_is_under_way_travels_beside_the_metadata(core):
-    request = Asking()
+def test_loads_and_held_requests_are_sent_with_the_metadata(core):
+    request = FakeRequest()
     assert core.get_num_new_matched_tokens(request, 4) == (8, True)
     core.update_state_after_alloc(request, [5, 6, 9], 8)
-    assert core.request_finished(Asking(rid=3), [1])
+    assert core.request_finished(FakeRequest(rid=3), [1])
     decoded = msgspec.msgpack.decode(core.build_connector_meta(), type=UnderWay)
     assert decoded == UnderWay(((7, ids_to_bytes([6, 9])),), (3,), b"own")
     core._inner.metadata = b""
@@ -98,18 +98,18 @@ def test_what_is_under_way_travels_beside_the_metadata(core):
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("a bug"), (3, False), (28, False), (-4, True), "nonsense", None])
-def test_a_half_that_raised_is_not_called_again(answer, core, caplog):
-    core.update_state_after_alloc(Asking(), [5, 6], 4)
+def test_a_core_half_that_raised_or_answered_wrongly_is_not_called_again(answer, core, caplog):
+    core.update_state_after_alloc(FakeRequest(), [5, 6], 4)
     core._inner.answer = answer
     with caplog.at_level(logging.ERROR):
-        assert core.get_num_new_matched_tokens(Asking(), 4) == (0, False)
+        assert core.get_num_new_matched_tokens(FakeRequest(), 4) == (0, False)
         core._inner.answer = (8, True)
-        assert core.get_num_new_matched_tokens(Asking(), 4) == (0, False)
-        assert (core.request_finished(Asking(), [1]), core.take_events(), core.tiers()) == (False, [], ())
+        assert core.get_num_new_matched_tokens(FakeRequest(), 4) == (0, False)
+        assert (core.request_finished(FakeRequest(), [1]), core.take_events(), core.tiers()) == (False, [], ())
         core.update_connector_output(Transferred((), b"", ()))
         core.blocks_evicted([])
         loads = msgspec.msgpack.decode(core.build_connector_meta(), type=UnderWay).loads
-        assert loads == ((7, ids_to_bytes([6])),), "the worker's side answers for what is under way"
+        assert loads == ((7, ids_to_bytes([6])),), "the worker half reports the loads under way"
     assert len(caplog.records) == 1
     core.close()
     assert core._inner.closed
@@ -117,15 +117,15 @@ def test_a_half_that_raised_is_not_called_again(answer, core, caplog):
 
 @pytest.mark.parametrize("metadata", [None, "text", {"a": 1}, 7])
 def test_metadata_of_a_wrong_type_disables_the_half(core: GuardedCore, metadata: object) -> None:
-    core._inner.metadata = metadata  # type: ignore[attr-defined]  # of the connector of the test
+    core._inner.metadata = metadata  # type: ignore[attr-defined]  # an attribute of `Careless`
     assert core.build_connector_meta() == b"" and core.is_broken
 
 
 @pytest.mark.parametrize(("answer", "holds"), [((False, None), False), ((True, {"a": 1}), True), (None, False)])
-def test_the_shape_of_other_engines_answers_is_understood(core: GuardedCore, answer: object, holds: bool) -> None:
+def test_answers_in_the_form_of_other_engines_are_accepted(core: GuardedCore, answer: object, holds: bool) -> None:
     inner: Any = core._inner
     inner.holds = answer
-    assert core.request_finished(Asking(), [1, 2]) is holds
+    assert core.request_finished(FakeRequest(), [1, 2]) is holds
 
 
 class Writing:
@@ -148,7 +148,7 @@ class Writing:
         self.num_closed += 1
 
 
-def test_a_broken_half_is_closed_before_its_blocks_are_computed() -> None:
+def test_a_worker_half_that_raises_is_closed_and_its_loads_fail() -> None:
     inner = Writing()
     worker = GuardedWorker(inner, "writing")
     worker.bind_connector_metadata(msgspec.msgpack.encode(UnderWay(((7, ids_to_bytes([1, 2])),), (), b"")))
@@ -160,7 +160,7 @@ def test_a_broken_half_is_closed_before_its_blocks_are_computed() -> None:
     assert inner.num_closed == 1
 
 
-def test_a_load_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagewire.engine.kv_connector.guard.LOAD_TIMEOUT_S", 0.0)
     inner = Writing()
     worker = GuardedWorker(inner, "silent")

@@ -17,7 +17,7 @@ def core_of(num_slots: int) -> HostCore:
 def test_evicted_blocks_are_loaded_again() -> None:
     engine = Instance(f"host,size={64 * BLOCK_BYTES}")
     engine.serve(sequence(1, (1, 10 * SIZE + 2)))
-    assert engine.core.tiers()[0].num_blocks == 0, "nothing is copied as long as the device has it"
+    assert engine.core.tiers()[0].num_blocks == 0, "nothing is copied while the device has it"
     engine.fill_device(2)
     assert engine.serve(sequence(3, (1, 10 * SIZE + 2))) == 10
     engine.fill_device(4)
@@ -25,10 +25,10 @@ def test_evicted_blocks_are_loaded_again() -> None:
     stored = tier.num_stored
     engine.fill_device(5)
     assert (tier.name, tier.capacity, tier.num_hit_tokens, tier.num_failed) == ("host", 64, 10 * SIZE, 0)
-    assert engine.core.tiers()[0].num_stored == stored + 24, "what is here already is not copied again"
+    assert engine.core.tiers()[0].num_stored == stored + 24, "blocks that the host has are not copied again"
 
 
-def test_a_preempted_request_is_swapped() -> None:
+def test_blocks_of_a_preempted_request_are_loaded_again() -> None:
     engine = Instance(f"host,size={64 * BLOCK_BYTES}", num_blocks=12)
     request = engine.run(sequence(1, (1, 8 * SIZE + 1)))
     engine.preempt(request)
@@ -39,22 +39,22 @@ def test_a_preempted_request_is_swapped() -> None:
 def test_events_name_the_tier_of_each_block() -> None:
     engine = Instance(f"host,size={9 * BLOCK_BYTES}", num_blocks=12)
     rng = random.Random(3)
-    there: set[bytes] = set()
+    present: set[bytes] = set()
     for i in range(40):
         engine.serve(sequence(i, (rng.randrange(4), 5 * SIZE), (rng.randrange(9), rng.randrange(4 * SIZE))))
         for event in engine.core.take_events():
             assert event.tier == "host"
             if event.stored:
-                assert there.isdisjoint(event.keys)
-                there |= set(event.keys)
+                assert present.isdisjoint(event.keys)
+                present |= set(event.keys)
             else:
-                assert there >= set(event.keys)
-                there -= set(event.keys)
-        assert len(there) == engine.core.tiers()[0].num_blocks <= 9
+                assert present >= set(event.keys)
+                present -= set(event.keys)
+        assert len(present) == engine.core.tiers()[0].num_blocks <= 9
     engine.core.reset()
     for event in engine.core.take_events():
-        there -= set(event.keys)
-    assert not there
+        present -= set(event.keys)
+    assert not present
 
 
 def test_a_block_evicted_after_its_match_fails_to_load() -> None:
@@ -75,7 +75,7 @@ def test_a_block_evicted_after_its_match_fails_to_load() -> None:
     assert request.num_computed == 3 * SIZE
 
 
-def test_more_at_once_than_there_are_slots() -> None:
+def test_of_more_evicted_blocks_than_slots_the_newest_are_kept() -> None:
     core = core_of(3)
     core.blocks_evicted([Evicted(i, bytes([i]), i) for i in range(9)])
     assert core.tiers()[0].num_blocks == 3
@@ -94,4 +94,4 @@ def test_slots_that_are_being_loaded_are_not_reused() -> None:
     core.update_connector_output(Transferred((1,), b"", ()))
     core.blocks_evicted([Evicted(2, b"other", 0)])
     assert list(core._saves.values()) == [2]
-    assert keys[0] in core._slots, "the tail goes first"
+    assert keys[0] in core._slots, "the tail is evicted first"

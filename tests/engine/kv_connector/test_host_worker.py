@@ -10,7 +10,7 @@ from pagewire.engine.kv_connector.host_worker import HostWorker
 from pagewire.ipc.messages import Transferred, ids_to_bytes
 
 
-def test_long_loads_are_spread() -> None:
+def test_a_long_load_takes_several_steps() -> None:
     engine = Instance(f"host,size={64 * BLOCK_BYTES}")
     worker = engine.worker
     assert isinstance(worker, HostWorker)
@@ -45,7 +45,7 @@ def test_copies_are_bit_equal_in_chunks_of_any_size() -> None:
     assert copier.block_bytes == FACTS.block_bytes
 
 
-def test_a_load_of_nothing_ends() -> None:
+def test_a_load_of_a_block_that_was_never_stored_fails() -> None:
     engine = Instance(f"host,size={4 * BLOCK_BYTES}")
     core = engine.core
     request = sequence(1, (1, SIZE + 1))
@@ -54,4 +54,4 @@ def test_a_load_of_nothing_ends() -> None:
     core.update_state_after_alloc(request, request.blocks, SIZE)  # never stored
     engine.step()
     assert engine.failed == request.keys[:1] and engine.worker.num_pending == 0
-    core.update_connector_output(Transferred((77,), ids_to_bytes([1]), ()))  # somebody else's
+    core.update_connector_output(Transferred((77,), ids_to_bytes([1]), ()))  # a load of another connector

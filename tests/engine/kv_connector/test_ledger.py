@@ -6,7 +6,7 @@ from pagewire.ipc.messages import Transferred, ids_to_bytes
 SIZE = 16
 
 
-def test_loads_end_once_and_those_that_failed_are_counted() -> None:
+def test_a_load_ends_once_and_its_failed_blocks_are_reported() -> None:
     ledger = Ledger("host", SIZE)
     ledger.begin_load(1, [10, 11], [b"a", b"b"])
     ledger.begin_load(2, [12], [b"c"])
@@ -14,12 +14,12 @@ def test_loads_end_once_and_those_that_failed_are_counted() -> None:
     assert ledger.end_loads(ended) == ([b"a", b"b"], [b"b"])
     assert ledger.end_loads(ended) == ([], [])
     assert ledger.forget_loads() == [b"c"] and ledger.forget_loads() == []
-    told = ledger.snapshot(3, 9)
-    assert (told.name, told.num_blocks) == ("host", 3)
-    assert SIZE in [getattr(told, field) for field in told.__struct_fields__], "the tokens of one block were hit"
+    tier = ledger.snapshot(3, 9)
+    assert (tier.name, tier.num_blocks) == ("host", 3)
+    assert SIZE in [getattr(tier, field) for field in tier.__struct_fields__], "the tokens of one block were hit"
 
 
-def test_events_keep_their_order_and_are_put_together() -> None:
+def test_events_keep_their_order_and_consecutive_ones_are_merged() -> None:
     ledger = Ledger("disk", SIZE)
     ledger.stored([b"a", b"b"])
     ledger.found([b"c"])

@@ -1,4 +1,4 @@
-"""What may stand behind a connector's name."""
+"""The options behind a connector's name in `--kv-connector`."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from pagewire.engine.kv_connector.options import check_names, eviction_of, num_b
 from pagewire.errors import ConfigError
 
 
-def test_what_can_be() -> None:
+def test_valid_options() -> None:
     check_names("disk", {"path": "/x", "size": "4G"}, required=["path", "size"], optional=["eviction"])
     assert size_of("host", {"size": "4K"}) == 4096 and num_blocks_of("host", 4096, 1000) == 4
     assert len(eviction_of("host", {"eviction": "lru"})) == len(eviction_of("host", {})) == 0
@@ -26,6 +26,6 @@ def test_what_can_be() -> None:
         (lambda: num_blocks_of("host", 999, 1000), "one block of this model takes 1000 bytes"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(call: Callable[[], object], sentence: str) -> None:
+def test_an_invalid_option_gives_a_one_sentence_error(call: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         call()

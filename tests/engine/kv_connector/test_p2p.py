@@ -44,8 +44,8 @@ DEADLINE_S = 10.0
 
 
 @dataclass
-class Asking:
-    """See `KvRequest`."""
+class FakeRequest:
+    """A `KvRequest`."""
 
     rid: int
     ids: "array[int]"
@@ -60,9 +60,9 @@ class Asking:
         return self.keys[:num]
 
 
-def prompt(rid: int, num: int, seed: int = 0) -> Asking:
+def prompt(rid: int, num: int, seed: int = 0) -> FakeRequest:
     rng = random.Random(seed)
-    return Asking(rid, array("i", [rng.randrange(100) for _ in range(num)]))
+    return FakeRequest(rid, array("i", [rng.randrange(100) for _ in range(num)]))
 
 
 class Instance:
@@ -75,7 +75,7 @@ class Instance:
         self.worker.register_kv_caches(self.cache)
 
     def step(self) -> None:
-        """A plan without rows."""
+        """Runs a plan without rows."""
         if metadata := self.core.build_connector_meta():
             self.worker.bind_connector_metadata(metadata)
             self.worker.start_load_kv()
@@ -84,8 +84,8 @@ class Instance:
     def content(self, blocks: list[int]) -> torch.Tensor:
         return torch.stack([torch.stack([page[blocks] for page in pair]) for pair in self.cache.pages])
 
-    def serve(self, request: Asking, blocks: list[int]) -> None:
-        """The request has ended; its blocks hold random numbers."""
+    def serve(self, request: FakeRequest, blocks: list[int]) -> None:
+        """Ends the request, with random numbers in its blocks."""
         for pair in self.cache.pages:
             for page in pair:
                 page[blocks] = torch.randn(len(blocks), *page.shape[1:])
@@ -93,12 +93,12 @@ class Instance:
         assert not self.core.request_finished(request, blocks)
         self.step()
 
-    def matched(self, request: Asking, num_computed: int = 0) -> int:
+    def matched(self, request: FakeRequest, num_computed: int = 0) -> int:
         """The answer of `get_num_new_matched_tokens`, once there is one."""
         return int(wait_for(lambda: self.core.get_num_new_matched_tokens(request, num_computed)[0]))
 
-    def load(self, request: Asking, blocks: list[int], num_blocks: int) -> set[int]:
-        """Loads the last `num_blocks` of these blocks; which of them failed."""
+    def load(self, request: FakeRequest, blocks: list[int], num_blocks: int) -> set[int]:
+        """Loads the last `num_blocks` of these blocks. Returns those that failed."""
         self.core.update_state_after_alloc(request, blocks, num_blocks * SIZE)
         self.step()
         assert self.worker.num_pending == 1
@@ -120,7 +120,7 @@ def wait_for(ask: Callable[[], object], wanted: Callable[[object], bool] = lambd
         found = ask()
         return (found,) if wanted(found) else None
 
-    (found,) = until(answer, "the answer", DEADLINE_S)
+    (found,) = until(answer, "the wanted answer is given", DEADLINE_S)
     return found
 
 
@@ -159,14 +159,14 @@ def test_blocks_arrive_bit_by_bit(folder, instance):
     assert (tier.num_blocks, tier.num_stored, tier.num_evicted) == (7, 7, 0)
 
 
-def test_one_position_stays_to_be_computed(folder, instance):
+def test_the_last_position_is_never_loaded(folder, instance):
     prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
     prefill.serve(prompt(1, 8 * SIZE), list(range(8)))
     assert decode.matched(prompt(2, 8 * SIZE)) == 7 * SIZE
     assert decode.matched(prompt(3, SIZE)) == 0
 
 
-def test_a_common_beginning_is_found(folder, instance):
+def test_a_common_prefix_is_found(folder, instance):
     prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
     prefill.serve(prompt(1, 8 * SIZE), list(range(8)))
     other = prompt(2, 8 * SIZE)
@@ -175,30 +175,30 @@ def test_a_common_beginning_is_found(folder, instance):
 
 
 def test_an_early_lookup_waits_for_blocks_being_computed(folder, instance):
-    """The prefill instance has admitted the request and told its worker; the decode instance asks before it ends."""
+    """The prefill instance has announced a request's blocks; the decode instance asks before the request ends."""
     prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv", wait_ms="20000")
     known = prompt(1, 10)
     prefill.serve(known, [0, 1, 2])
     computing = prompt(2, 30)
     computing.ids[:10] = known.ids
-    for _ in range(3):  # it may be asked for a request several times before there is room for it
+    for _ in range(3):  # as the scheduler does until the request fits
         assert prefill.core.get_num_new_matched_tokens(computing, 0) == (0, False)
     prefill.step()
-    early = Asking(3, computing.ids[:])
+    early = FakeRequest(3, computing.ids[:])
     wait_for(lambda: decode.core.get_num_new_matched_tokens(early, 0) and decode.core._questions[3].is_coming, bool)
     assert decode.core.get_num_new_matched_tokens(early, 0) == (None, True)
-    assert decode.matched(prompt(4, 30, seed=9)) == 0, "what nobody computes is not waited for"
+    assert decode.matched(prompt(4, 30, seed=9)) == 0, "blocks that the peer does not compute are not waited for"
     other = prompt(5, 30)
     other.ids[:10] = known.ids
     other.ids[10] += 1
-    assert decode.matched(other) == 2 * SIZE, "nor what follows a part that nobody computes"
+    assert decode.matched(other) == 2 * SIZE, "nor blocks after one that the peer does not compute"
     prefill.serve(computing, list(range(10, 18)))
     assert decode.matched(early) == 7 * SIZE
     assert not prefill.worker._store._coming and not prefill.worker._store._num_coming and not prefill.core._expected
 
 
 @pytest.mark.parametrize("end", ["cancelled", "never"])
-def test_announced_blocks_that_never_come(end, folder, instance):
+def test_a_request_stops_waiting_for_announced_blocks_that_never_come(end, folder, instance):
     prefill, decode = (
         instance(serve=f"{folder}/kv"),
         instance(peer=f"{folder}/kv", wait_ms="30" if end == "never" else "20000"),
@@ -215,9 +215,7 @@ def test_announced_blocks_that_never_come(end, folder, instance):
         assert decode.matched(early) == 2 * SIZE
     else:
         assert decode.matched(early) == 0
-    assert decode.core.get_num_new_matched_tokens(prompt(4, 30, seed=3), 0) == (None, True), (
-        "the peer is no worse for it"
-    )
+    assert decode.core.get_num_new_matched_tokens(prompt(4, 30, seed=3), 0) == (None, True), "the peer is asked again"
 
 
 def test_many_replies_make_one_load(folder, instance, monkeypatch):
@@ -231,7 +229,7 @@ def test_many_replies_make_one_load(folder, instance, monkeypatch):
     assert torch.equal(decode.content(blocks[::-1]), prefill.content(blocks))
 
 
-def test_another_model_has_nothing_in_common(folder, instance):
+def test_blocks_of_another_model_are_not_found(folder, instance):
     prefill = instance(serve=f"{folder}/kv")
     decode = instance(
         peer=f"{folder}/kv", facts=ConnectorFacts(block_size=SIZE, block_bytes=BLOCK_BYTES, model_key=b"x" * 32)
@@ -240,8 +238,8 @@ def test_another_model_has_nothing_in_common(folder, instance):
     assert decode.matched(prompt(2, 30)) == 0
 
 
-def test_the_worker_keeps_what_the_core_thinks(folder, instance):
-    """Random requests that end, of three families with common beginnings, and more blocks than there is room for."""
+def test_core_and_worker_agree_on_the_stored_blocks(folder, instance):
+    """Requests of three families with common prefixes end, with more blocks than the store holds."""
     rng = random.Random(3)
     prefill = instance(serve=f"{folder}/kv", size=str(12 * BLOCK_BYTES + 5))
     for rid in range(200):
@@ -256,12 +254,12 @@ def test_the_worker_keeps_what_the_core_thinks(folder, instance):
         assert tier.num_blocks <= tier.capacity == 12
         assert tier.num_stored - tier.num_evicted == tier.num_blocks
         head = request.block_keys(min(12, len(request.ids) // SIZE), SIZE)
-        assert all(key in prefill.core._kept for key in head), "of one request the tail goes first"
+        assert all(key in prefill.core._kept for key in head), "the tail of a request is evicted first"
     prefill.step()
     assert prefill.worker._store._blocks.keys() == prefill.core._kept.keys()
 
 
-def test_a_missing_peer_is_not_asked_for_a_while(folder, instance, monkeypatch):
+def test_a_peer_that_does_not_answer_is_not_asked_for_a_while(folder, instance, monkeypatch):
     now = 100.0
     monkeypatch.setattr(p2p, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
     core = instance(peer=f"{folder}/nobody", timeout_ms="100").core
@@ -272,7 +270,7 @@ def test_a_missing_peer_is_not_asked_for_a_while(folder, instance, monkeypatch):
     assert core.get_num_new_matched_tokens(request, 30 - 2) == (0, False), "nothing is left to ask for"
     now += 0.001
     assert core.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert core.get_num_new_matched_tokens(prompt(2, 30), 0) == (0, False), "others do not wait for it"
+    assert core.get_num_new_matched_tokens(prompt(2, 30), 0) == (0, False), "other requests do not wait for the peer"
     now += 1.0
     assert core.get_num_new_matched_tokens(request, 0) == (None, True)
     now += 0.1
@@ -296,7 +294,7 @@ def test_a_restarted_peer_is_found_again(folder, instance):
     assert torch.equal(decode.content(list(range(8, 15))), second.content(list(range(7))))
 
 
-def test_blocks_evicted_before_they_are_fetched(folder, instance):
+def test_blocks_evicted_before_they_are_fetched_fail_to_load(folder, instance):
     prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
     prefill.serve(prompt(1, 30), list(range(8)))
     request = prompt(2, 30)
@@ -304,7 +302,7 @@ def test_blocks_evicted_before_they_are_fetched(folder, instance):
     prefill.worker._store.drop(request.block_keys(7, SIZE)[4:])
     assert decode.load(request, list(range(10, 17)), 7) == {14, 15, 16}
     assert torch.equal(decode.content([10, 11, 12, 13]), prefill.content([0, 1, 2, 3]))
-    assert decode.matched(prompt(3, 30)) == 0, "it is left alone for a moment"
+    assert decode.matched(prompt(3, 30)) == 0, "the peer is not asked again for a moment"
     assert decode.core.tiers()[0].num_failed == 3
 
 
@@ -354,20 +352,20 @@ BAD_ANSWERS: dict[str, Callable[[Fetch], bytes | None]] = {
     "silence": lambda request: None,
     "noise": lambda request: b"\x93\xa5garbage",
     "nothing": lambda request: b"",
-    "another kind": lambda request: encode(Found(request.id, 7)),
-    "another question's": lambda request: encode(Blocks(request.id + 1, b"", b"")),
+    "another type of message": lambda request: encode(Found(request.id, 7)),
+    "another request's": lambda request: encode(Blocks(request.id + 1, b"", b"")),
     "no blocks": lambda request: _blocks(request, num=0),
     "too many blocks": lambda request: _blocks(request, num=50),
     "a part of a block": lambda request: _blocks(request, lambda content: content[:-1]),
     "no checksums": lambda request: encode(Blocks(request.id, b"", bytes(7 * BLOCK_BYTES))),
-    "one bit": lambda request: _blocks(request, lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+    "one flipped bit": lambda request: _blocks(request, lambda content: content[:-1] + bytes([content[-1] ^ 1])),
     "blocks in another order": lambda request: _blocks(request, lambda c: c[BLOCK_BYTES:] + c[:BLOCK_BYTES]),
     "too much": lambda request: bytes(64 << 20),
 }
 
 
 @pytest.mark.parametrize("kind", BAD_ANSWERS)
-def test_bad_peers_cost_time_and_nothing_else(kind, folder, instance):
+def test_blocks_of_an_invalid_answer_fail_to_load_and_are_not_written(kind, folder, instance):
     decode = instance(peer=f"{folder}/kv", fetch_timeout_ms="60" if kind in ("silence", "too much") else "9000")
     for pair in decode.cache.pages:
         for page in pair:
@@ -375,7 +373,7 @@ def test_bad_peers_cost_time_and_nothing_else(kind, folder, instance):
     peer = BadPeer(folder / "kv", BAD_ANSWERS[kind])
     try:
         request = prompt(1, 30)
-        assert decode.matched(request) == 28, "more than was asked for is not believed"
+        assert decode.matched(request) == 28, "a peer cannot claim more blocks than it was asked for"
         decode.core.update_state_after_alloc(request, list(range(20, 27)), 28)
         second = prompt(2, 30, seed=1)
         decode.core.update_state_after_alloc(second, list(range(30, 37)), 28)
@@ -389,7 +387,7 @@ def test_bad_peers_cost_time_and_nothing_else(kind, folder, instance):
         peer.close()
 
 
-def test_closing_in_the_middle_of_a_fetch(folder):
+def test_closing_during_a_fetch_ends_all_threads(folder):
     decode = Instance(peer=f"{folder}/nobody", fetch_timeout_ms="600000")
     decode.core.update_state_after_alloc(prompt(1, 30), list(range(7)), 28)
     decode.step()
@@ -397,7 +395,7 @@ def test_closing_in_the_middle_of_a_fetch(folder):
     assert not any(thread.name.startswith("p2p") for thread in threading.enumerate())
 
 
-def test_the_server_outlives_nonsense(folder, instance):
+def test_the_server_survives_malformed_messages(folder, instance):
     prefill, decode = instance(serve=f"{folder}/kv"), instance(peer=f"{folder}/kv")
     prefill.serve(prompt(1, 30), list(range(8)))
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -428,7 +426,7 @@ def test_ended_requests_leave_no_state(folder, instance):
     assert not core._questions and not core._rids
 
 
-def test_the_socket_is_the_owners_alone(folder, instance):
+def test_the_socket_is_private_to_its_owner_and_to_one_instance(folder, instance):
     instance(serve=f"{folder}/kv")
     assert stat.S_IMODE((folder / "kv").stat().st_mode) == 0o600
     with pytest.raises(ConfigError, match="another instance serves on"):
@@ -442,7 +440,7 @@ def test_closing_removes_the_socket(folder):
     assert not list(folder.iterdir())
 
 
-def test_what_a_dead_instance_left_is_no_obstacle(folder, instance):
+def test_the_socket_of_a_dead_instance_is_replaced(folder, instance):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(f"{folder}/kv")
     instance(serve=f"{folder}/kv").serve(prompt(1, 30), list(range(8)))
@@ -464,12 +462,12 @@ def test_what_a_dead_instance_left_is_no_obstacle(folder, instance):
         ({"peer": "/x", "fetch_timeout_ms": "1.5"}, "a number of milliseconds"),
     ],
 )
-def test_options_that_make_no_sense(options, sentence):
+def test_invalid_options_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         P2pConnector.core(options, FACTS)
 
 
-def test_paths_where_no_socket_can_be_bound(folder):
+def test_paths_where_no_socket_can_be_bound_are_refused(folder):
     (folder / "file").write_text("precious")
     for path, sentence in [(f"{folder}/file", "is not a socket"), (f"{folder}/none/kv", "is not a folder in which")]:
         with pytest.raises(ConfigError, match=sentence):

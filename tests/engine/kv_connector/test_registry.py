@@ -1,4 +1,4 @@
-"""From the command line to connectors, and the errors."""
+"""The connectors that `--kv-connector` makes, and its errors."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from pagewire.engine.kv_connector.host_worker import HostWorker
 from pagewire.errors import ConfigError
 
 
-def test_no_connector_one_and_several(tmp_path: Path) -> None:
+def test_no_connector_one_connector_and_a_chain(tmp_path: Path) -> None:
     assert registry.core_connector((), FACTS) is None
     assert registry.worker_connector((), FACTS) is None
     one = ("host,size=1M",)
@@ -30,7 +30,7 @@ def test_no_connector_one_and_several(tmp_path: Path) -> None:
     worker.close()
 
 
-def test_the_check_opens_nothing(tmp_path: Path) -> None:
+def test_check_creates_no_files(tmp_path: Path) -> None:
     registry.check(("host,size=4G", f"disk,path={tmp_path}/d,size=20G", f"shared,path={tmp_path}/s,size=1G"))
     assert list(tmp_path.iterdir()) == []
 
@@ -63,12 +63,12 @@ def test_invalid_options(spec: str, sentence: str) -> None:
         registry.core_connector((spec,), FACTS)
 
 
-def test_a_connector_named_twice() -> None:
+def test_a_connector_named_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="named twice"):
         registry.check(("host,size=1G", "host,size=2G"))
 
 
-def test_a_size_too_small_for_a_block(tmp_path: Path) -> None:
+def test_a_size_too_small_for_a_block_is_refused(tmp_path: Path) -> None:
     small = f"size={BLOCK_BYTES - 1}"
     for spec in (f"host,{small}", f"disk,path={tmp_path},{small}", f"shared,path={tmp_path},{small}"):
         with pytest.raises(ConfigError, match="is too small: one block of this model takes"):
@@ -77,7 +77,7 @@ def test_a_size_too_small_for_a_block(tmp_path: Path) -> None:
             registry.worker_connector((spec,), FACTS)
 
 
-def test_what_was_opened_is_closed_when_the_next_cannot_be(tmp_path: Path) -> None:
+def test_connectors_are_closed_when_a_later_one_cannot_be_opened(tmp_path: Path) -> None:
     disk = f"disk,path={tmp_path},size={FILE_BYTES}"
     with pytest.raises(ConfigError):
         registry.worker_connector((disk, "host,size=1"), FACTS)
@@ -86,7 +86,7 @@ def test_what_was_opened_is_closed_when_the_next_cannot_be(tmp_path: Path) -> No
     worker.close()
 
 
-def test_third_party_connectors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_third_party_connectors_by_class_and_entry_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     by_name = "pagewire.engine.kv_connector.disk:DiskConnector"
     core = registry.core_connector((f"{by_name},path={tmp_path},size=1M",), FACTS)
     assert isinstance(core, GuardedCore) and core.tiers()[0].name == "disk"
@@ -98,7 +98,7 @@ def test_third_party_connectors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         registry.check(("yours",))
 
 
-def test_the_core_halves_need_no_torch(tmp_path: Path) -> None:
+def test_the_core_halves_do_not_import_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pagewire.engine.kv_connector.base import ConnectorFacts

@@ -8,10 +8,10 @@ from waiting import until
 
 from pagewire.engine.kv_connector.block_files import BlockFiles
 
-from .test_disk import block_files, spec, written
+from .test_disk import block_files, spec, wait_until_written
 
 
-def test_the_shared_bound_holds_against_others(tmp_path: Path) -> None:
+def test_the_size_of_a_shared_folder_counts_the_files_of_other_engines(tmp_path: Path) -> None:
     rng = random.Random(1)
     files = BlockFiles(path=f"{tmp_path}/kv", model_key=FACTS.model_key, block_bytes=BLOCK_BYTES)
     files.open("shared")
@@ -20,15 +20,15 @@ def test_the_shared_bound_holds_against_others(tmp_path: Path) -> None:
         files.write(key, place, memoryview(bytes(BLOCK_BYTES)))
         files.touch(key, place, 1_000_000_000)
     engine = Instance(spec("shared", tmp_path, 20))
-    written(engine)
+    wait_until_written(engine)
     until(lambda: len(block_files(tmp_path)) <= 20, "the files of evicted blocks are removed")
     engine.serve(sequence(1, (1, 6 * SIZE)))
-    written(engine)
+    wait_until_written(engine)
     engine.close()
     assert len(block_files(tmp_path)) <= 20
     assert all(list(tmp_path.rglob(f"{key.hex()}.*")) for key in sequence(1, (1, 6 * SIZE)).block_keys(6, SIZE))
     left = [place for key, place in old if files.has(key, place)]
-    assert left == list(range(len(left))), "of equal age, the deepest go first"
+    assert left == list(range(len(left))), "of equal age, the blocks farthest from the start are evicted first"
 
 
 def test_a_present_shared_block_is_not_written_again(tmp_path: Path) -> None:
@@ -37,11 +37,11 @@ def test_a_present_shared_block_is_not_written_again(tmp_path: Path) -> None:
     for engine, request in zip(engines, runs, strict=True):
         engine.end(request)
     engines[0].step()
-    written(engines[0])
+    wait_until_written(engines[0])
     before = [path.stat().st_ino for path in block_files(tmp_path)]
     engines[1].core._seen.clear()  # type: ignore[attr-defined]
     engines[1].step()
-    written(engines[1])
+    wait_until_written(engines[1])
     assert [path.stat().st_ino for path in block_files(tmp_path)] == before
     for engine in engines:
         engine.close()

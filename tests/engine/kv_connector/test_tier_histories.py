@@ -1,7 +1,7 @@
 """Random histories of every tier and of chains of them, on a real pool, cache and folders.
 
-Every block's right content follows from its key, so a block that is kept too late, loaded too early, or comes from
-another's slot or file is seen when it is loaded (`Instance.take`).
+Every block's right content follows from its key. So a block that is saved too late, loaded too early, or read from the
+slot or file of another block is detected when it is loaded (`Instance.take`).
 """
 
 import random
@@ -35,14 +35,14 @@ TIERS: dict[str, Callable[[Path], list[str]]] = {
 
 
 def request(rng: random.Random, rid: int) -> Running:
-    """One of a few families that share beginnings."""
+    """A request of one of four families that share prefixes."""
     family = rng.randrange(4)
     shared = rng.choice((0, 8, 20))
     return sequence(rid, (family, shared + 1), (100 + rng.randrange(6), rng.randrange(1, 24)))
 
 
 def history(seed: int, specs: list[str], *, num_steps: int = 60) -> Instance:
-    """Several requests come, end and are interrupted between any two plans."""
+    """Requests are admitted, ended and preempted at random between any two plans."""
     rng = random.Random(seed)
     instance = Instance(*specs, num_blocks=20)
     running: list[Running] = []
@@ -55,8 +55,8 @@ def history(seed: int, specs: list[str], *, num_steps: int = 60) -> Instance:
                     leave(running.pop(rng.randrange(len(running))))
             for n in range(rng.randrange(3)):
                 new = request(rng, step * 8 + n)
-                room = sum(-(-len(r.ids) // SIZE) for r in (*running, *admitted.values(), new))
-                if room <= 20 and instance.admit(new):
+                num_needed = sum(-(-len(r.ids) // SIZE) for r in (*running, *admitted.values(), new))
+                if num_needed <= 20 and instance.admit(new):
                     admitted[new.rid] = new
             done = instance.step()
             if rng.random() < 0.6:
@@ -72,7 +72,7 @@ def history(seed: int, specs: list[str], *, num_steps: int = 60) -> Instance:
 
 
 @pytest.mark.parametrize("tiers", sorted(TIERS))
-def test_histories(tiers: str, tmp_path: Path) -> None:
+def test_random_histories(tiers: str, tmp_path: Path) -> None:
     num_loaded = num_failed = 0
     for seed in range(12):
         instance = history(seed, TIERS[tiers](tmp_path / str(seed)))
@@ -83,7 +83,7 @@ def test_histories(tiers: str, tmp_path: Path) -> None:
         for folder in (tmp_path / str(seed)).glob("*"):
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             assert size <= (40 if folder.name == "s" else 30) * FILE_BYTES, f"seed {seed}"
-            assert not [path for path in folder.rglob(".*") if path.name != ".lock"], f"seed {seed}: parts are left"
+            assert not [path for path in folder.rglob(".*") if path.name != ".lock"], f"seed {seed}: partial files left"
         hits = sum(tier.num_hit_tokens for tier in instance.core.tiers())
         assert hits == instance.num_loaded * SIZE, f"seed {seed}"
         assert sum(tier.num_failed for tier in instance.core.tiers()) == len(instance.failed), f"seed {seed}"
@@ -97,7 +97,7 @@ def test_the_histories_notice_slots_that_are_not_pinned(tmp_path: Path) -> None:
         assert fails("host", tmp_path)
 
 
-def test_the_histories_notice_wrong_blocks(tmp_path: Path) -> None:
+def test_the_histories_notice_a_host_that_loads_from_wrong_slots(tmp_path: Path) -> None:
     original = host.HostCore.update_state_after_alloc
 
     def shifted(core: host.HostCore, request: Any, block_ids: list[int], num: int) -> None:
@@ -109,7 +109,7 @@ def test_the_histories_notice_wrong_blocks(tmp_path: Path) -> None:
         assert fails("host", tmp_path)
 
 
-def test_the_histories_notice_a_disk_that_saves_too_much(tmp_path: Path) -> None:
+def test_the_histories_notice_a_disk_that_saves_wrong_blocks(tmp_path: Path) -> None:
     original = disk.DiskCore.request_finished
 
     def shifted(core: disk.DiskCore, request: Running, block_ids: list[int]) -> bool:
@@ -120,7 +120,7 @@ def test_the_histories_notice_a_disk_that_saves_too_much(tmp_path: Path) -> None
 
 
 def fails(tiers: str, path: Path) -> bool:
-    """Whether a mutant is found within some seeds."""
+    """Whether the histories of 20 seeds find the mutant."""
     for seed in range(20):
         try:
             history(seed, TIERS[tiers](path / str(seed)))
@@ -129,7 +129,7 @@ def fails(tiers: str, path: Path) -> bool:
     return False
 
 
-def test_two_engines_over_one_shared_folder(tmp_path: Path) -> None:
+def test_two_engines_load_from_one_shared_folder_within_its_size(tmp_path: Path) -> None:
     spec = f"shared,path={tmp_path}/s,size={80 * FILE_BYTES}"
     rng = random.Random(5)
     engines = [Instance(spec, num_blocks=20) for _ in range(2)]
@@ -138,7 +138,7 @@ def test_two_engines_over_one_shared_folder(tmp_path: Path) -> None:
         engine.serve(request(rng, i))
         if rng.random() < 0.3:
             engine.fill_device(1000 + i)
-    until(lambda: all(e.worker._writer._num_bytes == 0 for e in engines), "all is written")  # type: ignore[attr-defined]
+    until(lambda: all(e.worker._writer._num_bytes == 0 for e in engines), "every block is written")  # type: ignore[attr-defined]
     assert all(engine.num_loaded for engine in engines)
     assert sum(engine.num_loaded for engine in engines) > 20
     for engine in engines:

@@ -9,7 +9,7 @@ from pagewire.errors import RequestError
 from pagewire.ipc.messages import ids_to_bytes
 
 
-def test_the_last_token_is_banned_where_the_others_have_come() -> None:
+def test_the_last_token_of_a_sequence_is_banned_after_its_other_tokens() -> None:
     words = BadWords([ids_to_bytes([1, 2, 3]), ids_to_bytes([2, 4]), ids_to_bytes([9])], vocab_size=10)
     assert set(words.banned()) == {9}
     words.accept([1, 2])
@@ -31,6 +31,6 @@ def test_random_outputs_agree_with_a_plain_search() -> None:
 
 
 @pytest.mark.parametrize("word", [b"", b"\1\0\0", ids_to_bytes([10]), ids_to_bytes([-1])])
-def test_what_is_no_sequence_of_tokens_is_refused(word: bytes) -> None:
+def test_bytes_that_are_not_a_sequence_of_tokens_are_refused(word: bytes) -> None:
     with pytest.raises(RequestError, match="bad_words must hold"):
         BadWords([word], vocab_size=10)

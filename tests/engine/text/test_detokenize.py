@@ -46,21 +46,21 @@ def test_pieces_of_random_ids_join_to_the_decode(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("marks", [(), ("<|im_end|>",)])
-def test_the_short_way_for_one_token_changes_nothing(kind: str, marks: tuple[str, ...]) -> None:
+def test_the_fast_path_for_one_token_gives_the_same_text(kind: str, marks: tuple[str, ...]) -> None:
     tokenizer = make(kind)
-    num_short = 0
+    num_fast = 0
     for seed in range(100):
         rng = random.Random(seed)
         words = [*TEXTS, "<|im_start|>", "<|im_end|>", "<|unknown|>"]
         ids = [id for text in rng.choices(words, k=4) for id in tokenizer.encode(text, add_special_tokens=False)]
         ids += rng.choices(range(tokenizer.vocab_size + 4), k=8)
-        long, short = (IncrementalDetokenizer(tokenizer, (), True, marks) for _ in range(2))
+        slow, fast = (IncrementalDetokenizer(tokenizer, (), True, marks) for _ in range(2))
         for id in ids:
-            text = short.push_one(id)
-            num_short += text is not None
-            assert (short.push([id]) if text is None else text) == long.push([id]), f"seed {seed}: {ids}"
-        assert short.flush() == long.flush()
-    assert (num_short > 1000) == tokenizer.is_byte_exact, num_short
+            text = fast.push_one(id)
+            num_fast += text is not None
+            assert (fast.push([id]) if text is None else text) == slow.push([id]), f"seed {seed}: {ids}"
+        assert fast.flush() == slow.flush()
+    assert (num_fast > 1000) == tokenizer.is_byte_exact, num_fast
 
 
 def split_character(tokenizer: Tokenizer) -> list[int]:
@@ -78,7 +78,7 @@ def test_a_trailing_half_character_is_shown_once_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_a_prompt_that_ends_inside_a_character_does_not_leak(kind: str) -> None:
+def test_a_prompt_that_ends_inside_a_character_does_not_leak_into_the_output(kind: str) -> None:
     tokenizer = make(kind)
     fox = split_character(tokenizer)
     prompt = [*tokenizer.encode("Hello world "), *fox[:-1]]
@@ -88,7 +88,7 @@ def test_a_prompt_that_ends_inside_a_character_does_not_leak(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "metaspace"])
-def test_the_leading_space_goes_only_at_the_start_of_a_text(kind: str) -> None:
+def test_the_leading_space_is_dropped_only_at_the_start_of_a_text(kind: str) -> None:
     tokenizer = make(kind)
     ids = tokenizer.encode("you")
     assert IncrementalDetokenizer(tokenizer).push(ids) == "you"
@@ -98,13 +98,13 @@ def test_the_leading_space_goes_only_at_the_start_of_a_text(kind: str) -> None:
     assert IncrementalDetokenizer(tokenizer, [bos]).push(ids) == "you"
 
 
-def test_words_after_a_context_get_their_space() -> None:
+def test_the_first_word_after_a_prompt_keeps_its_space() -> None:
     tokenizer = make("word_piece")
     detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("how are"))
     assert detokenizer.push(tokenizer.encode("you")) + detokenizer.flush() == " you"
 
 
-def test_no_ids_no_text() -> None:
+def test_no_ids_give_no_text() -> None:
     for kind in KINDS:
         detokenizer = IncrementalDetokenizer(make(kind))
         assert detokenizer.push([]) == "" and detokenizer.flush() == ""

@@ -1,4 +1,4 @@
-"""What may come next: drawn at random from the masks, every output keeps to its constraint."""
+"""Token masks of constraints: every output that is sampled at random under them keeps to its constraint."""
 
 import json
 import random
@@ -40,15 +40,15 @@ def with_specials(*texts: str) -> Tokenizer:
 
 
 def texts(grammars: Grammars, tokenizer: Tokenizer, constraint: Constraint, num: int = 20, tail: str = "") -> list[str]:
-    drawn = [draw(grammars.compile(constraint, tail), tokenizer, seed) for seed in range(num)]
-    return [tokenizer.decode(ids, False) for ids in drawn]
+    outputs = [draw(grammars.compile(constraint, tail), tokenizer, seed) for seed in range(num)]
+    return [tokenizer.decode(ids, False) for ids in outputs]
 
 
 # ── kinds ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_every_kind_on_every_vocabulary_that_spells_bytes(kind: str) -> None:
+def test_every_kind_of_constraint_on_every_vocabulary_that_spells_bytes(kind: str) -> None:
     tokenizer = make(kind, eos_token=EOS)
     grammars = grammars_of(tokenizer)
     choices = ["red", "blue 🙂", 'a "b"\\', "rot\n"]
@@ -64,7 +64,7 @@ def test_every_kind_on_every_vocabulary_that_spells_bytes(kind: str) -> None:
     assert set(texts(grammars, tokenizer, Constraint("lark", 'root ::= "yes" | "no"'))) == {"yes", "no"}
 
 
-def test_an_eos_only_where_the_grammar_may_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_eos_is_allowed_only_where_the_grammar_may_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
     matcher = grammars.compile(Constraint("regex", "ab?"), "")
     (a,), (b,) = tokenizer.encode("a", False), tokenizer.encode("b", False)
     assert allowed(matcher, tokenizer) == [a]
@@ -72,11 +72,11 @@ def test_an_eos_only_where_the_grammar_may_end(grammars: Grammars, tokenizer: To
     assert allowed(matcher, tokenizer) == sorted([b, tokenizer.eos_token_id or 0]) and not matcher.is_ended
     matcher.accept([b])
     assert matcher.is_ended and allowed(matcher, tokenizer) == [tokenizer.eos_token_id]
-    matcher.accept([tokenizer.eos_token_id, a])  # drawn in vain
+    matcher.accept([tokenizer.eos_token_id, a])  # sampled after the end, and ignored
     assert matcher.is_ended
 
 
-def test_no_special_token_stands_in_a_string(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_no_special_token_is_allowed_within_a_text(grammars: Grammars, tokenizer: Tokenizer) -> None:
     matcher = grammars.compile(Constraint("regex", "(.|\n)*"), "")
     assert set(allowed(matcher, tokenizer) or ()) & tokenizer.special_ids == {tokenizer.eos_token_id}
     spelled = texts(grammars, tokenizer, Constraint("choice", '["<|im_start|>x"]'), 3)
@@ -84,7 +84,7 @@ def test_no_special_token_stands_in_a_string(grammars: Grammars, tokenizer: Toke
     assert spelled == ["<|im_start|>x"] * 3 and tokenizer.special_ids.isdisjoint(ids)
 
 
-def test_an_output_that_is_taken_up_again(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_ids_accepted_at_once_or_one_by_one_give_the_same_mask(grammars: Grammars, tokenizer: Tokenizer) -> None:
     constraint = Constraint("json_schema", json.dumps({"type": "array", "items": {"enum": [1, 22]}, "maxItems": 9}))
     ids = draw(grammars.compile(constraint, ""), tokenizer, 3)
     whole, pieces = grammars.compile(constraint, ""), grammars.compile(constraint, "")
@@ -94,7 +94,7 @@ def test_an_output_that_is_taken_up_again(grammars: Grammars, tokenizer: Tokeniz
     assert allowed(whole, tokenizer) == allowed(pieces, tokenizer)
 
 
-def test_blanks_are_bounded(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_whitespace_is_bounded(grammars: Grammars, tokenizer: Tokenizer) -> None:
     (space,) = tokenizer.encode(" ", False)
     for options in ({}, {"x-guidance": {"lenient": True}}):
         schema = {"type": "array", "items": {"type": "null"}, **options}
@@ -106,11 +106,11 @@ def test_blanks_are_bounded(grammars: Grammars, tokenizer: Tokenizer) -> None:
     matcher = grammars.compile(Constraint("json_schema", json.dumps(compact)), "")
     matcher.accept(tokenizer.encode("[", False))
     assert space not in (allowed(matcher, tokenizer) or ())
-    with pytest.raises(RequestError, match="nimplemented"):  # a client cannot make the library look away
+    with pytest.raises(RequestError, match="nimplemented"):  # a client cannot make the library ignore keywords
         grammars.compile(Constraint("json_schema", '{"not": {}, "x-guidance": {"lenient": true}}'), "")
 
 
-def test_words_that_assert_nothing_are_no_hindrance(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_keywords_that_assert_nothing_are_accepted(grammars: Grammars, tokenizer: Tokenizer) -> None:
     one = {"type": "string", "format": "password", "maxLength": 3, "deprecated": True, "nullable": False}
     schema = {
         "type": "object",
@@ -145,13 +145,13 @@ def test_the_grammar_starts_after_the_reasoning(special: bool, tail: str) -> Non
         assert texts(grammars_of(tokenizer), tokenizer, constraint, 6, tail)
     else:
         matcher.accept(tokenizer.encode("so <that> is <" if begun else "<think>so <that> is <", False))
-        assert len(allowed(matcher, tokenizer) or ()) > 100, "anything may come in the reasoning"
+        assert len(allowed(matcher, tokenizer) or ()) > 100, "every token is allowed in the reasoning"
         matcher.accept(tokenizer.encode("</think>\n\n", False))
     answers = {tokenizer.decode(draw(matcher, tokenizer, 5), False)}
     assert answers < {"yes", "no"}
 
 
-def test_a_model_may_answer_at_once(tokenizer: Tokenizer, grammars: Grammars) -> None:
+def test_a_model_may_answer_without_reasoning(tokenizer: Tokenizer, grammars: Grammars) -> None:
     for constraint in (
         Constraint("lark", 'start: "yes" | "no"', **THINK),
         Constraint("json_schema", '{"enum": ["yes"]}', **THINK),
@@ -176,7 +176,7 @@ HARMONY: dict[str, Any] = {
 }
 
 
-def test_messages_of_harmony() -> None:
+def test_the_grammar_applies_to_the_final_message_of_harmony() -> None:
     tokenizer = with_specials(*HARMONY_TAGS)
     grammars = grammars_of(tokenizer)
     constraint = Constraint("json_schema", '{"enum": [7]}', lark_marks=("<|channel|>final<|message|>",), **HARMONY)
@@ -204,22 +204,22 @@ def test_the_end_of_the_reasoning_is_forced(special: bool, kind: str, budget: in
         out = [] if tail.startswith("<") else tokenizer.encode("<think>", False)
         matcher.accept(out)
         for _ in range(80):
-            may_come = allowed(matcher, tokenizer)
+            allowed_ids = allowed(matcher, tokenizer)
             if matcher.is_ended:
                 break
             ordinary = [id for id in range(tokenizer.vocab_size) if id not in tokenizer.special_ids]
-            out.append(rng.choice(ordinary if may_come is None else may_come))
+            out.append(rng.choice(ordinary if allowed_ids is None else allowed_ids))
             matcher.accept(out[-1:])
         text = tokenizer.decode(out, False)
         thoughts, tag, rest = text.partition("</think>")
         assert tag and rest.strip() == "yes" if kind == "choice" else tag
         num = len(tokenizer.encode(thoughts.removeprefix("<think>"), False))
-        assert num <= 4 * budget + 4, "the library may spell shorter, never with many more tokens"
+        assert num <= 4 * budget + 4, "encoded again, the text has at most a few more tokens"
         spent = out.index(tokenizer.encode("</think>", False)[0]) if special else budget
-        assert spent - (0 if tail.startswith("<") else 1) <= budget + 4, "a character is finished first"
+        assert spent - (0 if tail.startswith("<") else 1) <= budget + 4, "an incomplete character is finished first"
 
 
-def test_no_budget_is_spent_on_an_answer(tokenizer: Tokenizer, grammars: Grammars) -> None:
+def test_an_answer_spends_no_thinking_budget(tokenizer: Tokenizer, grammars: Grammars) -> None:
     matcher = grammars.compile(Constraint(thinking_budget=2, **THINK), "assistant\n")
     matcher.accept(tokenizer.encode("Hello <think> I am no reasoning", False))
     assert allowed(matcher, tokenizer) is None
@@ -239,17 +239,17 @@ def test_bad_words_are_never_completed(tokenizer: Tokenizer, grammars: Grammars)
     matcher = grammars.compile(constraint, "")
     out: list[int] = []
     for _ in range(500):
-        may_come = set(allowed(matcher, tokenizer) or range(tokenizer.vocab_size))
+        allowed_ids = set(allowed(matcher, tokenizer) or range(tokenizer.vocab_size))
         banned = {word[-1] for word in words if out[len(out) - len(word) + 1 :] == word[:-1] or len(word) == 1}
-        assert may_come.isdisjoint(banned) and len(may_come) >= tokenizer.vocab_size - len(banned)
-        out.append(rng.choice([id for id in (a, b, 5, 9) if id in may_come]))
+        assert allowed_ids.isdisjoint(banned) and len(allowed_ids) >= tokenizer.vocab_size - len(banned)
+        out.append(rng.choice([id for id in (a, b, 5, 9) if id in allowed_ids]))
         matcher.accept(out[-1:])
     assert {a, b, 9} == set(out)
     quiet = grammars.compile(Constraint(bad_words=(ids_to_bytes([a, b]),)), "")
     assert allowed(quiet, tokenizer) is None, "nothing is banned yet"
 
 
-def test_bad_words_and_a_grammar(tokenizer: Tokenizer, grammars: Grammars) -> None:
+def test_bad_words_are_removed_from_the_masks_of_a_grammar(tokenizer: Tokenizer, grammars: Grammars) -> None:
     (a,), (b,) = tokenizer.encode("a", False), tokenizer.encode("b", False)
     matcher = grammars.compile(Constraint("regex", "[ab]", bad_words=(ids_to_bytes([a]),)), "")
     assert allowed(matcher, tokenizer) == [b]
@@ -259,12 +259,12 @@ def test_bad_words_and_a_grammar(tokenizer: Tokenizer, grammars: Grammars) -> No
 
 
 @pytest.mark.parametrize("word", [b"", b"abc", ids_to_bytes([-1]), ids_to_bytes([10**6])])
-def test_bad_words_that_are_no_tokens(word: bytes, grammars: Grammars) -> None:
+def test_bad_words_that_are_not_token_ids_are_refused(word: bytes, grammars: Grammars) -> None:
     with pytest.raises(RequestError, match="bad_words"):
         grammars.compile(Constraint(bad_words=(word,)), "")
 
 
-# ── what cannot be served ────────────────────────────────────────────────────────────────────────────────────────────
+# ── refused or heavy constraints ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -285,20 +285,20 @@ def lark(text: str) -> Constraint:
 HOSTILE: dict[str, tuple[Constraint, str]] = {
     "no JSON": (Constraint("json_schema", "{"), "valid JSON"),
     "no schema": (Constraint("json_schema", "[1]"), "must be an object"),
-    "no such type": (schema({"type": "strng"}), "Invalid type: strng"),
-    "no such reference": (schema({"$ref": "#/$defs/x"}), "does not exist"),
-    "elsewhere": (schema({"$ref": "http://127.0.0.1:1/x"}), "cannot be enforced"),
+    "an unknown type": (schema({"type": "strng"}), "Invalid type: strng"),
+    "a missing reference": (schema({"$ref": "#/$defs/x"}), "does not exist"),
+    "a remote reference": (schema({"$ref": "http://127.0.0.1:1/x"}), "cannot be enforced"),
     "unknown keyword": (schema({"not": {"type": "string"}}), "not"),
     "a format that is not enforced": (schema({"type": "string", "format": "uri-reference"}), "uri-reference"),
     "look-around": (schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
-    "either, not both": (
+    "oneOf branches that overlap": (
         schema({"oneOf": [{"properties": {"a": {"type": "null"}}}, {"properties": {"b": {"type": "null"}}}]}),
         "oneOf constraints are not supported.$",
     ),
-    "nothing": (schema(False), "cannot be enforced"),
+    "the schema false": (schema(False), "cannot be enforced"),
     "impossible": (schema({"type": "integer", "minimum": 3, "maximum": 2}), "cannot be enforced"),
-    "itself": (schema({"$ref": "#"}), "allows no text"),
-    "round and round": (
+    "a reference to itself": (schema({"$ref": "#"}), "allows no text"),
+    "circular references": (
         schema({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
         "allows no text",
     ),
@@ -307,7 +307,7 @@ HOSTILE: dict[str, tuple[Constraint, str]] = {
     "many keys": (schema({"properties": {f"k{i}": {"type": "null"} for i in range(5000)}}), "more than 1000 keys"),
     "an enum of 10 MB": (schema({"enum": [f"value {i}" for i in range(700_000)]}), "larger than"),
     "many references": (schema({"anyOf": [{"$ref": "#/$defs/a"}] * 1001, "$defs": {"a": {}}}), "references"),
-    "factors": (schema({"type": "integer", "multipleOf": 9_999_991, "minimum": 1, "maximum": 10**15}), "fuel"),
+    "large multipleOf": (schema({"type": "integer", "multipleOf": 9_999_991, "minimum": 1, "maximum": 10**15}), "fuel"),
     "many unions": (
         schema(
             {"allOf": [{"anyOf": [{"properties": {f"k{j}{i}": {"const": i}}} for i in range(8)]} for j in range(8)]}
@@ -319,29 +319,29 @@ HOSTILE: dict[str, tuple[Constraint, str]] = {
     "back-reference": (Constraint("regex", r"(a)\1"), "backreferences"),
     "30,000 parentheses": (Constraint("regex", "(" * 30_000 + ")" * 30_000), "cannot be enforced"),
     "no choice": (Constraint("choice", "[]"), "list of strings"),
-    "choices that are no texts": (Constraint("choice", "[1]"), "list of strings"),
+    "choices that are not strings": (Constraint("choice", "[1]"), "list of strings"),
     "no lark": (lark("]]]"), "cannot be enforced"),
     "no start": (lark('a: "b"'), "no start"),
     "an unknown rule": (lark("start: foo"), "foo"),
-    "a rule that only says itself": (lark("start: start"), "allows no text"),
-    "a token that says itself": (lark("start: A\nA: B\nB: A"), "circular"),
+    "a rule that is only itself": (lark("start: start"), "allows no text"),
+    "a circular token": (lark("start: A\nA: B\nB: A"), "circular"),
     "20,000 parentheses": (lark("start: " + "(" * 20_000 + '"a"' + ")" * 20_000), "nested"),
     "a chain of rules": (
         lark("\n".join(["start: r0", *(f'r{i}: "a" r{i + 1}' for i in range(5000)), 'r5000: "b"'])),
         "more than 1000 lines",
     ),
     "many beginnings of schemas": (lark("start: " + "%json {" * 30_000), "cannot be enforced"),
-    "many blanks": (lark("\n" * 900 + " " * 200_000 + "start"), "cannot be enforced"),
-    "a schema within": (lark('start: %json {"type": "strng"}'), "Invalid type"),
-    "a deep schema within": (lark(f"start: %json {json.dumps(nested(100))}"), "nested deeper"),
+    "much whitespace": (lark("\n" * 900 + " " * 200_000 + "start"), "cannot be enforced"),
+    "an invalid schema within lark": (lark('start: %json {"type": "strng"}'), "Invalid type"),
+    "a deep schema within lark": (lark(f"start: %json {json.dumps(nested(100))}"), "nested deeper"),
 }
 HEAVY: dict[str, Constraint] = {
     "left recursion": lark('start: start "a" | "a"'),
     "ambiguous": lark('start: s\ns: s s s | s s | "a" | ""'),
-    "bombs of repetition": lark('start: ((("a"{1000}){1000}){1000}){1000}'),
+    "nested repetition in lark": lark('start: ((("a"{1000}){1000}){1000}){1000}'),
     "a regex that backtracks": Constraint("regex", "(((((((((a*)*)*)*)*)*)*)*)*)*b"),
     "a regex with many states": Constraint("regex", "(.*a.{30})|(.*b.{40})"),
-    "a bomb of a regex": Constraint("regex", "((a{1,1000}){1,1000}){1,1000}"),
+    "nested repetition in a regex": Constraint("regex", "((a{1,1000}){1,1000}){1,1000}"),
     "long strings": schema({"type": "string", "minLength": 10**9}),
     "long lists": schema({"type": "array", "items": {"type": "null"}, "minItems": 10**9}),
     "a tree": schema({"properties": {"children": {"type": "array", "items": {"$ref": "#"}}}, "type": "object"}),
@@ -352,7 +352,7 @@ HEAVY: dict[str, Constraint] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_cannot_be_enforced_is_one_clear_sentence(name: str, grammars: Grammars) -> None:
+def test_a_constraint_that_cannot_be_enforced_gives_a_one_sentence_error(name: str, grammars: Grammars) -> None:
     constraint, words = HOSTILE[name]
     with cpu_deadline(2):
         with pytest.raises(RequestError, match=words):
@@ -365,8 +365,8 @@ def test_what_cannot_be_enforced_is_one_clear_sentence(name: str, grammars: Gram
 
 
 @pytest.mark.parametrize("name", HEAVY)
-def test_what_is_heavy_takes_bounded_time(name: str, grammars: Grammars, tokenizer: Tokenizer) -> None:
-    """Either it is followed or it fails, each mask in its time."""
+def test_heavy_constraints_take_bounded_time(name: str, grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Each is followed or fails, and each mask is computed in time."""
     with cpu_deadline(2):
         matcher = grammars.compile(HEAVY[name], "")
     rng = random.Random(0)
@@ -384,14 +384,14 @@ def test_what_is_heavy_takes_bounded_time(name: str, grammars: Grammars, tokeniz
 # ── tokenizers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_vocabulary_that_does_not_spell_bytes() -> None:
+def test_a_vocabulary_that_does_not_spell_bytes_has_no_grammars() -> None:
     tokenizer = make("word_piece", eos_token=EOS)
     with pytest.raises(RequestError, match="do not spell texts byte by byte"):
         grammars_of(tokenizer).compile(Constraint("json_object"), "")
     grammars_of(tokenizer).compile(Constraint(bad_words=(ids_to_bytes([1]),)), "")
 
 
-def test_loading(tmp_path: Path) -> None:
+def test_grammars_are_loaded_from_the_folder_of_a_model(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no tokenizer\.json"):
         load_grammars(tmp_path, 100, [0]).compile(Constraint("json_object"), "")
     write_folder(tmp_path)

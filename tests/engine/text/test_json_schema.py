@@ -1,4 +1,4 @@
-"""What becomes of a schema before it is compiled: which objects are closed, and what is left out."""
+"""How a schema is changed before it is compiled: which objects are closed, and which keywords are left out."""
 
 import json
 from typing import Any
@@ -44,15 +44,15 @@ def accepts(schema: Schema, value: Any) -> bool:
 
 
 BASE = record(a=TEXT)
-# Of each schema: what may be written, and what may not, although it is an instance of some of them.
+# A schema, values that a model may write, and values that it may not, although some are instances of the schema.
 CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
     "an object": (BASE, [{}, {"a": "x"}], [{"b": 1}, {"a": "x", "b": 1}]),
-    "an object within": (record(a=record(b=TEXT)), [{"a": {"b": "x"}}], [{"a": {"c": 1}}]),
+    "a nested object": (record(a=record(b=TEXT)), [{"a": {"b": "x"}}], [{"a": {"c": 1}}]),
     "in a list": ({"type": "array", "items": BASE}, [[{"a": "x"}]], [[{"b": 1}]]),
     "in a tuple": ({"type": "array", "prefixItems": [BASE], "items": False}, [[{"a": "x"}]], [[{"b": 1}]]),
     "as a value": ({"type": "object", "additionalProperties": BASE}, [{"k": {"a": "x"}}], [{"k": {"b": 1}}]),
     "a reference": ({"$defs": {"B": BASE}, "$ref": "#/$defs/B"}, [{"a": "x"}], [{"b": 1}]),
-    "of draft 7": ({"definitions": {"B": BASE}, "allOf": [{"$ref": "#/definitions/B"}]}, [{"a": "x"}], [{"b": 1}]),
+    "in definitions": ({"definitions": {"B": BASE}, "allOf": [{"$ref": "#/definitions/B"}]}, [{"a": "x"}], [{"b": 1}]),
     "a tree": (
         {"$defs": {"T": record(v=TEXT, next={"$ref": "#/$defs/T"})}, "$ref": "#/$defs/T"},
         [{"v": "x", "next": {"next": {}}}],
@@ -60,14 +60,14 @@ CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
     ),
     "a tree by its root": (record(next={"$ref": "#"}), [{"next": {"next": {}}}], [{"next": {"a": 1}}]),
     "one of two": ({"anyOf": [BASE, record(b=TEXT)]}, [{"a": "x"}, {"b": "x"}], [{"c": 1}, {"a": "x", "b": "x"}]),
-    "or nothing": ({"anyOf": [BASE, {"type": "null"}]}, [{"a": "x"}, None], [{"b": 1}]),
+    "an object or null": ({"anyOf": [BASE, {"type": "null"}]}, [{"a": "x"}, None], [{"b": 1}]),
     "told apart by a constant": (
         {"oneOf": [variant("v1", a=TEXT), variant("v2", b=TEXT)]},
         [{"kind": "v1", "a": "x"}, {"kind": "v2", "b": "x"}],
         [{"kind": "v1", "b": "x"}, {"kind": "v2", "a": "x"}],
     ),
     "told apart by type": ({"oneOf": [BASE, {"type": "array", "items": BASE}]}, [{"a": "x"}, []], [{"b": 1}]),
-    "open, it says": ({**BASE, "additionalProperties": True}, [{"a": "x", "b": 1}], [{"a": 1}]),
+    "explicitly open": ({**BASE, "additionalProperties": True}, [{"a": "x", "b": 1}], [{"a": 1}]),
     "open for numbers": ({**BASE, "additionalProperties": {"type": "integer"}}, [{"b": 1}], [{"b": "x"}]),
     "without properties": ({"type": "object"}, [{}, {"a": 1}], []),
     "no properties": (record(), [{}], [{"a": 1}]),
@@ -82,8 +82,8 @@ CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
         [{"c": "x"}],
     ),
     "a required name that is not described": (required(BASE, "z"), [{"z": 1}, {"a": "x", "z": []}], [{"z": 1, "y": 1}]),
-    "more than it names": ({**required(BASE, "a"), "minProperties": 2}, [{"a": "x", "b": 1}], [{"a": "x"}]),
-    "no more than it names": ({**required(BASE, "a"), "minProperties": 1}, [{"a": "x"}], [{}, {"a": "x", "b": 1}]),
+    "more properties than it names": ({**required(BASE, "a"), "minProperties": 2}, [{"a": "x", "b": 1}], [{"a": "x"}]),
+    "only properties it names": ({**required(BASE, "a"), "minProperties": 1}, [{"a": "x"}], [{}, {"a": "x", "b": 1}]),
     "all of two": ({"allOf": [BASE, record(b=TEXT)]}, [{"a": "x", "b": "x"}], [{"a": "x", "c": 1}]),
     "all of two, required": (
         {"allOf": [required(BASE, "a"), required(record(b=TEXT), "b")]},
@@ -171,7 +171,7 @@ CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
         [{"a": 1}],
     ),
     "different items": ({"type": "array", "items": TEXT, "uniqueItems": True}, [[], ["a", "b"]], [[1]]),
-    "a property of such a name": (
+    "properties named like keywords": (
         record(uniqueItems=TEXT, propertyNames=TEXT, properties=TEXT, allOf=TEXT),
         [{"uniqueItems": "x", "propertyNames": "x", "properties": "x", "allOf": "x"}],
         [{"a": 1}],
@@ -180,7 +180,7 @@ CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_may_be_written(name: str) -> None:
+def test_the_values_that_a_schema_allows(name: str) -> None:
     schema, good, bad = CASES[name]
     jsonschema.Draft202012Validator.check_schema(schema)
     before = json.dumps(schema)
@@ -189,7 +189,7 @@ def test_what_may_be_written(name: str) -> None:
         assert accepts(schema, value), value
     for value in bad:
         assert not accepts(schema, value), value
-    assert json.dumps(schema) == before, "it is the client's own"
+    assert json.dumps(schema) == before, "the client's schema is not changed"
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,13 @@ def test_what_may_be_written(name: str) -> None:
         {"$defs": {"B": BASE}, "oneOf": [{"$ref": "#/$defs/B"}, record(b=TEXT)]},
     ],
 )
-def test_branches_that_only_closing_keeps_apart_are_refused(schema: Schema) -> None:
-    """{"a": …, "b": …} is an instance of both of the first, so no instance of the schema that the client wrote."""
+def test_oneof_branches_that_exclude_each_other_only_when_closed_are_refused(schema: Schema) -> None:
+    """{"a": …, "b": …} matches both branches of the first, so it is not an instance of the schema as it was sent."""
     with pytest.raises(RequestError, match="oneOf"):
         accepts(schema, {})
 
 
-def test_what_refers_in_circles_comes_to_an_end() -> None:
+def test_circular_references_terminate() -> None:
     circle: Schema = {
         "$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"allOf": [{"$ref": "#/$defs/A"}, BASE]}},
         "$ref": "#/$defs/A",

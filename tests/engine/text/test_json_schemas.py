@@ -1,6 +1,6 @@
-"""300 schemas of the common keywords: whatever is drawn from the masks of one is a valid instance of it.
+"""300 schemas of the common keywords: every text sampled under the masks of one is a valid instance of it.
 
-`json_schemas.py` makes them; the end-to-end test of structured outputs has a model draw for the same ones."""
+`json_schemas.py` makes them. The end-to-end test of structured outputs has a model generate for the same schemas."""
 
 import json
 
@@ -18,7 +18,7 @@ GRAMMARS = grammars_of(TOKENIZER)
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_what_is_drawn_is_valid(seed: int) -> None:
+def test_a_sampled_text_is_a_valid_instance(seed: int) -> None:
     schema = make_schema(seed)
     jsonschema.Draft202012Validator.check_schema(schema)
     matcher = GRAMMARS.compile(Constraint("json_schema", json.dumps(schema)), "")

@@ -1,4 +1,4 @@
-"""One output: which ids belong to it, what is held back, and its log-probabilities."""
+"""One output: which ids belong to it, which text is held back, and its log-probabilities."""
 
 from array import array
 
@@ -7,7 +7,7 @@ from pagewire.engine.text.output import LOWEST_LOGPROB, OutputText, Piece, rende
 from .tokenizers_for_tests import make
 
 
-def test_text_of_all_ids() -> None:
+def test_the_pieces_join_to_the_text_of_all_ids() -> None:
     tokenizer = make("byte_level")
     ids = tokenizer.encode("Hello 🙂!")
     output = OutputText(tokenizer, ())
@@ -23,7 +23,7 @@ def test_the_id_that_completes_a_stop_string_is_the_last() -> None:
     assert output.num_ids == 5
 
 
-def test_a_stop_string_across_pushes() -> None:
+def test_a_stop_string_may_span_two_pushes() -> None:
     tokenizer = make("byte_level")
     output = OutputText(tokenizer, (), stop=("ab",), include_stop=True)
     assert output.push(tokenizer.encode("xa")) == Piece("x", len(tokenizer.encode("xa")), None)
@@ -39,19 +39,19 @@ def test_held_back_text_is_shown_with_the_last_ids() -> None:
     assert output.push([], last=True) == Piece("a", 0, None)
 
 
-def test_a_stop_string_in_the_flushed_end() -> None:
+def test_a_stop_string_is_found_in_the_flushed_text() -> None:
     tokenizer = make("byte_level")
     half = tokenizer.encode("🦊")[:-1]
     output = OutputText(tokenizer, (), stop=("\ufffd",))
     assert output.push(half, last=True) == Piece("", len(half), "\ufffd")
 
 
-def test_ids_only() -> None:
+def test_without_detokenization_ids_are_only_counted() -> None:
     output = OutputText(make("byte_level"), (), detokenize=False)
     assert output.push([5, 6, 7], last=True) == Piece("", 3, None) and output.num_ids == 3
 
 
-def test_logprobs() -> None:
+def test_logprobs_of_the_chosen_and_the_top_tokens() -> None:
     tokenizer = make("byte_level")
     a, b, half = tokenizer.encode("a")[0], tokenizer.encode("b")[0], tokenizer.encode("🦊")[0]
     ids, values = array("i", [a, a, b, half, b, half]), array("f", [-0.5, -0.5, -2.0, -1.0, -0.25, float("-inf")])

@@ -1,4 +1,4 @@
-"""Stop strings: the same answer however the text is cut, nothing of them shown, linear time."""
+"""Stop strings: the result does not depend on how the text is cut, no part of them is shown, time is linear."""
 
 import random
 
@@ -53,7 +53,7 @@ def test_holds_back_only_what_could_begin_a_stop_string() -> None:
     assert stop.push("D!") == ("", "###END")
 
 
-def test_what_is_held_back_at_the_end_is_shown() -> None:
+def test_held_back_text_is_shown_at_the_end() -> None:
     stop = StopStrings(["STOP"])
     assert stop.push("no STO") == ("no ", None)
     assert stop.flush() == "STO"

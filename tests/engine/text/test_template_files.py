@@ -1,4 +1,4 @@
-"""What a template shows: which family's way of writing calls and reasoning. The pieces are those of real templates."""
+"""Which parsers of tool calls and reasoning a chat template implies. The excerpts are those of real templates."""
 
 import json
 from pathlib import Path
@@ -42,23 +42,23 @@ SHOWN: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_what_a_template_shows(name: str) -> None:
+def test_the_parsers_that_a_template_implies(name: str) -> None:
     template, calls, reasoning = SHOWN[name]
     assert shown_parsers(template) == (calls, reasoning)
 
 
-def test_prepare_asks_the_template_that_is_used(tmp_path: Path) -> None:
+def test_prepare_takes_the_parsers_from_the_template_in_use(tmp_path: Path) -> None:
     shown = prepare(Config())
     assert (shown.tool_call_parser, shown.reasoning_parser) == ("hermes", "none")
-    operators = tmp_path / "chat.jinja"
-    operators.write_text(SHOWN["magistral"][0])
-    shown = prepare(make_config(chat_template=str(operators)))
+    given = tmp_path / "chat.jinja"
+    given.write_text(SHOWN["magistral"][0])
+    shown = prepare(make_config(chat_template=str(given)))
     assert (shown.tool_call_parser, shown.reasoning_parser) == ("mistral", "mistral")
     with pytest.raises(ConfigError, match="There is no chat template"):
         prepare(make_config(chat_template=str(tmp_path / "none.jinja")))
 
 
-def test_where_templates_stand(tmp_path: Path) -> None:
+def test_the_files_that_templates_are_read_from(tmp_path: Path) -> None:
     assert read_templates(tmp_path) == {}
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))

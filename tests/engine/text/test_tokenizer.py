@@ -1,4 +1,4 @@
-"""The tokenizer agrees with the `tokenizers` library, and what a person writes is never a control token."""
+"""The tokenizer agrees with the `tokenizers` library, and a client's text never becomes a control token."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from .tokenizers_for_tests import KINDS, SPECIALS, TEXTS, make, trained, write_f
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_encodes_as_the_library(kind: str) -> None:
+def test_encodes_like_the_library(kind: str) -> None:
     library = tokenizers.Tokenizer.from_str(trained(kind))
     tokenizer = make(kind)
     for text in (*TEXTS, "", "a <|im_start|>b<|im_end|> c"):
@@ -26,7 +26,7 @@ def test_encodes_as_the_library(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decodes_text_as_the_library(kind: str) -> None:
+def test_decodes_text_like_the_library(kind: str) -> None:
     library = tokenizers.Tokenizer.from_str(trained(kind))
     tokenizer = make(kind)
     for text in (*TEXTS, "a <|im_start|>b<|im_end|> c"):
@@ -36,7 +36,7 @@ def test_decodes_text_as_the_library(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
-def test_decodes_random_ids_as_the_library(kind: str) -> None:
+def test_decodes_random_ids_like_the_library(kind: str) -> None:
     library = tokenizers.Tokenizer.from_str(trained(kind))
     tokenizer = make(kind)
     rng = random.Random(1)
@@ -51,7 +51,7 @@ def test_bytes_of_tokens_join_to_the_text() -> None:
         assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
 
 
-def test_unknown_ids_vanish() -> None:
+def test_unknown_ids_have_no_text() -> None:
     tokenizer = make("byte_level")
     assert [tokenizer.token_bytes(id) for id in (-1, tokenizer.vocab_size, tokenizer.vocab_size + 1, 10**9)] == [
         b""
@@ -59,7 +59,7 @@ def test_unknown_ids_vanish() -> None:
     assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.vocab_size]) == "ab"
 
 
-def test_half_a_character_reads_as_replacement() -> None:
+def test_half_a_character_reads_as_the_replacement_character() -> None:
     tokenizer = make("byte_level")
     half = next(id for id in tokenizer.encode("\U0001f9ff") if tokenizer.token_bytes(id))
     assert tokenizer.token_text(half) == "\ufffd"
@@ -90,7 +90,7 @@ def test_ordinary_text_is_not_touched() -> None:
     assert all(tokenizer.neutralize(text) == text for text in TEXTS)
 
 
-def test_loads_a_folder(tmp_path: Path) -> None:
+def test_a_folder_is_loaded_with_its_special_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path, adds_bos=True))
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|bos|>", "<|im_end|>")
     assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
@@ -108,7 +108,7 @@ def test_adds_the_specials_that_transformers_adds(tmp_path: Path, settings: dict
         assert tokenizer.encode(text) == expected.encode(text)
 
 
-def test_tokens_that_only_the_config_declares(tmp_path: Path) -> None:
+def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path) -> None:
     new_id = tokenizers.Tokenizer.from_str(trained("byte_level")).get_vocab_size()
     declared = {str(new_id): {"content": "<tool_call>", "special": False, "normalized": False}}
     tokenizer = load_tokenizer(write_folder(tmp_path, added_tokens_decoder=declared))
@@ -118,7 +118,7 @@ def test_tokens_that_only_the_config_declares(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"model": 5}', "[]", "\x00\x01"])
-def test_a_damaged_file_is_one_sentence(tmp_path: Path, content: str) -> None:
+def test_a_damaged_file_gives_a_one_sentence_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match="damaged"):
         load_tokenizer(tmp_path)
@@ -132,21 +132,21 @@ def test_a_damaged_file_is_one_sentence(tmp_path: Path, content: str) -> None:
                    "continuing_subword_prefix": "##########"}},
     ],
 )  # fmt: skip
-def test_what_makes_the_library_panic_is_one_sentence(tmp_path: Path, part: dict[str, object]) -> None:
+def test_a_file_that_makes_the_library_panic_gives_a_one_line_error(tmp_path: Path, part: dict[str, object]) -> None:
     whole = json.loads(trained("byte_level")) | part
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
     with pytest.raises(ConfigError, match=r"tokenizer\.json is damaged: the tokenizers library panicked"):
         load_tokenizer(tmp_path)
 
 
-def test_a_damaged_config_is_one_sentence(tmp_path: Path) -> None:
+def test_a_damaged_config_gives_a_one_sentence_error(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json is damaged"):
         load_tokenizer(tmp_path)
 
 
-def test_no_tokenizer_at_all(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no tokenizer"):
         load_tokenizer(tmp_path)
 
@@ -169,7 +169,7 @@ def test_every_special_of_the_vocabulary_is_neutralized() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_of_more_bytes_has_so_few_tokens(kind: str) -> None:
+def test_most_bytes_bounds_the_length_of_a_text_by_its_tokens(kind: str) -> None:
     tokenizer = make(kind)
     for text in (
         *TEXTS,
@@ -183,7 +183,7 @@ def test_no_text_of_more_bytes_has_so_few_tokens(kind: str) -> None:
     assert tokenizer.most_bytes(10) == 10 * tokenizer.most_bytes(1)
 
 
-def test_special_tokens_that_begin_alike() -> None:
+def test_the_longest_of_special_tokens_with_a_common_prefix_is_found() -> None:
     rng = random.Random(3)
     for _ in range(500):
         texts = {"".join(rng.choices("ab|<.", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 6))}
@@ -192,8 +192,8 @@ def test_special_tokens_that_begin_alike() -> None:
         assert re.findall(_any_of(texts), text) == longest_first.findall(text), (texts, text)
 
 
-def test_their_number_does_not_matter() -> None:
+def test_many_special_tokens_are_searched_for_in_linear_time() -> None:
     special = [f"<|reserved_special_token_{i}|>" for i in range(250)]
     text = "<|reserved_special_token_24" * 40_000
-    with cpu_deadline(0.5):  # it was a second and more
+    with cpu_deadline(0.5):  # a plain list of alternatives takes more than a second
         assert not re.findall(_any_of(special), text)

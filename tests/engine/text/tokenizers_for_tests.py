@@ -44,7 +44,7 @@ def train_byte_level() -> tokenizers.Tokenizer:
 
 
 def train_byte_fallback() -> tokenizers.Tokenizer:
-    """Llama 2's kind: sentencepiece BPE with a space before every text and bytes for what it lacks."""
+    """Llama 2's kind: sentencepiece BPE with a space before every text and bytes for characters that it lacks."""
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
@@ -75,7 +75,7 @@ def train_metaspace() -> tokenizers.Tokenizer:
 
 
 def train_word_piece() -> tokenizers.Tokenizer:
-    """BERT's kind: its decoder looks at neighbours."""
+    """BERT's kind: the decoded text of a token depends on its neighbours."""
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece(cleanup=False)
@@ -103,7 +103,7 @@ def make(kind: str, **settings: object) -> Tokenizer:
 
 
 def write_folder(folder: Path, kind: str = "byte_level", *, adds_bos: bool = False, **settings: object) -> Path:
-    """A model's folder as far as text is concerned."""
+    """Writes the tokenizer files of a model's folder."""
     backend = tokenizers.Tokenizer.from_str(trained(kind))
     if adds_bos:
         bos = backend.token_to_id("<|bos|>")
