@@ -142,11 +142,7 @@ def test_a_connector_that_fails_is_no_longer_used(call, runner, caplog):
         engine.launch(plan(1, [0], [3], open=(opened(0, [5, 6, 7], [0]),), kv=kv))
         assert engine.collect().ids == expected
         report = engine.take_transferred()
-        assert (report.loaded, list(bytes_to_ids(report.failed_blocks)), report.sent) == (
-            (7,),
-            [11, 12],
-            (9,),
-        )
+        assert (report.loaded, list(bytes_to_ids(report.failed_blocks)), report.sent) == ((7,), [11, 12], (9,))
         assert engine.num_transfers == 0
         engine.launch(plan(2, kv=metadata(loads=[(8, [13])])))
         assert engine.num_transfers == 1
