@@ -1,4 +1,4 @@
-"""`bench.compare` runs a benchmark of two checkouts in turns."""
+"""`bench.compare` runs a benchmark of two checkouts in alternation."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,9 @@ from pagewire.bench.compare import main
 ROOT = Path(__file__).parents[2]
 
 
-def test_both_checkouts_are_measured_and_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_checkouts_are_measured_and_their_ratio_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "rows.json"
     benchmark = ("bench.engine.scheduler", "--rows", "4", "--steps", "5", "--repeat", "1")
     main([str(ROOT), str(ROOT), *benchmark, "--rounds", "2", "--json", str(output)])

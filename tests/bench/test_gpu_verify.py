@@ -1,4 +1,4 @@
-"""The GPU verification: a smoke of it, its verdicts and its report. And the tuner, likewise."""
+"""The GPU verification and the tuner: smoke runs, verdicts, the report, and the tuner's table."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from pagewire.bench.gpu.timeline import Interval, busy_us, read_trace, step_gaps
 from pagewire.bench.gpu.tune import TABLE, rewritten
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton here")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 NO_GPU = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
 
 
@@ -26,13 +26,13 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False, timeout=100)
 
 
-# The whole program, tiny
+# Smoke runs of the whole programs
 
 
 @needs_triton
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_smoke_run_writes_what_it_found(tmp_path: Path) -> None:
+def test_a_smoke_run_writes_its_results(tmp_path: Path) -> None:
     parts = ["determinism", "attention", "steps-0.6b", "products", "steps-8b"]
     script = str(ROOT / "bench" / "gpu" / "verify.sh")
     done = run(script, "--smoke", "--only", *parts, "--out", str(tmp_path))
@@ -59,7 +59,7 @@ def test_a_smoke_run_writes_what_it_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_the_error_says_so() -> None:
     done = run(str(ROOT / "bench" / "gpu" / "verify.sh"))
     assert (done.returncode == 2 and "--smoke" in done.stderr) or "no triton" in done.stderr, done.stdout + done.stderr
 
@@ -67,7 +67,7 @@ def test_without_a_gpu_it_says_so() -> None:
 @needs_triton
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_tuner_tries_and_writes_no_table(tmp_path: Path) -> None:
+def test_a_smoke_run_of_the_tuner_tries_options_and_writes_no_table(tmp_path: Path) -> None:
     before = TABLE.read_text()
     script = str(ROOT / ".typing")
     command = [
@@ -88,10 +88,10 @@ def test_the_tuner_tries_and_writes_no_table(tmp_path: Path) -> None:
     assert TABLE.read_text() == before
 
 
-# What one part comes to
+# The outcome of one part
 
 
-def a_part(tmp_path: Path, code: str, **changes: object) -> Outcome:
+def outcome_of(tmp_path: Path, code: str, **changes: object) -> Outcome:
     """The outcome of a part whose program is `code`."""
     part = Part(**{"name": "some", "title": "Some", "module": "nowhere", "seconds": 1.0, **changes})  # type: ignore[arg-type]
     python = tmp_path / "python"
@@ -107,32 +107,34 @@ def a_part(tmp_path: Path, code: str, **changes: object) -> Outcome:
 FIGURE = "print(json.dumps({'figure': {'name': 'n', 'value': 3, 'unit': 'ms', 'most': 2}}), file=found, flush=True)"
 
 
-def test_a_part_that_breaks_keeps_what_it_found(tmp_path: Path) -> None:
-    outcome = a_part(tmp_path, f"{FIGURE}\nfound.write('{{')\nfound.flush()\nraise SystemExit('the device is gone')")
+def test_a_part_that_fails_keeps_its_figures(tmp_path: Path) -> None:
+    outcome = outcome_of(
+        tmp_path, f"{FIGURE}\nfound.write('{{')\nfound.flush()\nraise SystemExit('the device is gone')"
+    )
     assert outcome.figures == (Figure(name="n", value=3, unit="ms", most=2),)
     assert outcome.failed == "it ended with 1: the device is gone" and not outcome.is_right()
     assert outcome.verdict(smoke=False) == "failed"
 
 
 def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
-    outcome = a_part(tmp_path, f"{FIGURE}\nimport time; time.sleep(60)")
+    outcome = outcome_of(tmp_path, f"{FIGURE}\nimport time; time.sleep(60)")
     assert len(outcome.figures) == 1 and outcome.failed.startswith("it was ended after 2 s")
 
 
-def test_a_part_that_the_time_is_too_short_for_does_not_begin(tmp_path: Path) -> None:
-    outcome = a_part(tmp_path, FIGURE, seconds=60.0)
+def test_a_part_with_too_little_time_left_is_skipped(tmp_path: Path) -> None:
+    outcome = outcome_of(tmp_path, FIGURE, seconds=60.0)
     assert outcome.skipped == "2 s were left, and it may take 60." and not outcome.figures and outcome.is_right()
 
 
-def test_a_part_without_its_packages_names_them(tmp_path: Path) -> None:
-    outcome = a_part(tmp_path, FIGURE, needs=("json", "no_such_module", "nor_this"))
+def test_a_part_whose_packages_are_missing_names_them(tmp_path: Path) -> None:
+    outcome = outcome_of(tmp_path, FIGURE, needs=("json", "no_such_module", "nor_this"))
     assert outcome.skipped == "not installed: no_such_module, nor_this." and not outcome.figures
 
 
-def test_what_a_part_says_of_itself_is_why_it_was_skipped(tmp_path: Path) -> None:
+def test_a_part_can_report_why_it_is_skipped(tmp_path: Path) -> None:
     line = "print(json.dumps({'skipped': 'there is no room'}), file=found, flush=True)"
-    assert a_part(tmp_path, line).verdict(smoke=False) == "skipped"
-    outcome = a_part(tmp_path, f"{FIGURE}\n{line}")
+    assert outcome_of(tmp_path, line).verdict(smoke=False) == "skipped"
+    outcome = outcome_of(tmp_path, f"{FIGURE}\n{line}")
     assert outcome.skipped == "there is no room" and outcome.verdict(smoke=False) == "missed"
 
 
@@ -152,13 +154,13 @@ def test_what_a_part_says_of_itself_is_why_it_was_skipped(tmp_path: Path) -> Non
         (1, {"most": 0, "is_proof": True}, "missed"),
     ],
 )
-def test_verdicts(value: float, target: dict[str, float], verdict: str) -> None:
+def test_verdict_of_a_figure(value: float, target: dict[str, float], verdict: str) -> None:
     figure = Figure(name="n", value=value, unit="ms", **target)  # type: ignore[arg-type]
     assert figure.verdict(smoke=False) == verdict
     assert figure.verdict(smoke=True) == (verdict if figure.is_proof else "measured")
 
 
-def test_slow_is_not_wrong() -> None:
+def test_a_slow_part_is_right_but_a_failed_proof_is_not() -> None:
     slow = Figure(name="slow", value=2, unit="ms", most=1)
     wrong = Figure(name="wrong", value=1, unit="", most=0, is_proof=True)
     fine = Outcome(part="p", title="P", seconds=1, figures=(slow,))
@@ -166,7 +168,7 @@ def test_slow_is_not_wrong() -> None:
     assert not Outcome(part="p", title="P", seconds=1, figures=(slow, wrong)).is_right()
 
 
-def test_the_report_has_every_figure_and_every_reason() -> None:
+def test_the_report_lists_every_figure_and_every_reason() -> None:
     figures = (
         Figure(name="step", value=1.23456, unit="ms", most=0.9),
         Figure(name="copy", value=10.0, unit="GB/s"),
@@ -193,16 +195,16 @@ def test_the_report_has_every_figure_and_every_reason() -> None:
     assert "SMOKE" not in text and "SMOKE" in as_markdown(outcomes, machine, smoke=True)
 
 
-def test_parts_differ_and_those_of_one_program_have_a_model() -> None:
+def test_no_two_parts_have_the_same_name_or_program() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert len({(part.module, part.function, part.model) for part in PARTS}) == len(PARTS)
 
 
-# What the parts compute
+# Computations of the parts
 
 
 @needs_triton
-def test_launches_with_other_bits_are_counted() -> None:
+def test_launches_with_different_bits_are_counted() -> None:
     import torch
 
     from pagewire.bench.gpu.determinism import count_differences
@@ -219,24 +221,24 @@ def test_launches_with_other_bits_are_counted() -> None:
 
     queue = EagerQueue(torch.device("cpu"))
     assert count_differences(queue, out, work, times=12, a_recording=4) == 2
-    assert count_differences(queue, out, lambda: None, times=4, a_recording=2) == 4, "nothing is written"
+    assert count_differences(queue, out, lambda: None, times=4, a_recording=2) == 4, "unwritten results count"
 
 
-def test_gaps_are_between_steps_and_not_within() -> None:
+def test_gaps_are_counted_between_steps_only() -> None:
     kernels = [
         Interval("_prepare_step", 0, 2),
         Interval("a", 5, 10),
-        Interval("b", 6, 8),  # beside it
+        Interval("b", 6, 8),  # overlaps a
         Interval("_prepare_step", 13, 14),
         Interval("a", 20, 21),
-        Interval("_prepare_step", 20.5, 22),  # begins before the last ends
+        Interval("_prepare_step", 20.5, 22),  # begins before the previous kernel ends
     ]
     assert step_gaps_us(kernels) == [3, 0]
     assert busy_us(kernels) == 2 + 5 + 1 + 2
     assert step_gaps_us([]) == [] and busy_us([]) == 0
 
 
-def test_a_trace_gives_its_kernels_in_order(tmp_path: Path) -> None:
+def test_a_trace_gives_its_kernels_in_order_of_time(tmp_path: Path) -> None:
     events = [
         {"cat": "kernel", "name": "late", "ts": 5.0, "dur": 1.5, "ph": "X"},
         {"cat": "gpu_memcpy", "name": "copy", "ts": 2.0, "dur": 1, "ph": "X"},
@@ -250,7 +252,7 @@ def test_a_trace_gives_its_kernels_in_order(tmp_path: Path) -> None:
 # The tuner's table
 
 
-def test_a_table_is_written_read_and_written_again() -> None:
+def test_a_table_can_be_written_read_and_rewritten() -> None:
     source = TABLE.read_text()
     table = {("moe", (16,)): {"columns": 64}, ("small_product", (4096, 1024)): {"block_n": 32, "splits": 2}}
 

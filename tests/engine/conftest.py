@@ -1,4 +1,4 @@
-"""Checkpoints for the rooms that run models."""
+"""Checkpoints for the tests that run models."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from pagewire.kernels.cpu.build import compiler
 
 @pytest.fixture
 def c_kernels() -> Iterator[None]:
-    """For tests of what the C kernels alone do, whatever is said of the machine."""
+    """Use the C kernels, whatever PAGEWIRE_MACHINE says of the machine."""
     if compiler() is None:
         pytest.skip("no C compiler")
     with machine(COMPILED):

@@ -1,4 +1,4 @@
-"""Naming an extension, the way of its bytes, and the example that the documents show."""
+"""Loading an extension by name, passing its bytes to attention, and the example in the documents."""
 
 import random
 import sys
@@ -43,12 +43,12 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("topk_blocks:TopkBlocks,share=1,share=2", "'share=2' is not an option=value, or the option is given twice"),
     ],
 )
-def test_names_that_mean_nothing(spec, sentence):
+def test_an_invalid_extension_spec_is_refused(spec, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load_extension(spec)
 
 
-def test_the_core_half_needs_no_torch():
+def test_the_core_half_works_without_importing_torch():
     kind, options = load_extension("topk_blocks:TopkBlocks,share=0.5,least=2")
     assert options == {"share": "0.5", "least": "2"}
     assert "topk_attention" not in sys.modules
@@ -74,9 +74,9 @@ def decode_step(contexts, tables, budgets, order):
     )
 
 
-def test_the_blocks_that_matter_are_kept():
-    """Rows whose queries point at the keys of two blocks each: with k = 3 of 10 next to nothing is lost, and rows with
-    a budget for all of their blocks lose nothing at all."""
+def test_the_blocks_with_the_largest_scores_are_kept():
+    """Each row's query points at the keys of two blocks. With a budget of 3 of 10 blocks the output is nearly exact;
+    with a budget of all blocks it is exact."""
     torch.manual_seed(5)
     shape = KvShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     cache = KvCache(shape=shape, num_blocks=64, block_size=SIZE, device=torch.device("cpu"))
@@ -90,7 +90,7 @@ def test_the_blocks_that_matter_are_kept():
     tables = np.array([blocks[10 * row : 10 * row + 10] for row in range(4)], np.int32)
     contexts = [146, 150, 155, 160]
     order = [2, 0, 3, 1]  # the step's row 0 is the plan's row 2
-    budgets = [3, 10, 3, 3]  # of the plan's rows
+    budgets = [3, 10, 3, 3]  # one per row of the plan
     step = decode_step(contexts, tables, budgets, order)
     query = torch.randn(4, 4, 8)
     for keys, values in cache.pages:
@@ -98,8 +98,8 @@ def test_the_blocks_that_matter_are_kept():
         values.normal_()
         for row in range(4):
             direction = query[row].view(2, 2, 8).sum(1)
-            for place in rng.sample(range(9), 2):
-                keys[tables[row, place]] += 10 * direction
+            for index in rng.sample(range(9), 2):
+                keys[tables[row, index]] += 10 * direction
     key, value = 0.1 * torch.randn(4, 2, 8), torch.randn(4, 2, 8)
     exact.begin(step)
     approximate.begin(step)
@@ -107,12 +107,12 @@ def test_the_blocks_that_matter_are_kept():
         expected = exact.forward(layer, query, key, value, scale=1.0)
         got = approximate.forward(layer, query, key, value, scale=1.0)
         torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
-        assert not torch.equal(got, expected), "some rows leave blocks out"
-        assert torch.equal(got[order.index(1)], expected[order.index(1)]), "k covers all blocks of this row"
+        assert not torch.equal(got, expected), "rows with a budget of 3 leave blocks out"
+        assert torch.equal(got[order.index(1)], expected[order.index(1)]), "the budget covers all blocks of this row"
 
 
 @pytest.mark.slow
-def test_tokens_are_equal_when_k_covers_all_blocks(tmp_path):
+def test_tokens_are_equal_if_the_budget_covers_all_blocks(tmp_path):
     checkpoints.make_checkpoint(tmp_path, "llama")
     vocabulary.add_tokenizer(tmp_path)
     rng = random.Random(1)

@@ -1,4 +1,4 @@
-"""AsyncLLM on a tiny random model: the outputs of `LLM`, many at once, and nothing left behind."""
+"""AsyncLLM on a tiny random model: the outputs of `LLM`, many requests at once, and no process left behind."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-async def whole(llm: AsyncLLM, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
+async def last_output(llm: AsyncLLM, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
     async for output in llm.generate(prompt, params):
         last = output
     assert last.finished
@@ -41,37 +41,37 @@ def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
-def test_it_gives_what_llm_gives(model: str) -> None:
+def test_async_llm_gives_the_outputs_of_llm(model: str) -> None:
     before = children()
     with LLM(model, **OPTIONS) as llm:
         expected = [llm.generate("hello", params, use_tqdm=False)[0] for params in CASES]
         stop = expected[0].outputs[0].text[3:5]
         stopping = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=stop)
         (stopped,) = llm.generate("hello", stopping, use_tqdm=False)
-        (said,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+        (answered,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
 
     async def work() -> None:
         async with AsyncLLM(model, **OPTIONS) as llm:
-            outputs = await asyncio.gather(*(whole(llm, "hello", params) for params in CASES))
+            outputs = await asyncio.gather(*(last_output(llm, "hello", params) for params in CASES))
             assert [o.outputs for o in outputs] == [o.outputs for o in expected]
             assert outputs[2].prompt_logprobs == expected[2].prompt_logprobs
             ids = expected[0].prompt_token_ids
-            assert (await whole(llm, ids, GREEDY)).outputs == expected[0].outputs
+            assert (await last_output(llm, ids, GREEDY)).outputs == expected[0].outputs
             assert llm.get_tokenizer().decode(ids, skip_special_tokens=False) == expected[0].prompt
-            assert (await whole(llm, "hello", stopping)).outputs == stopped.outputs
+            assert (await last_output(llm, "hello", stopping)).outputs == stopped.outputs
             *_, output = [output async for output in llm.chat([{"role": "user", "content": "hi"}], GREEDY)]
-            assert output.outputs == said.outputs and output.prompt == said.prompt
+            assert output.outputs == answered.outputs and output.prompt == answered.prompt
 
-            # Many at once, and each grows.
+            # Outputs grow, and many requests at once do not affect each other.
             lengths: list[int] = []
             async for output in llm.generate("hello", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)):
                 lengths.append(len(output.outputs[0].token_ids))
             assert lengths == sorted(lengths) and lengths[-1] == 400 and len(lengths) > 1
-            many = await asyncio.gather(*(whole(llm, f"prompt {i}", GREEDY) for i in range(40)))
-            alone = await whole(llm, "prompt 7", GREEDY)
+            many = await asyncio.gather(*(last_output(llm, f"prompt {i}", GREEDY) for i in range(40)))
+            alone = await last_output(llm, "prompt 7", GREEDY)
             assert many[7].outputs == alone.outputs
 
-            # A reader who leaves ends the request; a refusal is told at once.
+            # Closing the iterator cancels the request; an invalid request raises at once.
             endless = llm.generate("hello", SamplingParams(max_tokens=None, ignore_eos=True))
             async for _ in endless:
                 break
@@ -80,32 +80,32 @@ def test_it_gives_what_llm_gives(model: str) -> None:
                 while (await llm.snapshot()).num_running:
                     pass
             with pytest.raises(RequestError, match="maximum context length"):
-                await whole(llm, [5] * 10_000, GREEDY)
+                await last_output(llm, [5] * 10_000, GREEDY)
             with pytest.raises(ValueError, match="SamplingParams"):
-                await whole(llm, "hello", SamplingParams(temperature=-1.0))
-            assert (await whole(llm, "hello", GREEDY)).outputs == expected[0].outputs
+                await last_output(llm, "hello", SamplingParams(temperature=-1.0))
+            assert (await last_output(llm, "hello", GREEDY)).outputs == expected[0].outputs
 
     asyncio.run(work())
     assert children() <= before
 
 
-def test_what_the_engine_refuses_leaves_nothing_behind(model: str) -> None:
+def test_a_request_that_the_engine_refuses_leaves_no_output_buffer(model: str) -> None:
     async def work() -> None:
         async with AsyncLLM(model, **OPTIONS | {"kv_cache_memory": "64K"}) as llm:
             with pytest.raises(RequestError, match="maximum context length"):
-                await whole(llm, [5] * 200, GREEDY)
+                await last_output(llm, [5] * 200, GREEDY)
             assert not llm._detokenizer._outputs
 
     asyncio.run(work())
 
 
-def test_without_a_model_nothing_is_started(tmp_path: Path) -> None:
+def test_without_a_model_no_process_is_started(tmp_path: Path) -> None:
     before = children()
 
     async def work() -> None:
         idle = AsyncLLM(str(tmp_path))
         with pytest.raises(RequestError, match="async with"):
-            await whole(idle, "hello", GREEDY)
+            await last_output(idle, "hello", GREEDY)
         with pytest.raises(PagewireError):
             await idle.start()
         await idle.close()

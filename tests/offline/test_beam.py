@@ -1,4 +1,4 @@
-"""Beam search: the same beams as transformers', over forks of one prefilled sequence."""
+"""Beam search: the beams of transformers, computed as forks of one prefilled sequence."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -58,18 +58,18 @@ def test_beams_share_the_kv_of_their_parents(llm: LLM) -> None:
     assert llm._engine.scheduler.pool.num_held == 0
 
 
-def test_beams_end_with_the_context(llm: LLM) -> None:
+def test_beams_end_at_the_maximum_context_length(llm: LLM) -> None:
     longest = llm._engine.scheduler.max_model_len
     (output,) = llm.beam_search([5] * (longest - 3), BeamSearchParams(beam_width=2, max_tokens=9, ignore_eos=True))
     assert [len(beam.tokens) for beam in output.sequences] == [longest, longest]
     assert all(beam.finish_reason == "length" for beam in output.sequences)
 
 
-def test_early_stopping_ends_with_the_first_beams_that_ended() -> None:
+def test_early_stopping_stops_once_beam_width_beams_have_ended() -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=9, early_stopping=True)
     search = BeamSearch([1], params, frozenset({0}))
     search.take([{0: -1.0, 5: -0.1, 6: -0.2}])
-    assert search.prompts == [[1, 5], [1, 6]], "one of two has ended"
+    assert search.prompts == [[1, 5], [1, 6]], "only one of two beams has ended"
     search.take([{0: -0.5, 7: -0.1}, {7: -3.0}])
     assert search.prompts == []
     assert [(beam.tokens, beam.finish_reason) for beam in search.output().sequences] == [
@@ -89,6 +89,6 @@ def test_an_eos_ends_a_beam(folder: Path, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"beam_width": 0}, {"beam_width": 11}, {"max_tokens": 0}])
-def test_what_makes_no_sense_is_refused(llm: LLM, wrong: dict[str, int]) -> None:
+def test_invalid_parameters_are_refused(llm: LLM, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="beam_width"):
         llm.beam_search([1, 2], BeamSearchParams(**cast(dict[str, Any], {"beam_width": 2, "max_tokens": 2} | wrong)))

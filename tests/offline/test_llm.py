@@ -1,4 +1,4 @@
-"""The offline API on a tiny random model: what it returns, and that it stays usable after a refusal."""
+"""The offline API on a tiny random model: its results, and that it stays usable after a refused request."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM, capsys: pytest.Captu
     assert llm.generate(prompts[1], GREEDY, use_tqdm=False)[0].outputs == outputs[1].outputs
 
 
-def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:
+def test_a_prompt_as_text_or_as_ids_gives_the_same_output(llm: LLM) -> None:
     (text,) = llm.generate("hello", GREEDY, use_tqdm=False)
     (ids,) = llm.generate(text.prompt_token_ids, GREEDY, use_tqdm=False)
     assert ids.outputs == text.outputs and ids.prompt == "hello"
@@ -51,7 +51,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
         llm.generate(["a", "b"], params[:1])
 
 
-def test_lower_priorities_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lower_priority_values_run_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.make_checkpoint(tmp_path, "llama")
     vocabulary.add_tokenizer(tmp_path)
     ends: list[str] = []
@@ -71,7 +71,7 @@ def test_lower_priorities_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             llm.generate(["a", "b"], GREEDY, priority=[1])
 
 
-def test_a_seed_is_repeatable_and_choices_differ(llm: LLM) -> None:
+def test_a_seed_repeats_the_outputs_and_choices_differ(llm: LLM) -> None:
     params = SamplingParams(n=4, seed=3, temperature=1.5, max_tokens=12, ignore_eos=True)
     (first,) = llm.generate("hello", params, use_tqdm=False)
     many = llm.generate(["hello", *["other"] * 20], params, use_tqdm=False)
@@ -97,23 +97,23 @@ def test_min_tokens_is_min_new_tokens_of_transformers(llm: LLM) -> None:
             assert output.outputs[0].token_ids == expected and len(expected) >= at_least
 
 
-def test_stop_strings_are_not_looked_for_before_min_tokens(llm: LLM) -> None:
+def test_stop_strings_apply_only_after_min_tokens(llm: LLM) -> None:
     (free,) = llm.generate("hello", GREEDY, use_tqdm=False)
     ids = free.outputs[0].token_ids
-    stops = {chr(id + 30) for id in ids if 3 <= id < 97}  # of this vocabulary
+    stops = {chr(id + 30) for id in ids if 3 <= id < 97}  # in this vocabulary id + 30 is the character
     assert len(stops) > 1, "the test needs printable tokens"
     for stop in stops:
-        places = [i for i, id in enumerate(ids, start=1) if id + 30 == ord(stop)]
+        positions = [i for i, id in enumerate(ids, start=1) if id + 30 == ord(stop)]
         for at_least in range(len(ids)):
             params = SamplingParams(temperature=0, max_tokens=8, min_tokens=at_least, stop=stop, ignore_eos=True)
             (output,) = llm.generate("hello", params, use_tqdm=False)
-            ends = [place for place in places if place > at_least]
+            ends = [position for position in positions if position > at_least]
             assert len(output.outputs[0].token_ids) == (ends[0] if ends else len(ids)), (stop, at_least)
             assert output.outputs[0].stop_reason == (stop if ends else None)
 
 
 @pytest.mark.parametrize(("keep", "left"), [(3, 3), (100, 20), (1, 1)])
-def test_the_end_of_a_prompt_is_kept(llm: LLM, keep: int, left: int) -> None:
+def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(llm: LLM, keep: int, left: int) -> None:
     prompt = list(range(3, 23))
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, truncate_prompt_tokens=keep)
     (output,) = llm.generate(prompt, params, use_tqdm=False)
@@ -122,7 +122,7 @@ def test_the_end_of_a_prompt_is_kept(llm: LLM, keep: int, left: int) -> None:
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids[:4]
 
 
-def test_a_prompt_is_cut_to_what_fits(llm: LLM) -> None:
+def test_truncate_prompt_tokens_minus_1_cuts_the_prompt_to_the_context(llm: LLM) -> None:
     prompt = [5] * (llm._config.max_model_len + 50)
     with pytest.raises(RequestError, match="maximum context length"):
         llm.generate(prompt, GREEDY, use_tqdm=False)
@@ -159,7 +159,7 @@ def test_stop_strings_and_stop_tokens(llm: LLM) -> None:
     assert by_text.outputs[0].text == text[: text.index(piece)] and by_text.outputs[0].stop_reason == piece
 
 
-def test_a_refused_prompt_raises_and_leaves_nothing_behind(llm: LLM) -> None:
+def test_a_refused_prompt_raises_and_leaves_no_request_or_block(llm: LLM) -> None:
     wrong: list[Any] = [["fine", "x" * 5000], [[1, 2], [99999]], [[]]]
     for prompts in wrong:
         with pytest.raises(RequestError):
@@ -169,7 +169,7 @@ def test_a_refused_prompt_raises_and_leaves_nothing_behind(llm: LLM) -> None:
     assert llm.generate("fine", GREEDY, use_tqdm=False)[0].finished
 
 
-def test_a_wrong_parameter_leaves_nothing_behind(llm: LLM) -> None:
+def test_the_engine_serves_on_after_an_invalid_parameter(llm: LLM) -> None:
     with pytest.raises(ValueError, match="SamplingParams"):
         llm.generate(["a", "b"], [GREEDY, SamplingParams(temperature=-1)], use_tqdm=False)
     assert llm.generate("fine", GREEDY, use_tqdm=False)[0].finished
@@ -182,8 +182,8 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert len(llm.chat([conversation, conversation], GREEDY, use_tqdm=False)) == 2
 
 
-def test_structured_outputs(llm: LLM) -> None:
-    """With random weights at temperature 1: what comes is the format's doing."""
+def test_structured_outputs_match_their_format(llm: LLM) -> None:
+    """The weights are random and the temperature is 1, so only the constraint can give these formats."""
     schema = {
         "type": "object",
         "properties": {"n": {"enum": [1, 20]}},
@@ -208,7 +208,7 @@ def test_structured_outputs(llm: LLM) -> None:
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams()), use_tqdm=False)
 
 
-def test_bad_words_never_come(llm: LLM) -> None:
+def test_bad_words_are_not_generated(llm: LLM) -> None:
     (free,) = llm.generate("hello", GREEDY, use_tqdm=False)
     word = free.outputs[0].text[:2]
     bad = dataclasses.replace(GREEDY, bad_words=[word])
@@ -222,7 +222,7 @@ def test_max_tokens_0_scores_the_prompt(llm: LLM) -> None:
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 5
 
 
-def test_options_are_checked() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown field"):
         LLM("", nonsense=1)
     with pytest.raises(ConfigError, match=r"no folder \./nowhere"):

@@ -1,4 +1,4 @@
-"""Parameters out of their bounds."""
+"""Sampling parameters out of bounds."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,11 +31,11 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         ({"min_tokens": 1, "stop_token_ids": list(range(320)) * 3, "logit_bias": {}}, None),
     ],
 )
-def test_bounds_of_the_rarer_parameters(llm: LLM, fields: dict[str, Any], words: str | None) -> None:
+def test_bounds_of_less_common_parameters(llm: LLM, fields: dict[str, Any], words: str | None) -> None:
     params = SamplingParams(**{"temperature": 0, "max_tokens": 2, **fields})
     if words is None:
         (output,) = llm.generate([5, 6], params, use_tqdm=False)
-        assert len(output.outputs[0].token_ids) == 1, "where all tokens are ends, the likeliest ends it"
+        assert len(output.outputs[0].token_ids) == 1, "all tokens are end tokens, so the first one ends it"
         return
     with pytest.raises((RequestError, ValueError), match=words):
         llm.generate([5, 6], params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""`make dist` fails on an sdist that lacks what a release must have. The good case is `make dist` itself."""
+"""`make dist` fails on an sdist that lacks files of a release. `make dist` itself tests the good case."""
 
 import io
 import tarfile
@@ -9,7 +9,7 @@ import pytest
 from pagewire.tools import check_dist
 
 
-def test_what_an_sdist_lacks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_an_sdist_lacks_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with tarfile.open(tmp_path / "pagewire-1.0.tar.gz", "w:gz") as archive:
         for name in ("LICENSE", "README.md", "pyproject.toml", "engine/CHANGELOG.md"):
             archive.addfile(tarfile.TarInfo(f"pagewire-1.0/{name}"), io.BytesIO())

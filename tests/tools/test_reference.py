@@ -1,5 +1,5 @@
-"""The generated reference pages have everything that the program has. What there is, is asked of the program in another
-way than the generator's, so that a part that the generator overlooks is seen."""
+"""The generated reference pages are complete. The tests list flags, endpoints, metrics and messages in another way than
+the generator does, so that they notice what it misses."""
 
 import re
 import subprocess
@@ -21,14 +21,14 @@ ROW = re.compile(r"^\| `(.+?)` \|", re.MULTILINE)
 
 
 def section(text: str, title: str) -> str:
-    """What stands under a heading, as far as the next one of its level or above."""
+    """The text under a heading, up to the next heading of the same or a higher level."""
     level = title.partition(" ")[0]
     found = re.search(rf"^{re.escape(title)}\n(.*?)(?=^#{{1,{len(level)}}} |\Z)", text, re.MULTILINE | re.DOTALL)
     assert found, title
     return found[1]
 
 
-def helped(*command: str) -> str:
+def help_of(*command: str) -> str:
     result = subprocess.run(
         [sys.executable, "-m", "pagewire", *command, "--help"], capture_output=True, text=True, check=True
     )
@@ -37,14 +37,14 @@ def helped(*command: str) -> str:
 
 def test_every_command_and_every_flag_is_listed() -> None:
     text = reference.flags()
-    names = re.findall(r"^    ([a-z-]+)(?: |$)", helped(), re.MULTILINE)
+    names = re.findall(r"^    ([a-z-]+)(?: |$)", help_of(), re.MULTILINE)
     assert len(names) == 10 and re.findall("^## pagewire (.+)$", text, re.MULTILINE) == names
     for name in names:
         listed = set(re.findall("`(-[-a-z0-9]+)`", section(text, f"## pagewire {name}")))
-        assert set(FLAG.findall(helped(name))) - {"-h"} <= listed, name
+        assert set(FLAG.findall(help_of(name))) - {"-h"} <= listed, name
 
 
-def test_flags_have_their_defaults_and_their_help() -> None:
+def test_flags_are_listed_with_defaults_and_help() -> None:
     rows = {}
     for line in section(reference.flags(), "## pagewire serve").splitlines():
         if line.startswith("| `"):
@@ -68,13 +68,13 @@ def test_every_endpoint_and_every_field_is_listed() -> None:
         for method, operation in methods.items():
             part = section(text, f"### {method.upper()} {path}")
             assert operation["summary"] in part
-            assert {one["name"] for one in operation.get("parameters", [])} <= set(ROW.findall(part))
+            assert {parameter["name"] for parameter in operation.get("parameters", [])} <= set(ROW.findall(part))
     for name, schema in described["components"]["schemas"].items():
         assert ROW.findall(section(text, f"### {name}")) == list(schema["properties"]), name
     assert "### POST /admin/models\n" in text
 
 
-def test_links_of_the_endpoints_lead_to_objects() -> None:
+def test_links_of_the_endpoints_lead_to_headings() -> None:
     text = reference.http()
     headings = {name.lower() for name in re.findall("^### (.+)$", text, re.MULTILINE)}
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
@@ -100,8 +100,10 @@ def test_every_metric_is_listed_with_its_labels() -> None:
 
 def tagged(module: ModuleType) -> set[type[msgspec.Struct]]:
     """The messages that a module defines."""
-    found = (one for one in vars(module).values() if isinstance(one, type) and issubclass(one, msgspec.Struct))
-    return {one for one in found if one.__module__ == module.__name__ and one.__struct_config__.tag}
+    structs = (
+        value for value in vars(module).values() if isinstance(value, type) and issubclass(value, msgspec.Struct)
+    )
+    return {kind for kind in structs if kind.__module__ == module.__name__ and kind.__struct_config__.tag}
 
 
 @pytest.mark.parametrize("module", [client_messages, messages, reports])
@@ -112,14 +114,14 @@ def test_every_message_is_listed_with_its_fields_in_order(module: ModuleType) ->
         assert tuple(ROW.findall(part)) == kind.__struct_fields__, kind
 
 
-def test_units_and_shapes_of_fields_are_told() -> None:
+def test_fields_are_listed_with_units_shapes_and_defaults() -> None:
     fields = {name: (kind, default, meaning) for name, kind, default, meaning in reference.fields(messages.StepPlan)}
     assert fields["`rows`"] == ("`bytes`", "", "int32, each row at most once")
     assert fields["`break_even`"][:2] == ("`float`", "`0.5`")
     assert "int32, usually one" in next(m for n, _, _, m in reference.fields(messages.Tokens) if n == "`ids`")
 
 
-def test_a_field_that_a_struct_inherits_is_not_left_out_in_silence() -> None:
+def test_inherited_fields_raise_instead_of_being_omitted() -> None:
     class Child(messages.Cancel, frozen=True):
         more: int = 0
 

@@ -1,4 +1,4 @@
-"""The fixture that starts servers: what it waits for, what it notices, and that nothing outlives it."""
+"""`Server`: waiting until ready, the errors that it raises, and that no process outlives it."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 from pagewire.tools.servers import Server, ServerError, end, free_port, is_alive
 
-# Answers everything with its pid, and starts a child. Arguments: what happens first, --port, the port.
+# Answers every request with its pid, and starts a child. Arguments: code to run first, --port, the port.
 PROGRAM = """
 import http.server, os, signal, subprocess, sys
 exec(sys.argv[1])
@@ -34,12 +34,14 @@ def command(first: str = "") -> tuple[str, ...]:
     return sys.executable, "-c", PROGRAM, first
 
 
-def test_a_port_is_below_those_of_outgoing_connections() -> None:
+def test_free_ports_are_below_the_range_of_outgoing_connections() -> None:
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(15_000 <= free_port() < min(lowest, 30_000) for _ in range(100))
 
 
-def test_it_is_ready_inside_and_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_ready_inside_the_context_and_stopped_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGEWIRE_API_KEY", "secret")
     with Server(tmp_path / "a", command=command("print(os.getcwd(), dict(os.environ), flush=True)")) as server:
         assert int(server.get("/ready")) == server.process.pid == server.supervisor.pid
@@ -47,18 +49,18 @@ def test_it_is_ready_inside_and_gone_afterwards(tmp_path: Path, monkeypatch: pyt
         (child,) = server.children().values()
         held = server.holdings()["supervisor"]
         assert held.num_fds > 2 and held.num_threads == 1 and server.num_bytes() > held.num_bytes > 1 << 20
-        said = server.log.read_text()
-        assert said.startswith(str(tmp_path / "a")) and str(server.run_root) in said and "secret" not in said
+        log = server.log.read_text()
+        assert log.startswith(str(tmp_path / "a")) and str(server.run_root) in log and "secret" not in log
     assert server.process.returncode == 0 == server.stop() and not is_alive(child)
     assert not server.run_root.exists() and server.log.exists()
 
 
-def test_one_that_ends_instead_of_starting_says_why(tmp_path: Path) -> None:
+def test_the_error_of_a_server_that_exits_at_start_has_its_log(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match=r"(?s)exit code 1; its log is .*log and ends:.*no such model"):
         Server(tmp_path, command=command("sys.exit('no such model')")).wait_ready()
 
 
-def test_one_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+def test_a_server_that_does_not_become_ready_is_killed(tmp_path: Path) -> None:
     server = Server(tmp_path, command=command("import time; print('slow', flush=True); time.sleep(60)"))
     with pytest.raises(ServerError, match=r"(?s)not ready within 0.5 s;.*slow"):
         server.wait_ready(timeout_s=0.5)
@@ -66,7 +68,7 @@ def test_one_that_does_not_answer_is_ended(tmp_path: Path) -> None:
     assert server.process.returncode == -9 and not server.run_root.exists()
 
 
-def test_another_exit_code_than_0_is_an_error_and_hides_none(tmp_path: Path) -> None:
+def test_an_exit_code_other_than_0_is_an_error_but_hides_no_other_error(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="exit code 3"), Server(tmp_path, command=command("'three'")):
         pass
     with pytest.raises(ZeroDivisionError), Server(tmp_path, command=command("'three'")):
@@ -74,17 +76,17 @@ def test_another_exit_code_than_0_is_an_error_and_hides_none(tmp_path: Path) -> 
     assert Server(tmp_path, command=command("'three'")).wait_ready().stop() == 3
 
 
-def test_a_child_that_is_left_behind_is_an_error_and_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_left_behind_is_an_error_and_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagewire.tools.servers._LEFT_S", 0.1)
     with (
         pytest.raises(ServerError, match=r"left .*pid=.* behind"),
-        Server(tmp_path, command=command("'orphan'")) as one,
+        Server(tmp_path, command=command("'orphan'")) as server,
     ):
-        (child,) = one.children().values()
+        (child,) = server.children().values()
     assert not is_alive(child)
 
 
-def test_a_killed_one_starts_again_on_its_port_with_its_log(tmp_path: Path) -> None:
+def test_a_killed_server_starts_again_on_its_port_and_appends_to_its_log(tmp_path: Path) -> None:
     with Server(tmp_path, command=command("print('first', flush=True)")) as server:
         url, pid = server.url, server.process.pid
         (child,) = server.children().values()
@@ -95,13 +97,13 @@ def test_a_killed_one_starts_again_on_its_port_with_its_log(tmp_path: Path) -> N
         assert server.log.read_text().count("first") == 2
 
 
-def test_without_a_folder_it_runs_here_and_its_log_goes_with_it() -> None:
+def test_without_a_folder_a_server_runs_here_and_its_log_is_deleted() -> None:
     with Server(command=command("print(os.getcwd(), flush=True)")) as server:
         assert server.log.read_text().splitlines()[0] == os.getcwd()
     assert not server.log.exists()
 
 
-def test_one_that_ignores_being_asked_is_killed_with_its_children(
+def test_a_server_that_ignores_sigterm_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagewire.tools.servers._LEFT_S", 0.1)

@@ -1,4 +1,4 @@
-"""The pages link to what exists, on a git host and in the site; the menu has every page; the README stays short."""
+"""Links lead to files, on a git host and in the site; the menu has every page; the README stays short."""
 
 import re
 from pathlib import Path
@@ -13,13 +13,13 @@ GENERATED = ("flags.md", "http.md", "metrics.md", "messages.md")
 
 
 def anchors(page: Path) -> set[str]:
-    """As git hosts make them of headings."""
+    """The anchors that git hosts make of headings."""
     found = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page: Path) -> None:
     for link in site.links(page.read_text()):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve()
@@ -28,7 +28,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_links_are_found_outside_of_code_only() -> None:
+def test_links_in_code_are_not_counted() -> None:
     text = 'A [b](c.md#d), `[no](e.md)`, [out](https://x.y) <img src="f.png" width="1">\n```\n[no](g.md)\n```\n'
     assert list(site.links(text)) == ["c.md#d", "f.png"]
 
@@ -41,7 +41,7 @@ def test_the_menu_has_every_page_once() -> None:
     assert set(listed) == {str(page.relative_to(ROOT)) for page in PAGES} | generated
 
 
-def test_the_site_has_all_that_its_pages_link_to(tmp_path: Path) -> None:
+def test_the_site_has_every_file_that_its_pages_link_to(tmp_path: Path) -> None:
     pytest.importorskip("mmdr", reason="make docs installs it")
     site.stage(tmp_path)
     for page in PAGES:

@@ -1,4 +1,4 @@
-"""The benchmark of the front end runs, and its client notices what is missing."""
+"""The benchmark of the front end, and how its client reads streams."""
 
 import json
 from pathlib import Path
@@ -21,21 +21,21 @@ def delta(text: str) -> str:
     return json.dumps({"choices": [{"delta": {"content": text}}]})
 
 
-def test_the_client_counts_pieces_of_text() -> None:
+def test_the_client_counts_deltas_with_text() -> None:
     assert read_events(answer(delta(""), delta("a\n"), delta("b"), "[DONE]")) == (2, "a\nb")
 
 
 @pytest.mark.parametrize(
     "wrong", [answer(delta("a")), answer(delta("a"), "[DONE]", delta("b")), b"HTTP/1.1 503 x\r\n\r\n"]
 )
-def test_the_client_notices_a_stream_that_did_not_end_well(wrong: bytes) -> None:
+def test_the_client_refuses_incomplete_streams_and_errors(wrong: bytes) -> None:
     with pytest.raises(ValueError):
         read_events(wrong)
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_small_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run_measures_all_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "frontend.json"
     frontend.main(["--streams", "4", "--tokens", "9", "--repeat", "1", "--step-ms", "1", "--json", str(file)])
     rows = {row["name"]: row["figures"] for row in json.loads(file.read_text())["rows"]}

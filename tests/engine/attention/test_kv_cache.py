@@ -10,13 +10,13 @@ def _cache():
     return shape, KvCache(shape=shape, num_blocks=5, block_size=4, device=torch.device("cpu"))
 
 
-def test_block_bytes_are_what_the_pages_take():
+def test_block_bytes_equals_the_size_of_the_pages():
     shape, cache = _cache()
     taken = sum(keys.nbytes + values.nbytes for keys, values in cache.pages)
     assert taken == shape.block_bytes(4) * (cache.num_blocks + 1)
 
 
-def test_pages_are_token_major_and_apart():
+def test_pages_are_token_major_and_do_not_overlap():
     _, cache = _cache()
     pages = [page for pair in cache.pages for page in pair]
     for i, page in enumerate(pages):
@@ -26,7 +26,7 @@ def test_pages_are_token_major_and_apart():
     assert all(bool((page == i).all()) for i, page in enumerate(pages))
 
 
-def test_clear_and_the_zero_block():
+def test_clear_zeroes_the_given_blocks_and_the_zero_block_is_zero():
     _, cache = _cache()
     for keys, values in cache.pages:
         assert not keys[cache.zero_block].any()
@@ -39,7 +39,7 @@ def test_clear_and_the_zero_block():
             assert not page[[1, 4]].any()
 
 
-def test_copies_are_read_before_any_is_written():
+def test_all_copies_are_read_before_any_is_written():
     _, cache = _cache()
     for layer, pair in enumerate(cache.pages):
         for part, page in enumerate(pair):

@@ -1,4 +1,4 @@
-"""The backends against the definition in kernels.reference, over random steps."""
+"""The attention backends against the definition in kernels.reference, over random steps."""
 
 import random
 
@@ -40,7 +40,7 @@ def _step(rng, cache, *, contiguous):
     if not contiguous:
         rng.shuffle(free)
     width = max(-(-context // size) for context, _ in lens) + 2
-    table = np.full((len(lens), width), -1, np.int32)  # beyond a row's own blocks anything
+    table = np.full((len(lens), width), -1, np.int32)  # entries beyond a row's blocks are never read
     slots, fresh = [], []
     for row, (context, count) in enumerate(lens):
         num_blocks = -(-context // size)
@@ -103,7 +103,7 @@ def test_random_steps_agree_with_the_definition(kind, size, window, softcap, hea
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_bfloat16_pages(kind):
+def test_bfloat16_pages_agree_with_the_definition(kind):
     dtype = torch.float32 if kind == "native" else torch.bfloat16  # of activations
     torch.manual_seed(2)
     shape = KvShape(num_layers=1, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16)
@@ -124,8 +124,8 @@ def test_bfloat16_pages(kind):
 
 
 @pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
-def test_few_tokens_of_a_row_get_the_bits_of_decode_rows():
-    """So a draft token is verified with the same logits that it would have alone."""
+def test_short_chunks_get_the_same_bits_as_decode_rows():
+    """Then a draft token is verified with the logits that it would have in a decode step."""
     shape = KvShape(num_layers=1, num_kv_heads=2, head_dim=32, dtype=torch.float32)
     cache = KvCache(shape=shape, num_blocks=40, block_size=16, device=torch.device("cpu"))
     for pages in cache.pages[0]:
@@ -135,7 +135,7 @@ def test_few_tokens_of_a_row_get_the_bits_of_decode_rows():
     backend = _backend("native", cache)
 
     def attend(first, last):
-        """Tokens [first, last) of the five, which are the last of 90."""
+        """Attention of tokens [first, last) of five, which are the last of 90 positions."""
         count = last - first
         step = AttentionStep(
             num_decode=int(count == 1),
@@ -155,7 +155,7 @@ def test_few_tokens_of_a_row_get_the_bits_of_decode_rows():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_groups_cover_all_rows_and_keep_their_limits(seed):
+def test_groups_of_like_lengths_cover_all_rows_within_the_padding_limits(seed):
     rng = random.Random(seed)
     lengths = sorted(rng.choice([1, 2, 3, 50, 70, 500]) for _ in range(rng.randrange(60)))
     groups = torch_paged._like_lengths(lengths, 100)

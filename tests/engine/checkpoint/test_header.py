@@ -1,4 +1,4 @@
-"""Malformed safetensors files: the header is checked against itself and the file before the file is mapped."""
+"""Malformed safetensors files: the header is checked, by itself and against the file, before the file is mapped."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def _described(**changes: Any) -> dict[str, object]:
     return {name: dict(zip(names, value, strict=True)) for name, value in (GOOD | changes).items() if value}
 
 
-def test_files_of_the_library_are_accepted(tmp_path: Path) -> None:
+def test_valid_files_are_accepted(tmp_path: Path) -> None:
     tensors = {"x": torch.ones(3, 5), "y": torch.zeros(7, dtype=torch.float8_e4m3fn), "z": torch.ones(0)}
     save_file(tensors, tmp_path / "m.safetensors", metadata={"format": "pt"})
     check_header(tmp_path / "m.safetensors")
@@ -56,7 +56,7 @@ def test_files_of_the_library_are_accepted(tmp_path: Path) -> None:
         ({"b": None}, "it holds 32 bytes of tensors, and its header names 24"),
     ],
 )
-def test_headers_that_do_not_fit_the_file(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+def test_headers_that_do_not_match_the_file_are_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     path = _write(tmp_path / "m.safetensors", _described(**changes))
     if changes == {"b": None}:
         path = _write(path, {"a": _described()["a"]})
@@ -78,20 +78,20 @@ def test_headers_that_do_not_fit_the_file(tmp_path: Path, changes: dict[str, obj
         (json.dumps(_described()).encode()[:-1] + b"," + json.dumps(_described()).encode()[1:], None, "names a twice"),
     ],
 )
-def test_headers_that_are_not_json(tmp_path: Path, header: bytes, length: int | None, words: str) -> None:
+def test_malformed_headers_are_refused(tmp_path: Path, header: bytes, length: int | None, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         check_header(_write(tmp_path / "m.safetensors", header, length=length))
 
 
-def test_a_header_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+def test_a_header_that_is_too_large_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(struct.pack("<Q", 200_000_000))
-    os.truncate(path, 300_000_000)  # a hole, which takes no room
+    os.truncate(path, 300_000_000)  # a sparse file, which takes no disk space
     with pytest.raises(CheckpointError, match=r"has 200,000,000 bytes; 100,000,000 are allowed"):
         check_header(path)
 
 
-def test_paths_that_are_no_files(tmp_path: Path) -> None:
+def test_paths_that_are_not_regular_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(CheckpointError, match="not a regular file"):

@@ -1,4 +1,4 @@
-"""`quantization_config`, good and bad."""
+"""`quantization_config`, valid and invalid."""
 
 import subprocess
 import sys
@@ -33,17 +33,17 @@ def _compressed(**weights):
         ({"quant_method": "gptq", "bits": 4, "group_size": -1}, Int4Scheme("gptq", None, 1)),
     ],
 )
-def test_schemes(config, expected):
+def test_valid_configs_give_their_scheme(config, expected):
     assert read_scheme(config, FILE) == expected
 
 
-def test_the_operator_is_told_what_is_not_used():
+def test_the_note_says_that_input_scales_are_not_used():
     static, dynamic = (read_scheme(quantized_checkpoints.CONFIGS[kind], FILE) for kind in ("fp8-tensor", "fp8-block"))
     assert "input scales are not used" in static.note
     assert "input scales" not in dynamic.note and "32 x 32" in dynamic.note
 
 
-def test_blocks_that_have_kernels():
+def test_has_kernels_depends_on_the_block_size():
     assert [Fp8Scheme(block).has_kernels for block in (None, (128, 128), (1, 16), (32, 8), (96, 128))] == [
         1,
         1,
@@ -71,13 +71,13 @@ def test_blocks_that_have_kernels():
         (_compressed(strategy="block"), r"block structures \[None\]"),
     ],
 )
-def test_what_is_not_read(config, complaint):
+def test_unsupported_configs_are_refused(config, complaint):
     with pytest.raises(ConfigError, match=complaint) as caught:
         read_scheme(config, FILE)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
-def test_it_needs_no_torch():
+def test_reading_a_scheme_does_not_import_torch():
     code = "import sys, pagewire.engine.checkpoint.quantization; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

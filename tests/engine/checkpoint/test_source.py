@@ -1,4 +1,4 @@
-"""Where a model is looked for. The Hub's cache is a real one, as huggingface_hub lays it out; nothing is fetched."""
+"""How a model's name becomes a folder. The Hub's cache has the layout of huggingface_hub; nothing is downloaded."""
 
 import os
 import subprocess
@@ -11,28 +11,28 @@ from pagewire.engine.checkpoint.source import DEMO_MODEL, DEMO_NAME, locate
 from pagewire.errors import ConfigError
 
 
-def test_no_name_is_the_demo_model() -> None:
+def test_an_empty_name_is_the_demo_model() -> None:
     assert locate("", None) == (DEMO_MODEL, DEMO_NAME)
 
 
-def test_a_folder_is_itself(tmp_path: Path) -> None:
+def test_a_path_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     assert locate(str(tmp_path), None) == (tmp_path.resolve(), tmp_path.name)
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~nobody/x", "a/b/c", "what is this"])
-def test_names_that_are_neither_folder_nor_hub_name(model: str) -> None:
+def test_names_that_are_neither_folders_nor_hub_names_are_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="There is no folder"):
         locate(model, None)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ConfigError, match="is a file"):
         locate(str(tmp_path / "model.gguf"), None)
 
 
-def in_a_new_process(name: str, home: Path) -> str:
-    """huggingface_hub reads its environment once, when it is imported."""
+def locate_in_a_new_process(name: str, home: Path) -> str:
+    """The folder or the error that a new process prints: huggingface_hub reads its environment when it is imported."""
     code = (
         "from pagewire.engine.checkpoint.source import locate\n"
         f"try: print(locate({name!r}, None)[0])\n"
@@ -49,9 +49,9 @@ def test_a_cached_model_is_found_offline_under_hf_home(tmp_path: Path) -> None:
     (snapshot / "config.json").write_text("{}")
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("a" * 40)
-    assert in_a_new_process("someone/tiny-model", tmp_path) == str(snapshot)
+    assert locate_in_a_new_process("someone/tiny-model", tmp_path) == str(snapshot)
 
 
-def test_a_model_that_is_not_cached_offline(tmp_path: Path) -> None:
-    said = in_a_new_process("someone/other", tmp_path)
-    assert said.startswith("There is no folder someone/other here") and "HF_HUB_OFFLINE" in said
+def test_a_model_that_is_not_cached_is_refused_offline(tmp_path: Path) -> None:
+    error = locate_in_a_new_process("someone/other", tmp_path)
+    assert error.startswith("There is no folder someone/other here") and "HF_HUB_OFFLINE" in error

@@ -1,4 +1,4 @@
-"""config.json, good and bad."""
+"""Reading config.json, valid and invalid."""
 
 import json
 import os
@@ -37,53 +37,53 @@ def _folder(path, generation=None, **changes):
     return path
 
 
-def test_an_old_llama_file(tmp_path):
+def test_missing_fields_of_an_old_llama_config_get_their_defaults(tmp_path):
     spec = read_spec(_folder(tmp_path, rope_theta=5e5))
     assert (spec.num_kv_heads, spec.head_dim, spec.dtype, spec.rope.theta) == (4, 16, "float16", 5e5)
     assert spec.windows == (None, None)
     assert not spec.tie_word_embeddings
 
 
-def test_facts(tmp_path):
+def test_model_facts_come_from_the_config(tmp_path):
     facts = model_facts(read_spec(_folder(tmp_path)), tmp_path, "tiny")
     assert (facts.path, facts.name, facts.max_position, facts.vocab_size) == (str(tmp_path), "tiny", 128, 100)
     assert (facts.eos_token_ids, facts.checkpoint_dtype) == ((2,), "float16")
 
 
 def test_fingerprints_tell_checkpoints_apart(tmp_path):
-    """Weights, config and headers count; what else lies in the folder, and where the folder is, do not."""
+    """They depend on weights, config and headers, not on other files or on the folder's path."""
     checkpoints.make_checkpoint(tmp_path / "a", "llama")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")  # keeps times
-    seen = [fingerprint(tmp_path / "a")]
-    assert fingerprint(tmp_path / "b") == seen[0] and len(bytes.fromhex(seen[0])) == 32
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # keeps modification times
+    fingerprints = [fingerprint(tmp_path / "a")]
+    assert fingerprint(tmp_path / "b") == fingerprints[0] and len(bytes.fromhex(fingerprints[0])) == 32
     (tmp_path / "b" / "notes.txt").write_text("x")
-    assert fingerprint(tmp_path / "b") == seen[0]
+    assert fingerprint(tmp_path / "b") == fingerprints[0]
     weights = tmp_path / "b" / "model.safetensors"
     data, times = bytearray(weights.read_bytes()), weights.stat()
 
-    def changed():
-        seen.append(fingerprint(tmp_path / "b"))
-        assert len(set(seen)) == len(seen)
+    def expect_change():
+        fingerprints.append(fingerprint(tmp_path / "b"))
+        assert len(set(fingerprints)) == len(fingerprints)
 
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
-    changed()
+    expect_change()
     data[20] ^= 1  # in the header
     weights.write_bytes(data)
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
-    changed()
+    expect_change()
     weights.write_bytes(data + b"x")
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
-    changed()
+    expect_change()
     weights.rename(weights.with_name("other.safetensors"))
-    changed()
+    expect_change()
     (tmp_path / "b" / "config.json").write_text("{}")
-    changed()
+    expect_change()
     (tmp_path / "b" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         fingerprint(tmp_path / "b")
 
 
-def test_the_model_key_depends_on_what_kv_depends_on(tmp_path):
+def test_the_model_key_depends_on_options_that_change_kv(tmp_path):
     checkpoints.make_checkpoint(tmp_path, "llama")
     facts = model_facts(read_spec(tmp_path), tmp_path, "tiny")
     plain = resolve(Config(), facts, MachineFacts(num_cores=1))
@@ -117,12 +117,12 @@ def test_eos_ids_come_from_both_files(config, generation, expected, tmp_path):
         ({"min_p": 0, "top_k": 0, "repetition_penalty": 1.1}, SamplingDefaults(repetition_penalty=1.1)),
     ],
 )
-def test_recommended_sampling(generation, expected, tmp_path):
+def test_sampling_defaults_come_from_the_generation_config(generation, expected, tmp_path):
     assert read_spec(_folder(tmp_path, generation)).sampling == expected
 
 
 @pytest.mark.parametrize("kind", list(checkpoints.KINDS))
-def test_files_that_transformers_writes(kind, tmp_path):
+def test_configs_that_transformers_writes_are_read(kind, tmp_path):
     spec = read_spec(checkpoints.make_checkpoint(tmp_path, kind))
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (checkpoints.VOCAB_SIZE, 64, 3)
     assert (spec.max_position, spec.eos_token_ids, spec.bos_token_id, spec.dtype) == (1024, (2,), 1, "float32")
@@ -135,8 +135,8 @@ def test_files_that_transformers_writes(kind, tmp_path):
     assert spec.windows == windows.get(kind, (None,) * 3)
 
 
-def test_mixtures_of_experts(tmp_path):
-    """As the Hub's files spell them, and as transformers 5 writes them."""
+def test_expert_fields_are_read_in_both_spellings(tmp_path):
+    """In the spelling of checkpoints on the Hub, and in that of transformers 5."""
     sizes = {"num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
     mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, **sizes}
     expected = Moe(
@@ -157,10 +157,10 @@ def test_mixtures_of_experts(tmp_path):
     assert (moe.num_experts, moe.norm_topk_prob, moe.layers) == (128, True, (False, True, False, False))
     assert moe.rounds_weights
     assert read_spec(_folder(tmp_path, **qwen, mlp_only_layers=[0, 1, 2, 3])).moe is None
-    assert read_spec(_folder(tmp_path, **sizes, num_local_experts=8)).moe is None, "Llama has none"
+    assert read_spec(_folder(tmp_path, **sizes, num_local_experts=8)).moe is None, "Llama has no experts"
 
 
-def test_gpt2_spells_its_sizes_differently(tmp_path):
+def test_gpt2_has_other_names_for_its_sizes(tmp_path):
     fields = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -211,14 +211,14 @@ def test_gpt2_spells_its_sizes_differently(tmp_path):
         ),
     ],
 )
-def test_bad_fields(changes, complaint, tmp_path):
+def test_invalid_fields_are_refused(changes, complaint, tmp_path):
     with pytest.raises(ConfigError, match=complaint) as caught:
         read_spec(_folder(tmp_path, **changes))
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith(".")
 
 
-def test_bad_folders(tmp_path):
+def test_folders_without_a_readable_config_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="There is no model folder"):
         read_spec(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"has no config\.json, so it is not a model folder"):
@@ -229,6 +229,6 @@ def test_bad_folders(tmp_path):
             read_spec(tmp_path)
 
 
-def test_the_spec_needs_no_torch():
+def test_reading_a_spec_does_not_import_torch_or_numpy():
     code = "import sys, pagewire.engine.checkpoint.spec; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

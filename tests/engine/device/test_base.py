@@ -1,4 +1,4 @@
-"""Which device a rank gets, and what it may take of it."""
+"""The device that a rank gets, and how much of its memory."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_ranks_on_cpus_share_the_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_gpu_that_torch_cannot_use_is_no_reason_to_go_on_with_its_settings(device, monkeypatch):
+def test_a_gpu_that_torch_cannot_use_is_an_error_unless_the_device_is_cpu(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"torch cannot use|torch sees no CUDA device"):
         choose_device(_config(device, has_gpu=True), rank_info=RankInfo())
@@ -41,5 +41,5 @@ def test_more_ranks_than_cuda_devices_are_refused(monkeypatch):
         choose_device(_config("auto"), rank_info=RankInfo(0, (0, 1, 2)))
 
 
-def test_a_rank_takes_the_device_of_its_place_on_the_machine():
+def test_the_local_rank_counts_ranks_on_this_machine():
     assert RankInfo(5, (4, 5, 6)).local_rank == 1

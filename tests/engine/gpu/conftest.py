@@ -1,4 +1,4 @@
-"""The GPU's step, natively where there is a GPU; else on a CPU, with the kernels in Triton's interpreter."""
+"""The GPU's step: natively if there is a GPU, else on a CPU with the kernels in Triton's interpreter."""
 
 import importlib.util
 from collections.abc import Callable
@@ -26,20 +26,20 @@ if not ON_GPU and not collect_ignore_glob:
 
 
 @pytest.fixture(autouse=True)
-def _as_quiet_as_a_gpu():
-    """No warnings of infinities and NaN in masked lanes."""
+def _no_numpy_warnings():
+    """The interpreter would warn about infinities and NaN in masked lanes."""
     with np.errstate(all="ignore"):
         yield
 
 
 @pytest.fixture
 def driver() -> Callable[..., Driver]:
-    """folder, and flags → a driver of a runner that is ahead of the host, with an open cache."""
+    """folder, and flags → a driver of a GPU runner with an open cache."""
 
     def start(folder: Path, *, kv_cache_dtype: str = "auto", **flags: Any) -> Driver:
-        with machine(COMPILED):  # `resolve` sees a CPU here, which needs them for --deterministic
+        with machine(COMPILED):  # `resolve` sees a CPU, for which --deterministic needs the C kernels
             config = engine_config(folder, **flags)
-        if kv_cache_dtype != "auto":  # what a CPU would be refused
+        if kv_cache_dtype != "auto":  # `resolve` would refuse it for a CPU
             config = structs.replace(config, kv_cache_dtype=kv_cache_dtype)
         runner = Runner.load(config, queue=None if ON_GPU else EagerQueue(torch.device("cpu")))
         runner.open_cache(NUM_BLOCKS)

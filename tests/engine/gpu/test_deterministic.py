@@ -18,32 +18,32 @@ def _prompt(seed, length):
     return [rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(length)]
 
 
-def _told(request):
+def _logprob_bytes(request):
     return [values.tobytes() for part in (request.logprobs, request.prompt_logprobs) for values in arrays(part)]
 
 
-def test_a_probe_gets_the_same_bits_in_any_batch(checkpoint, driver):
+def test_a_request_gets_the_same_bits_in_any_batch(checkpoint, driver):
     folder = checkpoint("qwen3", num_hidden_layers=1)
     served = driver(folder, dtype="float32", **FLAGS)
 
-    def told(lengths, chunk, seed, max_new=3):
+    def results(lengths, chunk, seed, max_new=3):
         probe = Request(_prompt(0, 21), sampling=SCORING, max_new=2)
         sampled = Sampling(temperature=1)
-        company = [
+        others = [
             Request(_prompt(1 + i, length), sampling=sampled, max_new=max_new) for i, length in enumerate(lengths)
         ]
-        requests = [*company, probe]
+        requests = [*others, probe]
         random.Random(seed).shuffle(requests)
         served.run(requests, chunk=chunk, budget=128, rows=64, seed=seed)
-        return probe.output, _told(probe)
+        return probe.output, _logprob_bytes(probe)
 
-    alone = told([], 64, 0)
-    assert told([], 16, 1) == alone, "in pieces"
-    assert told([3, 5, 7, 9, 11, 13], 20, 2) == alone, "with six others, in pieces"
-    assert told([1] * 63, 64, 3, max_new=1) == alone, "with 63 others"
+    alone = results([], 64, 0)
+    assert results([], 16, 1) == alone, "in chunks"
+    assert results([3, 5, 7, 9, 11, 13], 20, 2) == alone, "with six others, in chunks"
+    assert results([1] * 63, 64, 3, max_new=1) == alone, "with 63 others"
 
 
-def test_a_prefix_that_was_cached_changes_no_bit(checkpoint, driver):
+def test_a_cached_prefix_changes_no_bit(checkpoint, driver):
     folder = checkpoint("qwen3", num_hidden_layers=1)
     served = driver(folder, dtype="bfloat16", **FLAGS)
     prompt, blocks = _prompt(0, 37), ids_to_bytes([4, 2, 9])
@@ -77,20 +77,20 @@ def test_a_prefix_that_was_cached_changes_no_bit(checkpoint, driver):
         assert (again.ids, again.logprobs) == (whole.ids, whole.logprobs), f"{hit} positions from the cache"
 
 
-def test_without_the_flag_company_may_change_bits(checkpoint, driver):
-    """Or the tests above would prove nothing: a token alone and a token among many go different ways."""
+def test_without_the_flag_chunking_may_change_bits(checkpoint, driver):
+    """So that the tests above can fail: a single token and a chunk of many take different kernels."""
     folder = checkpoint("qwen3", num_hidden_layers=1)
     served = driver(folder, dtype="float32", **(FLAGS | {"deterministic": False}))
 
-    def told(chunk):
+    def logprobs(chunk):
         probe = Request(_prompt(0, 12), sampling=SCORING, max_new=1)
         served.run([probe], chunk=chunk, budget=64, rows=8)
         return arrays(probe.prompt_logprobs)[1]
 
-    assert (told(64) != told(1)).any()
+    assert (logprobs(64) != logprobs(1)).any()
 
 
 @pytest.mark.parametrize(("kind", "flags"), [("mixtral", {}), ("qwen3", {"speculative": "ngram"})])
-def test_where_it_cannot_be_it_is_refused(kind, flags, checkpoint, driver):
+def test_deterministic_is_refused_for_models_and_flags_that_exclude_it(kind, flags, checkpoint, driver):
     with pytest.raises(ConfigError, match="--deterministic excludes"):
         driver(checkpoint(kind), **FLAGS, **flags)

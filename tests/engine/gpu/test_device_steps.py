@@ -1,4 +1,4 @@
-"""What is asked of the device, told by one that only keeps a record: sizes, padding, graphs, the ring of packets."""
+"""What the steps ask of the device, seen by a recording queue: sizes, padding, graphs, the ring of packets."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ GREEDY = Sampling(temperature=0)
 
 
 class Mark:
-    """Reached when the test says so."""
+    """Reached when the queue's `num_done` says so."""
 
     def __init__(self, queue):
         self._queue, self.number = queue, queue.num_put
@@ -34,7 +34,7 @@ class Mark:
 
 
 class RecordingQueue(EagerQueue):
-    """Keeps what it is asked to do, and is done with nothing until it has to be."""
+    """Records what it is asked to do, and finishes work only when waited for."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
@@ -42,11 +42,11 @@ class RecordingQueue(EagerQueue):
         self.num_put = self.num_done = 0
 
     def host_memory(self, size, dtype):
-        return torch.full((size,), -77 if dtype != torch.float32 else -77.0, dtype=dtype)  # as if used before
+        return torch.full((size,), -77 if dtype != torch.float32 else -77.0, dtype=dtype)  # like reused memory
 
     def record(self, work):
         self.asked.append("record")
-        return lambda: (self.asked.append("replay"), work())  # type: ignore[func-returns-value]  # one after the other
+        return lambda: (self.asked.append("replay"), work())  # type: ignore[func-returns-value]  # both run, in this order
 
     def send(self, source, target):
         self.sent.append((source.data_ptr(), len(source)))
@@ -66,7 +66,7 @@ class RecordingQueue(EagerQueue):
 
 @dataclass
 class Decoder:
-    """Notes the shapes it is run for, and the step's part of the packet."""
+    """Records the shapes that it runs, and the step's part of the packet."""
 
     group = 2
     num_ranks = 1
@@ -89,7 +89,7 @@ class Decoder:
 
 
 class State:
-    """Draws the number of the step for every row."""
+    """Samples for each row a number that grows with each call."""
 
     def __init__(self, limits):
         self.limits = limits
@@ -158,7 +158,7 @@ def plan(step, rows, counts, *, open=(), sample=None, grow=()):
     )
 
 
-def test_sizes_hold_what_is_asked_and_waste_little():
+def test_shape_sizes_fit_every_request_with_little_padding():
     assert decode_sizes(1) == (1,)
     assert decode_sizes(20) == (1, 2, 4, 8, 16, 20)
     assert decode_sizes(256)[-3:] == (224, 240, 256)
@@ -179,7 +179,7 @@ def test_a_step_is_padded_up_to_its_shape(steps):
     assert decoder.shapes == [StepShape(64, 128)]
     num_rows, num_tokens, decode_lens, tiles = decoder.steps[0]
     assert (num_rows, num_tokens, decode_lens) == (3, 59, [0] * 8)
-    assert sorted(tiles, reverse=True)[:3] == [30, 20, 9] and sum(tiles) == 59, "a tile without tokens has none"
+    assert sorted(tiles, reverse=True)[:3] == [30, 20, 9] and sum(tiles) == 59, "tiles of the padding have no tokens"
     first, shape, rows, places = state.samples[0]
     assert (first, shape) == (0, SampleShape(2, 0, False, False))
     assert rows == [5, 7] and places == [-1, -1]
@@ -189,16 +189,16 @@ def test_a_step_is_padded_up_to_its_shape(steps):
     assert [ours.collect().step for _ in range(2)] == [0, 1]
 
 
-def test_rows_that_decode_come_first_beside_a_prompt(steps):
+def test_decode_rows_come_first_beside_a_prompt(steps):
     ours, decoder, _, _ = steps(max_num_seqs=8, max_num_batched_tokens=128)
     ours.launch(plan(0, [1], [4], open=[(1, 4, GREEDY)]))
     ours.launch(plan(1, [3, 1], [40, 1], open=[(3, 40, GREEDY)]))
     assert decoder.shapes[1] == StepShape(64, 128)
-    assert decoder.steps[1][2] == [5, 0, 0, 0, 0, 0, 0, 0], "only rows with one token go the way of decoding"
+    assert decoder.steps[1][2] == [5, 0, 0, 0, 0, 0, 0, 0], "only rows with one token take the decode path"
     assert sum(decoder.steps[1][3]) == 40
     first, second = ours.collect(), ours.collect()
     assert bytes_to_ids(first.ids).tolist() == [101]
-    assert bytes_to_ids(second.ids).tolist() == [102, 102], "in the order of the plan"
+    assert bytes_to_ids(second.ids).tolist() == [102, 102], "results come in the order of the plan"
 
 
 def test_sampling_parameters_choose_the_kind_of_sampling(steps):
@@ -225,33 +225,33 @@ def test_sampling_parameters_choose_the_kind_of_sampling(steps):
     ]
 
 
-def test_a_launch_waits_for_nothing_and_the_ring_keeps_what_is_in_flight(steps):
+def test_a_launch_does_not_wait_and_the_ring_keeps_packets_in_flight(steps):
     ours, _, _, queue = steps(max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=2)
     ours.launch(plan(0, [0], [4], open=[(0, 4, GREEDY)]))
     in_flight = []
     for step in range(1, 9):
         ours.launch(plan(step, [0], [1]))
-        in_flight = [place for place, _ in queue.sent[-2:]]
-        assert len(set(in_flight)) == 2, "a packet that the device may still read is written"
+        in_flight = [address for address, _ in queue.sent[-2:]]
+        assert len(set(in_flight)) == 2, "a packet that the device may still read must not be overwritten"
         assert not ours.is_done() and not queue.waits
         result = ours.collect()
         assert result.step == step - 1
         assert queue.waits == [step]
         queue.waits.clear()
     follows = [asked[1] for asked in queue.asked if isinstance(asked, tuple)]
-    assert follows == list(range(1, 9)), "results are fetched before the next step writes its own in their place"
-    assert len({place for place, _ in queue.sent}) <= 3
+    assert follows == list(range(1, 9)), "a step's results are fetched before the next step overwrites them"
+    assert len({address for address, _ in queue.sent}) <= 3
 
 
-def test_only_what_is_filled_is_sent(steps):
+def test_only_the_filled_part_of_a_packet_is_sent(steps):
     ours, _, _, queue = steps(max_num_seqs=64, max_num_batched_tokens=512)
     ours.launch(plan(0, [0], [300], open=[(0, 300, GREEDY)]))
     ours.launch(plan(1, [0], [1]))
     (_, prompt), (_, decode) = queue.sent
-    assert prompt - decode == 299 + 19, "299 ids and 19 blocks less"
+    assert prompt - decode == 299 + 19, "the decode step has 299 ids and 19 blocks less"
 
 
-def test_shapes_are_recorded_when_nothing_else_is_to_do_and_asked_ones_first(steps):
+def test_shapes_are_recorded_while_idle_and_used_ones_first(steps):
     ours, decoder, _, queue = steps(max_num_seqs=4, max_num_batched_tokens=64)
     ours.launch(plan(0, [0, 1, 2], [1, 1, 1], open=[(row, 1, GREEDY) for row in range(3)]))
     ours.launch(plan(1, [0, 1, 2], [1, 1, 1]))
@@ -260,8 +260,8 @@ def test_shapes_are_recorded_when_nothing_else_is_to_do_and_asked_ones_first(ste
     assert "record" not in queue.asked
     decoder.shapes.clear()
     assert ours.use_idle() and ours.use_idle() and ours.use_idle()
-    assert decoder.shapes[0] == StepShape(4, 0), "what was run"
-    assert (decoder.steps[-1][0], decoder.steps[-1][1]) == (0, 0), "on a step without rows"
+    assert decoder.shapes[0] == StepShape(4, 0), "the shape that was run comes first"
+    assert (decoder.steps[-1][0], decoder.steps[-1][1]) == (0, 0), "it is recorded with a step without rows"
     while ours.use_idle():
         pass
     assert ours.num_recorded == len(decode_sizes(4)) * 4 + len(mixed_sizes(64))
@@ -271,7 +271,7 @@ def test_shapes_are_recorded_when_nothing_else_is_to_do_and_asked_ones_first(ste
     assert not ours.use_idle()
 
 
-def test_the_idle_work_is_largest_first(steps):
+def test_shapes_are_recorded_largest_first(steps):
     ours, decoder, _, _ = steps(max_num_seqs=4, max_num_batched_tokens=64)
     while ours.use_idle():
         pass
@@ -279,17 +279,17 @@ def test_the_idle_work_is_largest_first(steps):
     assert decodes == sorted(decodes, reverse=True)
 
 
-def test_a_device_that_is_never_idle_records_what_runs_often(steps):
+def test_a_device_that_is_never_idle_records_frequent_shapes(steps):
     ours, _, _, queue = steps(max_num_seqs=4, max_num_batched_tokens=64)
     ours.launch(plan(0, [0], [4], open=[(0, 4, GREEDY)]))
     for step in range(1, 6):
         ours.launch(plan(step, [0], [1]))
         ours.collect()
-    assert queue.asked.count("record") == 2, "the step, and the drawing"
+    assert queue.asked.count("record") == 2, "the step and the sampling"
     assert queue.asked.count("replay") > 0
 
 
-def test_a_row_that_others_hold_by_now_is_left_alone(steps):
+def test_results_of_an_aborted_request_do_not_change_the_new_request_in_its_row(steps):
     ours, _, _, _ = steps(max_num_seqs=4, max_num_batched_tokens=64)
     ours.launch(plan(0, [0], [4], open=[(0, 4, GREEDY)]))
     ours.launch(plan(1, [0], [9], open=[(0, 9, GREEDY)]))  # the first request was aborted

@@ -1,4 +1,4 @@
-"""The whole worker through the Triton kernels, against transformers: the same tokens, whatever chunks and company."""
+"""The GPU runner against transformers: the same tokens, in any chunks and beside any other rows."""
 
 import random
 
@@ -11,7 +11,7 @@ from runner_driver import Request
 from pagewire.ipc.messages import Pooling, RowOpen, Sampling, StepPlan, ids_to_bytes
 
 LENGTHS = (1, 15, 16, 17, 45)
-SMALL = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # each is a program to interpret
+SMALL = {"max_num_batched_tokens": 32, "max_num_seqs": 4}  # since the interpreter is slow
 
 
 def _prompts(seed):
@@ -21,7 +21,7 @@ def _prompts(seed):
 
 @pytest.mark.parametrize("kind", ["qwen2-sliding", "qwen3", "qwen3_moe-sparse"])
 def test_greedy_tokens_are_those_of_transformers(kind, checkpoint, driver):
-    """Prompts in pieces beside rows that decode, rows that are taken by one request after another."""
+    """With prompts in chunks beside decode rows, and rows that several requests use one after another."""
     folder = checkpoint(kind, num_hidden_layers=2)
     prompts = _prompts(kind)
     expected = checkpoints.reference_greedy(folder, prompts, 4)
@@ -32,8 +32,8 @@ def test_greedy_tokens_are_those_of_transformers(kind, checkpoint, driver):
     assert [request.output for request in requests] == expected
 
 
-def test_vectors_are_those_of_transformers(checkpoint, driver):
-    """Of a prompt in two pieces, the mean; of one beside it, the last token's."""
+def test_pooled_vectors_are_those_of_transformers(checkpoint, driver):
+    """A prompt in two chunks with mean pooling beside a prompt with last-token pooling."""
     folder = checkpoint("qwen3", num_hidden_layers=2)
     runner = driver(folder, **SMALL).runner
     long, short = _prompts(7)[-1], _prompts(7)[2]

@@ -1,5 +1,5 @@
-"""A device that has no memory for some steps, before and after their kernels have run; one that sleeps; and rows whose
-numbers are not finite."""
+"""Steps that run out of device memory before or after their kernels, sleep and wake, and rows whose numbers are not
+finite."""
 
 import random
 from typing import Any
@@ -13,12 +13,12 @@ from fakes import enqueue
 
 from pagewire.engine.device.queue import EagerQueue
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the queues are a CPU's")
-SMALL: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 4}  # each is a program to interpret
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the queues need a CPU")
+SMALL: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 4}  # since the interpreter is slow
 
 
 class ShortQueue(EagerQueue):
-    """Has no memory for chosen calls: sending is the first that a step does, fetching the last."""
+    """Raises OutOfMemoryError in chosen calls: `send` is the first call of a step, `fetch` the last."""
 
     def __init__(self, *, sends: set[int] = frozenset(), fetches: set[int] = frozenset()) -> None:
         super().__init__(torch.device("cpu"))
@@ -39,14 +39,14 @@ class ShortQueue(EagerQueue):
 
 
 def requests():
-    """Sampled, with a prompt in pieces."""
+    """Two sampled requests, one with a prompt that takes several chunks."""
     rng = random.Random(3)
     prompts = [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(length)] for length in (3, 30)]
     return [enqueue(rid, prompt, max_tokens=4, seed=rid, ignore_eos=True) for rid, prompt in enumerate(prompts)]
 
 
 @pytest.mark.long
-def test_steps_without_memory_and_sleep_change_no_token(checkpoint):
+def test_out_of_memory_steps_and_sleep_change_no_token(checkpoint):
     folder = checkpoint("qwen3", num_hidden_layers=1)
     loop = Loop(folder, queue=EagerQueue(torch.device("cpu")), **SMALL)
     expected = loop.serve(requests())
@@ -62,12 +62,12 @@ def test_steps_without_memory_and_sleep_change_no_token(checkpoint):
 
 
 def _sleep(runner) -> None:
-    """Weights and recordings go, and come back; other memory is taken meanwhile."""
+    """Sleep and wake; in between, weights and recorded graphs are freed and other memory is allocated."""
     decoder, steps = runner._model.decoder, runner._steps
     while runner.use_idle():
         pass
     assert steps.num_recorded > 0
-    assert runner.sleep() > decoder.weights, "more than the weights: the KV cache, too"
+    assert runner.sleep() > decoder.weights, "the KV cache is freed as well as the weights"
     assert steps.num_recorded == 0
     assert all(not parameter.untyped_storage().nbytes() for parameter in decoder._decoder.parameters())
     torch.rand(decoder.weights)

@@ -1,4 +1,4 @@
-"""What the kernels cannot take is said, or goes another way, before anything runs."""
+"""Loading a GPU runner: its notes, and models and flags that the Triton kernels do not support."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def _load(folder, **flags):
     return Runner.load(engine_config(folder, **flags), queue=EagerQueue(torch.device("cpu")))
 
 
-def test_the_accounting_names_every_part(checkpoint):
+def test_the_memory_note_names_every_part(checkpoint):
     notes = _load(checkpoint("llama", num_hidden_layers=1), max_num_seqs=4).notes
     assert notes[0].startswith("Triton kernels")
     assert all(f"{part} " in notes[1] for part in ("weights", "workspace", "graphs", "KV cache")), notes
@@ -32,6 +32,6 @@ def test_unsupported_models_run_on_torch(kind, changes, why, checkpoint):
     assert why in _load(checkpoint(kind, **changes), max_num_seqs=4).notes[0]
 
 
-def test_more_rows_than_the_kernels_plan_are_refused(checkpoint):
+def test_too_many_rows_are_refused(checkpoint):
     with pytest.raises(ConfigError, match="at most 2048 requests at once"):
         _load(checkpoint("llama", num_hidden_layers=1), max_num_seqs=4096)

@@ -1,5 +1,5 @@
-"""Quantized checkpoints through the Triton kernels: the tokens of transformers with the same weights as floats, or,
-since the kernels round activations to 16 bits, tokens that transformers finds as good."""
+"""Quantized checkpoints with the Triton kernels: tokens that transformers, with the dequantized weights, finds best or
+as good. The kernels round activations to 16 bits, so the tokens are not always equal."""
 
 import random
 
@@ -15,19 +15,19 @@ from pagewire.engine.layers.linear import Linear
 from pagewire.engine.runner.runner import Runner
 
 NUM_BLOCKS = 96
-AS_GOOD = 0.05  # of the standard deviation of logits
+AS_GOOD = 0.05  # times the standard deviation of the logits
 
 
 @pytest.mark.parametrize(
     ("kind", "architecture"),
     [("fp8-block", "qwen3"), ("fp8-tensor", "qwen2"), ("awq", "qwen3"), ("gptq-v2-ordered", "llama-biased")],
 )
-def test_greedy_tokens_are_the_best_of_the_same_weights_as_floats(kind, architecture, tmp_path):
+def test_greedy_tokens_are_the_best_of_the_dequantized_weights(kind, architecture, tmp_path):
     source = checkpoints.make_checkpoint(tmp_path / "float", architecture, num_hidden_layers=1)
     quantized, widened = quantized_checkpoints.quantize_checkpoint(source, tmp_path, kind)
     rng = random.Random(kind)
     prompts = [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(n)] for n in (1, 20)]
-    # Each number of tokens is a program to interpret. Of 16 bits, which `resolve` leaves to GPUs.
+    # Few tokens and rows, since the interpreter is slow. float16, which `resolve` would refuse for a CPU.
     config = engine_config(quantized, max_num_batched_tokens=32, max_num_seqs=4)
     config = msgspec.structs.replace(config, dtype="float16", kv_cache_dtype="float16")
     queue = None if torch.cuda.is_available() else EagerQueue(torch.device("cpu"))

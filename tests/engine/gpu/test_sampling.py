@@ -1,4 +1,4 @@
-"""What rows ask for beside the best token: the same through the Triton kernels as on the host's way."""
+"""Sampling, logprobs, masks and draft tokens: the GPU runner gives the same as the CPU runner."""
 
 import random
 
@@ -13,7 +13,7 @@ SMALL = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "dtype": "float32"}
 LAYERS = {"num_hidden_layers": 1}
 
 
-def _on_the_host(folder) -> Driver:
+def _cpu_driver(folder) -> Driver:
     runner = Runner.load(engine_config(folder, **SMALL))
     runner.open_cache(96)
     return Driver(runner, 96)
@@ -34,24 +34,27 @@ def _requests():
     ]
 
 
-def test_the_same_tokens_and_logprobs(checkpoint, driver):
+def test_tokens_and_logprobs_are_those_of_the_cpu_runner(checkpoint, driver):
     folder = checkpoint("llama", **LAYERS)
     ours, theirs = _requests(), _requests()
     driver(folder, **SMALL).run(ours, chunk=16, budget=32, rows=4)
-    _on_the_host(folder).run(theirs, chunk=16, budget=32, rows=4)
+    _cpu_driver(folder).run(theirs, chunk=16, budget=32, rows=4)
     assert [request.output for request in ours] == [request.output for request in theirs]
     assert len({tuple(request.output) for request in ours}) == len(ours)
     for mine, other in zip(ours, theirs, strict=True):
-        for ours_told, theirs_told in ((mine.logprobs, other.logprobs), (mine.prompt_logprobs, other.prompt_logprobs)):
-            assert len(ours_told) == len(theirs_told)
-            if ours_told:
-                (my_ids, my_values), (ids, values) = arrays(ours_told), arrays(theirs_told)
+        for our_logprobs, their_logprobs in (
+            (mine.logprobs, other.logprobs),
+            (mine.prompt_logprobs, other.prompt_logprobs),
+        ):
+            assert len(our_logprobs) == len(their_logprobs)
+            if our_logprobs:
+                (my_ids, my_values), (ids, values) = arrays(our_logprobs), arrays(their_logprobs)
                 assert my_ids.tolist() == ids.tolist()
                 assert np.abs(my_values - values).max() < 1e-3
 
 
-def test_what_may_not_end_yet(checkpoint, driver):
-    """The end tokens would be sampled otherwise, so each row shows until when they are withheld."""
+def test_end_tokens_are_withheld_before_min_tokens(checkpoint, driver):
+    """Each row's end tokens are ones that it would sample, so its output shows how long they are withheld."""
     folder = checkpoint("llama", **LAYERS)
     samplings = (
         Sampling(temperature=0),
@@ -62,7 +65,7 @@ def test_what_may_not_end_yet(checkpoint, driver):
     )
     prompts = [list(range(3 + i, 9 + 2 * i)) for i in range(len(samplings))]
     free = [Request(p, sampling=s, max_new=6) for p, s in zip(prompts, samplings, strict=True)]
-    _on_the_host(folder).run(free, rows=4)
+    _cpu_driver(folder).run(free, rows=4)
     cases = [
         (f.prompt, f.sampling, tuple(dict.fromkeys([*f.output[:2], 11])), min_new)
         for f, min_new in zip(free, (1, 3, 4, 3, 2), strict=True)
@@ -73,25 +76,25 @@ def test_what_may_not_end_yet(checkpoint, driver):
 
     ours, theirs = requests(), requests()
     driver(folder, **SMALL).run(ours, chunk=16, budget=32, rows=4)
-    _on_the_host(folder).run(theirs, chunk=16, budget=32, rows=4)
+    _cpu_driver(folder).run(theirs, chunk=16, budget=32, rows=4)
     assert [request.output for request in ours] == [request.output for request in theirs]
     for request in ours:
         assert not set(request.output[: request.min_new]) & set(request.ends)
     assert ours[0].output[1:] != free[0].output[1:]
-    assert set(ours[2].output[4:]) <= {11, 12}, "its bias is what it was once the ends are allowed"
+    assert set(ours[2].output[4:]) <= {11, 12}, "its bias applies again once the end tokens are allowed"
     assert 11 in ours[2].output[4:] and set(ours[2].output[:4]) == {12}
 
 
 def _masked_requests():
-    some, few = [[5, 6, 7, 40], list(range(3, 300, 7)), [9]], tuple(range(30, 60))
+    masks, few = [[5, 6, 7, 40], list(range(3, 300, 7)), [9]], tuple(range(30, 60))
     samplings = (
-        (Sampling(temperature=0), some),
-        (Sampling(temperature=1.1, seed=3, top_k=20, top_p=0.9, logprobs=2), some),
-        (Sampling(temperature=0, repetition_penalty=1.8, logit_bias={5: 30.0, 8: 90.0}), some),
+        (Sampling(temperature=0), masks),
+        (Sampling(temperature=1.1, seed=3, top_k=20, top_p=0.9, logprobs=2), masks),
+        (Sampling(temperature=0, repetition_penalty=1.8, logit_bias={5: 30.0, 8: 90.0}), masks),
         (Sampling(temperature=0.9, seed=4, allowed_token_ids=few), []),
         (Sampling(temperature=0, allowed_token_ids=few), [list(range(50, 100)), [31, 100]]),
         (Sampling(temperature=0), []),
-        (Sampling(temperature=0, allowed_token_ids=(3,)), [[3], [4]]),  # none of them
+        (Sampling(temperature=0, allowed_token_ids=(3,)), [[3], [4]]),  # the mask and allowed_token_ids leave no token
     )
     return [
         Request([7, 8, 9 + i] * (1 + 3 * i), sampling=sampling, max_new=6, allowed=allowed)
@@ -99,11 +102,11 @@ def _masked_requests():
     ]
 
 
-def test_what_rows_may_draw(checkpoint, driver):
+def test_masks_and_allowed_token_ids_limit_what_is_sampled(checkpoint, driver):
     folder = checkpoint("llama", **LAYERS)
     ours, theirs = _masked_requests(), _masked_requests()
     driver(folder, **SMALL).run(ours, chunk=16, budget=32, rows=4)
-    _on_the_host(folder).run(theirs, chunk=16, budget=32, rows=4)
+    _cpu_driver(folder).run(theirs, chunk=16, budget=32, rows=4)
     assert [request.output for request in ours] == [request.output for request in theirs]
     for request in ours[:-1]:
         for i, token in enumerate(request.output):
@@ -114,13 +117,13 @@ def test_what_rows_may_draw(checkpoint, driver):
     assert np.abs(my_values - values).max() < 1e-3
 
 
-def test_draft_tokens_change_no_token(checkpoint, driver):
-    """The model is random and says nothing twice by itself; it does once few tokens are left to it."""
+def test_speculation_changes_no_token(checkpoint, driver):
+    """The random model repeats itself only because a bias leaves it few tokens."""
     folder = checkpoint("llama", **LAYERS)
     prompt = [40, 41, 42] * 6
     sampling = Sampling(temperature=0, logit_bias={40: 100.0, 41: 100.0, 42: 100.0})
     plain = Request(prompt, sampling=sampling, max_new=24)
-    _on_the_host(folder).run([plain], rows=4)
+    _cpu_driver(folder).run([plain], rows=4)
     served = driver(folder, speculative="ngram", **SMALL)
     opened = RowOpen(
         row=2,
@@ -157,12 +160,12 @@ def test_draft_tokens_change_no_token(checkpoint, driver):
     assert num_drafts > 0 and most > 1, "some draft token should be accepted"
 
 
-def test_a_request_that_comes_back_goes_on_as_before(checkpoint, driver):
-    """After a preemption a row is opened with the output so far, which penalties count."""
+def test_a_preempted_request_continues_with_the_same_tokens(checkpoint, driver):
+    """After a preemption the row is opened with prompt and output so far; penalties count that output."""
     folder = checkpoint("llama", **LAYERS)
     sampling = Sampling(temperature=0.8, seed=5, repetition_penalty=1.5, frequency_penalty=1.0)
     whole = Request([5, 6, 7, 8], sampling=sampling, max_new=6)
-    _on_the_host(folder).run([whole], rows=4)
+    _cpu_driver(folder).run([whole], rows=4)
     served = driver(folder, **SMALL)
     ids = whole.prompt + whole.output[:3]
     opened = RowOpen(

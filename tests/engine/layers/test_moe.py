@@ -1,4 +1,4 @@
-"""The mixture of experts as a layer: the reference on the stacked weights, and transformers' own block."""
+"""The mixture-of-experts layer against the reference on the stacked weights and against transformers' blocks."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ OPS = {"torch": reference_ops()} | ({"native": native_ops(Kernels())} if build.c
 
 
 class Case:
-    """A layer, and its weights as they were before they were packed."""
+    """A layer, and its weights before packing."""
 
     def __init__(self, ops, *, num_experts=6, top_k=2, renormalize=True):
         torch.manual_seed(0)
@@ -54,7 +54,7 @@ def ops(request):
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(6, 2), (16, 8), (3, 3), (5, 1)])
 @pytest.mark.parametrize("tokens", [1, 7, 60])
-def test_the_layer_computes_what_the_reference_says(ops, num_experts, top_k, tokens, renormalize):
+def test_the_layer_agrees_with_the_reference(ops, num_experts, top_k, tokens, renormalize):
     case = Case(ops, num_experts=num_experts, top_k=top_k, renormalize=renormalize)
     x = torch.randn(tokens, HIDDEN)
     torch.testing.assert_close(case.layer(x), case.expected(x), atol=1e-5, rtol=1e-4)
@@ -63,8 +63,8 @@ def test_the_layer_computes_what_the_reference_says(ops, num_experts, top_k, tok
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 @pytest.mark.parametrize("tokens", [1, 50])
-def test_everything_is_rounded_where_transformers_rounds_it(family, dtype, tokens):
-    """Bit for bit, where torch multiplies alike in both; one more place to round would change half of the numbers."""
+def test_the_layer_rounds_where_transformers_rounds(family, dtype, tokens):
+    """Nearly all numbers are bit-equal; one more rounding would change half of them."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": 3}
     if family == "qwen3":
@@ -74,7 +74,7 @@ def test_everything_is_rounded_where_transformers_rounds_it(family, dtype, token
         theirs = MixtralSparseMoeBlock(
             transformers.MixtralConfig(num_local_experts=8, intermediate_size=INTER, **sizes)
         )
-    theirs.experts.config._experts_implementation = "grouped_mm"  # what a whole model chooses
+    theirs.experts.config._experts_implementation = "grouped_mm"  # the default of a whole model
     for parameter in theirs.parameters():
         parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
     theirs.to(dtype)
@@ -90,8 +90,7 @@ def test_everything_is_rounded_where_transformers_rounds_it(family, dtype, token
 
 
 @pytest.mark.skipif("native" not in OPS, reason="no C compiler")
-def test_a_token_is_the_same_in_any_batch():
-    """Bit for bit."""
+def test_a_token_gets_the_same_bits_in_any_batch():
     case = Case(OPS["native"], num_experts=16, top_k=4)
     x = torch.randn(40, HIDDEN)
     together = case.layer(x)
@@ -99,7 +98,7 @@ def test_a_token_is_the_same_in_any_batch():
         assert torch.equal(case.layer(x[first : first + count]), together[first : first + count])
 
 
-def test_a_token_of_nan_changes_no_other(ops):
+def test_a_token_with_nan_changes_no_other_token(ops):
     case = Case(ops)
     x = torch.randn(9, HIDDEN)
     x[4] = torch.nan
@@ -109,7 +108,7 @@ def test_a_token_of_nan_changes_no_other(ops):
     torch.testing.assert_close(out[others], case.expected(x[others]), atol=1e-5, rtol=1e-4)
 
 
-def test_packed_weights_are_counted_and_not_kept_twice(ops):
+def test_packed_weights_are_counted_and_replace_the_parameters(ops):
     case = Case(ops)
     assert case.layer.nbytes == case.gate_up.nbytes + case.down.nbytes
     assert not list(case.layer.parameters())
@@ -117,7 +116,7 @@ def test_packed_weights_are_counted_and_not_kept_twice(ops):
 
 @pytest.mark.skipif("native" not in OPS, reason="no C compiler")
 @pytest.mark.parametrize("native", [False, True])
-def test_8_bits_leave_the_choice_of_experts_alone(native):
+def test_int8_leaves_the_router_exact(native):
     ops = native_ops(Kernels(), int8=True) if native else reference_ops(int8=True)
     case = Case(ops)
     assert case.layer.nbytes < 0.4 * (case.gate_up.nbytes + case.down.nbytes)
@@ -128,21 +127,21 @@ def test_8_bits_leave_the_choice_of_experts_alone(native):
 
 
 class Rank:
-    """A place in a group whose sums are made by the test."""
+    """A rank that records what it would sum, for the test to add up."""
 
     size = 2
 
     def __init__(self, rank):
-        self.rank, self.given = rank, []
+        self.rank, self.partial_sums = rank, []
 
     def all_reduce(self, x):
-        self.given.append(x.clone())
+        self.partial_sums.append(x.clone())
 
 
-def test_the_parts_of_two_ranks_add_up(ops):
+def test_the_outputs_of_two_ranks_add_up(ops):
     case = Case(ops)
     x = torch.randn(30, HIDDEN)
-    given = []
+    partial_sums = []
     for rank in (Rank(0), Rank(1)):
         columns = slice(rank.rank * INTER // 2, (rank.rank + 1) * INTER // 2)
         sizes: dict[str, Any] = {"num_experts": 6, "top_k": 2, "renormalize": True, "rounds_weights": False}
@@ -154,6 +153,6 @@ def test_the_parts_of_two_ranks_add_up(ops):
         part.gate.pack(ops)
         part.pack(ops)
         part(x)
-        given += rank.given
-    assert len(given) == 2, "one sum a layer"
-    torch.testing.assert_close(given[0] + given[1], case.expected(x), atol=1e-5, rtol=1e-4)
+        partial_sums += rank.partial_sums
+    assert len(partial_sums) == 2, "each rank sums once per layer"
+    torch.testing.assert_close(partial_sums[0] + partial_sums[1], case.expected(x), atol=1e-5, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Rotary tables against transformers' own."""
+"""Rotary tables against those of transformers."""
 
 import msgspec
 import pytest
@@ -46,7 +46,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("old_style", [False, True])
 @pytest.mark.parametrize("variant", list(VARIANTS))
-def test_tables_turn_as_transformers_does(variant, old_style, tmp_path):
+def test_tables_rotate_as_transformers_does(variant, old_style, tmp_path):
     parameters = VARIANTS[variant]
     config = transformers.LlamaConfig(
         hidden_size=64,

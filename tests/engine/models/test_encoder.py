@@ -1,4 +1,4 @@
-"""How texts are dealt into batches."""
+"""How the encoder divides texts into batches."""
 
 import random
 
@@ -8,17 +8,17 @@ from pagewire.engine.models.encoder import batches
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_every_text_is_in_one_batch_and_little_is_padding(seed: int) -> None:
+def test_every_text_is_in_one_batch_with_little_padding(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(1, rng.choice([8, 300])) for _ in range(rng.randint(0, 60))]
-    dealt = batches(lengths, pads=True)
-    assert sorted(i for batch in dealt for i in batch) == list(range(len(lengths)))
-    for batch in dealt:
+    groups = batches(lengths, pads=True)
+    assert sorted(i for batch in groups for i in batch) == list(range(len(lengths)))
+    for batch in groups:
         padded = len(batch) * lengths[batch[0]]
         assert padded - sum(lengths[i] for i in batch) <= max(0.1 * padded, 64)
 
 
-def test_short_texts_share_a_pass_and_a_long_one_has_its_own() -> None:
+def test_short_texts_share_a_batch_and_a_long_one_has_its_own() -> None:
     assert batches([5, 300, 9, 7], pads=True) == [[1], [2, 3, 0]]
 
 

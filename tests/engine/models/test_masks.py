@@ -1,4 +1,4 @@
-"""transformers' own mask functions, asked for what they mean."""
+"""The attention window that each mask function of transformers describes."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ LEFT_PADDING = torch.zeros(1, dtype=torch.int64)
         (masking_utils.packed_sequence_mask_function(torch.zeros(1, 7)), None, UNKNOWN),
     ],
 )
-def test_reach(sees: object, local_size: int | None, reach: int | None) -> None:
+def test_the_reach_of_a_mask_function(sees: object, local_size: int | None, reach: int | None) -> None:
     assert reach_of(sees, local_size) == reach
     mask = describe_mask(1, 7, 7, mask_function=sees, device=torch.device("meta"), local_size=local_size)
     assert getattr(mask, REACH) == reach and mask.shape == (1, 1, 7, 7)

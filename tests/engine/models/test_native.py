@@ -1,4 +1,4 @@
-"""The layers in one call of C against the same layers op by op: the same bits."""
+"""All layers in one C call give the same bits as the layers op by op."""
 
 import checkpoints
 import pytest
@@ -17,19 +17,19 @@ pytestmark = pytest.mark.usefixtures("c_kernels")
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "bfloat16"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_call_gives_the_bits_of_many(kind, options, dtype, tmp_path):
+def test_one_c_call_gives_the_bits_of_single_ops(kind, options, dtype, tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, kind, dtype=dtype)
     config = prepare(
         make_config(model=str(folder), dtype="float32", max_model_len=96, kv_cache_memory=1 << 22, **options)
     )
-    seen: dict[bool, list[torch.Tensor]] = {}
+    hidden_states: dict[bool, list[torch.Tensor]] = {}
     for in_one_call in (True, False):
         runner = Runner.load(config)
         runner.open_cache(runner.offer())
         model = runner._steps._model
         assert isinstance(model, NativeDecoder)
         inner = model if in_one_call else model._decoder
-        outputs = seen[in_one_call] = []
+        outputs = hidden_states[in_one_call] = []
 
         class Recorder:
             kv_shape = model.kv_shape
@@ -46,9 +46,9 @@ def test_one_call_gives_the_bits_of_many(kind, options, dtype, tmp_path):
         for step in steps:
             runner.launch(step)
             assert min(torch.tensor(bytearray(runner.collect().ids))) >= 0
-    assert len(seen[True]) == 3
-    for ours, theirs in zip(seen[True], seen[False], strict=True):
-        assert torch.equal(ours, theirs) and ours.isfinite().all()
+    assert len(hidden_states[True]) == 3
+    for native, by_ops in zip(hidden_states[True], hidden_states[False], strict=True):
+        assert torch.equal(native, by_ops) and native.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])

@@ -1,5 +1,5 @@
-"""What the fallback refuses for its files, and that it says so in one sentence. Which families it serves and with which
-tokens is in test_families; what it computes besides in runner/test_exactness."""
+"""Checkpoints that the fallback refuses, each with one sentence. test_families tests which families it serves and their
+tokens; runner/test_exactness compares its computation."""
 
 import json
 
@@ -41,13 +41,13 @@ def folder(tmp_path):
     return checkpoints.make_checkpoint(tmp_path, "phi3")
 
 
-def test_the_cache_has_the_shape_that_the_layers_show(tmp_path):
+def test_the_kv_shape_is_that_of_the_layers(tmp_path):
     model, weights = _load(checkpoints.make_checkpoint(tmp_path, "gpt_neox"))
     assert (model.kv_shape.num_layers, model.kv_shape.num_kv_heads, model.kv_shape.head_dim) == (3, 4, 16)
     assert weights == sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
 
 
-def test_unknown_architectures_are_told_the_known_ones(folder):
+def test_an_unknown_architecture_is_refused_with_a_list_of_known_ones(folder):
     _change_config(folder, model_type="nobody", architectures=["NobodyForCausalLM"])
     _refused(
         folder, ConfigError, "NobodyForCausalLM is neither one of pagewire's own architectures .LlamaForCausalLM, "
@@ -65,7 +65,7 @@ def test_code_in_the_folder_is_not_run(folder):
     _refused(folder, ConfigError, "EvilForCausalLM needs code from")
 
 
-def test_rotary_frequencies_that_depend_on_the_batch(tmp_path):
+def test_longrope_is_refused_beyond_its_original_length(tmp_path):
     longrope = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,
@@ -81,8 +81,8 @@ def test_rotary_frequencies_that_depend_on_the_batch(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe"])
-def test_windows_of_which_attention_is_not_told(kind, tmp_path, monkeypatch):
-    """Their masks show a window that the calls of attention do not, beyond the length of any trial."""
+def test_a_mask_window_that_attention_calls_lack_is_refused(kind, tmp_path, monkeypatch):
+    """Their masks have a window that the attention calls do not mention, longer than the rehearsal's prompts."""
     fields = {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 1}
     monkeypatch.setitem(families.FAMILIES, kind, (fields, families.SERVED))
     folder = families.make_family(tmp_path, kind)
@@ -90,7 +90,7 @@ def test_windows_of_which_attention_is_not_told(kind, tmp_path, monkeypatch):
     _load(folder, max_len=24)
 
 
-def test_tensors_that_do_not_fit(folder):
+def test_missing_extra_and_misshapen_tensors_are_reported(folder):
     file = folder / "model.safetensors"
     tensors = load_file(file)
     fewer = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}

@@ -1,4 +1,4 @@
-"""Every number of a checkpoint is held by exactly the ranks that compute with it."""
+"""Each rank loads the shards of the checkpoint that it computes with."""
 
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from pagewire.kernels.ops import reference_ops
 
 
 class Rank:
-    """A place in a group whose ranks never meet: enough to be laid out and loaded."""
+    """A rank that never communicates: enough to build and load its part of a model."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -41,7 +41,7 @@ def _load(folder, rank, size):
 
 @pytest.mark.parametrize("kind", ["llama", "llama-biased", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_parts_make_the_whole(kind, size, tmp_path):
+def test_the_shards_of_all_ranks_make_the_whole_checkpoint(kind, size, tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, kind)
     tensors = load_file(folder / "model.safetensors")
     loaded = [_load(folder, rank, size) for rank in range(size)]
@@ -62,10 +62,10 @@ def test_the_parts_make_the_whole(kind, size, tmp_path):
         elif cut.dim >= tensor.dim():
             assert torch.equal(torch.stack([part for part, _ in parts]).sum(0), tensor), "the bias is added once"
         else:
-            places = {}
+            shards = {}
             for part, cut in parts:
-                places[cut.first] = part  # where there are more ranks than heads, several hold the same
-            assert torch.equal(torch.cat([places[first] for first in sorted(places)], cut.dim), tensor), name
+                shards[cut.first] = part  # with more ranks than key/value heads, several hold the same head
+            assert torch.equal(torch.cat([shards[first] for first in sorted(shards)], cut.dim), tensor), name
 
 
 def test_parts_are_in_order_and_complete():
@@ -75,7 +75,7 @@ def test_parts_are_in_order_and_complete():
         assert all(a[1] == b[0] for a, b in pairwise(parts))
 
 
-def test_what_cannot_be_shared_out_is_refused(tmp_path):
+def test_models_that_cannot_be_divided_evenly_are_refused(tmp_path):
     spec = read_spec(checkpoints.make_checkpoint(tmp_path, "qwen3"))
     for size in (1, 2, 4):
         shard.check(spec, size)

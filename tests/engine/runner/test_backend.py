@@ -1,4 +1,4 @@
-"""Which kernels run: what the C ones and torch's own give, and what is said of them."""
+"""Which kernels run: the results of the C kernels and of torch's, and the notes about them."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def _tokens(folder, **options):
 
 @pytest.fixture
 def checkpoint(checkpoint):
-    """As everywhere in these tests, with a tokenizer."""
+    """The shared fixture, with a tokenizer added."""
 
     def make(kind, **changes):
         folder = checkpoint(kind, **changes)
@@ -48,14 +48,14 @@ def test_without_a_compiler_torch_gives_the_same_tokens(kind, dtype, checkpoint,
     assert _tokens(folder) == expected
 
 
-def test_the_operator_is_told_why_torch_computes(checkpoint, resolved, no_compiler):
+def test_a_note_says_why_torch_kernels_are_used(checkpoint, resolved, no_compiler):
     runner = Runner.load(resolved(checkpoint("llama"), dtype="float32"))
     note = runner.notes[0]
     assert note.startswith("kernels of torch, because there is no C compiler (cc, gcc or clang); tokens may depend on")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_bfloat16_weights_are_kept_as_they_are(kind, checkpoint, resolved):
+def test_bfloat16_weights_are_not_widened(kind, checkpoint, resolved):
     folder = checkpoint(kind, dtype=torch.bfloat16)
     runner = Runner.load(resolved(folder, dtype="float32"))
     assert "bfloat16 weights, float32 arithmetic" in runner.notes[0]
@@ -64,22 +64,22 @@ def test_bfloat16_weights_are_kept_as_they_are(kind, checkpoint, resolved):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
-def test_8_bits_are_near_and_need_a_native_architecture(kind, checkpoint):
+def test_int8_logprobs_are_close_and_int8_needs_a_native_architecture(kind, checkpoint):
     folder = checkpoint(kind)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    found = []
+    logprobs = []
     for options in ({}, {"quantization": "int8"}):
         llm = LLM(str(folder), kv_cache_memory="4M", dtype="float32", **options)
         entries = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].prompt_logprobs[1:]
-        found.append([entry[token].logprob for entry, token in zip(entries, PROMPTS[0][1:], strict=True)])
-    distances = [abs(exact - rounded) for exact, rounded in zip(*found, strict=True)]
+        logprobs.append([entry[token].logprob for entry, token in zip(entries, PROMPTS[0][1:], strict=True)])
+    distances = [abs(exact - rounded) for exact, rounded in zip(*logprobs, strict=True)]
     assert 0 < sum(distances) / len(distances) < 0.1
     with pytest.raises(ConfigError, match="--quantization needs one of LlamaForCausalLM"):
         LLM(str(checkpoint("gemma2")), quantization="int8")
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
-def test_8_bits_without_a_compiler_give_the_same_tokens(kind, checkpoint, no_compiler, monkeypatch):
+def test_int8_without_a_compiler_gives_the_same_tokens(kind, checkpoint, no_compiler, monkeypatch):
     folder = checkpoint(kind)
     with_torch = _tokens(folder, quantization="int8")
     monkeypatch.undo()
@@ -87,8 +87,8 @@ def test_8_bits_without_a_compiler_give_the_same_tokens(kind, checkpoint, no_com
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_keys_and_values_of_16_bits_with_torch_and_with_ours_are_near(kind, checkpoint, request):
-    """The cache may be narrower than activations, whatever computes."""
+def test_logprobs_with_a_bfloat16_kv_cache_are_close_with_either_kernels(kind, checkpoint, request):
+    """The KV cache may be narrower than activations, with the C kernels and with torch's."""
     folder = checkpoint(kind)
 
     def logprobs(**options):
@@ -104,7 +104,7 @@ def test_keys_and_values_of_16_bits_with_torch_and_with_ours_are_near(kind, chec
     assert ours == pytest.approx(theirs, abs=1e-3) and ours == pytest.approx(exact, abs=1e-1)
 
 
-def test_bfloat16_on_a_cpu_is_of_weights_and_kv_not_of_sums(checkpoint, resolved):
+def test_dtype_bfloat16_on_a_cpu_stores_weights_and_kv_and_computes_in_float32(checkpoint, resolved):
     folder = checkpoint("llama")
     runner = Runner.load(resolved(folder, dtype="bfloat16"))
     assert "bfloat16 weights, float32 arithmetic" in runner.notes[0]
@@ -114,6 +114,6 @@ def test_bfloat16_on_a_cpu_is_of_weights_and_kv_not_of_sums(checkpoint, resolved
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_torch_computes_where_it_is_asked_to(dtype, checkpoint, resolved):
+def test_cpu_kernels_torch_selects_the_torch_kernels(dtype, checkpoint, resolved):
     runner = Runner.load(resolved(checkpoint("llama"), dtype=dtype, cpu_kernels="torch"))
     assert runner.notes[0] == "kernels of torch"

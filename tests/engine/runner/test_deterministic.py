@@ -29,32 +29,32 @@ def _prompt(seed, length):
         ("qwen3_moe", {}),
     ],
 )
-def test_a_probe_gets_the_same_bits_in_any_batch(kind, flags, checkpoint, driver):
+def test_a_request_gets_the_same_bits_in_any_batch(kind, flags, checkpoint, driver):
     served = driver(checkpoint(kind), num_blocks=600, **FLAGS, **flags)
 
-    def told(lengths, chunk, seed):
+    def results(lengths, chunk, seed):
         probe = Request(_prompt(0, 137), sampling=SCORING, max_new=6)
         sampled = Sampling(temperature=1)
-        company = [Request(_prompt(1 + i, length), sampling=sampled, max_new=8) for i, length in enumerate(lengths)]
-        requests = [*company, probe]
+        others = [Request(_prompt(1 + i, length), sampling=sampled, max_new=8) for i, length in enumerate(lengths)]
+        requests = [*others, probe]
         random.Random(seed).shuffle(requests)
         served.run(requests, chunk=chunk, budget=256, rows=64, seed=seed)
         return probe.output, [
-            values.tobytes() for told in (probe.logprobs, probe.prompt_logprobs) for values in arrays(told)
+            values.tobytes() for part in (probe.logprobs, probe.prompt_logprobs) for values in arrays(part)
         ]
 
-    alone = told([], 256, 0)
-    assert told([], 16, 1) == alone, "in pieces"
-    assert told([], 1, 1) == alone, "one by one"
-    assert told([3, 5, 7, 9, 11, 13], 20, 2) == alone, "with six others, in pieces"
-    assert told([1] * 63, 64, 3) == alone, "with 63 others"
+    alone = results([], 256, 0)
+    assert results([], 16, 1) == alone, "in chunks"
+    assert results([], 1, 1) == alone, "in chunks of one token"
+    assert results([3, 5, 7, 9, 11, 13], 20, 2) == alone, "with six others, in chunks"
+    assert results([1] * 63, 64, 3) == alone, "with 63 others"
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_a_prefix_that_was_cached_changes_no_bit(kind, checkpoint, driver):
+def test_a_cached_prefix_changes_no_bit(kind, checkpoint, driver):
     served = driver(checkpoint(kind), **FLAGS)
     prompt, blocks = _prompt(0, 137), ids_to_bytes(list(range(9)))
-    told = []
+    results = []
     for row, hit in enumerate((0, 16, 96, 136)):
         opened = RowOpen(
             row=row,
@@ -76,12 +76,12 @@ def test_a_prefix_that_was_cached_changes_no_bit(kind, checkpoint, driver):
             )
         )
         result = served.runner.collect()
-        told.append((result.ids, result.logprobs))
-    assert told[1:] == told[:1] * 3
+        results.append((result.ids, result.logprobs))
+    assert results[1:] == results[:1] * 3
 
 
-def test_a_compiler_that_fails_is_an_answer(checkpoint, driver, monkeypatch):
-    """`resolve` knows that a compiler exists; only the worker finds that it fails."""
+def test_a_compiler_that_fails_is_reported_as_a_config_error(checkpoint, driver, monkeypatch):
+    """`resolve` sees that a compiler exists; only the worker finds out that it fails."""
 
     def load():
         raise build.BuildError("cc failed: no such header")

@@ -1,4 +1,4 @@
-"""The runner against transformers: the same tokens, for any chunks and batch."""
+"""The runner against transformers: the same tokens, for any chunks and any batch."""
 
 import random
 
@@ -31,13 +31,13 @@ def test_greedy_tokens_are_those_of_transformers(kind, checkpoint, driver, make_
         assert [request.output for request in requests] == expected, f"chunk {chunk}"
 
 
-def test_the_last_kinds_run_through_the_fallback(checkpoint):
+def test_four_kinds_run_through_the_fallback(checkpoint):
     native = {kind: read_spec(checkpoint(kind)).architecture in NATIVE for kind in checkpoints.KINDS}
     assert [kind for kind, is_native in native.items() if not is_native] == ["gemma2", "gpt_neox", "phi3", "granite"]
 
 
 @pytest.mark.parametrize("rope", ["linear", "dynamic", "yarn"])
-def test_scaled_rotary_embeddings(rope, checkpoint, driver, make_request):
+def test_scaled_rotary_embeddings_give_the_tokens_of_transformers(rope, checkpoint, driver, make_request):
     parameters = {"rope_type": rope, "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 256}
     if rope != "yarn":
         del parameters["original_max_position_embeddings"]
@@ -75,7 +75,7 @@ def test_unwritten_memory_is_never_read(kind, checkpoint, driver, make_request):
 def test_bfloat16_logprobs_are_close_to_those_of_transformers(
     kind, kernels, checkpoint, driver, make_request, logprob_arrays, tmp_path
 ):
-    """Both round to bfloat16 at places of their own. Against float32, ours may err as much as theirs and a quarter."""
+    """Both round to bfloat16, at different places. Our mean error against float32 may be 1.25 times theirs."""
     folder = checkpoints.make_checkpoint(tmp_path, kind, dtype=torch.bfloat16, initializer_range=0.1)
     prompt = _prompts(9)[-3]
     requests = [make_request(prompt, max_new=1, sampling=_scoring())]
@@ -108,7 +108,7 @@ def test_checkpoints_of_16_bits_give_the_tokens_of_float32(dtype, checkpoint, dr
     assert [request.output for request in requests] == checkpoints.reference_greedy(folder, prompts, 8)
 
 
-def test_sharded_checkpoints(checkpoint, driver, make_request, tmp_path):
+def test_a_sharded_checkpoint_gives_the_tokens_of_transformers(checkpoint, driver, make_request, tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, "qwen2", shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     prompts = _prompts(5)[:4]

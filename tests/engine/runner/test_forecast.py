@@ -1,4 +1,4 @@
-"""The calculated memory of a model equals what its start measures."""
+"""The memory calculated for a model equals what the runner measures when it loads."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from pagewire.engine.runner.runner import Runner
 
 
 def check(config: EngineConfig) -> None:
-    """The kernels' layouts pad weights a little; everything else is the same sum."""
+    """The kernels' layouts pad weights a little; all other numbers are equal."""
     plan, num_blocks = forecast(config)
     runner = Runner.load(config)
     assert msgspec.structs.replace(plan, weights=runner.memory.weights) == runner.memory
@@ -25,18 +25,18 @@ def check(config: EngineConfig) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "llama-biased", "qwen3", "qwen3_moe", "mixtral", "phi3"])
-def test_the_forecast_comes_true(
+def test_the_forecast_equals_the_measured_memory(
     kind: str, dtype: str, checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
 ) -> None:
     check(resolved(checkpoint(kind), dtype=dtype, kv_cache_memory=1 << 20))
 
 
-def test_bytes_instead_of_floats(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
+def test_the_forecast_of_int8_weights(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
     check(resolved(checkpoint("llama"), dtype="float32", quantization="int8", kv_cache_memory=1 << 20))
 
 
 @pytest.mark.parametrize("kind", ["fp8-block", "awq"])
-def test_quantized_checkpoints_are_widened(
+def test_the_forecast_of_a_quantized_checkpoint_counts_widened_weights(
     kind: str, checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig], tmp_path: Path
 ) -> None:
     sizes_of: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}
@@ -44,19 +44,19 @@ def test_quantized_checkpoints_are_widened(
     check(resolved(folder, dtype="float32", kv_cache_memory=1 << 20))
 
 
-def test_models_that_read_whole_texts_keep_nothing(tmp_path: Path, resolved: Callable[..., EngineConfig]) -> None:
+def test_the_forecast_of_an_encoder_has_no_kv_cache(tmp_path: Path, resolved: Callable[..., EngineConfig]) -> None:
     config = resolved(pooling_checkpoints.make_encoder(tmp_path / "m"), dtype="float32", max_num_seqs=4)
     check(config)
     assert forecast(config)[0].lines(1)[0].endswith("no KV cache")
 
 
-def test_without_a_size_it_is_what_could_ever_be_used(
+def test_the_default_kv_cache_size_is_what_all_requests_could_use(
     checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]
 ) -> None:
     check(resolved(checkpoint("llama"), max_num_seqs=4))
 
 
-def test_ranks_share_the_weights(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
+def test_ranks_split_weights_and_blocks(checkpoint: Callable[..., Path], resolved: Callable[..., EngineConfig]) -> None:
     one, _ = forecast(resolved(checkpoint("llama"), kv_cache_memory=1 << 20))
     two, _ = forecast(resolved(checkpoint("llama"), tensor_parallel_size=2, kv_cache_memory=1 << 20))
     assert two.block == one.block // 2 and 0.4 < two.weights / one.weights < 0.6

@@ -1,4 +1,4 @@
-"""A runner that cannot be loaded says why, and says how far it is."""
+"""Loading a runner: its progress, and the errors if it fails."""
 
 import checkpoints
 import pytest
@@ -8,15 +8,15 @@ from pagewire.engine.runner.runner import Runner
 from pagewire.errors import CheckpointError, ConfigError
 
 
-def test_progress_and_its_end(checkpoint, resolved):
-    told = []
-    Runner.load(resolved(checkpoint("qwen3")), progress=lambda done, total: told.append((done, total)))
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1][0] == told[-1][1] > 0
+def test_progress_rises_and_ends_at_the_total(checkpoint, resolved):
+    reports = []
+    Runner.load(resolved(checkpoint("qwen3")), progress=lambda done, total: reports.append((done, total)))
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+    assert reports[-1][0] == reports[-1][1] > 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
-def test_damaged_files_are_named_native_or_not(kind, checkpoint, resolved, tmp_path):
+def test_a_damaged_file_is_named_by_native_models_and_the_fallback(kind, checkpoint, resolved, tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, kind)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-50])
@@ -24,7 +24,7 @@ def test_damaged_files_are_named_native_or_not(kind, checkpoint, resolved, tmp_p
         Runner.load(resolved(folder))
 
 
-def test_cuda_without_a_device(checkpoint, resolved, monkeypatch):
+def test_cuda_without_a_device_is_refused(checkpoint, resolved, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device"):
         Runner.load(resolved(checkpoint("llama"), device="cuda"))

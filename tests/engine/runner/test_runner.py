@@ -1,4 +1,4 @@
-"""What a runner promises beyond the right greedy tokens: seeds, log-probabilities, failures, memory."""
+"""What a runner guarantees besides greedy tokens: seeds, log-probabilities, failures, memory."""
 
 import random
 
@@ -36,8 +36,8 @@ def test_seeded_requests_do_not_depend_on_the_batch(checkpoint, driver, make_req
         assert run([i], rows=1, chunk=2048)[i] == together[i]
 
 
-def test_a_moved_request_goes_on_with_the_same_tokens(checkpoint, driver, make_request):
-    """After a preemption the core opens the row again with prompt and output; positions count from num_prompt."""
+def test_a_preempted_request_continues_with_the_same_tokens(checkpoint, driver, make_request):
+    """After a preemption the core opens a row again with prompt and output; positions still count from num_prompt."""
     served = driver(checkpoint("llama"))
     request = make_request(_prompts(1)[0], sampling=_sampling(4), max_new=12)
     served.run([request])
@@ -52,7 +52,7 @@ def test_a_moved_request_goes_on_with_the_same_tokens(checkpoint, driver, make_r
     assert tokens == request.output[5:]
 
 
-def test_computed_positions_are_taken_from_the_cache(checkpoint, driver, make_request):
+def test_computed_positions_are_read_from_the_cache(checkpoint, driver, make_request):
     served = driver(checkpoint("mistral"))
     prompt = _prompts(1, seed=2)[0] + list(range(3, 100))
     request = make_request(prompt, max_new=1)
@@ -107,7 +107,9 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits(kind, checkpoint, driver
                 assert row_values[0] == row_values[1]
 
 
-def test_prompt_logprobs_are_those_of_one_full_pass(checkpoint, driver, make_request, logprob_arrays, monkeypatch):
+def test_prompt_logprobs_in_chunks_are_those_of_one_full_pass(
+    checkpoint, driver, make_request, logprob_arrays, monkeypatch
+):
     folder = checkpoint("llama")
     model = checkpoints.load_reference(folder)
     monkeypatch.setattr("pagewire.engine.steps.logprobs._LOGITS_BYTES", 10 * 4 * checkpoints.VOCAB_SIZE)
@@ -131,14 +133,14 @@ def test_prompt_logprobs_are_those_of_one_full_pass(checkpoint, driver, make_req
 
 
 def _poisoned(folder, token):
-    """The checkpoint with an embedding of one token that is not a number."""
+    """The checkpoint with NaN as the embedding of one token."""
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"][token] = float("nan")
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-def test_a_row_that_is_not_finite_fails_alone_and_may_run_on(checkpoint, driver):
+def test_a_row_that_is_not_finite_fails_alone_and_in_later_steps_too(checkpoint, driver):
     poison = 7
     runner = driver(_poisoned(checkpoint("llama"), poison)).runner
     opens = tuple(
@@ -150,7 +152,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_may_run_on(checkpoint, driver)
     runner.launch(_plan([0, 1], [3, 3], open=opens))
     healthy = bytes_to_ids(runner.collect().ids)
     runner.launch(_plan([3, 0, 2, 1], [3, 3, 3, 3], open=opens))
-    runner.launch(_plan([0, 1, 2, 3], [1] * 4))  # planned before anyone knew
+    runner.launch(_plan([0, 1, 2, 3], [1] * 4))  # planned before the failures were known
     assert runner.num_pending == 2
     result = runner.collect()
     assert list(bytes_to_ids(result.ids)) == [-1, healthy[0], -1, healthy[1]]
@@ -160,7 +162,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_may_run_on(checkpoint, driver)
     assert -1 not in later[:2]
 
 
-def test_blocks_after_a_failed_row_are_clean(checkpoint, driver):
+def test_blocks_of_a_failed_row_can_be_used_again(checkpoint, driver):
     runner = driver(_poisoned(checkpoint("llama"), 7)).runner
     first = RowOpen(0, ids_to_bytes([5, 7, 6]), 3, 0, ids_to_bytes([0]), Sampling(temperature=0))
     second = RowOpen(0, ids_to_bytes([5, 4]), 2, 0, ids_to_bytes([0]), Sampling(temperature=0))
@@ -172,14 +174,14 @@ def test_blocks_after_a_failed_row_are_clean(checkpoint, driver):
     assert runner.collect().ids == expected
 
 
-def test_an_empty_plan_is_answered(checkpoint, driver):
+def test_an_empty_plan_gives_an_empty_result(checkpoint, driver):
     runner = driver(checkpoint("llama")).runner
     runner.launch(_plan([], []))
     result = runner.collect()
     assert (result.ids, result.logprobs, result.prompt_logprobs) == (b"", {}, {})
 
 
-def test_offers(checkpoint, resolved):
+def test_offer_follows_from_the_requests_or_from_kv_cache_memory(checkpoint, resolved):
     folder = checkpoint("llama")  # 3 layers, 2 key heads of 16, float32: 12,288 bytes a block
     runner = Runner.load(resolved(folder, max_num_seqs=4, max_model_len=100))
     assert runner.offer() == 4 * 7

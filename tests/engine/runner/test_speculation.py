@@ -10,7 +10,7 @@ from pagewire import LLM, SamplingParams
 from pagewire.engine.core import trace
 from pagewire.engine.core.cost import CAUTIOUS, CostModel
 
-# The model is random and says nothing twice by itself; it does once few tokens are left to it.
+# The random model does not repeat itself; it does if a bias leaves it few tokens.
 FEW = {token: 100.0 for token in (40, 41, 42)}
 KINDS = {
     "greedy": SamplingParams(temperature=0, logit_bias=FEW),
@@ -25,7 +25,7 @@ PROMPTS = [[(i + j) % (3 + i % 5) + 40 for j in range(5 + 9 * i)] for i in range
 
 @pytest.fixture(autouse=True)
 def draft_tokens_are_cheap(monkeypatch):
-    """Whether draft tokens pay depends on the machine; here they are always made."""
+    """Whether draft tokens pay off depends on the machine; these tests always make them."""
     monkeypatch.setattr(CostModel, "break_even", lambda self, work: CAUTIOUS)
 
 
@@ -64,7 +64,7 @@ def _accepted(llm):
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_the_same(kind, depth, engine):
+def test_tokens_are_the_same_as_without_speculation(kind, depth, engine):
     params = dataclasses.replace(KINDS[kind], max_tokens=90, ignore_eos=True)
     ours = engine(speculative="ngram,tokens=5", pipeline_depth=depth)
     before = _accepted(ours)
@@ -77,11 +77,11 @@ def test_repetition_takes_few_steps(engine):
     ours = engine(speculative="ngram,tokens=5", pipeline_depth=1)
     before = ours._engine.scheduler.step
     assert _outputs(ours, params) == _outputs(engine(), params)
-    assert ours._engine.scheduler.step - before < 40, "six tokens a step, but for the first and the last few"
+    assert ours._engine.scheduler.step - before < 40, "all but the first and last few steps give six tokens"
 
 
-def test_an_end_in_the_middle_of_a_step_is_the_end(engine):
-    """Stop tokens, stop strings and lengths of all kinds, which fall on every place of a step."""
+def test_a_stop_in_the_middle_of_a_step_cuts_the_output_there(engine):
+    """Stop tokens, stop strings and lengths that end at every position of a step."""
     plain, ours = engine(), engine(speculative="ngram,tokens=5", pipeline_depth=1)
     before = _accepted(ours)
     for i, length in enumerate(range(1, 40, 3)):
@@ -97,8 +97,8 @@ def test_an_end_in_the_middle_of_a_step_is_the_end(engine):
     assert _accepted(ours) > before + 100
 
 
-def test_preempted_requests_go_on_with_the_same_tokens(folder, engine, tmp_path):
-    """And the trace of it all is replayed bit by bit."""
+def test_preempted_requests_continue_with_the_same_tokens(folder, engine, tmp_path):
+    """The recorded trace of the run also replays without a difference."""
     file = tmp_path / "steps"
     options = {"max_model_len": 192, "kv_cache_memory": 450_000, "pipeline_depth": 2, "speculative": "ngram"}
     llm = LLM(str(folder), dtype="float32", threads=1, record_trace=str(file), **options)
@@ -114,7 +114,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(folder, engine, tmp_path)
         assert trace.replay(trace.read(frames)) == (num_plans, None)
 
 
-def test_logprobs_are_those_of_every_token_beside_rows_that_speculate(engine):
+def test_rows_with_logprobs_are_unchanged_beside_rows_that_speculate(engine):
     params = [dataclasses.replace(KINDS["greedy"], max_tokens=40, logprobs=i % 2 or None) for i in range(len(PROMPTS))]
     ours = engine(speculative="ngram,tokens=5", pipeline_depth=1)
     before = _accepted(ours)
@@ -129,7 +129,7 @@ def test_logprobs_are_those_of_every_token_beside_rows_that_speculate(engine):
     assert _accepted(ours) > before
 
 
-def test_more_logits_than_there_is_memory_for_are_taken_in_parts(engine):
+def test_logits_that_exceed_the_workspace_are_computed_in_parts(engine):
     params = dataclasses.replace(KINDS["greedy"], max_tokens=60, ignore_eos=True)
     ours = engine(speculative="ngram,tokens=7", pipeline_depth=2, max_num_seqs=3)
     assert _outputs(ours, params) == _outputs(engine(), params) and _accepted(ours) > 100

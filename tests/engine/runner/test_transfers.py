@@ -1,4 +1,4 @@
-"""Block copies, plans without rows, and how the runner calls a KV connector, also one that fails."""
+"""Block copies, plans without rows, and the runner's calls of a KV connector, including one that fails."""
 
 import logging
 
@@ -29,30 +29,30 @@ def plan(step=1, rows=(), counts=(), **fields):
 
 
 def metadata(loads=(), held=(), own=b"x"):
-    """As the guard around a connector that is not ours packs it. loads: (rid, blocks)."""
+    """Metadata as the guard around a third-party connector packs it. loads: (rid, blocks)."""
     return msgspec.msgpack.encode(UnderWay(tuple((rid, ids_to_bytes(b)) for rid, b in loads), tuple(held), own))
 
 
 @pytest.fixture
 def runner(checkpoint, resolved):
-    started = []
+    runners = []
 
     def start(*, connector=("recording_connector:Recording",), num_blocks=40):
         runner = Runner.load(resolved(checkpoint("llama"), kv_connector=connector))
         runner.open_cache(num_blocks)
-        started.append(runner)
+        runners.append(runner)
         return runner
 
     yield start
-    for one in started:
-        one.close()
+    for started in runners:
+        started.close()
 
 
 def opened(row, ids, blocks, num_computed=0):
     return RowOpen(row, ids_to_bytes(ids), len(ids), num_computed, ids_to_bytes(blocks), GREEDY)
 
 
-def test_a_copied_block_is_as_good_as_the_computed_one(runner):
+def test_a_copied_block_equals_the_computed_one(runner):
     """Two rows share a prompt that ends in the middle of a block: the second copies the block and computes the end."""
     engine = runner(connector=())
     ids = list(np.random.default_rng(1).integers(3, 300, 26))
@@ -66,7 +66,7 @@ def test_a_copied_block_is_as_good_as_the_computed_one(runner):
         torch.testing.assert_close(copied, computed)
 
 
-def test_copies_are_read_before_any_is_written(runner):
+def test_all_copies_are_read_before_any_is_written(runner):
     engine = runner(connector=())
     for pair in engine._cache.pages:
         for page in pair:
@@ -79,13 +79,13 @@ def test_copies_are_read_before_any_is_written(runner):
             assert page[[1, 2, 3, 7, 8], 0, 0, 0].tolist() == [2, 1, 1, 7, 7]
 
 
-def test_the_order_of_calls(runner):
+def test_the_connector_is_called_in_order(runner):
     engine = runner()
     connector = Recording.workers[-1]
     assert connector.facts.block_bytes == engine.block_bytes == 12_288
     assert len(connector.facts.model_key) == 32
     engine.launch(plan(1, [0], [3], open=(opened(0, [5, 6, 7], [0]),)))
-    assert connector.calls == [("register", 40)], "a step without metadata is none of its business"
+    assert connector.calls == [("register", 40)], "a step without metadata does not call the connector"
     engine.launch(plan(2, [0], [1], kv=metadata()))
     passes = [call for layer in range(3) for call in (("wait", layer), ("save", layer))]
     assert connector.calls[1:] == [("bind", b"x"), "start", *passes, "wait for save"]
@@ -99,7 +99,7 @@ def test_the_order_of_calls(runner):
     assert connector.calls == ["close"]
 
 
-def test_loads_are_written_before_copies_and_passes(runner):
+def test_loads_are_written_before_copies(runner):
     engine = runner()
     connector = Recording.workers[-1]
     start = connector.start_load_kv
@@ -122,7 +122,7 @@ def test_a_transfer_is_reported_once(runner):
     engine.launch(plan(1, kv=metadata(loads=[(7, [1, 2]), (8, [3])], held=[9])))
     assert engine.take_transferred() is None
     connector.finished, connector.failed = ({9}, {7}), {2}
-    assert engine.num_transfers == 3, "two loads and a request that is sent"
+    assert engine.num_transfers == 3, "two loads and one request that is being sent"
     assert engine.take_transferred() == Transferred((7,), ids_to_bytes([2]), (9,), 2, 1.5)
     assert engine.take_transferred() is None
     assert engine.num_transfers == 1, "the load of 8"
@@ -130,7 +130,7 @@ def test_a_transfer_is_reported_once(runner):
 
 @pytest.mark.parametrize("call", ["bind", "start", "wait", "save", "wait for save", "finished"])
 def test_a_connector_that_fails_is_no_longer_used(call, runner, caplog):
-    """The step is computed all the same, and what the connector had under way is over, with nothing loaded."""
+    """The step is still computed. The connector's pending transfers end, and all blocks of its loads have failed."""
     engine = runner(connector=())
     engine.launch(plan(1, [0], [3], open=(opened(0, [5, 6, 7], [0]),)))
     expected = engine.collect().ids
@@ -141,13 +141,13 @@ def test_a_connector_that_fails_is_no_longer_used(call, runner, caplog):
         kv = metadata(loads=[(7, [11, 12])], held=[9])
         engine.launch(plan(1, [0], [3], open=(opened(0, [5, 6, 7], [0]),), kv=kv))
         assert engine.collect().ids == expected
-        told = engine.take_transferred()
-        assert (told.loaded, list(bytes_to_ids(told.failed_blocks)), told.sent) == ((7,), [11, 12], (9,))
+        report = engine.take_transferred()
+        assert (report.loaded, list(bytes_to_ids(report.failed_blocks)), report.sent) == ((7,), [11, 12], (9,))
         assert engine.num_transfers == 0
         engine.launch(plan(2, kv=metadata(loads=[(8, [13])])))
         assert engine.num_transfers == 1
-        told = engine.take_transferred()
-        assert (told.loaded, list(bytes_to_ids(told.failed_blocks)), told.sent) == ((8,), [13], ())
-    assert len(caplog.records) == 1, "it is said once"
+        report = engine.take_transferred()
+        assert (report.loaded, list(bytes_to_ids(report.failed_blocks)), report.sent) == ((8,), [13], ())
+    assert len(caplog.records) == 1, "the failure is logged once"
     engine.close()
     assert connector.calls[-1] == "close"

@@ -1,4 +1,4 @@
-"""Prompt lookup against its plain definition, and how draft levels rise and fall."""
+"""Prompt lookup against its definition, and how draft levels rise and fall."""
 
 import random
 
@@ -11,7 +11,7 @@ from pagewire.ipc.messages import RowOpen, Sampling, ids_to_bytes
 
 
 def _find(ids):
-    """The definition."""
+    """The definition of `find` for one row, in plain Python."""
     for n in (4, 3, 2):
         for start in range(len(ids) - n - 1, -1, -1):
             if ids[start : start + n] == ids[-n:]:
@@ -21,7 +21,7 @@ def _find(ids):
 
 def _rows(prompts, level=0):
     rows = Rows(num_rows=len(prompts), max_len=400, block_size=16, vocab_size=320)
-    rows.ids[:] = 3  # what somebody left
+    rows.ids[:] = 3  # ids of an earlier request
     for i, prompt in enumerate(prompts):
         rows.open(RowOpen(i, ids_to_bytes(prompt), len(prompt), len(prompt) - 1, b"", Sampling()))
         rows.draft_level[i] = level
@@ -29,7 +29,7 @@ def _rows(prompts, level=0):
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 4, 20])
-def test_found_positions_are_those_of_the_plain_definition(vocab):
+def test_found_positions_agree_with_the_definition(vocab):
     rng = random.Random(vocab)
     found = 0
     for _ in range(200):
@@ -41,44 +41,44 @@ def test_found_positions_are_those_of_the_plain_definition(vocab):
     assert found > 40
 
 
-def test_what_followed_is_drafted_and_repeated():
+def test_draft_tokens_are_those_after_the_match_repeated_if_too_few():
     prompts = [[5, 6, 7, 8, 9, 4, 5, 6], [1, 2, 1, 2], [9, 9, 9], [1, 2, 3, 4], [8], [*range(300), 17, 18]]
     rows = _rows(prompts)
     order = np.array([3, 1, 0, 2, 5, 4])
     assert draft(rows, order, 5, 1 / 3).tolist() == [0, 5, 5, 5, 5, 0]
-    assert rows.num_ids.tolist() == [len(prompt) for prompt in prompts], "a draft token is no id yet"
+    assert rows.num_ids.tolist() == [len(prompt) for prompt in prompts], "draft tokens do not count as ids yet"
     draft_tokens = {i: rows.ids[i, len(prompts[i]) : len(prompts[i]) + 5].tolist() for i in (0, 1, 2, 5)}
     assert draft_tokens == {0: [7, 8, 9, 4, 5], 1: [1, 2, 1, 2, 1], 2: [9] * 5, 5: [19, 20, 21, 22, 23]}
 
 
 def _sample(rows, row, token):
-    """The step after `draft` samples an id for a row without draft tokens."""
+    """Append the id that the step after `draft` samples for a row without draft tokens."""
     rows.append(np.array([row]), rows.num_ids[[row]], np.array([token]))
 
 
-def test_a_row_with_rejected_drafts_searches_ever_less_often():
-    rows, row, looked = _rows([[9] * 5], level=1), np.arange(1), []
+def test_a_row_with_rejected_drafts_searches_less_and_less_often():
+    rows, row, searches = _rows([[9] * 5], level=1), np.arange(1), []
     for step in range(80):
         assert draft(rows, row, 4, 1 / 3)[0] == 0
         if rows.silent_draft[0] >= 0:
-            looked.append(step)
+            searches.append(step)
         _sample(rows, 0, 9)
         rows.ids[0, : rows.num_ids[0]] = 9
         if rows.silent_draft[0] >= 0:
             rows.ids[0, rows.silent_end[0]] = 8  # not the draft token
-    assert looked == [0, 4, 12, 28, 44, 60, 76]
+    assert searches == [0, 4, 12, 28, 44, 60, 76]
 
 
 def test_a_row_drafts_while_its_draft_tokens_are_accepted():
     rows, row = _rows([[1, 2, 3] * 5], level=4), np.arange(1)
-    made = []
+    num_drafts = []
     for i in range(8):
-        made.append(int(draft(rows, row, 4, 1 / 3)[0]))
+        num_drafts.append(int(draft(rows, row, 4, 1 / 3)[0]))
         _sample(rows, 0, i % 3 + 1)
-    assert made == [0, 0, 0, 0, 0, 4, 4, 4], "it looks in steps 0 and 4"
+    assert num_drafts == [0, 0, 0, 0, 0, 4, 4, 4], "it searches in steps 0 and 4"
     assert draft(rows, row, 4, 1 / 3)[0] == 4
     learn(rows, row, np.array([False]), 1 / 3)
-    assert draft(rows, row, 4, 1 / 3)[0] == 0 and rows.draft_level[0] == 1, "it is to show again that it can"
+    assert draft(rows, row, 4, 1 / 3)[0] == 0 and rows.draft_level[0] == 1, "a rejection lowers the level"
 
 
 def test_a_row_waits_after_a_search_that_found_nothing():
@@ -110,11 +110,11 @@ def test_a_row_keeps_its_tokens_up_to_the_first_wrong_draft_token():
     assert [rows.ids[i, 3 : rows.num_ids[i]].tolist() for i in range(4)] == [[10, 11, 99], [20, 21, 22], [0], [50]]
 
 
-@pytest.mark.parametrize(("break_even", "share", "bold"), [(0.1, 0.4, True), (0.9, 0.4, False), (0.9, 1.0, True)])
-def test_expensive_positions_need_more_accepted_draft_tokens(break_even, share, bold):
+@pytest.mark.parametrize(("break_even", "accepted", "bold"), [(0.1, 0.4, True), (0.9, 0.4, False), (0.9, 1.0, True)])
+def test_expensive_positions_need_more_accepted_draft_tokens(break_even, accepted, bold):
     rows, row, rng = _rows([[9] * 5]), np.arange(1), random.Random(1)
     levels = []
     for _ in range(300):
-        learn(rows, row, np.array([rng.random() < share]), break_even)
+        learn(rows, row, np.array([rng.random() < accepted]), break_even)
         levels.append(rows.draft_level[0])
     assert (sum(levels[100:]) / 200 < 1) == bold

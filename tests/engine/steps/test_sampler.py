@@ -1,4 +1,4 @@
-"""Sampling: against a plain reference for one row, against transformers, and by its statistics."""
+"""Sampling: against a plain reference for one row, against transformers, and its statistics."""
 
 import math
 import random
@@ -17,7 +17,7 @@ VOCAB = 50
 
 
 def _rows(samplings, *, prompts=None, outputs=None):
-    """Rows with these prompts and outputs, whose next token is to be sampled."""
+    """Rows with these prompts and outputs, ready to sample their next token."""
     rows = Rows(num_rows=len(samplings), max_len=64, block_size=16, vocab_size=VOCAB)
     for i, sampling in enumerate(samplings):
         prompt = prompts[i] if prompts else [1, 2, 3]
@@ -39,12 +39,12 @@ def _sample(logits, samplings, **state):
 def _masked(logits, samplings, masks):
     """One sampled id per row; masks: row → its allowed tokens."""
     rows = _rows(samplings)
-    everyone, nothing = np.arange(len(samplings)), b""
+    all_rows, nothing = np.arange(len(samplings)), b""
     bits = b"".join(sum(1 << t for t in tokens).to_bytes(8, "little") for tokens in masks.values())
-    planned, masked = ids_to_bytes(everyone.tolist()), ids_to_bytes(list(masks))
+    planned, masked = ids_to_bytes(all_rows.tolist()), ids_to_bytes(list(masks))
     rows.mask(StepPlan(0, (), nothing, nothing, planned, nothing, nothing, masked_rows=masked, masks=bits))
     sampler = Sampler(vocab_size=VOCAB, device=torch.device("cpu"), ops=reference_ops())
-    return rows, sampler.sample(logits, rows, everyone, rows.num_ids[everyone]).tolist()
+    return rows, sampler.sample(logits, rows, all_rows, rows.num_ids[all_rows]).tolist()
 
 
 def test_only_allowed_tokens_are_sampled():
@@ -58,7 +58,7 @@ def test_only_allowed_tokens_are_sampled():
         _, ids = _masked(logits, [greedy, hot, liked, few, few, few], masks)
         assert ids[0] == max([4, 33], key=lambda token: logits[0, token]) and ids[1] in masks[1]
         assert ids[2:4] == [9, 7] and ids[4] in (1, 7, 49)
-        assert ids[5] == -1  # no token is left
+        assert ids[5] == -1  # the mask and allowed_token_ids leave no token
 
 
 def test_a_mask_applies_to_one_step_and_row():
@@ -77,7 +77,7 @@ def test_a_mask_applies_to_one_step_and_row():
 
 
 def _splitmix64(state):
-    """One number of Vigna's splitmix64.c from the state before it."""
+    """The next number of Vigna's splitmix64.c after a state."""
     mask = 2**64 - 1
     z = (state + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -117,7 +117,7 @@ def _random_sampling(rng, seed):
 
 
 def test_end_tokens_are_not_sampled_before_min_len():
-    """As if those logits were -inf, for exactly the positions before `min_len`."""
+    """Positions before `min_len` sample as if the end tokens' logits were -inf; others are unchanged."""
     rng = random.Random(4)
     sampler = Sampler(vocab_size=VOCAB, device=torch.device("cpu"), ops=reference_ops())
     num_hit = 0
@@ -140,10 +140,10 @@ def test_end_tokens_are_not_sampled_before_min_len():
         else:
             assert sampled == max(range(VOCAB), key=lambda i: free[i]), seed
         num_hit += sampled in ends
-    assert 20 < num_hit < 180, "both kinds should come up"
+    assert 20 < num_hit < 180, "some samples should be end tokens and some not"
 
 
-def test_samples_are_those_of_the_plain_definition():
+def test_samples_agree_with_the_definition():
     rng = random.Random(1)
     torch.manual_seed(1)
     logits = torch.randn(400, VOCAB) * 3
@@ -158,14 +158,14 @@ def test_samples_are_those_of_the_plain_definition():
 def test_a_row_samples_the_same_alone_and_in_a_batch():
     rng = random.Random(2)
     torch.manual_seed(2)
-    vocab = 3000  # so many that top_p does not sort them all at once
+    vocab = 3000  # too many for top_p to sort them all at once
     logits = (torch.randn(64, vocab) * 2).to(torch.bfloat16).float()  # bfloat16: many equal logits
     samplings = [_random_sampling(rng, rng.randrange(2**63)) for _ in range(60)] + [Sampling(temperature=0)] * 4
     together = _sample(logits, samplings)
     assert [_sample(logits[i : i + 1], [samplings[i]])[0] for i in range(64)] == together
 
 
-def test_top_p_looks_as_far_as_it_must():
+def test_top_p_may_keep_more_than_the_256_best_tokens():
     logits = torch.zeros(1, 5000)  # a flat distribution: the best 256 hold 5 % of it
     logits[0, 0] = 1e-3
     sampled = {_sample(logits, [Sampling(top_p=0.999, seed=seed)])[0] for seed in range(300)}
@@ -217,7 +217,7 @@ def _fields(sampling):
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 100.0])
-def test_extreme_temperatures(temperature):
+def test_extreme_temperatures_sample_the_best_or_nearly_uniformly(temperature):
     torch.manual_seed(4)
     logits = torch.randn(1, VOCAB) * 30
     sampled = {_sample(logits, [Sampling(temperature=temperature, seed=seed)])[0] for seed in range(100)}
@@ -260,7 +260,7 @@ def test_bias_comes_before_penalties():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1.0])
-def test_extreme_requests_harm_no_other_row(temperature):
+def test_extreme_parameters_do_not_affect_other_rows(temperature):
     torch.manual_seed(8)
     logits = torch.randn(6, VOCAB)
     extreme = [
@@ -278,7 +278,7 @@ def test_extreme_requests_harm_no_other_row(temperature):
     assert ids[5] == _sample(logits[5:], [healthy])[0]
 
 
-def test_edits_touch_their_own_row_only():
+def test_logit_bias_affects_only_its_row():
     torch.manual_seed(6)
     logits = torch.randn(5, VOCAB)
     plain = [Sampling(temperature=0), Sampling(seed=4), Sampling(seed=5, top_k=3), Sampling(seed=6)]
@@ -289,7 +289,7 @@ def test_edits_touch_their_own_row_only():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_fail_their_row_only(bad):
+def test_logits_that_are_not_finite_fail_only_their_row(bad):
     torch.manual_seed(7)
     logits = torch.randn(4, VOCAB)
     samplings = [Sampling(temperature=0), Sampling(seed=1), Sampling(seed=2, top_p=0.5), Sampling(temperature=0)]

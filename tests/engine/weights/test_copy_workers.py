@@ -1,4 +1,4 @@
-"""Copies to a slow device: no buffer is overwritten before it was copied, and nothing is lost."""
+"""Copies to a slow device: no staging buffer is overwritten before its copy has run, and no data is lost."""
 
 import random
 import time
@@ -19,7 +19,7 @@ from pagewire.kernels.ops import reference_ops
 
 
 def late_worker(num_bytes=64):
-    """Copies run only when they are waited for, so a buffer that is reused too early gives wrong results."""
+    """A worker whose copies run only when waited for, so that reusing a buffer too early gives wrong results."""
 
     def send(target, staged):
         def wait():
@@ -32,7 +32,7 @@ def late_worker(num_bytes=64):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("size", [0, 1, 16, 17, 400])
-def test_a_tensor_arrives_in_pieces(dtype, size):
+def test_tensors_of_any_size_are_copied_through_small_buffers(dtype, size):
     worker = late_worker()
     sources = [torch.randint(0, 250, (size,)).to(dtype) for _ in range(3)]
     targets = [torch.full_like(source, 7) for source in sources]
@@ -43,7 +43,7 @@ def test_a_tensor_arrives_in_pieces(dtype, size):
         assert torch.equal(target, source)
 
 
-def test_it_is_cast_on_the_way_and_its_rows_need_not_lie_together():
+def test_a_strided_source_is_copied_and_cast():
     source = torch.randn(12, 20)[:, 3:9]
     target = torch.zeros(12, 6, dtype=torch.bfloat16)
     worker = late_worker()
@@ -75,7 +75,7 @@ def test_results_of_jobs_are_taken_in_order(workers):
 
 
 @pytest.mark.parametrize("kind", ["llama-biased", "qwen3_moe"])
-def test_workers_load_the_same_as_a_direct_copy(kind, tmp_path, monkeypatch):
+def test_workers_load_the_same_weights_as_a_direct_copy(kind, tmp_path, monkeypatch):
     folder = checkpoints.make_checkpoint(tmp_path, kind)
     cpu, spec = torch.device("cpu"), read_spec(folder)
 
@@ -103,14 +103,14 @@ def test_workers_load_the_same_as_a_direct_copy(kind, tmp_path, monkeypatch):
         jobs.finish()
         jobs.close()
 
-    at_once = load()
+    direct = load()
     monkeypatch.setattr("pagewire.engine.weights.loader.copy_jobs", late_workers)
     in_workers = load()
-    assert all(torch.equal(in_workers[name], parameter) for name, parameter in at_once.items())
+    assert all(torch.equal(in_workers[name], parameter) for name, parameter in direct.items())
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_an_error_of_a_job_is_raised(workers):
+def test_an_error_in_a_job_is_raised(workers):
     jobs = Jobs([late_worker() for _ in range(workers)])
 
     def fail(worker):

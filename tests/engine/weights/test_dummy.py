@@ -1,4 +1,4 @@
-"""Models without their weights: random ones that are the same each time, of every native architecture."""
+"""Dummy weights: random but the same each time, for every native architecture."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from pagewire.errors import ConfigError
 from pagewire.tools.make_checkpoint import SHAPES, make_checkpoint
 
 
-def test_matrices_are_small_and_all_different_and_vectors_neutral() -> None:
+def test_matrices_get_small_distinct_values_and_vectors_are_neutral() -> None:
     parameters = {
         "a.weight": torch.empty(1500, 800),
         "b.weight": torch.empty(1500, 800, dtype=torch.bfloat16),
@@ -29,7 +29,7 @@ def test_matrices_are_small_and_all_different_and_vectors_neutral() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
-def test_every_native_architecture_runs_without_weights(kind: str, tmp_path: Path) -> None:
+def test_every_native_architecture_runs_with_dummy_weights(kind: str, tmp_path: Path) -> None:
     checkpoints.make_checkpoint(tmp_path, kind)
     vocabulary.add_tokenizer(tmp_path)
     for file in tmp_path.glob("*.safetensors"):
@@ -40,7 +40,7 @@ def test_every_native_architecture_runs_without_weights(kind: str, tmp_path: Pat
     assert len(outputs[0][0].outputs[0].token_ids) == 8 and outputs[0][0].outputs == outputs[1][0].outputs
 
 
-def test_the_fallback_has_no_dummy(tmp_path: Path) -> None:
+def test_the_fallback_refuses_dummy_weights(tmp_path: Path) -> None:
     checkpoints.make_checkpoint(tmp_path, "gemma2")
     vocabulary.add_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match=r"dummy needs one of Llama.*this is Gemma2"):
@@ -51,7 +51,7 @@ _TINY = {"vocab_size": 32_000, "hidden_size": 64, "moe_intermediate_size": 32, "
 
 
 @pytest.mark.parametrize("like", ["llama-15m", "qwen3-30b-a3b"])
-def test_the_tool_writes_what_both_ways_of_loading_take(
+def test_make_checkpoint_writes_checkpoints_that_load_with_and_without_dummy(
     like: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if like == "qwen3-30b-a3b":

@@ -1,4 +1,4 @@
-"""Checkpoints with every kind of error, each reported in one sentence."""
+"""Loading checkpoints, good ones and ones with each kind of error."""
 
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def test_every_parameter_is_filled(folder):
         ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
     ],
 )
-def test_experts_are_stacked(kind, block, names, tmp_path):
+def test_experts_are_stacked_and_checked(kind, block, names, tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, kind)
     mlp = _load(folder).model.layers[2].mlp
     tensors = load_file(folder / "model.safetensors")
@@ -82,7 +82,7 @@ def test_experts_are_stacked(kind, block, names, tmp_path):
         _load(folder)
 
 
-def test_dtypes_are_cast(tmp_path):
+def test_tensors_are_cast_to_the_dtype_of_the_model(tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, "llama", dtype=torch.float16)
     half = load_file(folder / "model.safetensors")["lm_head.weight"]
     assert half.dtype == torch.float16
@@ -90,7 +90,7 @@ def test_dtypes_are_cast(tmp_path):
         assert torch.equal(_load(folder, dtype).lm_head.weight, half.to(dtype))
 
 
-def test_derived_tensors_may_be_present(folder):
+def test_redundant_tensors_may_be_present(folder):
     def change(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
@@ -99,7 +99,7 @@ def test_derived_tensors_may_be_present(folder):
     _load(folder)
 
 
-def test_missing_tensors(folder):
+def test_missing_tensors_are_reported(folder):
     _edit(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor that the model needs: model\.layers\.1\.mlp\.up_proj"):
         _load(folder)
@@ -113,20 +113,20 @@ def test_missing_tensors(folder):
         _load(folder)
 
 
-def test_an_untied_model_needs_its_head(tmp_path):
+def test_an_untied_model_needs_lm_head(tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, "llama")
     _edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor that the model needs: lm_head\.weight\."):
         _load(folder)
 
 
-def test_left_over_tensors(folder):
+def test_unused_tensors_are_reported(folder):
     _edit(folder, lambda tensors: tensors.update({"model.layers.3.mlp.up_proj.weight": torch.ones(2)}))
     with pytest.raises(CheckpointError, match=r"holds 1 tensor that the model does not use: model\.layers\.3"):
         _load(folder)
 
 
-def test_wrong_shapes(folder):
+def test_wrong_shapes_are_reported(folder):
     _edit(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(16, 64)}))
     with pytest.raises(CheckpointError, match=r"k_proj\.weight has the shape \[16, 64\] .* calls for \[32, 64\]\."):
         _load(folder)

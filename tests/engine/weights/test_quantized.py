@@ -1,4 +1,4 @@
-"""The loader and the tensors of quantized checkpoints: whole, in parts, kept narrow, and wrong."""
+"""Loading quantized checkpoints: whole, in shards, kept quantized, and malformed."""
 
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ _ALONE = Alone()
 
 
 class _Rank(Alone):
-    """One of two, which loads and exchanges nothing."""
+    """One of two ranks that never communicate."""
 
     size = 2
 
@@ -34,14 +34,14 @@ class _Rank(Alone):
 
 
 def _load(folder, dtype=torch.float32, group=_ALONE, kept=None, **options):
-    """The model's parameters."""
+    """The model's parameters. `kept` receives the weights that stay quantized."""
     spec, cpu = read_spec(folder), torch.device("cpu")
     model = registry.build_native(
         spec, max_len=8, dtype=dtype, weight_dtype=dtype, device=cpu, group=group, ops=reference_ops()
     )
     registry.allocate(model, cpu)
     parameters = dict(model.named_parameters())
-    if kept is not None:  # no memory is needed for what is kept
+    if kept is not None:  # parameters that stay quantized take no memory
         parameters |= {name: p.to("meta") for name, p in parameters.items() if "proj" in name}
         options["keep"] = {name: partial(kept.__setitem__, name) for name in parameters if "proj" in name}
     with CheckpointReader(folder) as reader:
@@ -60,14 +60,14 @@ def _edit(folder, change):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """kind → (quantized, widened), made once."""
-    found: dict[str, tuple[Path, Path]] = {}
+    folders: dict[str, tuple[Path, Path]] = {}
 
     def make(kind):
-        if kind not in found:
+        if kind not in folders:
             folder = tmp_path_factory.mktemp(kind)
             source = checkpoints.make_checkpoint(folder / "float", "llama", num_hidden_layers=1)
-            found[kind] = quantized_checkpoints.quantize_checkpoint(source, folder, kind)
-        return found[kind]
+            folders[kind] = quantized_checkpoints.quantize_checkpoint(source, folder, kind)
+        return folders[kind]
 
     return make
 
@@ -85,7 +85,7 @@ def quantized(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_widened_exactly_and_rounded_once(kind, dtype, made):
+def test_weights_are_dequantized_exactly(kind, dtype, made):
     narrow, wide = made(kind)
     expected = _load(wide, dtype)
     for name, parameter in _load(narrow, dtype).items():
@@ -93,7 +93,7 @@ def test_weights_are_widened_exactly_and_rounded_once(kind, dtype, made):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_are_kept_mean_the_same(kind, made):
+def test_weights_that_stay_quantized_have_the_same_values(kind, made):
     narrow, wide = made(kind)
     kept = {}
     parameters = _load(narrow, kept=kept)
@@ -110,7 +110,7 @@ def test_weights_that_are_kept_mean_the_same(kind, made):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cut", [Cut(0, 32, 64, 96), Cut(1, 32, 96, 96), Cut(0, 0, 96, 96)])
-def test_a_rank_reads_its_part(kind, cut, made):
+def test_a_rank_reads_its_shard(kind, cut, made):
     narrow, wide = made(kind)
     module = "model.layers.0.mlp.gate_proj" if cut.dim == 0 else "model.layers.0.mlp.down_proj"
     n, k = (96, 64) if cut.dim == 0 else (64, 96)
@@ -127,7 +127,7 @@ def test_a_rank_reads_its_part(kind, cut, made):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "ordered" not in kind])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_share_a_model_out(kind, rank, tmp_path, monkeypatch):
+def test_each_of_two_ranks_loads_its_shards(kind, rank, tmp_path, monkeypatch):
     monkeypatch.setattr(quantized_checkpoints, "BLOCK", 16)
     monkeypatch.setitem(quantized_checkpoints.CONFIGS["fp8-block"], "weight_block_size", [16, 16])
     source = checkpoints.make_checkpoint(tmp_path / "float", "llama", num_hidden_layers=1, intermediate_size=128)
@@ -151,7 +151,7 @@ def test_ranks_share_a_model_out(kind, rank, tmp_path, monkeypatch):
         ("gptq", Cut(1, 48, 96, 96), r"quantized 32 columns at a time"),
     ],
 )
-def test_cuts_through_what_shares_a_scale(kind, cut, complaint, made):
+def test_a_shard_must_not_cut_through_a_quantization_group(kind, cut, complaint, made):
     narrow, _ = made(kind)
     module = "model.layers.0.mlp.gate_proj" if cut.dim == 0 else "model.layers.0.mlp.down_proj"
     n, k = (96, 64) if cut.dim == 0 else (64, 96)
@@ -170,7 +170,7 @@ def test_the_last_block_may_be_smaller(tmp_path):
     assert torch.equal(down.dequantize(torch.float32), tensors["model.layers.0.mlp.down_proj.weight"][:, 32:])
 
 
-def test_a_row_may_be_one_group(tmp_path, monkeypatch):
+def test_group_size_minus_1_makes_a_row_one_group(tmp_path, monkeypatch):
     monkeypatch.setattr(quantized_checkpoints, "GROUP", 64)
     source = checkpoints.make_checkpoint(tmp_path / "float", "llama", num_hidden_layers=1, intermediate_size=64)
     config = {**quantized_checkpoints.CONFIGS["gptq"], "group_size": -1}
@@ -180,7 +180,7 @@ def test_a_row_may_be_one_group(tmp_path, monkeypatch):
     assert all(torch.equal(parameter, expected[name]) for name, parameter in _load(narrow).items())
 
 
-def test_a_zero_point_of_fifteen_less_one_is_sixteen(quantized):
+def test_a_gptq_zero_point_stored_as_15_is_16(quantized):
     folder = quantized("gptq")
     name = "model.layers.0.self_attn.o_proj"
 
@@ -193,8 +193,8 @@ def test_a_zero_point_of_fifteen_less_one_is_sixteen(quantized):
     assert torch.equal(_load(folder)[f"{name}.weight"], -16 * scales)
 
 
-def test_a_module_without_a_scale_is_a_float(quantized):
-    """Whatever the lists in config.json say of it."""
+def test_a_module_without_a_scale_is_loaded_as_floats(quantized):
+    """Regardless of the module lists in config.json."""
     folder = quantized("fp8-block")
     name = "model.layers.0.mlp.down_proj"
     weight = torch.randn(64, 96)
@@ -207,14 +207,14 @@ def test_a_module_without_a_scale_is_a_float(quantized):
     assert torch.equal(_load(folder)[f"{name}.weight"], weight)
 
 
-def test_eight_bits_without_a_scale(quantized):
+def test_8_bit_values_without_a_scale_are_refused(quantized):
     folder = quantized("fp8-channel")
     _edit(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight_scale"))
     with pytest.raises(CheckpointError, match=r"up_proj\.weight has 8-bit values, but .* no scale for it"):
         _load(folder)
 
 
-def test_a_scale_beside_a_float(quantized):
+def test_a_scale_for_a_float_tensor_is_refused(quantized):
     folder = quantized("fp8-tensor")
     _edit(folder, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.weight": torch.ones(96, 64)}))
     with pytest.raises(CheckpointError, match=r"up_proj\.weight has a scale, but its type is float32"):
@@ -230,7 +230,7 @@ def test_a_scale_beside_a_float(quantized):
         ("gptq", "g_idx", r"\[64\]"),
     ],
 )
-def test_wrong_shapes(kind, leaf, shape, quantized):
+def test_wrong_shapes_are_reported(kind, leaf, shape, quantized):
     folder = quantized(kind)
     name = f"model.layers.0.mlp.up_proj.{leaf}"
     _edit(folder, lambda tensors: tensors.update({name: tensors[name][:1].repeat(7, *[1] * (tensors[name].dim() - 1))}))
@@ -238,14 +238,14 @@ def test_wrong_shapes(kind, leaf, shape, quantized):
         _load(folder)
 
 
-def test_missing_and_left_over_tensors(quantized):
+def test_a_missing_tensor_is_reported(quantized):
     folder = quantized("gptq")
     _edit(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.qzeros"))
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor that the model needs: .*up_proj\.qzeros"):
         _load(folder)
 
 
-def test_biases_that_old_writers_of_gptq_add(quantized):
+def test_zero_biases_of_old_gptq_writers_are_ignored_and_others_refused(quantized):
     folder = quantized("gptq")
     name = "model.layers.0.self_attn.q_proj.bias"
     _edit(folder, lambda tensors: tensors.update({name: torch.zeros(64)}))
@@ -255,14 +255,14 @@ def test_biases_that_old_writers_of_gptq_add(quantized):
         _load(folder)
 
 
-def test_groups_that_are_not_groups(quantized):
+def test_a_g_idx_with_uneven_groups_is_refused(quantized):
     folder = quantized("gptq-v2-ordered")
     _edit(folder, lambda tensors: tensors["model.layers.0.mlp.up_proj.g_idx"].fill_(0))
     with pytest.raises(CheckpointError, match=r"up_proj\.g_idx does not divide 64 columns into groups of 32"):
         _load(folder)
 
 
-def test_parts_that_cannot_be_kept_together(quantized):
+def test_a_fused_weight_must_not_be_partly_quantized(quantized):
     folder = quantized("fp8-tensor")
 
     def widen(tensors):
@@ -275,7 +275,7 @@ def test_parts_that_cannot_be_kept_together(quantized):
         _load(folder, kept={})
 
 
-def test_memory_is_estimated_as_if_the_checkpoint_were_not_quantized(made):
+def test_weight_bytes_of_a_4_bit_checkpoint_are_estimated_as_16_bit(made):
     narrow, _ = made("awq")
     size = (narrow / "model.safetensors").stat().st_size
     spec = read_spec(narrow)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints through the engine: the tokens of transformers with the same weights as floats."""
+"""Quantized checkpoints in the engine give the tokens of transformers with the dequantized weights."""
 
 import random
 
@@ -45,20 +45,20 @@ def make(tmp_path):
         ("fp8-tensor", "qwen3_moe"),
     ],
 )
-def test_greedy_tokens_are_those_of_the_same_weights_as_floats(kind, architecture, make):
+def test_greedy_tokens_are_those_of_the_dequantized_weights(kind, architecture, make):
     quantized, widened = make(architecture, kind)
     expected = checkpoints.reference_greedy(widened, _prompts(), 10)
     assert len({tuple(output) for output in expected}) == len(expected), "the outputs should differ by prompt"
     assert _tokens(quantized, dtype="float32") == expected
 
 
-def test_two_ways_of_being_narrow_go_together(make):
-    """`--quantization int8` sees the widened weights."""
+def test_int8_requantizes_a_quantized_checkpoint(make):
+    """`--quantization int8` quantizes the dequantized weights."""
     quantized, widened = make("llama", "awq")
     assert _tokens(quantized, quantization="int8") == _tokens(widened, quantization="int8")
 
 
-def test_the_fallback_reads_none(make):
+def test_the_fallback_refuses_quantized_checkpoints(make):
     quantized, _ = make("phi3", "fp8-tensor")
     with pytest.raises(ConfigError, match=r"A quantized checkpoint needs one of LlamaFor.*; this is Phi3ForCausalLM"):
         _tokens(quantized)

@@ -1,4 +1,4 @@
-"""Files of weights that are damaged or not there."""
+"""Weight files that are damaged or missing."""
 
 import json
 
@@ -17,7 +17,7 @@ def folder(tmp_path):
     return checkpoints.make_checkpoint(tmp_path, "qwen3")
 
 
-def test_a_file_cut_short(folder):
+def test_a_truncated_file_is_reported(folder):
     file = folder / "model.safetensors"
     for length in (file.stat().st_size - 100, 50, 4, 0):
         file.write_bytes(file.read_bytes()[:length])
@@ -25,7 +25,7 @@ def test_a_file_cut_short(folder):
             _load(folder)
 
 
-def test_a_missing_shard(tmp_path):
+def test_a_missing_shard_or_tensor_of_the_index_is_reported(tmp_path):
     folder = checkpoints.make_checkpoint(tmp_path, "qwen2", shard_size="100KB")
     shards = sorted(folder.glob("model-*.safetensors"))
     _load(folder)
@@ -43,13 +43,13 @@ def test_a_missing_shard(tmp_path):
 
 
 @pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../model.safetensors"}}'])
-def test_a_bad_index(folder, index):
+def test_a_damaged_index_is_reported(folder, index):
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json (is damaged|names)"):
         _load(folder)
 
 
-def test_no_weights_and_pickles_only(folder):
+def test_a_folder_without_safetensors_is_refused(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
         _load(folder)
@@ -58,7 +58,7 @@ def test_no_weights_and_pickles_only(folder):
         _load(folder)
 
 
-def test_tokenizer_and_config_are_not_weights(folder):
+def test_the_reader_lists_tensors_only(folder):
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
     with CheckpointReader(folder) as reader:
         assert all(name.startswith("model.") for name in reader.names())
