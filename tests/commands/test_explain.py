@@ -45,10 +45,10 @@ def rows(config: Config, machine: MachineFacts, sources: dict[str, str]) -> dict
 @pytest.mark.parametrize("is_encoder", [False, True], ids=["decoder", "encoder"])
 def test_every_decided_setting_has_a_reason(machine: MachineFacts, dtype: str, is_encoder: bool) -> None:
     model = msgspec.structs.replace(MODEL, checkpoint_dtype=dtype, purpose=Purpose(is_encoder=is_encoder))
-    explained = {row[0]: row[1:] for row in settings(Config(), server(Config(), machine, model), machine, {})}
-    assert explained.keys() >= SETTINGS.keys()
+    reasons = {row[0]: row[1:] for row in settings(Config(), server(Config(), machine, model), machine, {})}
+    assert reasons.keys() >= SETTINGS.keys()
     for name, setting in SETTINGS.items():
-        value, reason = explained[name]
+        value, reason = reasons[name]
         assert value == shown(setting.default) or reason != "default", f"{name} = {value}: {reason}"
 
 
@@ -71,12 +71,9 @@ def test_the_source_of_a_setting_is_shown(tmp_path: Path, monkeypatch: pytest.Mo
     assert config == make_config(
         max_num_seqs=5, kv_cache_memory=2 << 30, enable_prefix_caching=False, api_key=("a", "b")
     )
-    explained = rows(config, CPU, sources)
-    assert explained["max_num_seqs"] == ("5", "--max-num-seqs") and explained["enable_prefix_caching"] == (
-        "no",
-        str(file),
-    )
-    assert explained["api_key"] == ("2 of them", str(file))
+    reasons = rows(config, CPU, sources)
+    assert reasons["max_num_seqs"] == ("5", "--max-num-seqs") and reasons["enable_prefix_caching"] == ("no", str(file))
+    assert reasons["api_key"] == ("2 of them", str(file))
     monkeypatch.setenv("PAGEWIRE_API_KEY", "secret")
     config, sources = parse()
     text = explain(config, server(config, CPU), CPU, sources)

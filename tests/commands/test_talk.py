@@ -60,7 +60,7 @@ def peer() -> Iterator[Callable[[Answer], str]]:
 
 
 def chat(monkeypatch: pytest.MonkeyPatch, url: str, typed: str, *, out: io.StringIO | None = None) -> str:
-    """Everything that is printed as answers."""
+    """Chat with the server at `url`, with `typed` as the input, and return what is printed."""
     out = out or io.StringIO()
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     monkeypatch.setattr(sys, "stdout", out)

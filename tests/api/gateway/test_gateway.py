@@ -173,7 +173,7 @@ def test_a_waiting_reader_may_get_any_amount_at_once() -> None:
 def test_requests_beyond_max_open_are_refused_without_a_submit() -> None:
     posted: list[object] = []
     gateway = Gateway(posted.append, max_open=4)
-    gateway.submit([make_submit(5)])  # the engine decides about a request that is alone
+    gateway.submit([make_submit(5)])  # the engine decides whether it accepts so large a request
     gateway = Gateway(posted.append, max_open=4)
     gateway.submit([make_submit(3)])
     with pytest.raises(RequestError, match="3 sequences") as error:

@@ -1,4 +1,4 @@
-"""The buffer between gateway and reader: each choice's text arrives complete and in order, by consumer or reader."""
+"""The buffer between gateway and reader: consumer and reader together get each choice's text complete and in order."""
 
 import asyncio
 import random

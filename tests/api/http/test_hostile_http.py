@@ -180,7 +180,7 @@ def test_each_case_gets_its_status(served: Served, name: str) -> None:
         [POST + b"content-length: 1000\r\n\r\n", *[b" "] * 999],  # in the body
         [CHUNKED + b"\r\n", *[b"1\r\n \r\n"] * 1000],
         [CHUNKED + b"\r\n1;", *[b"a"] * 1000],
-        [GET + b"content-length: 1000\r\n\r\n", *[b" "] * 999],  # in a body that is not read
+        [GET + b"content-length: 1000\r\n\r\n", *[b" "] * 999],  # in the body of a GET, which is not read
     ],
 )
 def test_a_slow_client_is_disconnected(parts: list[bytes]) -> None:

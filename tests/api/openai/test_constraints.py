@@ -77,9 +77,7 @@ def test_each_format_becomes_its_constraint(ask: Any, fields: dict[str, Any], ki
     text = constraint.text if kind in ("regex", "lark") else json.loads(constraint.text)
     assert (constraint.kind, text) == (kind, value)
     (source,) = constraint.sources
-    assert constraint == Constraint(constraint.kind, constraint.text, sources=(source,)), (
-        "it applies from the first token"
-    )
+    assert constraint == Constraint(constraint.kind, constraint.text, sources=(source,)), "it applies at once"
     assert source.field.partition(".")[0] == next(iter(fields)) and not source.tool
 
 

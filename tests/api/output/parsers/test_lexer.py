@@ -139,10 +139,7 @@ HARMONY_CASES: dict[str, tuple[str, Found]] = {
         '<|constrain|>json<|message|>{"a": 1}<|call|>',
         [{"r": "Hm."}, ("f", '{"a": 1}')],
     ),
-    "function in the first header": (
-        ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}',
-        [("f", '{"a": 1}')],
-    ),
+    "call without thoughts": (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', [("f", '{"a": 1}')]),
     "preamble": (
         "<|channel|>commentary<|message|>I will.<|end|><|start|>assistant to=functions.f<|channel|>commentary"
         "<|message|>{}<|call|>",
