@@ -1,4 +1,4 @@
-"""What every request passes: keys, ids, origins; and the small endpoints."""
+"""The checks of every request: API keys, request ids, hosts, origins; and the small endpoints."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ KEYS: dict[str, Any] = {"api_keys": ("first", "second")}
 @pytest.mark.parametrize(
     "authorization", [None, "", "Bearer", "Bearer wrong", "first", "Basic first", "Bearer firs", "Bearer first second"]
 )
-def test_without_a_key_nothing_is_served(method: str, path: str, authorization: str | None) -> None:
+def test_requests_without_a_valid_key_are_refused(method: str, path: str, authorization: str | None) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
     engine = FakeEngine()
     answer = request(engine, path, b"{}", method=method, headers=headers, **KEYS)
@@ -42,17 +42,17 @@ def test_without_a_key_nothing_is_served(method: str, path: str, authorization: 
 @pytest.mark.parametrize(
     "path", ["/health/../metrics", "/health%2f..%2fmetrics", "/HEALTH", "/metrics;/health", "//health"]
 )
-def test_no_way_around_the_key(path: str) -> None:
+def test_unusual_paths_do_not_bypass_the_key(path: str) -> None:
     assert request(FakeEngine(), path, **KEYS).status == 401
 
 
 @pytest.mark.parametrize("path", OPEN)
-def test_what_says_nothing_of_anyone_needs_no_key(path: str) -> None:
+def test_health_readiness_and_version_need_no_key(path: str) -> None:
     assert request(FakeEngine(), path, **KEYS).status == 200
 
 
 @pytest.mark.parametrize("key", ["first", "second"])
-def test_every_key_opens_every_route(key: str) -> None:
+def test_every_key_is_accepted_in_either_header(key: str) -> None:
     headers = {"authorization": f"Bearer {key}"}
     assert request(FakeEngine(), "/v1/models", headers=headers, **KEYS).status == 200
     assert request(FakeEngine(), "/load", headers={"authorization": f"bearer  {key}"}, **KEYS).status == 200
@@ -61,7 +61,7 @@ def test_every_key_opens_every_route(key: str) -> None:
     assert request(FakeEngine(), "/load", headers={"x-api-key": "third"}, **KEYS).status == 401
 
 
-def test_two_keys_never_share_a_prefix() -> None:
+def test_two_keys_never_share_the_prefix_cache() -> None:
     salts = set()
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
     for key in ("first", "second"):
@@ -78,7 +78,7 @@ def test_two_keys_never_share_a_prefix() -> None:
     ("path", "body"),
     [("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}), ("/v1/embeddings", {"input": "hi"})],
 )
-def test_a_key_has_one_fair_share_whatever_names_it_sends(path: str, body: dict[str, Any]) -> None:
+def test_the_tenant_is_the_key_whatever_user_is_sent(path: str, body: dict[str, Any]) -> None:
     tenants = set()
     for key, user in (("first", "a"), ("first", "b"), ("second", "a")):
         engine = FakeEngine()
@@ -91,7 +91,7 @@ def test_a_key_has_one_fair_share_whatever_names_it_sends(path: str, body: dict[
     ("sent", "echoed"),
     [("abc-123", True), ("x" * 128, True), ("x" * 129, False), ("", False), ("a b", False), ("é", False)],
 )
-def test_request_ids(sent: str, echoed: bool) -> None:
+def test_only_valid_request_ids_are_echoed(sent: str, echoed: bool) -> None:
     for path in ("/health", "/nothing"):
         got = request(FakeEngine(), path, headers={"x-request-id": sent}).headers["x-request-id"]
         assert (got == sent) is echoed and got
@@ -102,30 +102,30 @@ def test_request_ids(sent: str, echoed: bool) -> None:
 
 
 @pytest.mark.parametrize("host", ["a/?x=", "a b", "", "evil\\host", "a:b", "x" * 300, "[::1", "user@host"])
-def test_strange_hosts(host: str) -> None:
+def test_malformed_hosts_are_refused(host: str) -> None:
     assert request(FakeEngine(), "/health", headers={"host": host}).status == 400
 
 
-SURE = ["localhost", "LocalHost:8000", "a.localhost", "127.0.0.1:8000", "192.168.1.9", "[::1]:8000"]
+LOCAL_HOSTS = ["localhost", "LocalHost:8000", "a.localhost", "127.0.0.1:8000", "192.168.1.9", "[::1]:8000"]
 
 
-@pytest.mark.parametrize("host", [*SURE, "my-host.example.org", "evil.localhost.example"])
-def test_good_hosts(host: str) -> None:
+@pytest.mark.parametrize("host", [*LOCAL_HOSTS, "my-host.example.org", "evil.localhost.example"])
+def test_other_host_names_are_accepted_only_on_all_interfaces(host: str) -> None:
     same = {"host": host, "origin": f"http://{host}"}
     assert request(FakeEngine(), "/health", headers=same, host="0.0.0.0").status == 200
-    assert request(FakeEngine(), "/health", headers={"host": host}).status == (200 if host in SURE else 403)
+    assert request(FakeEngine(), "/health", headers={"host": host}).status == (200 if host in LOCAL_HOSTS else 403)
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1"])
-def test_other_origins(origin: str) -> None:
+def test_other_origins_are_refused(origin: str) -> None:
     assert request(FakeEngine(), "/v1/models", headers={"origin": origin}).status == 403
 
 
-def test_a_name_that_was_made_to_lead_here() -> None:
-    """Its pages are of our origin then, as far as a browser can tell."""
+def test_dns_rebinding_is_refused() -> None:
+    """A browser takes the pages of the rebound name to be of our origin."""
     key = {"authorization": "Bearer one"}
-    read: dict[str, str] = {"host": "evil.example:8000"}  # browsers send no Origin when a page reads its own
-    for rebound in (read, read | {"origin": "http://evil.example:8000"}):
+    without_origin: dict[str, str] = {"host": "evil.example:8000"}  # as browsers send a GET to the page's own origin
+    for rebound in (without_origin, without_origin | {"origin": "http://evil.example:8000"}):
         refused = request(FakeEngine(), "/v1/models", headers=rebound)
         assert refused.status == 403 and "--allowed-origins" in refused.error["message"]
         for path in ("/", "/health", "/metrics"):
@@ -137,12 +137,12 @@ def test_a_name_that_was_made_to_lead_here() -> None:
         assert request(FakeEngine(), "/v1/models", headers=rebound, uds="/run/pagewire").status == 200
         assert request(FakeEngine(), "/v1/models", headers=rebound, host="::").status == 200
         assert request(FakeEngine(), "/v1/models", headers=rebound, host="::1").status == 403
-    sure = {"host": "[::1]:8000", "origin": "http://[::1]:8000"}
-    assert request(FakeEngine(), "/v1/models", headers=sure).status == 200
+    local = {"host": "[::1]:8000", "origin": "http://[::1]:8000"}
+    assert request(FakeEngine(), "/v1/models", headers=local).status == 200
 
 
-@pytest.mark.parametrize(("allowed", "told"), [("https://app.example", "https://app.example"), ("*", "*")])
-def test_allowed_origins(allowed: str, told: str) -> None:
+@pytest.mark.parametrize(("allowed", "allow_origin"), [("https://app.example", "https://app.example"), ("*", "*")])
+def test_allowed_origins(allowed: str, allow_origin: str) -> None:
     headers = {"origin": "https://app.example"}
     config: Any = {"allowed_origins": (allowed,), "api_keys": ("one",)}
     good = request(FakeEngine(), "/v1/models", headers=headers | {"authorization": "Bearer one"}, **config)
@@ -152,9 +152,9 @@ def test_allowed_origins(allowed: str, told: str) -> None:
     too_large = request(FakeEngine(), "/v1/completions", b"{}", headers=headers | large, **config)
     assert too_large.status == 413
     for answer in (good, bad, too_large):
-        assert answer.headers["access-control-allow-origin"] == told
+        assert answer.headers["access-control-allow-origin"] == allow_origin
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
-        assert (answer.headers.get("vary") == "origin") == (told != "*")
+        assert (answer.headers.get("vary") == "origin") == (allow_origin != "*")
     other = request(FakeEngine(), "/v1/models", headers={"origin": "https://other.example"}, **config)
     assert other.status == (401 if allowed == "*" else 403)
     assert ("access-control-allow-origin" in other.headers) == (allowed == "*")
@@ -162,27 +162,27 @@ def test_allowed_origins(allowed: str, told: str) -> None:
 
 
 def test_preflight() -> None:
-    asked = {
+    preflight = {
         "origin": "https://app.example",
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type, x-stainless-os",
     }
     config: Any = {"allowed_origins": ("https://app.example",), "api_keys": ("one",)}
-    answer = request(FakeEngine(), "/v1/chat/completions", method="OPTIONS", headers=asked, **config)
+    answer = request(FakeEngine(), "/v1/chat/completions", method="OPTIONS", headers=preflight, **config)
     assert answer.status == 204 and answer.body == b""
     assert answer.headers["access-control-allow-origin"] == "https://app.example"
-    assert answer.headers["access-control-allow-headers"] == asked["access-control-request-headers"]
+    assert answer.headers["access-control-allow-headers"] == preflight["access-control-request-headers"]
     assert "POST" in answer.headers["access-control-allow-methods"]
     for change, status in (
         ({"origin": "https://other.example"}, 403),
         ({"access-control-request-headers": "a\r\nb: c"}, 204),
     ):
-        answer = request(FakeEngine(), "/v1/models", method="OPTIONS", headers=asked | change, **config)
+        answer = request(FakeEngine(), "/v1/models", method="OPTIONS", headers=preflight | change, **config)
         assert answer.status == status and "access-control-allow-headers" not in answer.headers
 
 
 @pytest.mark.parametrize("path", ["/llm/v1/models", "/v1/models"])
-def test_a_proxy_may_cut_its_path_off_or_leave_it(path: str) -> None:
+def test_a_proxy_may_strip_the_root_path_or_keep_it(path: str) -> None:
     assert request(FakeEngine(), path, root_path="/llm").status == 200
     assert request(FakeEngine(), path, root_path="/llm", **KEYS).status == 401
     assert request(FakeEngine(), "/llm/health", root_path="/llm", **KEYS).status == 200
@@ -193,7 +193,7 @@ def test_a_proxy_may_cut_its_path_off_or_leave_it(path: str) -> None:
         assert request(FakeEngine(), other, root_path="/llm").status == 404
 
 
-def test_headers_that_may_come_once() -> None:
+def test_a_repeated_authorization_header_is_refused() -> None:
     twice = [(b"host", b"localhost"), (b"authorization", b"Bearer first"), (b"authorization", b"Bearer second")]
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "query_string": b"", "headers": twice}
     sent: list[Any] = []
@@ -205,7 +205,7 @@ def test_headers_that_may_come_once() -> None:
     assert sent[0]["status"] == 400 and b"only one authorization header" in sent[1]["body"]
 
 
-def test_a_smaller_body_may_be_asked_for() -> None:
+def test_max_body_size_bounds_the_body() -> None:
     body = json.dumps({"prompt": "x"}).encode()
     for size, status in ((len(body), 200), (len(body) - 1, 413)):
         assert request(FakeEngine(), "/v1/completions", body, max_body_size=size).status == status
@@ -213,7 +213,7 @@ def test_a_smaller_body_may_be_asked_for() -> None:
         assert request(FakeEngine(), "/v1/completions", body, headers=headers, max_body_size=size).status == status
 
 
-def test_a_body_that_does_not_come() -> None:
+def test_an_incomplete_body_times_out() -> None:
     async def work() -> Any:
         client = Client(make_app(FakeEngine(), body_timeout_s=0.01))
         return await client.call("POST", "/v1/completions", b"{", whole=False)
@@ -221,7 +221,7 @@ def test_a_body_that_does_not_come() -> None:
     assert run(work()).status == 408
 
 
-def test_a_file_may_take_longer_but_does_not_pause() -> None:
+def test_a_file_upload_that_pauses_times_out() -> None:
     async def work() -> Any:
         app = make_app(FakeEngine(), body_timeout_s=0.01, max_body_size=1024)
         headers = {"content-type": "multipart/form-data; boundary=b", "content-length": "500"}
@@ -231,7 +231,7 @@ def test_a_file_may_take_longer_but_does_not_pause() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_request_may_take_so_long(stream: bool) -> None:
+def test_a_request_timeout_cancels_the_request(stream: bool) -> None:
     async def work() -> None:
         engine = FakeEngine()
         engine.hold = True
@@ -268,7 +268,7 @@ def test_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 30])
-def test_strange_lengths(length: str) -> None:
+def test_malformed_content_lengths_are_refused(length: str) -> None:
     assert request(FakeEngine(), "/v1/completions", b"{}", headers={"content-length": length}).status in (400, 413)
 
 
@@ -283,7 +283,7 @@ def test_version() -> None:
     assert request(FakeEngine(), "/version").json == {"version": "1.2.3"}
 
 
-def test_an_engine_that_does_not_answer() -> None:
+def test_an_unresponsive_engine_is_a_503() -> None:
     trouble: Any = {"healthy": lambda: "The engine has not answered for 12 s."}
     for answer in (
         request(FakeEngine(), "/health", **trouble),
@@ -333,8 +333,8 @@ def test_metrics_of_the_kv_tiers() -> None:
     engine = FakeEngine()
     tiers = (TierSnapshot("host", 10, 64, 320, 40, 30, 0), TierSnapshot("disk", 7, 0, 16, 9, 2, 1))
     engine.gateway.handle([Snapshot(9, 3, 2, 100, 25, 1, 700, 30, 44, 0.5, tiers)])
-    seen = {name: value for name, value in metrics(engine).items() if "external" in name or "tier" in name}
-    assert seen == {
+    samples = {name: value for name, value in metrics(engine).items() if "external" in name or "tier" in name}
+    assert samples == {
         "pagewire:external_prefix_cache_queries_total": 670,
         "pagewire:external_prefix_cache_hits_total[host]": 320,
         "pagewire:external_prefix_cache_hits_total[disk]": 16,

@@ -1,4 +1,4 @@
-"""Whatever a client sends: a 4xx in OpenAI's shape that names the field, nothing of it reaches the engine."""
+"""Invalid requests are answered with a 4xx in OpenAI's shape that names the field, and never reach the engine."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b', "prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
 )
-def test_what_is_no_json(path: str, body: bytes) -> None:
+def test_invalid_json_is_refused(path: str, body: bytes) -> None:
     engine = FakeEngine()
     answer = request(engine, path, body)
     assert answer.status == 400 and answer.error["type"] == "invalid_request_error"
@@ -37,19 +37,19 @@ def test_what_is_no_json(path: str, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b"[]", b"5", b"null", b'"text"', b"{}"])
-def test_json_of_another_kind(body: bytes) -> None:
+def test_json_that_is_not_a_request_is_refused(body: bytes) -> None:
     assert request(FakeEngine(), CHAT, body).status == 400
 
 
 @pytest.mark.parametrize("text", [b'"\\ud800"', b'"a\\udfffb"'])
-def test_lone_surrogates(text: bytes) -> None:
+def test_lone_surrogates_are_refused(text: bytes) -> None:
     body = b'{"messages": [{"role": "user", "content": ' + text + b"}]}"
     assert request(FakeEngine(), CHAT, body).error["code"] == "invalid_json"
     assert request(FakeEngine(), "/v1/completions", b'{"prompt": ' + text + b"}").error["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data"])
-def test_content_types(content_type: str) -> None:
+def test_other_content_types_are_refused(content_type: str) -> None:
     answer = request(FakeEngine(), CHAT, {"messages": MESSAGES}, headers={"content-type": content_type})
     assert answer.status == 400 and answer.error["code"] == "invalid_json"
     good = {"content-type": "Application/JSON; charset=utf-8"}
@@ -144,7 +144,7 @@ UNSUPPORTED = ["guided_decoding_backend", "logits_processors", "kv_transfer_para
 @pytest.mark.parametrize(
     ("name", "values"), COMMON + CHAT_ONLY, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_fields_of_chat(name: str, values: list[Any]) -> None:
+def test_invalid_chat_fields_are_named(name: str, values: list[Any]) -> None:
     for value in values:
         engine = FakeEngine()
         answer = chat(engine, **{name: value})
@@ -157,7 +157,7 @@ def test_fields_of_chat(name: str, values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "values"), COMMON + COMPLETION_ONLY, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_fields_of_completions(name: str, values: list[Any]) -> None:
+def test_invalid_completion_fields_are_named(name: str, values: list[Any]) -> None:
     for value in values:
         engine = FakeEngine()
         answer = complete(engine, **{name: value})
@@ -167,12 +167,12 @@ def test_fields_of_completions(name: str, values: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_is_not_supported_is_said(name: str) -> None:
+def test_unsupported_fields_are_named(name: str) -> None:
     answer = chat(FakeEngine(), **{name: {"a": 1}})
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "unsupported_value", name)
 
 
-def test_too_many_sequences() -> None:
+def test_too_many_sequences_are_refused() -> None:
     answer = complete(FakeEngine(), prompt=["x"] * 256, n=128)
     assert answer.status == 400 and answer.error["param"] == "n"
 
@@ -189,12 +189,12 @@ def test_unknown_fields_are_ignored() -> None:
     assert complete(FakeEngine(), **fields).status == 200
 
 
-def test_unknown_model() -> None:
+def test_an_unknown_model_is_not_found() -> None:
     for answer in (chat(FakeEngine(), model="gpt-9"), complete(FakeEngine(), model="gpt-9")):
         assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
 
 
-def test_no_path_of_a_client_opens_a_file() -> None:
+def test_a_path_in_place_of_a_model_name_opens_no_file() -> None:
     answer = request(FakeEngine(), "/v1/models/../../etc/passwd")
     assert answer.status == 404 and answer.error["code"] == "model_not_found"
 
@@ -213,22 +213,22 @@ def test_unknown_path(path: str) -> None:
     assert answer.status == 404 and answer.error["code"] == "not_found"
 
 
-def test_too_large_by_its_own_word() -> None:
+def test_a_too_large_content_length_is_refused() -> None:
     answer = request(FakeEngine(), CHAT, b"{}", headers={"content-length": str((16 << 20) + 1)})
     assert answer.status == 413 and answer.headers["connection"] == "close" and answer.error
 
 
-def test_too_large_without_saying_so() -> None:
+def test_a_too_large_body_is_refused() -> None:
     answer = request(FakeEngine(), CHAT, b" " * ((16 << 20) + 1))
     assert answer.status == 413
 
 
-def test_the_largest_body_is_read() -> None:
+def test_a_body_of_the_maximum_size_is_read() -> None:
     body = json.dumps({"messages": MESSAGES}).encode()
     assert request(FakeEngine(), CHAT, body + b" " * ((16 << 20) - len(body))).status == 200
 
 
-def test_compressed_bodies() -> None:
+def test_compressed_bodies_are_refused() -> None:
     assert request(FakeEngine(), CHAT, b"{}", headers={"content-encoding": "gzip"}).status == 415
 
 
@@ -255,15 +255,15 @@ def test_refusals_of_the_engine_have_their_status(
     assert ("x-should-retry" in answer.headers) == (status == 500)
 
 
-def test_every_refused_field_is_a_field() -> None:
+def test_every_refused_field_exists() -> None:
     from pagewire.api.openai import translate
     from pagewire.api.openai.types import ChatRequest, CompletionRequest
 
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     assert set(translate._REFUSED) <= fields
-    assert CONFIG.model.vocab_size == 1000  # the bounds above count on it
+    assert CONFIG.model.vocab_size == 1000  # the token ids above are chosen for it
 
 
-def test_a_refusal_does_not_repeat_all_that_was_sent() -> None:
+def test_an_error_does_not_repeat_a_long_value() -> None:
     answer = chat(FakeEngine(), messages=[{"role": "x" * 100_000, "content": "y"}])
     assert answer.status == 400 and len(answer.body) < 1000 and answer.error["param"] == "messages[0].role"

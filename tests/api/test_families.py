@@ -1,4 +1,4 @@
-"""A family of tool calls and reasoning that a module of the operator's adds: it is found, shown, read and spelled."""
+"""A family of tool calls and reasoning from an operator's module: finding, detecting, parsing and spelling it."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WEAT
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What names the family on the command line; its module is new and lies in a folder of its own."""
+    """The family's name on the command line. Each test has a module of its own."""
     name = f"family_{tmp_path.name}"
     shutil.copy(ROOT / "docs" / "examples" / "tagged_calls.py", tmp_path / f"{name}.py")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -41,7 +41,7 @@ def chat(pieces: list[str], target: str, **fields: object) -> Answer:
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_its_output_is_read(target: str, size: int) -> None:
+def test_output_of_a_custom_family_is_parsed(target: str, size: int) -> None:
     text = '<plan>Look it up.</plan>Wait.\n<call:weather>{"city": "Köln"}</call><call:weather>{"city": "Bonn"}</call>'
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     message = chat(pieces, target).json["choices"][0]["message"]
@@ -54,7 +54,7 @@ def test_its_output_is_read(target: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_its_forced_calls_are_read_back(target: str, special: bool) -> None:
+def test_forced_calls_of_a_custom_family_are_parsed(target: str, special: bool) -> None:
     rules = find_family(target, target).spell_calls([("weather", WEATHER)], several=True)
     assert rules is not None
     tokenizer = json_tokenizer([*rules.marks, "<plan>", "</plan>"], special=special)
@@ -67,7 +67,7 @@ def test_its_forced_calls_are_read_back(target: str, special: bool) -> None:
             assert json.loads(call["function"]["arguments"]).keys() == {"city"}
 
 
-def test_a_line_in_the_table_lets_templates_show_it(
+def test_a_family_in_the_tables_is_detected_from_the_chat_template(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for table in (families.TOOL_CALL_PARSERS, families.REASONING_PARSERS):
@@ -88,7 +88,7 @@ def test_a_line_in_the_table_lets_templates_show_it(
         ("reasoning_parser", "pagewire.api.output.parsers.families.hermes:HERMES", "has no reasoning"),
     ],
 )
-def test_a_flag_wants_the_part_that_it_is_for(flag: str, name: str, words: str) -> None:
+def test_a_family_without_the_part_that_the_flag_sets_is_refused(flag: str, name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         prepare(make_config(**{flag: name}))
 
@@ -103,6 +103,6 @@ def test_a_flag_wants_the_part_that_it_is_for(flag: str, name: str, words: str) 
         ("json:NOTHING", "is not a Family"),
     ],
 )
-def test_names_that_lead_nowhere_are_refused_before_anything_starts(flag: str, name: str, words: str) -> None:
+def test_unknown_family_names_are_refused_before_the_start(flag: str, name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} .*{words}"):
         prepare(make_config(**{flag: name}))

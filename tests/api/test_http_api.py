@@ -1,4 +1,4 @@
-"""docs/http-api.md says of every field what becomes of it, and it is true."""
+"""docs/http-api.md says of every field whether it is used, ignored or refused, and the server does so."""
 
 import re
 from pathlib import Path
@@ -46,7 +46,7 @@ def table(section: str) -> dict[str, str]:
 
 
 def fields(endpoint: str) -> dict[str, str]:
-    """Everything that a request to it may have."""
+    """All fields of a request to the endpoint, shared ones included."""
     return table("Shared") | table(endpoint)
 
 
@@ -54,7 +54,7 @@ def fields(endpoint: str) -> dict[str, str]:
 def test_every_field_is_listed(section: str) -> None:
     listed, shape = set(table(section)), SHAPES[section]
     known = set(shape.__struct_fields__)
-    assert listed <= known, "these are no fields"
+    assert listed <= known, "these are not fields of the request"
     if issubclass(shape, GenerationRequest) and shape is not GenerationRequest:
         known -= set(GenerationRequest.__struct_fields__)
     assert known <= listed
@@ -66,7 +66,7 @@ def ask(endpoint: str, engine: FakeEngine, **more: Any) -> Answer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("endpoint", BODIES)
-def test_what_is_refused_is_named(endpoint: str) -> None:
+def test_refused_fields_are_named_in_the_error(endpoint: str) -> None:
     for name in (name for name, word in fields(endpoint).items() if word == "refused"):
         messages = []
         for value in VALUES:
@@ -79,15 +79,15 @@ def test_what_is_refused_is_named(endpoint: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("endpoint", BODIES)
-def test_what_is_ignored_changes_nothing(endpoint: str) -> None:
-    def order(**more: Any) -> Any:
+def test_ignored_fields_change_nothing(endpoint: str) -> None:
+    def submit(**more: Any) -> Any:
         engine = FakeEngine()
         assert ask(endpoint, engine, **more).status == 200, more
         return replace(engine.submits[0], rid=0)
 
-    plain = order()
+    plain = submit()
     for name in (name for name, word in fields(endpoint).items() if word == "ignored"):
-        assert all(order(**{name: value}) == plain for value in VALUES), name
+        assert all(submit(**{name: value}) == plain for value in VALUES), name
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`EngineClient` against the real core over real sockets; the fake worker knows what every request must give."""
+"""`EngineClient` with the real core over real sockets; a fake worker makes the output of each request predictable."""
 
 import asyncio
 import tempfile
@@ -36,8 +36,8 @@ def expected(prompt: list[int], max_tokens: int, seed: int, *, ignore_eos: bool 
     return expected_output(prompt, max_tokens, MAX_LEN, seed, ignore_eos)
 
 
-def test_many_clients_and_the_chain_get_what_is_theirs(address: str) -> None:
-    async def one(number: int) -> None:
+def test_clients_and_the_chain_of_processes_get_their_own_outputs(address: str) -> None:
+    async def use_client(number: int) -> None:
         async with await EngineClient.connect(address, name=f"client-{number}") as client:
             assert (client.facts.model, client.facts.max_model_len) == ("m", MAX_LEN)
             prompts = [[number, i, 3] for i in range(12)]
@@ -48,19 +48,19 @@ def test_many_clients_and_the_chain_get_what_is_theirs(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address) as engine:
             engine.handle(*(enqueue(rid, [rid, 1], max_tokens=30, seed=4) for rid in range(5)))
-            await asyncio.gather(*map(one, range(5)))
+            await asyncio.gather(*map(use_client, range(5)))
             await until_async(lambda: engine.num_open == 0, "all requests end")
-        told: dict[int, list[int]] = {}
+        chain_ids: dict[int, list[int]] = {}
         for receiver, message in engine.told:
             assert getattr(message, "rid", 0) < 5, (receiver, message)
             for tokens in all_tokens(message) if isinstance(message, TokenBatch) else ():
-                told.setdefault(tokens.rid, []).extend(bytes_to_ids(tokens.ids))
-        assert told == {rid: expected([rid, 1], 30, 4) for rid in range(5)}
+                chain_ids.setdefault(tokens.rid, []).extend(bytes_to_ids(tokens.ids))
+        assert chain_ids == {rid: expected([rid, 1], 30, 4) for rid in range(5)}
 
     run(scenario())
 
 
-def test_news_tell_all_there_is(address: str) -> None:
+def test_outputs_have_logprobs_usage_and_finish(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address), await EngineClient.connect(address) as client:
             sampling = Sampling(seed=3, logprobs=1, prompt_logprobs=1)
@@ -86,7 +86,7 @@ def test_news_tell_all_there_is(address: str) -> None:
     run(scenario())
 
 
-def test_cancelled(address: str) -> None:
+def test_cancelled_requests_end(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address) as engine, await EngineClient.connect(address) as client:
             generation = client.generate([1, 2], Sampling(seed=1), Limits(ignore_eos=True), n=2)
@@ -101,7 +101,7 @@ def test_cancelled(address: str) -> None:
                 assert ids == expected([1, 2], MAX_LEN, 1 + choice, ignore_eos=True)[: len(ids)]
                 assert len(ids) < 100
             async with client.generate([1, 2], limits=Limits(ignore_eos=True)):
-                await until_async(lambda: engine.num_open == 1, "it runs")
+                await until_async(lambda: engine.num_open == 1, "the request runs")
             await until_async(lambda: engine.num_open == 0, "leaving the block cancels")
 
     run(scenario())
@@ -123,7 +123,9 @@ def test_cancelled(address: str) -> None:
         ([1] * MAX_LEN * 2, Sampling(), Limits(), "context_length_exceeded"),
     ],
 )
-def test_refused_alone(address: str, prompt: list[int], sampling: Sampling, limits: Limits, kind: str) -> None:
+def test_a_refused_request_does_not_affect_others(
+    address: str, prompt: list[int], sampling: Sampling, limits: Limits, kind: str
+) -> None:
     async def scenario() -> None:
         async with Engine(address), await EngineClient.connect(address) as client:
             good = client.generate([1], Sampling(seed=5), Limits(max_tokens=20))
@@ -153,9 +155,9 @@ def test_a_full_queue_refuses(address: str) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("says_goodbye", [True, False])
-def test_an_engine_that_is_replaced_shows_no_seam(
-    address: str, says_goodbye: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("announces_stop", [True, False])
+def test_outputs_continue_when_the_engine_is_replaced(
+    address: str, announces_stop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagewire.client.engine_client.SILENCE_LIMIT_S", 0.5)
 
@@ -165,18 +167,18 @@ def test_an_engine_that_is_replaced_shows_no_seam(
             generations = [client.generate([i, 2], Sampling(seed=i), limits, n=2) for i in range(6)]
             late = client.generate([40], Sampling(seed=1), Limits(max_tokens=3))
             await late.ids()
-            await until_async(lambda: first.num_steps > 60, "it runs")
+            await until_async(lambda: first.num_steps > 60, "the requests run")
             first.held = True
-            if not says_goodbye:  # it dies
+            if not announces_stop:  # it dies
                 first.core._clients._sessions.clear()  # type: ignore[union-attr]
             await first.stop()
-            if says_goodbye:
-                await until_async(lambda: not client._is_welcome, "the client hears of it")
+            if announces_stop:
+                await until_async(lambda: not client._is_welcome, "the client knows that the engine stops")
             cancelled = client.generate([3], limits=limits)
             cancelled.cancel()
             async with Engine(address) as second:
                 outputs = await asyncio.gather(*(g.ids() for g in generations))
-                assert 0 < second.num_steps < 200, "what had arrived was computed again"
+                assert 0 < second.num_steps < 200, "delivered tokens are not computed again"
                 assert await cancelled.ids() == [[]]
                 assert second.num_open == 0
             for i, output in enumerate(outputs):
@@ -185,18 +187,18 @@ def test_an_engine_that_is_replaced_shows_no_seam(
     run(scenario())
 
 
-def test_an_engine_that_is_gone_or_another(address: str) -> None:
+def test_a_lost_engine_or_another_model_fails_open_requests(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address) as engine:
             client = await EngineClient.connect(address, reconnect_s=0.3)
             other = await EngineClient.connect(address)
             forever = Limits(ignore_eos=True)
-            gone, replaced = client.generate([1], limits=forever), other.generate([1], limits=forever)
+            lost, replaced = client.generate([1], limits=forever), other.generate([1], limits=forever)
             await until_async(lambda: engine.num_open == 2, "both run")
             engine.held = True
             await engine.stop()
         with pytest.raises(RequestError, match="engine is gone"):
-            await gone.ids()
+            await lost.ids()
         async with Engine(address, path="another"):
             with pytest.raises(RequestError, match="another model"):
                 await replaced.ids()
@@ -208,11 +210,11 @@ def test_an_engine_that_is_gone_or_another(address: str) -> None:
     run(scenario())
 
 
-def has_one(engine: Engine) -> bool:
+def has_one_open(engine: Engine) -> bool:
     return engine.num_open == 1
 
 
-def test_a_request_that_ends_every_engine_has_two_more_chances(address: str) -> None:
+def test_a_request_that_kills_three_engines_fails(address: str) -> None:
     async def scenario() -> None:
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(Engine(address))
@@ -220,7 +222,7 @@ def test_a_request_that_ends_every_engine_has_two_more_chances(address: str) -> 
             engine.held = True
             poison = client.generate([1], limits=Limits(ignore_eos=True))
             for _ in range(3):
-                await until_async(partial(has_one, engine), "it is there")
+                await until_async(partial(has_one_open, engine), "the request is open")
                 await engine.stop()
                 engine = await stack.enter_async_context(Engine(address))
                 engine.held = True
@@ -234,12 +236,12 @@ def test_a_request_that_ends_every_engine_has_two_more_chances(address: str) -> 
     run(scenario())
 
 
-def test_in_the_callers_process_there_is_no_door() -> None:
+def test_an_engine_in_the_callers_process_has_no_client_address() -> None:
     with pytest.raises(ConfigError, match=r"EngineClient\.start"):
         LLM(client_address="ipc:///nowhere")
 
 
-def test_nobody_there(address: str) -> None:
+def test_without_an_engine_connect_fails(address: str) -> None:
     async def scenario() -> None:
         with pytest.raises(StartError, match="No engine answers"):
             await EngineClient.connect(address, timeout_s=0.2)
@@ -247,7 +249,7 @@ def test_nobody_there(address: str) -> None:
     run(scenario())
 
 
-def test_other_machines_need_the_key(tmp_path: Path) -> None:
+def test_a_tcp_client_needs_the_key(tmp_path: Path) -> None:
     async def scenario() -> None:
         from pagewire.tools.servers import free_port
 
@@ -267,7 +269,7 @@ def test_other_machines_need_the_key(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_an_address_that_is_taken(address: str) -> None:
+def test_an_address_in_use_is_refused(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address):
             with pytest.raises(ConfigError, match="another process does"):

@@ -1,4 +1,4 @@
-"""`run-batch` against a server that misbehaves, and files that are no batches."""
+"""`run-batch` against a server that misbehaves, and with invalid files."""
 
 import argparse
 import fcntl
@@ -16,20 +16,20 @@ from pagewire.errors import ConfigError
 
 
 class Peer(BaseHTTPRequestHandler):
-    """Answers by what the body's `model` asks for: busy-once, broken, or anything else."""
+    """Answers by the body's `model`: busy-once, broken, hang-up, or anything else."""
 
     protocol_version = "HTTP/1.1"
-    asked: Counter[str]
+    num_requests: Counter[str]
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        what = body["model"]
-        self.asked[what] += 1
-        if what == "hang-up" and self.asked[what] == 1:
+        model = body["model"]
+        self.num_requests[model] += 1
+        if model == "hang-up" and self.num_requests[model] == 1:
             self.close_connection = True
             return
-        status = 503 if what == "broken" or (what == "busy-once" and self.asked[what] == 1) else 200
-        data = json.dumps({"error": {"message": "no room."}} if status == 503 else {"echo": what}).encode()
+        status = 503 if model == "broken" or (model == "busy-once" and self.num_requests[model] == 1) else 200
+        data = json.dumps({"error": {"message": "no room."}} if status == 503 else {"echo": model}).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -41,7 +41,7 @@ class Peer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    Peer.asked = Counter()
+    Peer.num_requests = Counter()
     monkeypatch.setattr(batch, "_FIRST_PAUSE_S", 0.01)
     with ThreadingHTTPServer(("127.0.0.1", 0), Peer) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -69,18 +69,18 @@ def run(folder: Path, url: str, *, concurrency: int = 3) -> int:
     )
 
 
-def answered(folder: Path) -> list[str]:
+def answered_ids(folder: Path) -> list[str]:
     return sorted(json.loads(text)["custom_id"] for text in (folder / "out").read_text().splitlines())
 
 
-def test_what_is_only_busy_is_tried_again(peer: str, tmp_path: Path) -> None:
+def test_busy_answers_and_closed_connections_are_retried(peer: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_text(line("a") + line("b", "busy-once") + line("c", "hang-up") + "\n")
     assert run(tmp_path, peer) == 0
-    assert answered(tmp_path) == ["a", "b", "c"]
-    assert Peer.asked == {"m": 1, "busy-once": 2, "hang-up": 2}
+    assert answered_ids(tmp_path) == ["a", "b", "c"]
+    assert Peer.num_requests == {"m": 1, "busy-once": 2, "hang-up": 2}
 
 
-def test_what_got_no_answer_is_left_for_the_next_run(
+def test_unanswered_requests_are_left_for_the_next_run(
     peer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in").write_text(line("a") + line("b", "broken"))
@@ -88,10 +88,10 @@ def test_what_got_no_answer_is_left_for_the_next_run(
     assert (
         "1 of 2 requests got no answer; the first is 'b': the server answered 503: no room." in capsys.readouterr().err
     )
-    assert answered(tmp_path) == ["a"]
+    assert answered_ids(tmp_path) == ["a"]
     (tmp_path / "in").write_text(line("a") + line("b"))
     assert run(tmp_path, peer) == 0
-    assert answered(tmp_path) == ["a", "b"] and Peer.asked["m"] == 2
+    assert answered_ids(tmp_path) == ["a", "b"] and Peer.num_requests["m"] == 2
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,14 @@ def test_what_got_no_answer_is_left_for_the_next_run(
         (line("a", body=3), "line 1: Expected `object`, got `int`"),
     ],
 )
-def test_a_wrong_file_is_refused_before_anything_is_sent(peer: str, tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_invalid_file_is_refused_before_any_request(peer: str, tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "in").write_text(text)
     with pytest.raises(ConfigError, match=sentence):
         run(tmp_path, peer)
-    assert not Peer.asked
+    assert not Peer.num_requests
 
 
-def test_an_output_that_is_something_else_is_not_touched(peer: str, tmp_path: Path) -> None:
+def test_an_output_file_with_other_content_is_not_changed(peer: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_text(line("a"))
     (tmp_path / "out").write_text("my novel\nchapter one\nand no end")
     with pytest.raises(ConfigError, match="line 1, is not an answer of a batch"):

@@ -1,4 +1,4 @@
-"""Completion as the shells do it; those that are not installed are left out."""
+"""Completion in the shells that are installed."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def bash(folder: Path, text: str, line: str) -> list[str]:
-    """What bash offers at the end of `line`."""
+    """The completions that bash offers at the end of `line`."""
     (folder / "completion").write_text(text)
     words = line.split(" ")
     code = (
@@ -29,7 +29,7 @@ def bash(folder: Path, text: str, line: str) -> list[str]:
     return [word.strip() for word in result.stdout.splitlines() if word.strip()]
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = script("bash", capsys)
     commands = {"serve", "route", "chat", "complete", "tokenize", "run-batch", "top", "doctor", "replay", "completion"}
@@ -50,7 +50,7 @@ def test_the_script_is_valid(
     for setting in SETTINGS.values():
         assert setting.name == "model" or setting.flag.removeprefix("--") in text
     if shutil.which(shell) is None:
-        pytest.skip(f"there is no {shell} here to read it")
+        pytest.skip(f"{shell} is not installed")
     (tmp_path / "script").write_text(text)
     result = subprocess.run([shell, *flags, tmp_path / "script"], capture_output=True, text=True, check=False)
     assert result.returncode == 0 and not result.stderr, result.stderr

@@ -1,4 +1,4 @@
-"""What `doctor` makes of sound and broken machines and models."""
+"""Findings of `doctor` on sound and broken machines and models."""
 
 import shutil
 import socket
@@ -19,14 +19,14 @@ def levels(findings: list[doctor.Finding]) -> list[str]:
     return [finding.level for finding in findings]
 
 
-def test_the_triton_that_torch_was_made_with() -> None:
+def test_the_triton_version_that_torch_requires() -> None:
     lines = ["filelock", 'triton==3.6.0; platform_system == "Linux"', "sympy>=1.13.3"]
     assert doctor.wanted_triton(lines) == "3.6.0"
     assert doctor.wanted_triton(["triton (==3.1.0) ; x"]) == "3.1.0"
     assert doctor.wanted_triton(["filelock", "pytorch-triton-rocm==3.1"]) is None
 
 
-def test_another_triton_than_torchs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_version_that_torch_does_not_require_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "requires", lambda name: ["triton==9.9.9"] if name == "torch" else [])
     (pair,) = [f for f in doctor.check_software() if f.subject == "torch"]
     assert pair.advice == "pip install triton==9.9.9" and pair.level != "ok"
@@ -45,7 +45,7 @@ def test_ports() -> None:
         (found,) = doctor.check_port("127.0.0.1", taken.getsockname()[1])
         assert found.level == "bad" and "choose another --port" in found.advice
     assert levels(list(doctor.check_port("127.0.0.1", 0))) == ["ok"]
-    (found,) = doctor.check_port("192.0.2.1", 0)  # an address for documentation: nobody's
+    (found,) = doctor.check_port("192.0.2.1", 0)  # an address reserved for documentation
     assert found.level == "bad"
 
 
@@ -65,7 +65,7 @@ def no_weights(folder: Path) -> str:
     return "has no safetensors files"
 
 
-def lacks_a_part(folder: Path) -> str:
+def missing_shard(folder: Path) -> str:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
     return "lacks model-00002-of-00002.safetensors"
 
@@ -80,17 +80,17 @@ def no_tokenizer(folder: Path) -> str:
     return "tokenizer.json"
 
 
-@pytest.mark.parametrize("spoil", [cut_weights, cut_header, no_weights, lacks_a_part, no_config, no_tokenizer])
-def test_a_broken_model(tmp_path: Path, spoil: Callable[[Path], str]) -> None:
+@pytest.mark.parametrize("damage", [cut_weights, cut_header, no_weights, missing_shard, no_config, no_tokenizer])
+def test_a_broken_model_is_reported(tmp_path: Path, damage: Callable[[Path], str]) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, folder)
     assert set(levels(list(doctor.check_model(str(folder), MACHINE)))) == {"ok"}
-    sentence = spoil(folder)
+    sentence = damage(folder)
     *_, last = doctor.check_model(str(folder), MACHINE)
     assert last.level == "bad" and sentence in last.found, last
 
 
-def test_a_model_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_too_large_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
     *_, last = doctor.check_model("", MACHINE)
     assert last.level == "bad" and "of weights, but" in last.found
@@ -98,7 +98,7 @@ def test_a_model_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("of weights, but" in finding.found for finding in found), "a GPU has memory of its own"
 
 
-def test_a_model_that_was_not_downloaded_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_downloaded_is_only_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     (found,) = doctor.check_model("somebody/some-model", MACHINE)
     assert found.level == "note" and "serve downloads it" in found.advice

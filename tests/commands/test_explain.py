@@ -1,4 +1,4 @@
-"""Reasons for settings, and files of them."""
+"""Settings, their reasons and sources, and `--config` files."""
 
 import argparse
 from pathlib import Path
@@ -36,19 +36,19 @@ def server(config: Config, machine: MachineFacts, model: ModelFacts = MODEL) -> 
     return ServerConfig(engine=resolve(config, model, machine), http=resolve_http(config, (), ()))
 
 
-def rows(config: Config, machine: MachineFacts, said: dict[str, str]) -> dict[str, tuple[str, str]]:
-    return {row[0]: row[1:] for row in settings(config, server(config, machine), machine, said)}
+def rows(config: Config, machine: MachineFacts, sources: dict[str, str]) -> dict[str, tuple[str, str]]:
+    return {row[0]: row[1:] for row in settings(config, server(config, machine), machine, sources)}
 
 
 @pytest.mark.parametrize("machine", [CPU, BARE_CPU, GPU], ids=["cpu", "no compiler", "gpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("is_encoder", [False, True], ids=["decoder", "encoder"])
-def test_what_was_decided_has_a_reason(machine: MachineFacts, dtype: str, is_encoder: bool) -> None:
+def test_every_decided_setting_has_a_reason(machine: MachineFacts, dtype: str, is_encoder: bool) -> None:
     model = msgspec.structs.replace(MODEL, checkpoint_dtype=dtype, purpose=Purpose(is_encoder=is_encoder))
-    told = {row[0]: row[1:] for row in settings(Config(), server(Config(), machine, model), machine, {})}
-    assert told.keys() >= SETTINGS.keys()
+    reasons = {row[0]: row[1:] for row in settings(Config(), server(Config(), machine, model), machine, {})}
+    assert reasons.keys() >= SETTINGS.keys()
     for name, setting in SETTINGS.items():
-        value, reason = told[name]
+        value, reason = reasons[name]
         assert value == shown(setting.default) or reason != "default", f"{name} = {value}: {reason}"
 
 
@@ -64,19 +64,19 @@ def test_reasons_follow_the_decision() -> None:
     assert "shared by 2 ranks" in rows(make_config(tensor_parallel_size=2), CPU, {})["threads"][1]
 
 
-def test_where_a_setting_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_of_a_setting_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "engine.toml"
     file.write_text('max-num-seqs = 3\nkv_cache_memory = "2G"\nenable_prefix_caching = false\napi_key = ["a", "b"]\n')
-    config, said = parse("--config", str(file), "--max-num-seqs", "5")
+    config, sources = parse("--config", str(file), "--max-num-seqs", "5")
     assert config == make_config(
         max_num_seqs=5, kv_cache_memory=2 << 30, enable_prefix_caching=False, api_key=("a", "b")
     )
-    told = rows(config, CPU, said)
-    assert told["max_num_seqs"] == ("5", "--max-num-seqs") and told["enable_prefix_caching"] == ("no", str(file))
-    assert told["api_key"] == ("2 of them", str(file))
+    reasons = rows(config, CPU, sources)
+    assert reasons["max_num_seqs"] == ("5", "--max-num-seqs") and reasons["enable_prefix_caching"] == ("no", str(file))
+    assert reasons["api_key"] == ("2 of them", str(file))
     monkeypatch.setenv("PAGEWIRE_API_KEY", "secret")
-    config, said = parse()
-    text = explain(config, server(config, CPU), CPU, said)
+    config, sources = parse()
+    text = explain(config, server(config, CPU), CPU, sources)
     assert "secret" not in text and "PAGEWIRE_API_KEY" in text
 
 
@@ -91,7 +91,7 @@ def test_where_a_setting_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ('config = "other.toml"', "--config {file}: there is no setting config"),
     ],
 )
-def test_a_wrong_file_gives_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_invalid_file_gives_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "engine.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -101,5 +101,5 @@ def test_a_wrong_file_gives_one_sentence(tmp_path: Path, text: str, sentence: st
         parse("--config", str(tmp_path / "nowhere.toml"))
 
 
-def test_serve_has_no_more_flags_than_a_person_can_read() -> None:
+def test_serve_has_at_most_80_settings() -> None:
     assert len(SETTINGS) + 2 <= 80  # with --config and --explain

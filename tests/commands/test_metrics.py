@@ -1,4 +1,4 @@
-"""Readings of /metrics, their differences, and what is drawn of them."""
+"""Readings of /metrics, their differences, and the screen of `top`."""
 
 import io
 import math
@@ -17,7 +17,7 @@ FACTS = ModelFacts(path="m", name="m", max_position=64, vocab_size=320, eos_toke
 
 
 def page(latencies: list[float]) -> str:
-    """What our own server says after these first-token times."""
+    """The /metrics page of a pagewire server after these first-token latencies."""
     gateway = Gateway(lambda message: None)
     for value in latencies:
         gateway.stats.time_to_first_token_s.observe(value)
@@ -25,7 +25,7 @@ def page(latencies: list[float]) -> str:
     return Metrics(gateway, resolve(Config(), FACTS, MachineFacts(num_cores=1))).render().decode()
 
 
-def test_our_own_page_is_understood() -> None:
+def test_a_page_of_pagewire_is_read() -> None:
     reading = read(page([0.03] * 4), 1.0)
     assert reading.get("request_success_total") == 4
     assert reading.by_label["request_success_total/finished_reason"]["stop"] == 4
@@ -33,13 +33,13 @@ def test_our_own_page_is_understood() -> None:
     assert reading.get("nothing_of_the_kind") == 0
 
 
-def test_vllms_names_and_several_models_are_added_up() -> None:
+def test_vllm_names_are_read_and_models_are_added_up() -> None:
     text = '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{model_name="a",engine="0"} 2\n'
     text += 'vllm:num_requests_running{model_name="b",engine="1"} 3\n'
     assert read(text, 0.0).get("num_requests_running") == 5
 
 
-def test_quantiles_are_of_what_is_new() -> None:
+def test_quantiles_are_those_of_the_new_samples() -> None:
     before, now = read(page([9.0] * 100), 0.0), read(page([9.0] * 100 + [0.03] * 10), 1.0)
     median = quantile(before, now, "time_to_first_token_seconds", 0.5)
     assert median is not None and 0.02 < median <= 0.04
@@ -58,14 +58,14 @@ def test_quantiles_lie_in_the_bucket_of_the_sample(q: float) -> None:
     assert found is not None and low <= found <= high
 
 
-def test_a_server_that_was_started_again_counts_from_nothing() -> None:
+def test_a_restarted_server_counts_from_zero() -> None:
     before, now = read(page([1.0] * 9), 0.0), read(page([1.0] * 4), 2.0)
     assert rate(before, now, "request_success_total") == 2.0
     assert rate(now, now, "request_success_total") == 0.0
     assert rate(read(page([]), 0.0), now, "request_success_total") == 2.0
 
 
-def test_the_screen_fits_a_narrow_terminal_and_tells_of_trouble() -> None:
+def test_the_screen_fits_a_narrow_terminal_and_shows_trouble() -> None:
     screen = Screen("http://127.0.0.1:8000", "m")
     screen.add(read(page([]), 0.0))
     screen.add(read(page([0.03] * 3), 1.0))

@@ -1,4 +1,4 @@
-"""What `chat` and `complete` make of streams that our own server does not send: reasoning, errors, broken ones."""
+"""`chat` and `complete` with reasoning, errors and broken streams, from a server of the test."""
 
 import io
 import json
@@ -27,7 +27,7 @@ class Tty(io.StringIO):
 
 @pytest.fixture
 def peer() -> Iterator[Callable[[Answer], str]]:
-    """Starts a server that answers every POST as told, and gives its address."""
+    """A function that starts a server, which answers every POST with `answer`, and returns its address."""
     servers = []
 
     def start(answer: Answer) -> str:
@@ -60,7 +60,7 @@ def peer() -> Iterator[Callable[[Answer], str]]:
 
 
 def chat(monkeypatch: pytest.MonkeyPatch, url: str, typed: str, *, out: io.StringIO | None = None) -> str:
-    """Everything that is printed as answers."""
+    """Chat with the server at `url`, with `typed` as the input, and return what is printed."""
     out = out or io.StringIO()
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     monkeypatch.setattr(sys, "stdout", out)
@@ -73,7 +73,7 @@ REASONED = (
 )
 
 
-def test_reasoning_is_shown_apart_and_is_no_part_of_the_history(
+def test_reasoning_is_dimmed_and_not_part_of_the_history(
     peer: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bodies = []
@@ -97,7 +97,7 @@ def test_reasoning_is_shown_apart_and_is_no_part_of_the_history(
         (500, "<html>oh</html>", "The server answered 500."),
     ],
 )
-def test_a_failed_answer_is_told_and_forgotten(
+def test_a_failed_answer_is_reported_and_not_part_of_the_history(
     peer: Callable[[Answer], str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -116,7 +116,7 @@ def test_a_failed_answer_is_told_and_forgotten(
     assert [m["content"] for m in json.loads(bodies[1])["messages"]] == ["two"]
 
 
-def test_what_is_no_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unusable_address_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for url, sentence in (("localhost:8000", "is not a server's address"), ("http://127.0.0.1:9", "No server answers")):
         assert cli.main(["complete", "x", "--url", url]) == 1
         assert sentence in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Who may use the server: the file of keys, rates, origins and certificates, as far as they can be wrong."""
+"""Access to the server: the key file, rates, origins and certificates, valid and invalid."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from pagewire.config.resolve import resolve_http
 from pagewire.errors import ConfigError
 
 
-def decide(*of_the_file: ApiKey, **settings: object) -> HttpConfig:
-    return resolve_http(make_config(**settings), of_the_file, ())
+def decide(*file_keys: ApiKey, **settings: object) -> HttpConfig:
+    return resolve_http(make_config(**settings), file_keys, ())
 
 
-def test_a_file_of_keys(tmp_path: Path) -> None:
+def test_a_key_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# people\n\nsk-a\n  sk-b   tokens_per_minute=5 requests_per_minute=7\n#sk-c\nsk#d\n")
     assert read_key_file(file) == (ApiKey("sk-a"), ApiKey("sk-b", 7, 5), ApiKey("sk#d"))
@@ -26,7 +26,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["sk-secret 5", "sk-secret rpm=5", "sk-secret requests_per_minute=", "sk-secret tokens_per_minute=0"]
 )
-def test_a_wrong_line_is_named_without_its_key(tmp_path: Path, line: str) -> None:
+def test_an_invalid_line_is_named_without_its_key(tmp_path: Path, line: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"sk-a\n{line}\n")
     with pytest.raises(ConfigError, match="line 2: after the key there may be") as wrong:
@@ -37,7 +37,7 @@ def test_a_wrong_line_is_named_without_its_key(tmp_path: Path, line: str) -> Non
 @pytest.mark.parametrize(
     ("content", "sentence"), [(b"# none\n", "holds no key"), (b"\xff", "not UTF-8"), (None, "No such file")]
 )
-def test_a_file_that_cannot_be_used(tmp_path: Path, content: bytes | None, sentence: str) -> None:
+def test_an_unusable_key_file_is_refused(tmp_path: Path, content: bytes | None, sentence: str) -> None:
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
@@ -66,18 +66,18 @@ def test_general_rates_are_for_keys_without_their_own() -> None:
         ({"root_path": "llm"}, "--root-path llm must begin with a slash"),
     ],
 )
-def test_what_cannot_be(settings: dict[str, object], sentence: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         decide(**settings)
 
 
-def test_what_can_be() -> None:
+def test_valid_settings_are_accepted() -> None:
     http = decide(ssl_certfile="c", ssl_ca_certs="a", ssl_cert_reqs=1, allowed_origins=("*", "http://localhost:3000"))
     assert http.listen.ssl_certfile == "c" and len(http.clients.allowed_origins) == 2
     assert [decide(root_path=path).listen.root_path for path in ("", "/", "/a/b/")] == ["", "", "/a/b"]
 
 
-def test_there_are_not_too_many_flags() -> None:
+def test_serve_has_at_most_80_flags() -> None:
     parser: Any = build_parser()
     serve = parser._subparsers._group_actions[0].choices["serve"]
     assert len(serve._actions) <= 80

@@ -1,4 +1,4 @@
-"""Flags, sizes and the pure function that decides the rest."""
+"""The structs of the configuration, and helpers of the tests of this folder."""
 
 import argparse
 from types import UnionType
@@ -33,12 +33,12 @@ def decide(config: Config, model: ModelFacts = MODEL) -> EngineConfig:
     return resolve(config, model, MachineFacts(num_cores=4))
 
 
-def test_without_flags_it_is_the_default() -> None:
+def test_without_flags_the_config_is_the_default() -> None:
     assert parse() == Config()
 
 
 def test_a_field_is_declared_in_one_struct() -> None:
-    """Except that `EngineConfig` narrows fields that it inherits from `EngineOptions`."""
+    """The exception is `EngineConfig`, which narrows fields that it inherits from `EngineOptions`."""
     sections = [struct for struct in get_type_hints(Config).values() if issubclass(struct, msgspec.Struct)]
     given = [EngineConfig, HttpConfig, ServerConfig, RouteConfig, ModelFacts, MachineFacts]
     owner: dict[str, type[msgspec.Struct]] = {}

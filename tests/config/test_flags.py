@@ -1,4 +1,4 @@
-"""Flags of the command line, made of the fields of Config."""
+"""Flags of the command line, which follow from the fields of Config."""
 
 import argparse
 
@@ -31,7 +31,7 @@ def test_flags_become_typed_values() -> None:
         (["--drain-timeout", "-1"], "--drain-timeout: expected float >= 0.0."),
     ],
 )
-def test_a_wrong_flag_gives_one_sentence(argv: list[str], sentence: str) -> None:
+def test_an_invalid_flag_gives_one_sentence(argv: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse(*argv)
     assert str(error.value) == sentence
@@ -59,6 +59,6 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1", "2X", "G", "1e9", "0x10"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)

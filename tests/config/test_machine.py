@@ -20,7 +20,7 @@ def test_facts_about_the_machine_can_be_replaced() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"has_compiler": 3}', '{"cores": 3}'])
-def test_what_is_no_fact_about_a_machine(text: str) -> None:
+def test_invalid_overrides_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=OVERRIDES):
         machine_facts({OVERRIDES: text})
 

@@ -1,4 +1,4 @@
-"""Files of a model's folder that are none, never end, or are no JSON."""
+"""Files of a model's folder that are not regular files, too large, or not JSON."""
 
 import os
 from pathlib import Path
@@ -21,19 +21,19 @@ from pagewire.errors import ConfigError, PagewireError
         (b'{"a": "\xff"}', "utf-8"),
     ],
 )
-def test_what_is_no_json(tmp_path: Path, data: bytes, words: str) -> None:
+def test_damaged_json_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
     (tmp_path / "config.json").write_bytes(data)
     with pytest.raises(ConfigError, match=rf"config\.json is damaged: .*{words}"):
         read_object(tmp_path / "config.json")
 
 
-def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "text").write_bytes(b"caf\xe9")
     for path, words in (
         (tmp_path, "not a regular file"),
-        (tmp_path / "pipe", "not a regular file"),  # which nobody writes to
+        (tmp_path / "pipe", "not a regular file"),  # without a writer
         (Path("/dev/zero"), "not a regular file"),
         (tmp_path / "loop", "symbolic links"),
         (tmp_path / "a\0b", "null byte"),
@@ -49,7 +49,7 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         read_file(tmp_path / "text")
 
 
-def test_what_an_error_quotes_stays_in_its_line() -> None:
+def test_an_error_is_one_printable_line_of_bounded_length() -> None:
     error = PagewireError("no \x1b[2J\n\u202e\ud800 " + "x" * 100_000 + " end.")
     assert str(error).isprintable() and len(str(error)) < 1200
     assert str(error).startswith("no \\x1b[2J\\n\\u202e\\ud800 xxx") and str(error).endswith("x end.")

@@ -9,13 +9,13 @@ from pagewire.config.plugins import find_class, split_spec
 from pagewire.errors import ConfigError
 
 
-def test_a_name_and_its_options() -> None:
+def test_a_spec_is_a_name_with_options() -> None:
     assert split_spec("--flag", "module:Class") == ("module:Class", {})
     assert split_spec("--flag", "disk,path=/a=b,size=4G") == ("disk", {"path": "/a=b", "size": "4G"})
 
 
 @pytest.mark.parametrize("spec", ["name,", "name,x", "name,=1", "name,a=1,a=2"])
-def test_options_that_are_none(spec: str) -> None:
+def test_invalid_options_are_refused(spec: str) -> None:
     with pytest.raises(ConfigError, match="is not an option=value"):
         split_spec("--flag", spec)
 
@@ -35,7 +35,9 @@ def test_a_class_is_found_by_its_name_and_methods() -> None:
         ("breaks:Class", r"breaks cannot be imported \(ValueError: at once\)"),
     ],
 )
-def test_what_cannot_be_found(target: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_class_is_refused(
+    target: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "breaks.py").write_text("raise ValueError('at once')")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=sentence):

@@ -18,7 +18,7 @@ def test_speculation_and_an_extension_exclude_each_other() -> None:
 
 
 @pytest.mark.parametrize("flags", [{"kv_connector": ("host,size=1G",)}, {"extension": "module:Class"}])
-def test_what_knows_one_rank_is_refused_beside_several(flags: dict[str, object]) -> None:
+def test_features_for_one_rank_are_refused_with_several(flags: dict[str, object]) -> None:
     decide(make_config(**flags))
     with pytest.raises(ConfigError, match="knows the KV of one rank only"):
         decide(make_config(**flags, tensor_parallel_size=2))
@@ -29,14 +29,14 @@ def test_ranks_share_the_cores() -> None:
     assert decide(make_config(tensor_parallel_size=2, threads=3)).num_threads == 3
 
 
-def test_resolve_fills_in_what_was_left_open() -> None:
+def test_resolve_fills_in_open_settings() -> None:
     engine = decide(Config())
     assert engine.max_model_len == 4096 and engine.dtype == "float32" and engine.num_threads == 4
     assert engine.served_model_names == ("m",) and engine.model.eos_token_ids == (2,)
     assert decide(make_config(dtype="float32", threads=1, max_model_len=100)).num_threads == 1
 
 
-def test_parsers_are_the_templates_unless_one_says_another() -> None:
+def test_parsers_are_those_of_the_template_unless_set() -> None:
     model = msgspec.structs.replace(MODEL, tool_calls_shown="mistral", reasoning_shown="qwen3")
     config = decide(Config(), model)
     assert (config.tool_call_parser, config.reasoning_parser) == ("mistral", "qwen3")
@@ -44,7 +44,7 @@ def test_parsers_are_the_templates_unless_one_says_another() -> None:
     assert (config.tool_call_parser, config.reasoning_parser) == ("pythonic", "none")
 
 
-def test_what_a_cpu_gets() -> None:
+def test_defaults_on_a_cpu() -> None:
     assert decide(make_config(device="cpu")).max_num_batched_tokens == 512
     assert decide(make_config(device="cuda")).max_num_batched_tokens == 2048
     assert decide(make_config(device="cpu", max_num_batched_tokens=64)).max_num_batched_tokens == 64
@@ -86,7 +86,7 @@ def test_what_a_cpu_gets() -> None:
 def test_types_and_kernels(
     model: dict[str, object], machine: dict[str, object], flags: dict[str, object], expected: tuple[str | None, ...]
 ) -> None:
-    """(of weights and KV, of activations, what computes, what is promised); a machine with 1,000 bytes of memory."""
+    """`expected`: (weights and KV, activations, kernels, batch invariance) with 1,000 bytes of memory."""
     engine = resolve(
         make_config(**flags),
         msgspec.structs.replace(MODEL, **{"weight_bytes": 10} | model),
@@ -99,7 +99,7 @@ def test_types_and_kernels(
 @pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16"}, {"cpu_kernels": "torch"}, {"quantization": "int8"}])
 @pytest.mark.parametrize("facts", [{}, NO_COMPILER, {"memory_bytes": 10}])
 @pytest.mark.parametrize("model", [{}, {"is_native": False}, {"checkpoint_dtype": "bfloat16"}])
-def test_instructions_for_bfloat16_decide_nothing(
+def test_bfloat16_instructions_change_no_setting(
     flags: dict[str, object], facts: dict[str, object], model: dict[str, object]
 ) -> None:
     """So a request has the same tokens on every processor."""
@@ -127,7 +127,7 @@ def test_instructions_for_bfloat16_decide_nothing(
         ({}, {}, {"is_native": False}, "is not there for m, which runs in transformers"),
     ],
 )
-def test_deterministic_says_what_stands_in_its_way(
+def test_deterministic_names_what_excludes_it(
     flags: dict[str, object], facts: dict[str, object], model: dict[str, object], sentence: str
 ) -> None:
     def decide_here(config: Config) -> EngineConfig:
@@ -139,7 +139,7 @@ def test_deterministic_says_what_stands_in_its_way(
         decide_here(make_config(deterministic=True, **flags))
 
 
-def test_the_operator_is_warned_where_company_shows() -> None:
+def test_the_operator_is_warned_if_tokens_may_depend_on_the_batch() -> None:
     model = msgspec.structs.replace(MODEL, checkpoint_dtype="bfloat16")
     assert decide(Config(), model).invariance_warning is None
     assert decide(make_config(dtype="bfloat16", deterministic=True), model).invariance_warning is None
@@ -153,6 +153,6 @@ def test_the_operator_is_warned_where_company_shows() -> None:
         assert "tokens may depend on what else is served" in str(decide(config, model).invariance_warning), config
 
 
-def test_resolve_refuses_more_context_than_there_is() -> None:
+def test_resolve_refuses_more_context_than_the_model_has() -> None:
     with pytest.raises(ConfigError, match="--max-model-len 5000 is more than the 4096 tokens"):
         decide(make_config(max_model_len=5000))

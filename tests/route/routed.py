@@ -20,7 +20,7 @@ from pagewire.route.serve import RouterServer
 
 
 class MortalEngine(FakeEngine):
-    """Breaks off every connection after `dies_at` pieces of a stream."""
+    """An engine whose server closes every connection after `dies_at` pieces of a stream."""
 
     def __init__(self, pieces: list[str], *, dies_at: int | None = None) -> None:
         super().__init__(pieces)
@@ -42,13 +42,13 @@ class Behind(Served):
         super().__init__(listener, engine=engine, **config)
         self.address = f"http://127.0.0.1:{self.port}"
         if isinstance(engine, MortalEngine):
-            engine.on_death = self.go
+            engine.on_death = self.abort
 
     def __enter__(self) -> "Behind":
         return self
 
-    def go(self) -> None:
-        """Closes everything; called on the server's thread."""
+    def abort(self) -> None:
+        """Close every listener and connection; called on the server's thread."""
         for server in self._server.servers:
             server.close()
         for connection in list(self._server.server_state.connections):
@@ -56,7 +56,7 @@ class Behind(Served):
 
 
 class Answered:
-    """The answer to a client."""
+    """The answer that a client received."""
 
     def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.status = status
@@ -81,13 +81,13 @@ class Answered:
 
     @property
     def text(self) -> str:
-        """The text of a completion's stream that ended without an error."""
+        """The text of a streamed completion, which must have ended without an error."""
         assert self.status == 200 and self.events[-1] == "[DONE]", self.body
         return "".join(choice["text"] for event in self.events[:-1] for choice in event["choices"])
 
 
 class Routed:
-    """A running router; a context that ends it."""
+    """A running router, which the context manager stops."""
 
     def __init__(self, *engines: Behind | str, wait: bool = True, **config: Any) -> None:
         urls = tuple(engine.address if isinstance(engine, Behind) else engine for engine in engines)
@@ -127,7 +127,7 @@ class Routed:
     def wait_ready(self, num: int) -> None:
         until(
             lambda: sum(engine.is_able for engine in self.server.fleet.engines) == num,
-            lambda: f"{num} engines are able: {[engine.state() for engine in self.server.fleet.engines]}",
+            lambda: f"{num} engines are ready: {[engine.state() for engine in self.server.fleet.engines]}",
         )
 
     def ask(self, path: str, body: Any = None, *, method: str | None = None, **headers: str) -> Answered:

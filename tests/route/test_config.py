@@ -1,4 +1,4 @@
-"""What a router is told, and what several engines of one launch cannot be told."""
+"""Settings of a router, and settings that several engines of one launch cannot have."""
 
 import argparse
 from typing import Any
@@ -18,7 +18,7 @@ def read(*argv: str) -> RouteConfig:
     return read_route(parser.parse_args(argv))
 
 
-def test_a_router_has_the_door_of_a_server() -> None:
+def test_a_router_has_the_network_flags_of_a_server() -> None:
     config = read("--engines", "http://a:1/, unix:/b", "--api-key", "k", "--admin-api-key", "r", "--outage-wait", "3")
     assert config.engines == ("http://a:1", "unix:/b")
     assert [key.key for key in config.http.api_keys] == ["k"] and [key.key for key in config.http.admin_keys] == ["r"]
@@ -35,7 +35,7 @@ def test_a_router_has_the_door_of_a_server() -> None:
         ["--engines", "http://a:1", "--ssl-certfile", "/nothing"],
     ],
 )
-def test_what_cannot_be_is_said(argv: list[str]) -> None:
+def test_invalid_settings_are_refused(argv: list[str]) -> None:
     with pytest.raises(ConfigError):
         read(*argv)
 
@@ -49,7 +49,7 @@ def test_what_cannot_be_is_said(argv: list[str]) -> None:
         ("kv_connector", ("host,size=1G", "disk,path=x")),
     ],
 )
-def test_what_only_one_engine_can_have_is_refused_for_several(field: str, value: Any) -> None:
+def test_settings_for_one_engine_are_refused_for_several(field: str, value: Any) -> None:
     engine, http = split_settings({field: value})
     with pytest.raises(ConfigError, match=field.replace("_", "-")):
         Replicas(ServerConfig(engine=engine, http=http))

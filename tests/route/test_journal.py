@@ -1,4 +1,4 @@
-"""What a stream's client gets, whoever goes on with it, and wherever the stream broke off."""
+"""A chat stream that several engines produced, one after another: the client receives it complete and once."""
 
 import random
 from typing import Any
@@ -19,14 +19,14 @@ OUTPUT = (
 
 
 class Output:
-    """One output, a token a character, as an engine tells of it."""
+    """One output with a token per character, and the streams in which engines send it."""
 
     def __init__(self, text: str, *, has_logprobs: bool = False) -> None:
         self.text = text
         self._has_logprobs = has_logprobs
 
     def events(self, cuts: list[int], num_resumed: int = 0) -> list[bytes]:
-        """A chat stream's events, of an engine that draws these pieces behind so many resumed tokens."""
+        """The events of a chat stream, cut into pieces after `num_resumed` tokens that another engine sampled."""
         reply = ChatReply(
             model="m",
             created=len(cuts) + num_resumed,
@@ -47,7 +47,7 @@ class Output:
         return [event.removesuffix(b"\n\n") for event in events]
 
     def _resumed(self, num: int) -> Chunk:
-        """What an engine that goes on says first."""
+        """The first chunk of an engine that resumes."""
         chunk = self._chunk(0, num)
         return msgspec.structs.replace(chunk, logprobs=None, lengths=ids_to_bytes([1] * num))
 
@@ -66,8 +66,8 @@ class Output:
         )
 
 
-def told(events: list[bytes]) -> dict[str, Any]:
-    """Everything that a client puts together from a stream."""
+def assembled(events: list[bytes]) -> dict[str, Any]:
+    """All that a client assembles from a stream."""
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "ids": [], "logprobs": [], "ends": []}
     for event in (msgspec.json.decode(event[6:]) for event in events):
         found.setdefault("id", event["id"])
@@ -92,16 +92,16 @@ def told(events: list[bytes]) -> dict[str, Any]:
 
 
 def num_resumed_by(journal: Journal) -> int:
-    """Tokens that the next engine is told of."""
+    """The number of tokens that are sent to the next engine."""
     resumption: dict[str, Any] = journal.resumption(1)
     return len(resumption.get("resume_token_ids", [[]])[0])
 
 
 @pytest.mark.parametrize("shows_ids", [False, True])
 @pytest.mark.parametrize("has_logprobs", [False, True])
-def test_wherever_it_breaks_the_client_gets_the_whole_once(shows_ids: bool, has_logprobs: bool) -> None:
+def test_a_stream_is_complete_and_without_repetition_wherever_it_breaks(shows_ids: bool, has_logprobs: bool) -> None:
     output = Output(OUTPUT, has_logprobs=has_logprobs)
-    whole = told(output.events(list(range(1, len(OUTPUT)))))
+    whole = assembled(output.events(list(range(1, len(OUTPUT)))))
     assert len(whole["calls"]) == 2 and whole["reasoning"] and whole["content"] and whole["ids"]
     assert whole["ends"][-1]["completion_tokens_details"]["reasoning_tokens"] > 20
     if not shows_ids:
@@ -111,7 +111,7 @@ def test_wherever_it_breaks_the_client_gets_the_whole_once(shows_ids: bool, has_
         journal = ChatJournal(shows_ids=shows_ids)
         got: list[bytes] = []
         num_resumed = 0
-        for _ in range(rng.randrange(1, 4)):  # engines that break off, each going on behind the one before
+        for _ in range(rng.randrange(1, 4)):  # engines that fail, each resuming after the one before
             events = output.events(list(range(num_resumed + 1, len(OUTPUT))), num_resumed)
             for event in events[: rng.randrange(len(events))]:
                 got += [fresh] if (fresh := journal.take(event)) is not None else []
@@ -119,14 +119,14 @@ def test_wherever_it_breaks_the_client_gets_the_whole_once(shows_ids: bool, has_
             num_resumed = num_resumed_by(journal)
         for event in output.events(list(range(num_resumed + 1, len(OUTPUT))), num_resumed):
             got += [fresh] if (fresh := journal.take(event)) is not None else []
-        assert told(got) == whole, f"seed {seed}"
+        assert assembled(got) == whole, f"seed {seed}"
         assert journal.num_ids == len(OUTPUT)
 
 
-def test_pieces_may_be_cut_in_other_places() -> None:
-    """An engine that resumes nothing says everything again, and perhaps in larger pieces."""
+def test_the_next_engine_may_cut_the_output_into_other_pieces() -> None:
+    """An engine that cannot resume repeats the whole output, perhaps in larger pieces."""
     output = Output(OUTPUT, has_logprobs=True)
-    whole = told(output.events([]))
+    whole = assembled(output.events([]))
     for seed in range(40):
         rng = random.Random(seed)
         journal = ChatJournal(shows_ids=True)
@@ -136,19 +136,19 @@ def test_pieces_may_be_cut_in_other_places() -> None:
             for event in events if is_last else events[: rng.randrange(len(events))]:
                 got += [fresh] if (fresh := journal.take(event)) is not None else []
             journal.restart()
-        both = told(got)
-        assert both.pop("ends")[:2] == whole["ends"][:2]  # of a piece of several tokens all or none are reasoning
+        both = assembled(got)
+        assert both.pop("ends")[:2] == whole["ends"][:2]  # all tokens of a piece count as reasoning, or none
         assert both == {name: value for name, value in whole.items() if name != "ends"}, f"seed {seed}"
 
 
-def test_what_the_client_did_not_ask_for_is_hidden() -> None:
+def test_token_ids_that_the_client_did_not_request_are_hidden() -> None:
     journal = ChatJournal(shows_ids=False)
     events = [journal.take(event) for event in Output(OUTPUT).events(list(range(1, len(OUTPUT))))]
-    assert None in events, "what has only token ids is nothing to its client"
+    assert None in events, "an event with token ids only is dropped"
     assert not any(b"token_ids" in event for event in events if event is not None)
 
 
-def test_another_output_is_noticed() -> None:
+def test_a_different_output_is_detected() -> None:
     journal = ChatJournal(shows_ids=False)
     for event in Output("One two").events([1, 2, 3, 4])[:4]:
         journal.take(event)

@@ -1,4 +1,4 @@
-"""What a router's /metrics says, and that Prometheus can read it."""
+"""A router's /metrics: Prometheus parses it, and the reference lists its names."""
 
 from harness import FakeEngine, request
 from prometheus_client.parser import text_string_to_metric_families
@@ -9,7 +9,7 @@ from pagewire.tools import reference
 from .routed import Behind, Routed
 
 
-def test_the_page_is_prometheus_and_the_reference_has_every_name() -> None:
+def test_prometheus_parses_the_page_and_the_reference_has_every_name() -> None:
     with Behind(FakeEngine(["Hi"])) as engine, Routed(engine) as router:
         assert router.complete().status == 200 and router.complete(max_tokens=-1).status == 400
         families = {f.name: f for f in text_string_to_metric_families(router.ask("/metrics").body.decode())}

@@ -1,4 +1,4 @@
-"""Blocks of prompts, and who has seen them."""
+"""Blocks of prompts, and the engines that have processed them."""
 
 from pagewire.route.prefixes import BLOCK_BYTES, MAX_BLOCKS, Prefixes, prefix_blocks
 
@@ -13,21 +13,21 @@ def test_equal_beginnings_have_equal_blocks() -> None:
     assert prefix_blocks(b"another owner", LONG)[0] != whole[0]
 
 
-def test_a_part_of_a_block_is_none() -> None:
+def test_only_whole_blocks_up_to_a_maximum_count() -> None:
     assert prefix_blocks(b"", LONG[: BLOCK_BYTES - 1]) == []
     assert len(prefix_blocks(b"", b"x" * BLOCK_BYTES * (MAX_BLOCKS + 9))) == MAX_BLOCKS
 
 
-def test_the_longest_beginning_is_found() -> None:
+def test_the_longest_prefix_of_each_holder_is_found() -> None:
     prefixes = Prefixes()
     prefixes.add([1, 2, 3, 4], holder=7)
     prefixes.add([1, 2, 8], holder=9)
     assert prefixes.matches([1, 2, 3, 5]) == {7: 3, 9: 2}
-    assert prefixes.matches([2, 3]) == {7: 2, 9: 1}  # a block's number says what is before it; here it does not
+    assert prefixes.matches([2, 3]) == {7: 2, 9: 1}  # real block hashes include the blocks before them; these do not
     assert prefixes.matches([5, 1]) == {} and prefixes.matches([]) == {}
 
 
-def test_who_lacks_a_block_does_not_come_in_again_behind_it() -> None:
+def test_a_holder_that_lacks_a_block_does_not_match_later_blocks() -> None:
     prefixes = Prefixes()
     prefixes.add([1, 2, 3], holder=7)
     prefixes.add([3], holder=9)
@@ -35,7 +35,7 @@ def test_who_lacks_a_block_does_not_come_in_again_behind_it() -> None:
     assert prefixes.matches([1, 2, 3]) == {7: 3, 9: 1}
 
 
-def test_the_ends_of_what_was_used_longest_ago_are_forgotten_first() -> None:
+def test_the_ends_of_the_least_recently_used_prefixes_are_evicted_first() -> None:
     prefixes = Prefixes(capacity=4)
     prefixes.add([1, 2, 3], holder=7)
     prefixes.add([4, 5], holder=8)

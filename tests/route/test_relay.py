@@ -1,4 +1,4 @@
-"""Requests through a router: where they go, what is tried again, and what comes back."""
+"""Requests through a router: the choice of engine, retries, resumed streams, and answers."""
 
 import json
 import re
@@ -29,16 +29,16 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def behind(stack: ExitStack, *engines: FakeEngine, **config: Any) -> list[Behind]:
+def serve(stack: ExitStack, *engines: FakeEngine, **config: Any) -> list[Behind]:
     return [stack.enter_context(Behind(engine, **config)) for engine in engines]
 
 
-def num_asked(engines: list[Behind]) -> list[int]:
+def num_submits(engines: list[Behind]) -> list[int]:
     return [len(engine.engine.submits) for engine in engines]
 
 
-def test_everything_is_passed_through(stack: ExitStack) -> None:
-    engines = behind(stack, FakeEngine(PIECES))
+def test_requests_and_answers_are_passed_through(stack: ExitStack) -> None:
+    engines = serve(stack, FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     answer = router.complete(max_tokens=50)
     assert answer.status == 200 and answer.json["choices"][0]["text"] == TEXT
@@ -51,8 +51,8 @@ def test_everything_is_passed_through(stack: ExitStack) -> None:
     assert router.ask("/v1/files").json["data"] == []
 
 
-def test_what_is_no_request_is_the_engine_s_to_refuse(stack: ExitStack) -> None:
-    engines = behind(stack, FakeEngine(PIECES))
+def test_invalid_requests_are_refused_by_the_engine(stack: ExitStack) -> None:
+    engines = serve(stack, FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     stream = b'"stream": true'
     deep, numbers = b"[" * 3000 + b"]" * 3000, b"1e999, 123456789012345678901234567890, 0.5"
@@ -83,11 +83,9 @@ def test_what_is_no_request_is_the_engine_s_to_refuse(stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize(("return_token_ids", "logprobs"), [(False, None), (False, 2), (True, 0)])
-def test_a_stream_is_what_it_is_without_a_router(
-    stack: ExitStack, return_token_ids: bool, logprobs: int | None
-) -> None:
+def test_a_stream_is_the_same_without_a_router(stack: ExitStack, return_token_ids: bool, logprobs: int | None) -> None:
     engine = FakeEngine(PIECES)
-    (served,) = behind(stack, engine)
+    (served,) = serve(stack, engine)
     router = stack.enter_context(Routed(served))
     body = {"prompt": "abc", **STREAM, "return_token_ids": return_token_ids, "logprobs": logprobs, "seed": 5, "n": 2}
     body["stream_options"] = {"include_usage": True}
@@ -99,21 +97,21 @@ def test_a_stream_is_what_it_is_without_a_router(
     assert found[0] == found[1]
 
 
-def test_a_stream_draws_with_a_seed_that_can_be_repeated(stack: ExitStack) -> None:
-    (served,) = engines = behind(stack, FakeEngine(PIECES))
+def test_the_router_gives_each_stream_a_seed(stack: ExitStack) -> None:
+    (served,) = engines = serve(stack, FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     assert router.complete(**STREAM).text == router.complete(**STREAM, seed=9).text == TEXT
     assert router.complete(**STREAM, prompt=["a", "b"], temperature=1).events[-1] == "[DONE]"
     first, second, *several = served.engine.submits
     assert first.text.prompt and first.sampling.seed != second.sampling.seed == 9
-    assert len({order.sampling.seed for order in several}) == 2, "two prompts draw on their own"
+    assert len({submit.sampling.seed for submit in several}) == 2, "each prompt has a seed of its own"
 
 
 @pytest.mark.parametrize(
     "encodings", [(b"identity", b"chunked"), (b"chunked", b"chunked"), (b"gzip, chunked",), (b"x",)]
 )
 def test_a_body_of_unclear_length_is_refused(stack: ExitStack, encodings: tuple[bytes, ...]) -> None:
-    (engine,) = behind(stack, FakeEngine(PIECES))
+    (engine,) = serve(stack, FakeEngine(PIECES))
     router = stack.enter_context(Routed(engine))
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += b"".join(b"transfer-encoding: %b\r\n" % encoding for encoding in encodings)
@@ -128,26 +126,26 @@ def test_a_body_of_unclear_length_is_refused(stack: ExitStack, encodings: tuple[
     assert not engine.engine.submits
 
 
-def test_load_is_shared_out(stack: ExitStack) -> None:
-    engines = behind(stack, FakeEngine(PIECES), FakeEngine(PIECES))
+def test_load_is_balanced(stack: ExitStack) -> None:
+    engines = serve(stack, FakeEngine(PIECES), FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     for i in range(6):
         assert router.complete(prompt=f"{i}").status == 200
-    assert num_asked(engines) == [3, 3]
+    assert num_submits(engines) == [3, 3]
 
 
-def test_a_prompt_goes_where_its_beginning_is(stack: ExitStack) -> None:
-    engines = behind(stack, FakeEngine(PIECES), FakeEngine(PIECES))
+def test_a_prompt_goes_to_the_engine_with_its_prefix(stack: ExitStack) -> None:
+    engines = serve(stack, FakeEngine(PIECES), FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     system = "You are a router's test. " * 60
     for i in range(5):
         assert router.complete(prompt=f"{system}{i}", truncate_prompt_tokens=5).status == 200
-    assert sorted(num_asked(engines)) == [0, 5]
+    assert sorted(num_submits(engines)) == [0, 5]
     assert router.metric("prefix_blocks_met_total") == 4 * (len(system) // 256)
 
 
-def test_an_engine_that_is_much_busier_gets_nothing_for_its_beginnings(stack: ExitStack) -> None:
-    engines = behind(stack, FakeEngine(PIECES), FakeEngine(PIECES), max_queued_requests=100)
+def test_a_prefix_does_not_attract_requests_to_a_much_busier_engine(stack: ExitStack) -> None:
+    engines = serve(stack, FakeEngine(PIECES), FakeEngine(PIECES), max_queued_requests=100)
     router = stack.enter_context(Routed(*engines))
     for engine in engines:
         engine.engine.hold = True
@@ -157,8 +155,8 @@ def test_an_engine_that_is_much_busier_gets_nothing_for_its_beginnings(stack: Ex
     ]
     for thread in threads:
         thread.start()
-    until(lambda: sum(num_asked(engines)) == 8, "all eight are asked for")
-    assert min(num_asked(engines)) >= 2, "eight at once are too many for one of two"
+    until(lambda: sum(num_submits(engines)) == 8, "all eight requests are submitted")
+    assert min(num_submits(engines)) >= 2, "one engine of two does not get nearly all requests"
     for engine in engines:
         engine.engine.hold = False
         assert engine.engine.loop is not None
@@ -167,13 +165,13 @@ def test_an_engine_that_is_much_busier_gets_nothing_for_its_beginnings(stack: Ex
         thread.join(10)
 
 
-def test_what_has_no_byte_yet_is_sent_again(stack: ExitStack) -> None:
+def test_a_request_is_retried_before_the_first_byte(stack: ExitStack) -> None:
     first = MortalEngine(PIECES, dies_at=0)
-    engines = behind(stack, first, FakeEngine(PIECES))
+    engines = serve(stack, first, FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     answers = [router.complete(prompt=f"{i}", max_tokens=50) for i in range(4)]
     assert [answer.json["choices"][0]["text"] for answer in answers] == [TEXT] * 4
-    assert num_asked(engines) == [1, 4] and router.metric("retries_total") == 1
+    assert num_submits(engines) == [1, 4] and router.metric("retries_total") == 1
     assert [state["ready"] for state in router.ask("/health").json["engines"]] == [False, True]
 
 
@@ -181,20 +179,20 @@ def test_what_has_no_byte_yet_is_sent_again(stack: ExitStack) -> None:
     ("dies_at", "fields"),
     [(1, {}), (5, {"n": 3}), (3, {"return_token_ids": True, "logprobs": 1}), (2, {"echo": True, "logprobs": 0})],
 )
-def test_a_stream_goes_on_where_it_was(stack: ExitStack, dies_at: int, fields: dict[str, Any]) -> None:
+def test_a_stream_resumes_on_another_engine(stack: ExitStack, dies_at: int, fields: dict[str, Any]) -> None:
     healthy = FakeEngine(PIECES)
-    engines = behind(stack, MortalEngine(PIECES, dies_at=dies_at), healthy)
+    engines = serve(stack, MortalEngine(PIECES, dies_at=dies_at), healthy)
     router = stack.enter_context(Routed(*engines))
     broken = router.complete(**STREAM, **fields, stream_options={"include_usage": True})
     undisturbed = router.complete(**STREAM, **fields, stream_options={"include_usage": True})
-    assert num_asked(engines)[0] == 1 and router.metric("resumes_total") == 1
+    assert num_submits(engines)[0] == 1 and router.metric("resumes_total") == 1
     assert healthy.submits[0].sampling.seed == engines[0].engine.submits[0].sampling.seed
     assert len({event["id"] for event in broken.events[:-1]}) == 1
-    assert told(broken.events) == told(undisturbed.events)
+    assert assembled(broken.events) == assembled(undisturbed.events)
 
 
-def told(events: list[Any]) -> dict[Any, Any]:
-    """Everything that a stream says, put together by choice."""
+def assembled(events: list[Any]) -> dict[Any, Any]:
+    """All that a stream contains, assembled by choice."""
     assert events[-1] == "[DONE]"
     found: dict[Any, Any] = {"usage": [event["usage"] for event in events[:-1] if event.get("usage")]}
     for event in events[:-1]:
@@ -215,9 +213,11 @@ TYPED: dict[str, dict[str, Any]] = {
 
 
 def typed_text(answer: Answered) -> str:
-    """Of a stream of typed events that ended well, with the last of them checked."""
+    """The text of a stream of typed events, which must have ended without an error."""
     *blocks, rest = answer.body.decode().split("\n\n")
-    assert rest == "" and all(block.startswith("event: ") for block in blocks), "the router's comments are its own"
+    assert rest == "" and all(block.startswith("event: ") for block in blocks), (
+        "comments between servers are not passed on"
+    )
     events = [json.loads(block.partition("data: ")[2]) for block in blocks]
     assert events[-1]["type"] in ("message_stop", "response.completed"), events[-1]
     assert len({event["message"]["id"] for event in events if "message" in event}) in (0, 1)
@@ -227,35 +227,35 @@ def typed_text(answer: Answered) -> str:
 
 @pytest.mark.parametrize("path", TYPED)
 @pytest.mark.parametrize("dies_at", [0, 1, 3, 5])
-def test_a_stream_of_typed_events_goes_on_where_it_was(stack: ExitStack, path: str, dies_at: int) -> None:
+def test_a_stream_of_typed_events_resumes_on_another_engine(stack: ExitStack, path: str, dies_at: int) -> None:
     healthy = FakeEngine(PIECES)
-    engines = behind(stack, MortalEngine(PIECES, dies_at=dies_at), healthy)
+    engines = serve(stack, MortalEngine(PIECES, dies_at=dies_at), healthy)
     router = stack.enter_context(Routed(*engines))
     assert [typed_text(router.ask(path, TYPED[path])) for _ in range(2)] == [TEXT] * 2
-    assert num_asked(engines)[0] == 1 and router.metric("resumes_total") == 1
+    assert num_submits(engines)[0] == 1 and router.metric("resumes_total") == 1
     assert healthy.submits[0].sampling.seed == engines[0].engine.submits[0].sampling.seed
-    assert bool(healthy.submits[0].resume_ids) == (dies_at > 1), "tokens of the last event are drawn again"
+    assert bool(healthy.submits[0].resume_ids) == (dies_at > 1), "tokens of the last event are sampled again"
 
 
-def test_a_response_that_another_engine_went_on_with_is_kept_there(stack: ExitStack) -> None:
-    engines = behind(stack, MortalEngine(PIECES, dies_at=3), FakeEngine(PIECES))
+def test_a_resumed_response_is_stored_by_the_engine_that_ended_it(stack: ExitStack) -> None:
+    engines = serve(stack, MortalEngine(PIECES, dies_at=3), FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     stream = router.ask("/v1/responses", TYPED["/v1/responses"]).body.decode()
     ids = set(re.findall(r'"id":"(resp_[^"]+)"', stream))
     assert len(ids) == 1
     (id,) = ids
-    kept = router.ask(f"/v1/responses/{id}").json
-    assert (kept["id"], kept["output"][0]["content"][0]["text"]) == (id, TEXT)
-    assert f'"item_id":"{kept["output"][0]["id"]}"' in stream
+    stored = router.ask(f"/v1/responses/{id}").json
+    assert (stored["id"], stored["output"][0]["content"][0]["text"]) == (id, TEXT)
+    assert f'"item_id":"{stored["output"][0]["id"]}"' in stream
     assert router.ask("/v1/responses", {"input": "more", "previous_response_id": id}).status == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", *TYPED])
-def test_an_engine_that_is_shutting_down_loses_no_stream(stack: ExitStack, path: str) -> None:
-    leaving = FakeEngine(PIECES)
-    engines = behind(stack, leaving, FakeEngine(PIECES))
+def test_a_shutdown_of_an_engine_breaks_no_stream(stack: ExitStack, path: str) -> None:
+    stopping = FakeEngine(PIECES)
+    engines = serve(stack, stopping, FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
-    leaving.hold = True
+    stopping.hold = True
     texts: list[str] = []
 
     def stream() -> None:
@@ -263,20 +263,20 @@ def test_an_engine_that_is_shutting_down_loses_no_stream(stack: ExitStack, path:
 
     thread = threading.Thread(target=stream)
     thread.start()
-    until(lambda: leaving.submits, "the engine has it")
-    assert leaving.loop is not None
-    leaving.loop.call_soon_threadsafe(leaving.gateway.close, "The server is shutting down.")
+    until(lambda: stopping.submits, "the engine has the request")
+    assert stopping.loop is not None
+    stopping.loop.call_soon_threadsafe(stopping.gateway.close, "The server is shutting down.")
     thread.join(10)
     assert texts == [TEXT]
     router.wait_ready(1)
     assert [router.complete(prompt=f"{i}").status for i in range(3)] == [200] * 3
-    assert num_asked(engines) == [1, 4]
+    assert num_submits(engines) == [1, 4]
 
 
-def test_a_full_engine_s_requests_go_to_another_and_a_full_fleet_says_so(stack: ExitStack) -> None:
+def test_requests_of_a_full_engine_go_to_another_until_all_are_full(stack: ExitStack) -> None:
     full, free = FakeEngine(PIECES), FakeEngine(PIECES)
     full.refuse = ("queue_full", "The queue is full.")
-    engines = behind(stack, full, free)
+    engines = serve(stack, full, free)
     router = stack.enter_context(Routed(*engines))
     assert [router.complete(prompt=f"{i}").status for i in range(3)] == [200] * 3
     free.refuse = full.refuse
@@ -284,62 +284,62 @@ def test_a_full_engine_s_requests_go_to_another_and_a_full_fleet_says_so(stack: 
     assert (answer.status, answer.code) == (429, "queue_full") and answer.headers["retry-after"]
 
 
-def test_an_engine_s_own_errors_are_not_tried_again(stack: ExitStack) -> None:
+def test_internal_errors_of_an_engine_are_not_retried(stack: ExitStack) -> None:
     engine = FakeEngine(PIECES)
     engine.fail_after = 2
-    engines = behind(stack, engine, FakeEngine(PIECES))
+    engines = serve(stack, engine, FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     answers = [router.complete(prompt=f"{i}").status for i in range(2)]
-    assert sorted(answers) == [200, 500] and num_asked(engines) == [1, 1]
+    assert sorted(answers) == [200, 500] and num_submits(engines) == [1, 1]
     ends = [router.complete(prompt=f"{i}", **STREAM).events[-1] for i in range(2)]
     assert sum(end != "[DONE]" and "error" in end for end in ends) == 1
 
 
-def test_a_request_that_engines_die_of_is_given_up(stack: ExitStack) -> None:
-    engines = behind(stack, *(MortalEngine(PIECES, dies_at=2) for _ in range(2)), MortalEngine(PIECES, dies_at=2))
+def test_a_request_that_kills_engines_is_given_up(stack: ExitStack) -> None:
+    engines = serve(stack, *(MortalEngine(PIECES, dies_at=2) for _ in range(2)), MortalEngine(PIECES, dies_at=2))
     router = stack.enter_context(Routed(*engines))
     *_, last = router.complete(**STREAM, temperature=0).events
     assert last["error"]["code"] == "engine_unavailable" and "not tried again" in last["error"]["message"]
-    assert sorted(num_asked(engines)) == [1, 1, 1], "the first of them had said something new"
+    assert sorted(num_submits(engines)) == [1, 1, 1], "the first engine had delivered new tokens"
     assert router.metric('failures_total{reason="fruitless"}') == 1
 
 
 @pytest.mark.parametrize("fields", [{}, STREAM])
-def test_a_request_that_engines_fail_of_is_given_up(stack: ExitStack, fields: dict[str, Any]) -> None:
-    """As above, but the engines have the time to say that they have failed for good."""
+def test_a_request_on_which_engines_fail_is_given_up(stack: ExitStack, fields: dict[str, Any]) -> None:
+    """As above, but the engines report their failure before their connections close."""
     mortal = [MortalEngine(PIECES, dies_at=0) for _ in range(3)]
-    engines = behind(stack, *mortal)
+    engines = serve(stack, *mortal)
     for engine in mortal:
         engine.on_death = partial(engine.gateway.close, "The engine has failed.", has_failed=True)
     router = stack.enter_context(Routed(*engines))
     answer = router.complete(**fields, temperature=0)
     error = answer.json["error"] if not fields else answer.events[-1]["error"]
     assert error["code"] == "engine_unavailable" and "2 engines were lost" in error["message"]
-    assert sorted(num_asked(engines)) == [0, 1, 1]
+    assert sorted(num_submits(engines)) == [0, 1, 1]
 
 
-class Forgetful(FakeEngine):
-    """Has never heard of resume_token_ids, and draws everything again."""
+class NonResumingEngine(FakeEngine):
+    """An engine that ignores resume_token_ids and samples everything again."""
 
     def post(self, message: Any) -> None:
-        is_order = isinstance(message, Submit)
-        super().post(replace(message, resume_ids=b"", resume_chars=0) if is_order else message)
+        is_submit = isinstance(message, Submit)
+        super().post(replace(message, resume_ids=b"", resume_chars=0) if is_submit else message)
 
 
-def test_an_engine_that_resumes_nothing_goes_on_all_the_same(stack: ExitStack) -> None:
-    engines = behind(stack, MortalEngine(PIECES, dies_at=3), Forgetful(PIECES))
+def test_a_stream_continues_on_an_engine_that_cannot_resume(stack: ExitStack) -> None:
+    engines = serve(stack, MortalEngine(PIECES, dies_at=3), NonResumingEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     assert router.complete(**STREAM).text == TEXT
 
 
-def test_an_engine_that_answers_something_else_does_not_go_on(stack: ExitStack) -> None:
-    engines = behind(stack, MortalEngine(PIECES, dies_at=3), Forgetful(["Something", " else"]))
+def test_a_stream_fails_if_the_next_engine_samples_other_tokens(stack: ExitStack) -> None:
+    engines = serve(stack, MortalEngine(PIECES, dies_at=3), NonResumingEngine(["Something", " else"]))
     router = stack.enter_context(Routed(*engines))
     *_, last = router.complete(**STREAM).events
     assert "sampled other tokens" in last["error"]["message"]
 
 
-def test_without_an_engine_requests_wait_and_then_hear_of_it(stack: ExitStack) -> None:
+def test_without_an_engine_requests_wait_and_then_fail(stack: ExitStack) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     router = stack.enter_context(Routed(f"http://127.0.0.1:{port}", wait=False, outage_wait=0.2))
@@ -348,24 +348,24 @@ def test_without_an_engine_requests_wait_and_then_hear_of_it(stack: ExitStack) -
     assert router.ask("/ready").status == 503 and router.ask("/health").json["status"] == "no engine"
 
 
-def test_a_request_that_waits_is_served_when_the_engine_is_back(stack: ExitStack) -> None:
+def test_a_waiting_request_is_served_when_the_engine_is_back(stack: ExitStack) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     router = stack.enter_context(Routed(f"http://127.0.0.1:{port}", wait=False))
     texts: list[str] = []
     thread = threading.Thread(target=lambda: texts.append(router.complete(**STREAM).text))
     thread.start()
-    until(lambda: router.metric("open_requests"), "it waits")
+    until(lambda: router.metric("open_requests"), "the request waits")
     listener = socket.create_server(("127.0.0.1", port))
     stack.enter_context(Behind(FakeEngine(PIECES), listener))
     thread.join(10)
     assert texts == [TEXT]
 
 
-def test_a_client_that_leaves_is_forgotten_everywhere(stack: ExitStack) -> None:
+def test_a_disconnect_cancels_the_request_in_router_and_engine(stack: ExitStack) -> None:
     engine = FakeEngine(PIECES)
     engine.hold = True
-    engines = behind(stack, engine)
+    engines = serve(stack, engine)
     router = stack.enter_context(Routed(*engines))
     body = json.dumps({"prompt": "abc", **STREAM}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
@@ -373,13 +373,13 @@ def test_a_client_that_leaves_is_forgotten_everywhere(stack: ExitStack) -> None:
     port = int(router.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(head.encode() + b"\r\n" + body)
-        until(lambda: engine.open, "the engine has it")
-    until(lambda: not engine.open and not router.metric("open_requests"), "it is forgotten")
+        until(lambda: engine.open, "the engine has the request")
+    until(lambda: not engine.open and not router.metric("open_requests"), "the request is cancelled")
     assert engine.cancels
 
 
-def test_stored_responses_are_where_they_were_made(stack: ExitStack) -> None:
-    engines = behind(stack, FakeEngine(PIECES), FakeEngine(PIECES))
+def test_stored_responses_are_found_on_their_engine(stack: ExitStack) -> None:
+    engines = serve(stack, FakeEngine(PIECES), FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     ids = [router.ask("/v1/responses", {"input": f"{i}"}).json["id"] for i in range(4)]
     assert [router.ask(f"/v1/responses/{id}").json["id"] for id in ids] == ids
@@ -389,15 +389,15 @@ def test_stored_responses_are_where_they_were_made(stack: ExitStack) -> None:
     assert router.ask("/v1/responses/resp_unknown").status == 404
 
 
-def test_limits_of_a_key(stack: ExitStack) -> None:
+def test_max_open_requests_bounds_each_key(stack: ExitStack) -> None:
     engine = FakeEngine(PIECES)
     engine.hold = True
-    engines = behind(stack, engine, api_keys=("a", "b"))
+    engines = serve(stack, engine, api_keys=("a", "b"))
     router = stack.enter_context(Routed(*engines, api_keys=("a", "b"), max_open_requests=1))
     assert router.complete().status == 401
     first = threading.Thread(target=router.ask, args=("/v1/completions", {"prompt": "x"}), kwargs={"x_api_key": "a"})
     first.start()
-    until(lambda: engine.submits, "the engine has it")
+    until(lambda: engine.submits, "the engine has the request")
     refused = router.ask("/v1/completions", {"prompt": "x"}, x_api_key="a")
     assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
     assert engine.loop is not None
@@ -407,8 +407,8 @@ def test_limits_of_a_key(stack: ExitStack) -> None:
     assert router.ask("/v1/completions", {"prompt": "x"}, x_api_key="a").status == 200
 
 
-def test_engines_come_and_go_by_an_administrator_s_word(stack: ExitStack) -> None:
-    engines = behind(stack, FakeEngine(PIECES), FakeEngine(PIECES))
+def test_an_administrator_adds_and_removes_engines(stack: ExitStack) -> None:
+    engines = serve(stack, FakeEngine(PIECES), FakeEngine(PIECES))
     router = stack.enter_context(Routed(engines[0], admin_keys=["secret"]))
     bearer = {"authorization": "Bearer secret"}
     assert router.ask("/admin/engines").status == 401
@@ -419,25 +419,25 @@ def test_engines_come_and_go_by_an_administrator_s_word(stack: ExitStack) -> Non
     assert router.ask("/admin/engines", {"remove": engines[0].address}, **bearer).status == 200
     router.wait_ready(1)
     assert [router.complete(prompt=f"{i}").status for i in range(3)] == [200] * 3
-    assert num_asked(engines) == [0, 3]
+    assert num_submits(engines) == [0, 3]
     assert router.ask("/admin/engines", {"remove": engines[0].address}, **bearer).status == 404
 
 
-def test_without_an_admin_key_there_is_no_administrator(stack: ExitStack) -> None:
-    engines = behind(stack, FakeEngine(PIECES))
+def test_without_an_admin_key_the_admin_endpoints_do_not_exist(stack: ExitStack) -> None:
+    engines = serve(stack, FakeEngine(PIECES))
     router = stack.enter_context(Routed(*engines))
     assert router.ask("/admin/engines").status == 404
     assert router.ask("/admin/sleep", {}).status == 404
 
 
-def test_a_router_that_stops_says_so_and_ends_streams_in_good_form(stack: ExitStack) -> None:
+def test_a_router_that_stops_ends_streams_with_an_error_event(stack: ExitStack) -> None:
     engine = FakeEngine(PIECES)
     engine.hold = True
-    engines = behind(stack, engine)
+    engines = serve(stack, engine)
     with Routed(*engines) as router:
         answers: list[Any] = []
         thread = threading.Thread(target=lambda: answers.append(router.complete(**STREAM)))
         thread.start()
-        until(lambda: engine.open, "the engine has it")
+        until(lambda: engine.open, "the engine has the request")
     thread.join(10)
     assert answers[0].status == 200 and answers[0].events[-1]["error"]["code"] == "shutting_down"

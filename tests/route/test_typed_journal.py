@@ -1,4 +1,4 @@
-"""What the client of a stream of typed events gets, whoever goes on with it, and wherever the stream broke off."""
+"""A stream of typed events from several engines, one after another: the client receives it complete and once."""
 
 import random
 from typing import Any
@@ -23,7 +23,7 @@ Fields = dict[str, Any]
 
 
 def engine(api: str, text: str, resumption: Fields, created_at: int) -> list[bytes]:
-    """The stream of an engine that draws a character a token; without the empty lines between its events."""
+    """The events of an engine that samples one character per token, without the empty lines between them."""
     turn = Turn(find_grammar("hermes", "qwen3", True) if "<" in text else None)
     reply: Reply
     if api == "messages":
@@ -53,8 +53,8 @@ def engine(api: str, text: str, resumption: Fields, created_at: int) -> list[byt
     return b"".join([*written, *reply.closing()]).removesuffix(b"\n\n").split(b"\n\n")
 
 
-def said(events: list[bytes]) -> list[Fields]:
-    """A stream's events, with what grows in one piece."""
+def merged_events(events: list[bytes]) -> list[Fields]:
+    """The events of a stream, with consecutive deltas of one text merged."""
     found: list[Fields] = []
     for number, event in enumerate(events):
         head, _, data = event.removesuffix(b"\n\n").partition(b"\ndata: ")
@@ -63,23 +63,23 @@ def said(events: list[bytes]) -> list[Fields]:
         assert fields.pop("sequence_number", number) == number, "one stream has one numbering"
         fields.get("response", {}).pop("completed_at", None)
         before = found[-1] if found else {}
-        if grows(fields) and grows(before) == grows(fields):
-            fields = together(before, fields)
+        if text_key(fields) and text_key(before) == text_key(fields):
+            fields = merged(before, fields)
             found.pop()
         found.append(fields)
     return found
 
 
-def grows(fields: Fields) -> Any:
-    """What an event adds to, if that is a text."""
+def text_key(fields: Fields) -> Any:
+    """The text that an event extends, or None."""
     delta = fields.get("delta", {})
     if isinstance(delta, str):
         return fields["item_id"]
     return (delta["type"], fields["index"]) if delta.get("type", "signature_delta") != "signature_delta" else None
 
 
-def together(before: Fields, fields: Fields) -> Fields:
-    """One event for two."""
+def merged(before: Fields, fields: Fields) -> Fields:
+    """The deltas of two events in one."""
     if isinstance(fields["delta"], str):
         return fields | {"delta": before["delta"] + fields["delta"]}
     (name,) = fields["delta"].keys() - {"type"}
@@ -88,13 +88,13 @@ def together(before: Fields, fields: Fields) -> Fields:
 
 @pytest.mark.parametrize("api", ["messages", "responses"])
 @pytest.mark.parametrize("text", [OUTPUT, "Nothing but a few words."])
-def test_wherever_it_breaks_the_client_gets_the_whole_once(api: str, text: str) -> None:
+def test_a_stream_is_complete_and_without_repetition_wherever_it_breaks(api: str, text: str) -> None:
     for seed in range(60):
         rng = random.Random(seed)
         journal = TypedJournal()
         got: list[bytes] = []
         resumption: Fields = {}
-        for created_at in range(rng.randrange(1, 4)):  # engines that break off, each going on behind the one before
+        for created_at in range(rng.randrange(1, 4)):  # engines that fail, each resuming after the one before
             events = engine(api, text, resumption, created_at)
             for event in events[: rng.randrange(len(events))]:
                 got += [fresh] if (fresh := journal.take(event)) is not None else []
@@ -105,13 +105,13 @@ def test_wherever_it_breaks_the_client_gets_the_whole_once(api: str, text: str) 
             got += [fresh] if (fresh := journal.take(event)) is not None else []
         assert journal.has_ended and (journal.num_ids, journal.num_prompt) == (len(text), 3)
         known = {"resume_id": journal.id}
-        created = said(got)[0].get("response", {}).get("created_at", 0)
+        created = merged_events(got)[0].get("response", {}).get("created_at", 0)
         whole = [event for event in engine(api, text, known, created) if not event.startswith(b":")]
-        assert said(got) == said(whole), f"seed {seed}"
+        assert merged_events(got) == merged_events(whole), f"seed {seed}"
 
 
 @pytest.mark.parametrize("api", ["messages", "responses"])
-def test_an_error_is_told_however_little_was_repeated(api: str) -> None:
+def test_an_error_is_passed_on_before_the_replay_is_complete(api: str) -> None:
     journal = TypedJournal()
     for event in engine(api, OUTPUT, {}, 1)[:200]:
         journal.take(event)
@@ -122,7 +122,7 @@ def test_an_error_is_told_however_little_was_repeated(api: str) -> None:
     assert journal.take(error) == error + b"\n\n" and journal.has_ended
 
 
-def test_another_output_is_noticed() -> None:
+def test_a_different_output_is_detected() -> None:
     journal = TypedJournal()
     for event in engine("messages", "One two", {}, 0)[:9]:
         journal.take(event)

@@ -1,4 +1,4 @@
-"""Sleeping and waking over HTTP: who may, what is answered, and what is refused."""
+"""Sleep and wake-up over HTTP: keys, answers and refusals."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def test_an_engine_is_put_to_sleep_and_woken() -> None:
     engine = FakeEngine()
     app = make_app(engine, **ON)
 
-    async def day() -> None:
+    async def work() -> None:
         async def ask(method: str, path: str) -> object:
             return (await Client(app).call(method, path, headers=ADMIN)).json
 
@@ -29,11 +29,11 @@ def test_an_engine_is_put_to_sleep_and_woken() -> None:
         assert await ask("POST", "/wake_up") == {"is_sleeping": False}
         assert (await Client(app).call("GET", "/ready")).status == 200
 
-    run(day())
+    run(work())
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
-def test_the_key_of_an_administrator_is_needed_and_opens_nothing_else(method: str, path: str) -> None:
+def test_an_admin_key_is_required_and_valid_nowhere_else(method: str, path: str) -> None:
     keys: dict[str, Any] = {**ON, "api_keys": ("user",)}
     user = {"authorization": "Bearer user"}
     assert request(FakeEngine(), path, b"", method=method, **keys).status == 401
@@ -41,11 +41,11 @@ def test_the_key_of_an_administrator_is_needed_and_opens_nothing_else(method: st
     assert request(FakeEngine(), path, b"", method=method, headers=ADMIN, **keys).status == 200
     assert request(FakeEngine(), "/v1/models", headers=ADMIN, **keys).status == 401
     assert request(FakeEngine(), "/v1/models", headers=user, **keys).status == 200
-    assert request(FakeEngine(), path, b"", method=method, **ON).status == 401, "also where users need no key"
+    assert request(FakeEngine(), path, b"", method=method, **ON).status == 401, "also if users need no key"
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
-def test_without_the_flag_there_is_nothing(method: str, path: str) -> None:
+def test_without_the_flag_the_endpoints_do_not_exist(method: str, path: str) -> None:
     assert request(FakeEngine(), path, b"", method=method).status == 404
     assert request(FakeEngine(), path, b"", method=method, headers=ADMIN, admin_keys=ON["admin_keys"]).status == 404
 
@@ -53,7 +53,7 @@ def test_without_the_flag_there_is_nothing(method: str, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "name"), [("/sleep?level=2", "level"), ("/sleep?mode=abort", "mode"), ("/wake_up?tags=weights", "tags")]
 )
-def test_what_it_cannot_do_is_refused_by_name(path: str, name: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(path: str, name: str) -> None:
     engine = FakeEngine()
     answer = request(engine, path, b"", method="POST", headers=ADMIN, **ON)
     assert answer.status == 400 and answer.error["param"] == name and not engine.is_asleep

@@ -1,4 +1,4 @@
-"""Anthropic's messages: blocks and events, what becomes of a conversation, errors in their shape."""
+"""Anthropic's messages: plain and streamed answers, errors in their shape, ignored services, token counts."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ def ask(engine: FakeEngine, **fields: Any) -> Answer:
     return request(engine, "/v1/messages", {"messages": [QUESTION], "max_tokens": 50, **fields})
 
 
-def shown(engine: FakeEngine) -> ChatPrompt:
+def last_prompt(engine: FakeEngine) -> ChatPrompt:
     prompt = engine.submits[-1].prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt
@@ -42,9 +42,9 @@ def test_plain() -> None:
             "cache_read_input_tokens": 1,
         },
     }
-    (order,) = engine.submits
-    assert (order.limits.max_tokens, order.text.stop, order.sampling.temperature) == (50, ("END",), 0.5)
-    assert json.loads(shown(engine).messages) == [{"role": "system", "content": "Be kind."}, QUESTION]
+    (submit,) = engine.submits
+    assert (submit.limits.max_tokens, submit.text.stop, submit.sampling.temperature) == (50, ("END",), 0.5)
+    assert json.loads(last_prompt(engine).messages) == [{"role": "system", "content": "Be kind."}, QUESTION]
 
 
 def test_stream() -> None:
@@ -112,7 +112,7 @@ CLEARING = {
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_services_that_may_be_left_out_are(path: str, fields: dict[str, Any]) -> None:
+def test_optional_services_are_ignored(path: str, fields: dict[str, Any]) -> None:
     """Claude Code asks for some of them with every request."""
     engine = FakeEngine()
     answer = request(engine, path + "?beta=true", {"messages": [QUESTION], "max_tokens": 50, **fields})

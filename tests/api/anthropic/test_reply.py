@@ -12,7 +12,7 @@ from .test_endpoints import CALL, TOOLS, ask, think
 @pytest.mark.parametrize("pieces", [["Let me see. ", CALL, " And", CALL], [CALL], [""], ["x"], list('a "é\n' + CALL)])
 @pytest.mark.parametrize("tools", [TOOLS, []])
 @pytest.mark.parametrize("finish", ["stop", "length"])
-def test_a_stream_gives_the_plain_answer(pieces: list[str], tools: list[Any], finish: str) -> None:
+def test_a_stream_adds_up_to_the_plain_answer(pieces: list[str], tools: list[Any], finish: str) -> None:
     plain = ask(FakeEngine(list(pieces), finish=finish), tools=tools).json
     blocks: list[dict[str, Any]] = []
     *events, delta, _ = ask(FakeEngine(list(pieces), finish=finish), tools=tools, stream=True).typed_events
@@ -54,14 +54,14 @@ def test_events_of_reasoning() -> None:
 
 
 @pytest.mark.parametrize("pieces", [["<think>only"], list("<think>a</think>b"), ["a", "<think>b</think>"]])
-def test_a_stream_of_reasoning_gives_the_plain_answer(pieces: list[str]) -> None:
+def test_a_stream_of_reasoning_adds_up_to_the_plain_answer(pieces: list[str]) -> None:
     plain = [block.get("thinking", block.get("text")) for block in think(False, list(pieces)).json["content"]]
-    grown: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for event in think(True, list(pieces)).typed_events:
         if event["type"] == "content_block_delta":
             piece = event["delta"].get("thinking", event["delta"].get("text", ""))
-            grown[event["index"]] = grown.get(event["index"], "") + piece
-    assert [grown[i] for i in range(len(grown))] == plain
+            texts[event["index"]] = texts.get(event["index"], "") + piece
+    assert [texts[i] for i in range(len(texts))] == plain
 
 
 def test_a_stop_sequence_is_named() -> None:
@@ -69,7 +69,7 @@ def test_a_stop_sequence_is_named() -> None:
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
 
 
-def test_a_call_that_was_cut_has_no_input() -> None:
+def test_a_truncated_call_has_an_empty_input() -> None:
     engine = FakeEngine([CALL[:55]], finish="length")
     (block,) = ask(engine, tools=TOOLS).json["content"]
     assert (block["name"], block["input"]) == ("weather", {})

@@ -1,4 +1,4 @@
-"""What a request for a message becomes, and what is refused."""
+"""Requests for messages: their prompts, and what is refused."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from harness import FakeEngine, request
 
-from .test_endpoints import QUESTION, TOOLS, ask, shown
+from .test_endpoints import QUESTION, TOOLS, ask, last_prompt
 
 
 def test_blocks_become_messages() -> None:
@@ -31,7 +31,7 @@ def test_blocks_become_messages() -> None:
     def call(id: str, arguments: str) -> dict[str, Any]:
         return {"id": id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
 
-    prompt = shown(engine)
+    prompt = last_prompt(engine)
     assert json.loads(prompt.messages) == [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "I look.", "reasoning_content": "hm",
@@ -43,10 +43,10 @@ def test_blocks_become_messages() -> None:
     assert json.loads(prompt.tools)[0]["function"]["name"] == "weather" and engine.submits[0].tenant == "me"
 
 
-def test_a_last_word_of_the_assistant_goes_on() -> None:
+def test_a_final_assistant_message_is_continued() -> None:
     engine = FakeEngine()
     ask(engine, messages=[QUESTION, {"role": "assistant", "content": "Hel"}])
-    assert shown(engine).continue_final_message and not shown(engine).add_generation_prompt
+    assert last_prompt(engine).continue_final_message and not last_prompt(engine).add_generation_prompt
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_last_word_of_the_assistant_goes_on() -> None:
         ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_named(fields: dict[str, Any], words: str) -> None:
+def test_unsupported_fields_are_named(fields: dict[str, Any], words: str) -> None:
     engine = FakeEngine()
     answer = ask(engine, **fields)
     assert answer.status == 400 and not engine.submits
@@ -91,25 +91,25 @@ def test_what_is_not_supported_is_named(fields: dict[str, Any], words: str) -> N
     assert words in answer.json["error"]["message"]
 
 
-def test_both_switches_of_reasoning_are_set() -> None:
+def test_thinking_sets_both_template_variables() -> None:
     engine = FakeEngine()
     for type, is_on in (("adaptive", True), ("disabled", False)):
         ask(engine, thinking={"type": type})
-        assert json.loads(shown(engine).template_kwargs) == {"enable_thinking": is_on, "thinking": is_on}
+        assert json.loads(last_prompt(engine).template_kwargs) == {"enable_thinking": is_on, "thinking": is_on}
     ask(engine, thinking={"type": "disabled"}, chat_template_kwargs={"thinking": True})
-    assert json.loads(shown(engine).template_kwargs) == {"thinking": True}
+    assert json.loads(last_prompt(engine).template_kwargs) == {"thinking": True}
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "words"),
     [
         (500, "prompt is too long: 500 tokens > 128 maximum"),
-        (128, "prompt is too long: 128 tokens > 127 maximum"),  # one is to be generated
-        (0, "prompt is too long: more than 128 tokens > 128 maximum"),  # nobody has counted them
+        (128, "prompt is too long: 128 tokens > 127 maximum"),  # one token must be generated
+        (0, "prompt is too long: more than 128 tokens > 128 maximum"),  # the tokens were not counted
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_a_prompt_that_is_too_long(path: str, num_tokens: int, words: str) -> None:
+def test_a_too_long_prompt_is_refused_in_anthropics_words(path: str, num_tokens: int, words: str) -> None:
     engine = FakeEngine()
     engine.refuse = ("context_length_exceeded", "This model's maximum context length is …", "", num_tokens)
     for stream in (False, True):
@@ -118,7 +118,7 @@ def test_a_prompt_that_is_too_long(path: str, num_tokens: int, words: str) -> No
         assert answer.json == {"type": "error", "error": {"type": "invalid_request_error", "message": words}}
 
 
-def test_a_schema_that_is_refused_has_the_name_of_its_field() -> None:
+def test_a_refused_schema_is_named_as_in_this_api() -> None:
     engine = FakeEngine()
     for field, own in (
         ("tools[0].function.parameters", "tools[0].input_schema"),
@@ -129,7 +129,7 @@ def test_a_schema_that_is_refused_has_the_name_of_its_field() -> None:
         assert message == f"The JSON schema in {own} cannot be enforced: no."
 
 
-def test_an_older_name_of_a_format() -> None:
+def test_output_format_is_accepted_as_an_older_name() -> None:
     engine = FakeEngine(["{}"])
     assert ask(engine, output_format={"type": "json_schema", "schema": {"type": "object"}}).status == 200
     constraint = engine.submits[0].constraint

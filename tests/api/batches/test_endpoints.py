@@ -1,4 +1,4 @@
-"""Files and batches: what a client sees, and that a batch goes on where an earlier server has ended."""
+"""Files and batches over HTTP, and the helpers of the tests of this folder."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def form(content: str, *, purpose: str = "batch", name: str = "file") -> bytes:
 
 
 class Batches:
-    """One server, and its client."""
+    """A server and its client."""
 
     def __init__(self, engine: FakeEngine, **config: Any) -> None:
         self.engine = engine
@@ -32,8 +32,8 @@ class Batches:
 
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        sent = {"authorization": f"Bearer {self.key}"} | headers
-        answer: Answer = await Client(self.app).call(method, path, data, sent)
+        headers_sent = {"authorization": f"Bearer {self.key}"} | headers
+        answer: Answer = await Client(self.app).call(method, path, data, headers_sent)
         return answer
 
     async def upload(self, content: str, **fields: str) -> Answer:
@@ -48,7 +48,7 @@ class Batches:
         return dict(answer.json)
 
     async def until(self, id: str, *statuses: str) -> dict[str, Any]:
-        """The batch, as soon as it has one of the statuses."""
+        """Wait until the batch has one of the statuses."""
         while (batch := (await self.call("GET", f"/v1/batches/{id}")).json)["status"] not in statuses:
             await asyncio.sleep(0)
         return dict(batch)
@@ -60,10 +60,10 @@ class Batches:
         return [json.loads(line) for line in answer.body.splitlines()]
 
 
-def play(
+def run_work(
     work: Callable[[Batches], Awaitable[None]], engine: FakeEngine | None = None, *, start: bool = False, **config: Any
 ) -> None:
-    async def whole() -> None:
+    async def run_and_stop() -> None:
         batches = Batches(engine or FakeEngine(), **config)
         if start:
             batches.app.start()
@@ -72,7 +72,7 @@ def play(
         finally:
             await batches.app.stop()
 
-    run(whole())
+    run(run_and_stop())
 
 
 def test_a_batch_is_answered_by_the_endpoints() -> None:
@@ -94,10 +94,10 @@ def test_a_batch_is_answered_by_the_endpoints() -> None:
         listed = (await server.call("GET", "/v1/batches")).json["data"]
         assert listed == [ended]
 
-    play(work)
+    run_work(work)
 
 
-def test_what_is_no_upload_and_no_batch_is_refused() -> None:
+def test_invalid_uploads_and_batches_are_refused() -> None:
     async def work(server: Batches) -> None:
         answers = [
             (await server.upload("x", purpose="fine-tune"), "purpose"),
@@ -123,4 +123,4 @@ def test_what_is_no_upload_and_no_batch_is_refused() -> None:
         assert (await server.call("POST", "/v1/files", b"", **size)).status == 413
         assert (await server.call("GET", "/v1/batches/batch_x")).error["code"] == "not_found"
 
-    play(work)
+    run_work(work)

@@ -1,9 +1,9 @@
-"""A file of a batch that is wrong."""
+"""Invalid batch files."""
 
 import pytest
 from harness import FakeEngine
 
-from .test_endpoints import Batches, play, request_line
+from .test_endpoints import Batches, request_line, run_work
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from .test_endpoints import Batches, play, request_line
         (request_line("a") + request_line("b", user="x" * 2000), "Line 2: a request has at most 2000 bytes."),
     ],
 )
-def test_a_wrong_file_fails_the_batch_before_anything_is_sent(content: str, complaint: str) -> None:
+def test_an_invalid_file_fails_the_batch_before_any_submit(content: str, complaint: str) -> None:
     engine = FakeEngine()
 
     async def work(server: Batches) -> None:
@@ -27,4 +27,4 @@ def test_a_wrong_file_fails_the_batch_before_anything_is_sent(content: str, comp
         assert ended["status"] == "failed" and not engine.submits
         assert ended["errors"]["data"][0]["message"].startswith(complaint)
 
-    play(work, engine, max_body_size=2000)
+    run_work(work, engine, max_body_size=2000)

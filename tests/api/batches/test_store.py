@@ -1,11 +1,11 @@
-"""Files of batches: kept, listed, deleted, and of one key each."""
+"""Files of batches: stored, listed, deleted, each with one owner."""
 
 import pytest
 
-from .test_endpoints import Batches, play, request_line
+from .test_endpoints import Batches, request_line, run_work
 
 
-def test_a_file_is_kept_listed_read_and_deleted() -> None:
+def test_a_file_is_stored_listed_read_and_deleted() -> None:
     async def work(server: Batches) -> None:
         content = request_line("a") * 3
         file = (await server.upload(content)).json
@@ -28,10 +28,10 @@ def test_a_file_is_kept_listed_read_and_deleted() -> None:
         assert (await server.call("DELETE", f"/v1/files/{file['id']}")).json["deleted"] is True
         assert (await server.call("GET", f"/v1/files/{file['id']}")).status == 404
 
-    play(work)
+    run_work(work)
 
 
-def test_answers_are_kept_where_there_is_no_room_for_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_stored_when_uploads_no_longer_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(server: Batches) -> None:
         batch = await server.create(request_line("a"))
         monkeypatch.setattr("pagewire.api.batches.store.MAX_STORED_BYTES", 0)
@@ -39,7 +39,7 @@ def test_answers_are_kept_where_there_is_no_room_for_uploads(monkeypatch: pytest
         assert ended["status"] == "completed" and len(await server.lines(ended["output_file_id"])) == 1
         assert (await server.upload("x")).status == 413
 
-    play(work)
+    run_work(work)
 
 
 def test_files_and_batches_belong_to_their_key() -> None:
@@ -54,4 +54,4 @@ def test_files_and_batches_belong_to_their_key() -> None:
         answer = await server.call("POST", "/v1/batches", body)
         assert answer.status == 400 and answer.error["param"] == "input_file_id"
 
-    play(work, api_keys=("one", "two"))
+    run_work(work, api_keys=("one", "two"))

@@ -1,4 +1,4 @@
-"""The gateway: chunks reach their streams, every rid ends once, the engine hears of a leaving client once."""
+"""The gateway: chunks reach their streams, every rid ends once, a client that leaves is cancelled once."""
 
 import asyncio
 from typing import Any
@@ -36,7 +36,7 @@ from pagewire.ipc.messages import (
 USAGE = Usage(1, 1, 0)
 
 
-def order(n: int = 1) -> Submit:
+def make_submit(n: int = 1) -> Submit:
     return Submit(0, n, TextPrompt("x"), Sampling(), Limits(), TextSpec())
 
 
@@ -46,7 +46,7 @@ def chunk(rid: int, text: str = "x", finish: str | None = None, **more: Any) -> 
 
 
 class Box:
-    """A gateway and what it posted."""
+    """A gateway and the messages that it posted."""
 
     def __init__(self) -> None:
         self.posted: list[Submit | Cancel | Tokenize | Detokenize | Describe] = []
@@ -63,8 +63,8 @@ BASE = 2 << 40
 
 def test_rids_hold_the_api_index() -> None:
     box = Box()
-    box.gateway.submit([order(2), order(1)])
-    box.gateway.submit([order()])
+    box.gateway.submit([make_submit(2), make_submit(1)])
+    box.gateway.submit([make_submit()])
     assert [m.rid for m in box.posted if isinstance(m, Submit)] == [BASE, BASE + 2, BASE + 3]
     assert box.gateway.num_open == 4
 
@@ -72,7 +72,7 @@ def test_rids_hold_the_api_index() -> None:
 def test_one_wake_up_for_all_chunks_of_a_step() -> None:
     async def work() -> None:
         box = Box()
-        stream = box.gateway.submit([order(2)])
+        stream = box.gateway.submit([make_submit(2)])
         reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         box.gateway.handle([TextBatch((chunk(BASE, "a"), chunk(BASE + 1, "b"))), TextBatch((chunk(BASE, "c"),))])
@@ -101,7 +101,7 @@ class Taker:
 def test_a_consumer_gets_chunks_while_the_reader_waits() -> None:
     async def work() -> None:
         box, taker = Box(), Taker()
-        stream = box.gateway.submit([order(2)])
+        stream = box.gateway.submit([make_submit(2)])
         stream.consumer = taker
         box.gateway.handle([Accepted(BASE, 1), Accepted(BASE + 1, 1), TextBatch((chunk(BASE, "a"),))])
         assert [c.text for _, c in await anext(stream)] == ["a"] and not taker.taken
@@ -111,20 +111,20 @@ def test_a_consumer_gets_chunks_while_the_reader_waits() -> None:
         assert taker.taken == ["b", "c", "d"] and taker.num_flushes == 1 and not reader.done()
         taker.is_open = False
         box.gateway.handle([TextBatch((chunk(BASE, "e"),))])
-        taker.is_open = True  # too late: what follows must not overtake it
+        taker.is_open = True  # too late: later chunks must not overtake the buffered one
         box.gateway.handle([TextBatch((chunk(BASE, "f"),))])
         assert [c.text for _, c in await reader] == ["e", "f"] and taker.num_flushes == 1
 
     run(work())
 
 
-def test_chunks_for_a_client_that_does_not_keep_up_are_merged() -> None:
+def test_chunks_for_a_slow_reader_are_merged() -> None:
     logprob = TokenLogprob(TopLogprob(1, "x", b"x", -0.5), ())
     echo, times = PromptEcho(b"", "hi"), Times(1.0, 2.0, 3.0)
 
     async def work() -> None:
         box = Box()
-        stream = box.gateway.submit([order(2)])
+        stream = box.gateway.submit([make_submit(2)])
         box.gateway.handle([Accepted(BASE, 1), Accepted(BASE + 1, 1)])
         first = chunk(BASE, "a", logprobs=(logprob,), prompt=echo, times=times, prompt_end="p")
         box.gateway.handle([TextBatch((first, chunk(BASE + 1, "1")))])
@@ -140,10 +140,10 @@ def test_chunks_for_a_client_that_does_not_keep_up_are_merged() -> None:
     run(work())
 
 
-def test_what_a_busy_reader_leaves_unread_is_bounded() -> None:
+def test_the_unread_output_of_a_slow_client_is_bounded() -> None:
     async def work() -> None:
         box = Box()
-        slow, other = box.gateway.submit([order()]), box.gateway.submit([order()])
+        slow, other = box.gateway.submit([make_submit()]), box.gateway.submit([make_submit()])
         text = "x" * 1000
         for _ in range(MAX_UNREAD_BYTES // 1004):
             box.gateway.handle([TextBatch((chunk(BASE, text),))])
@@ -158,10 +158,10 @@ def test_what_a_busy_reader_leaves_unread_is_bounded() -> None:
     run(work())
 
 
-def test_a_reader_that_waits_may_get_any_amount_at_once() -> None:
+def test_a_waiting_reader_may_get_any_amount_at_once() -> None:
     async def work() -> None:
         box = Box()
-        stream = box.gateway.submit([order()])
+        stream = box.gateway.submit([make_submit()])
         reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         box.gateway.handle([TextBatch(tuple(chunk(BASE, "x" * MAX_UNREAD_BYTES) for _ in range(3)))])
@@ -170,34 +170,34 @@ def test_a_reader_that_waits_may_get_any_amount_at_once() -> None:
     run(work())
 
 
-def test_what_the_engine_would_refuse_is_not_sent_there() -> None:
+def test_requests_beyond_max_open_are_refused_without_a_submit() -> None:
     posted: list[object] = []
     gateway = Gateway(posted.append, max_open=4)
-    gateway.submit([order(5)])  # alone, it is the engine's to say
+    gateway.submit([make_submit(5)])  # the engine decides whether it accepts so large a request
     gateway = Gateway(posted.append, max_open=4)
-    gateway.submit([order(3)])
+    gateway.submit([make_submit(3)])
     with pytest.raises(RequestError, match="3 sequences") as error:
-        gateway.submit([order(), order()])
+        gateway.submit([make_submit(), make_submit()])
     assert error.value.kind == "queue_full" and len(posted) == 2 and gateway.stats.errors["queue_full"] == 2
-    gateway.submit([order()])
+    gateway.submit([make_submit()])
 
 
-def test_when_to_come_again_is_how_long_the_others_take() -> None:
+def test_retry_after_is_how_long_the_open_requests_take() -> None:
     box = Box()
-    box.gateway.submit([order(30)])
+    box.gateway.submit([make_submit(30)])
     assert box.gateway.retry_after_s == 1
     for i in range(10):
         box.now += 0.5
         box.gateway.handle([TextBatch((chunk(BASE + i, finish="stop"),))])
     assert box.gateway.retry_after_s == 10, "twenty are left, two a second"
     box.gateway.handle([Snapshot(1, 10, 50, 0, 0, 0, 0, 0, 0, 0.0)])
-    assert box.gateway.retry_after_s == 30, "other clients' requests are before us, too"
+    assert box.gateway.retry_after_s == 30, "all requests in the engine count, too"
 
 
-def test_a_refusal_ends_the_others() -> None:
+def test_a_refused_choice_cancels_the_others() -> None:
     async def work() -> None:
         box = Box()
-        stream = box.gateway.submit([order(3)])
+        stream = box.gateway.submit([make_submit(3)])
         box.gateway.handle([Accepted(BASE, 1), Failed(BASE + 1, "queue_full", "Full.")])
         with pytest.raises(RequestError, match="Full") as error:
             await stream.admitted()
@@ -209,10 +209,10 @@ def test_a_refusal_ends_the_others() -> None:
     run(work())
 
 
-def test_cancel_names_what_is_open_once() -> None:
+def test_a_cancel_names_the_open_sequences_once() -> None:
     async def work() -> None:
         box = Box()
-        stream = box.gateway.submit([order(2)])
+        stream = box.gateway.submit([make_submit(2)])
         box.gateway.handle([TextBatch((chunk(BASE, finish="stop"),))])
         stream.cancel()
         stream.cancel()
@@ -227,7 +227,7 @@ def test_cancel_names_what_is_open_once() -> None:
 def test_a_finished_stream_cancels_nothing() -> None:
     async def work() -> None:
         box = Box()
-        stream = box.gateway.submit([order()])
+        stream = box.gateway.submit([make_submit()])
         box.gateway.handle([TextBatch((chunk(BASE, finish="length"),))])
         assert not stream.finished
         assert len(await anext(stream)) == 1 and stream.finished
@@ -240,7 +240,7 @@ def test_a_finished_stream_cancels_nothing() -> None:
 def test_chunks_before_an_error_are_read_first() -> None:
     async def work() -> None:
         box = Box()
-        stream = box.gateway.submit([order()])
+        stream = box.gateway.submit([make_submit()])
         box.gateway.handle([TextBatch((chunk(BASE),)), Failed(BASE, "internal", "Broken.")])
         assert len(await anext(stream)) == 1
         with pytest.raises(RequestError, match="Broken"):
@@ -249,10 +249,10 @@ def test_chunks_before_an_error_are_read_first() -> None:
     run(work())
 
 
-def test_an_abort_that_nobody_asked_for_is_no_success() -> None:
+def test_an_unrequested_abort_is_an_error() -> None:
     async def work() -> None:
         box = Box()
-        stream = box.gateway.submit([order()])
+        stream = box.gateway.submit([make_submit()])
         box.gateway.handle([TextBatch((chunk(BASE, finish="abort"),))])
         with pytest.raises(RequestError):
             await anext(stream)
@@ -260,28 +260,28 @@ def test_an_abort_that_nobody_asked_for_is_no_success() -> None:
     run(work())
 
 
-def test_close_ends_everything_and_refuses_more() -> None:
+def test_close_ends_all_streams_and_refuses_new_ones() -> None:
     async def work() -> None:
         box = Box()
-        streams = [box.gateway.submit([order(2)]) for _ in range(3)]
+        streams = [box.gateway.submit([make_submit(2)]) for _ in range(3)]
         box.gateway.close("The server is shutting down.")
         for stream in streams:
             with pytest.raises(RequestError, match="shutting down"):
                 await anext(stream)
         assert box.cancelled == [(BASE, BASE + 1), (BASE + 2, BASE + 3), (BASE + 4, BASE + 5)]
         with pytest.raises(RequestError, match="shutting down"):
-            box.gateway.submit([order()])
+            box.gateway.submit([make_submit()])
 
     run(work())
 
 
-def test_draining_lets_open_requests_go_on() -> None:
+def test_draining_lets_open_requests_finish() -> None:
     async def work() -> None:
         box = Box()
-        stream = box.gateway.submit([order()])
+        stream = box.gateway.submit([make_submit()])
         box.gateway.refuse("The server is shutting down.")
         with pytest.raises(RequestError):
-            box.gateway.submit([order()])
+            box.gateway.submit([make_submit()])
         drained = asyncio.create_task(box.gateway.drained())
         await asyncio.sleep(0)
         assert not drained.done()
@@ -295,7 +295,7 @@ def test_draining_lets_open_requests_go_on() -> None:
 def test_admission_waits_for_every_sequence() -> None:
     async def work() -> None:
         box = Box()
-        stream = box.gateway.submit([order(3)])
+        stream = box.gateway.submit([make_submit(3)])
         admitted = asyncio.create_task(stream.admitted())
         box.gateway.handle([Accepted(BASE, 1), TextBatch((chunk(BASE + 2),))])
         await asyncio.sleep(0)

@@ -1,5 +1,5 @@
-"""/metrics: text that Prometheus reads, names that docs/metrics.md tells from vLLM's, and a dashboard that asks for no
-others."""
+"""/metrics: Prometheus parses it, docs/metrics.md lists the names that vLLM lacks, and the dashboard queries only names
+that exist."""
 
 import json
 import re
@@ -21,7 +21,7 @@ request_success_total prefix_cache_queries_total prefix_cache_hits_total num_pre
 iteration_tokens_total_bucket request_time_per_output_token_seconds_bucket external_prefix_cache_hits_total
 spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
 external_prefix_cache_queries_total prompt_tokens_cached_by_source_total
-"""  # samples, under these names
+"""  # names of samples
 
 
 def series(text: str) -> set[str]:
@@ -54,7 +54,7 @@ def test_buckets_grow_to_the_count() -> None:
             assert buckets[-1] == (float("inf"), count)
 
 
-def test_a_report_arrives_whole() -> None:
+def test_a_reported_histogram_is_complete() -> None:
     lag = families(page())["pagewire:event_loop_lag_seconds"].samples
     mine = {(s.name.rpartition("_")[2], s.labels.get("le")): s.value for s in lag if s.labels["process"] == "core"}
     assert mine["bucket", "0.00025"] == 1 and mine["bucket", "0.0005"] == 2 and mine["bucket", "0.5"] == 3
@@ -71,7 +71,7 @@ def test_the_document_names_the_metrics_that_vllm_lacks() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["pagewire", "vllm"])
-def test_the_dashboard_asks_for_what_is_there(prefix: str) -> None:
+def test_the_dashboard_queries_existing_metrics(prefix: str) -> None:
     known = series(page(prefix))
     dashboard = json.loads((DOCS / "grafana.json").read_text().replace("${prefix}", prefix))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
@@ -83,5 +83,5 @@ def test_the_dashboard_asks_for_what_is_there(prefix: str) -> None:
         assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
 
 
-def test_the_names_that_vllms_users_know() -> None:
+def test_the_names_of_vllm_are_served() -> None:
     assert {f"vllm:{name}" for name in VLLM_HAS.split()} <= series(page("vllm"))

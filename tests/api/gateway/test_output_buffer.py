@@ -1,4 +1,4 @@
-"""The buffer between gateway and reader: whoever takes a chunk, each choice's text arrives whole and in order."""
+"""The buffer between gateway and reader: consumer and reader together get each choice's text complete and in order."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ class Taker:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_text_arrives_whole_and_in_order(seed: int) -> None:
+def test_text_arrives_complete_and_in_order(seed: int) -> None:
     rng = random.Random(seed)
     put, read = ["", ""], ["", ""]
 
@@ -70,8 +70,8 @@ def test_text_arrives_whole_and_in_order(seed: int) -> None:
     assert read == put, seed
 
 
-def test_a_replayed_output_stays_apart() -> None:
-    """`lengths` holds for the replayed ids only, and a merged chunk has no place for it."""
+def test_a_replayed_chunk_is_not_merged() -> None:
+    """`lengths` describes the replayed ids only, and a merged chunk has no place for it."""
     buffer = OutputBuffer({})
     lengths = ids_to_bytes([1, 1])
     buffer.put(0, Chunk(0, "ab", ids_to_bytes([1, 2]), lengths=lengths))

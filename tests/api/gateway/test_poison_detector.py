@@ -1,4 +1,4 @@
-"""Requests that were with a process when it died come back one by one, and the one that kills it is failed alone."""
+"""Requests that were in a process when it died resume one by one, and only the one that kills it again fails."""
 
 import pytest
 from harness import run
@@ -8,23 +8,23 @@ from pagewire.ipc.messages import (
     TextPrompt,
 )
 
-from .test_journal import Engine, order
+from .test_journal import Engine, make_submit
 
 
-def test_suspects_come_back_one_by_one_and_the_killer_is_failed_alone() -> None:
+def test_suspects_resume_one_by_one_and_only_the_killer_fails() -> None:
     async def work() -> None:
         engine = Engine()
-        streams = {name: engine.gateway.submit([order(name)]) for name in ("good", "poison", "later")}
+        streams = {name: engine.gateway.submit([make_submit(name)]) for name in ("good", "poison", "later")}
         for submit in engine.take():
             engine.accept(submit)
-            engine.say(submit.rid, "x", [1])
+            engine.emit(submit.rid, "x", [1])
         engine.die("worker")
         (first,) = engine.take()
         assert first.prompt == TextPrompt("good")
-        newcomer = engine.gateway.submit([order("new")])  # shares no fate with suspects
-        engine.say(first.rid, "xyz", [2, 3, 4])
+        newcomer = engine.gateway.submit([make_submit("new")])  # does not run beside suspects
+        engine.emit(first.rid, "xyz", [2, 3, 4])
         assert engine.take() == []
-        engine.say(first.rid, "!", [5])
+        engine.emit(first.rid, "!", [5])
         (second,) = engine.take()
         assert second.prompt == TextPrompt("poison")
         engine.die("worker")
@@ -33,25 +33,25 @@ def test_suspects_come_back_one_by_one_and_the_killer_is_failed_alone() -> None:
             await anext(streams["poison"])
         turns = [engine.take() for _ in range(3)]
         assert [s.prompt for s in turns[0]] == [TextPrompt("good")] and turns[1] == []
-        engine.say(streams["good"].request.sequences[0].rid, "", [6, 7, 8, 9], "length")
+        engine.emit(streams["good"].request.sequences[0].rid, "", [6, 7, 8, 9], "length")
         assert [s.prompt for s in engine.take()] == [TextPrompt("later")]
-        engine.say(streams["later"].request.sequences[0].rid, "", [6, 7, 8, 9])
+        engine.emit(streams["later"].request.sequences[0].rid, "", [6, 7, 8, 9])
         assert [s.rid for s in engine.take()] == [newcomer.request.number]
-        with pytest.raises(RequestError, match="died twice"):  # the same again would do the same
-            engine.gateway.submit([order("poison")])
+        with pytest.raises(RequestError, match="died twice"):  # the same prompt would kill it again
+            engine.gateway.submit([make_submit("poison")])
         assert engine.gateway.stats.errors["internal"] == 1
 
     run(work())
 
 
-def test_only_who_was_with_the_process_is_suspected() -> None:
+def test_only_requests_in_the_dead_process_are_suspects() -> None:
     async def work() -> None:
         engine = Engine()
-        running = engine.gateway.submit([order("running")])
+        running = engine.gateway.submit([make_submit("running")])
         (submit,) = engine.take()
         engine.accept(submit)
         for _ in range(3):
-            engine.gateway.submit([order("being tokenized")])
+            engine.gateway.submit([make_submit("being tokenized")])
         engine.take()
         engine.die("tokenizer")
         assert [s.prompt for s in engine.take()] == [TextPrompt("being tokenized")]
@@ -60,23 +60,23 @@ def test_only_who_was_with_the_process_is_suspected() -> None:
     run(work())
 
 
-def test_many_suspects_come_back_in_turns_and_singly_the_second_time() -> None:
+def test_many_suspects_resume_in_groups_and_singly_the_second_time() -> None:
     async def work() -> None:
         engine = Engine()
         num = 100
-        streams = [engine.gateway.submit([order(str(i))]) for i in range(num)]
+        streams = [engine.gateway.submit([make_submit(str(i))]) for i in range(num)]
         engine.take()
         engine.die("core")
         turn = engine.take()
         assert 1 < len(turn) <= 13
-        engine.die("core")  # one of these, nobody knows which
+        engine.die("core")  # one of these requests killed it; which one is unknown
         assert all(not isinstance(stream.request.buffer.error, RequestError) for stream in streams)
-        seen = []
+        turn_sizes = []
         while any(stream.request.num_unanswered for stream in streams):
             turn = engine.take()
-            seen.append(len(turn))
+            turn_sizes.append(len(turn))
             for submit in turn:
-                engine.say(submit.rid, "x", [1] * 64)
-        assert seen[:13] == [1] * 13 and sum(seen) == num
+                engine.emit(submit.rid, "x", [1] * 64)
+        assert turn_sizes[:13] == [1] * 13 and sum(turn_sizes) == num
 
     run(work())

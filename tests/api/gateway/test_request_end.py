@@ -1,4 +1,4 @@
-"""What is told of a request that has ended: counts, the line in the log, and why it was cut short."""
+"""The end of a request: its counts, its log line, and the cause of an abort."""
 
 import logging
 
@@ -15,10 +15,10 @@ from pagewire.ipc.messages import (
     Usage,
 )
 
-from .test_timeline import Clocked, ended, order
+from .test_timeline import Clocked, ended, make_submit
 
 
-def test_a_prompt_counts_once_and_every_output() -> None:
+def test_prompt_tokens_count_once_and_output_tokens_per_choice() -> None:
     box, end = ended()
     assert (end.num_prompt, end.num_cached, end.num_output, end.num_sequences) == (10 + 12, 16, 5 + 6 + 7, 4)
     assert end.outcomes == ("length", "error:internal") and end.timeline == timeline(1.0, Times(1.5, 1.75, 3), 4, 8)
@@ -29,7 +29,7 @@ def test_a_prompt_counts_once_and_every_output() -> None:
     assert stats.prompt_tokens.total == 33 and stats.choices.total == 4
 
 
-def test_the_line_tells_counts_and_times_and_no_text(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_line_has_counts_and_times_but_no_text(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         log_request(ended()[1])
     assert caplog.messages == [
@@ -49,7 +49,7 @@ def test_the_line_tells_counts_and_times_and_no_text(caplog: pytest.LogCaptureFi
 )
 def test_aborts_are_counted_by_cause(error: Exception | None, reason: str) -> None:
     box = Clocked()
-    stream = box.gateway.submit([order(3)])
+    stream = box.gateway.submit([make_submit(3)])
     box.at(2.0, Chunk(0, "", b"", finish="stop", usage=Usage(1, 0, 0)))
     if error is None:
         stream.cancel()
@@ -59,9 +59,9 @@ def test_aborts_are_counted_by_cause(error: Exception | None, reason: str) -> No
     assert [ended.outcome for ended in stream.request.ended] == ["stop", f"abort:{reason}", f"abort:{reason}"]
 
 
-def test_a_refusal_cuts_the_other_choices_short() -> None:
+def test_a_refused_choice_aborts_the_others() -> None:
     box = Clocked()
-    box.gateway.submit([order(3)])
+    box.gateway.submit([make_submit(3)])
     box.gateway.handle([Failed(1, "queue_full", "Full.")])
     stats = box.gateway.stats
     assert stats.errors["queue_full"] == 1 and stats.aborts["queue_full"] == 2

@@ -1,16 +1,16 @@
-"""What the gateway counts and times."""
+"""Counts and durations of the gateway."""
 
 from pagewire.ipc.messages import (
     Failed,
     TextBatch,
 )
 
-from .test_gateway import BASE, Box, chunk, order
+from .test_gateway import BASE, Box, chunk, make_submit
 
 
 def test_counts_and_durations() -> None:
     box = Box()
-    box.gateway.submit([order(2)])
+    box.gateway.submit([make_submit(2)])
     for now, messages in (
         (1.0, (chunk(BASE),)),
         (3.0, (chunk(BASE), chunk(BASE + 1))),

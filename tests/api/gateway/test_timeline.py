@@ -1,4 +1,4 @@
-"""What is told of a request that has ended: its parts, its line, why it was cut short, and its times in the answer."""
+"""The timeline of a request: its parts, and the timings in the answer."""
 
 from typing import Any
 
@@ -25,12 +25,12 @@ PASSED = timeline(1.0, Times(1.5, 1.75, 3.0), 4.0, 8.0)
 SCOPE = {"path": "/v1/completions", "headers": [], "state": {"request_id": "r1"}}
 
 
-def order(n: int = 1) -> Submit:
+def make_submit(n: int = 1) -> Submit:
     return Submit(0, n, TextPrompt("secret"), Sampling(), Limits(), TextSpec())
 
 
 class Clocked:
-    """A gateway at a time of one's choice."""
+    """A gateway whose clock the test sets."""
 
     def __init__(self) -> None:
         self.now = 1.0
@@ -47,18 +47,18 @@ def test_parts_add_up() -> None:
     assert sum(parts.values()) == PASSED.total == 7.0
 
 
-def test_parts_that_it_did_not_come_to_are_left_out() -> None:
+def test_parts_that_were_not_reached_are_left_out() -> None:
     assert timeline(1.0, None, None, 3.0).parts() == {}
     assert timeline(1.0, Times(2.0, 2.5), None, 3.0).parts() == {"tokenizer_queue": 1.0, "tokenize": 0.5}
     scored = timeline(1.0, Times(2.0, 2.5, 3.0), None, 9.0)
     assert list(scored.parts()) == ["tokenizer_queue", "tokenize", "queue"] and scored.total == 8.0
 
 
-def test_another_machines_clock_makes_no_time_run_backwards() -> None:
+def test_clock_skew_makes_no_part_negative() -> None:
     assert min(timeline(100.0, Times(3.0, 4.0, 105.0), 106.0, 107.0).parts().values()) == 0.0
 
 
-def test_a_request_is_as_early_as_its_first_choice_and_as_late_as_its_last() -> None:
+def test_a_request_lasts_from_its_first_choice_to_its_last() -> None:
     late, refused = timeline(1.0, Times(1.5, 1.75, 5.0), 7.0, 9.0), timeline(1.0, None, None, 2.0)
     assert together([refused, late, PASSED]) == timeline(1.0, Times(1.5, 1.75, 3.0), 4.0, 9.0)
     assert together([refused]).parts() == {}
@@ -67,7 +67,7 @@ def test_a_request_is_as_early_as_its_first_choice_and_as_late_as_its_last() -> 
 def ended() -> tuple[Clocked, RequestEnd]:
     """Two prompts with two choices each, of which the last one failed."""
     box = Clocked()
-    stream = box.gateway.submit([order(2), order(2)])
+    stream = box.gateway.submit([make_submit(2), make_submit(2)])
     times = Times(1.5, 1.75, 3.0)
     box.at(4.0, *(Chunk(rid, "x", b"\1\0\0\0", times=times) for rid in range(3)))
     box.at(6.0, *(Chunk(rid, "", b"", finish="length", usage=Usage(10 + rid, 5 + rid, 8)) for rid in range(3)))
@@ -76,9 +76,9 @@ def ended() -> tuple[Clocked, RequestEnd]:
     return box, request_end(SCOPE, stream.request)
 
 
-def test_what_the_tokenizer_has_is_counted() -> None:
+def test_unanswered_sequences_are_counted() -> None:
     box = Clocked()
-    box.gateway.submit([order(3)])
+    box.gateway.submit([make_submit(3)])
     assert box.gateway.num_unanswered == 3
     box.at(2.0, Chunk(0, "x", b"\1\0\0\0"))
     assert box.gateway.num_unanswered == 2
@@ -86,7 +86,7 @@ def test_what_the_tokenizer_has_is_counted() -> None:
 
 @pytest.mark.parametrize("ask", [chat, complete])
 @pytest.mark.parametrize("usage", [False, True])
-def test_times_come_last_and_only_when_asked_for(ask: Any, usage: bool) -> None:
+def test_timings_come_last_and_only_on_request(ask: Any, usage: bool) -> None:
     options = {"stream": True, "stream_options": {"include_usage": usage}}
     assert "timings" not in ask(FakeEngine()).json and b"timings" not in ask(FakeEngine(), **options).body
     assert ask(FakeEngine(), return_timings=True).json["timings"] == {"total_ms": 0.0}

@@ -1,4 +1,4 @@
-"""What a span says of a request."""
+"""Spans of requests."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from pagewire.ipc.messages import (
         ("/v1/messages", None, "chat"),
     ],
 )
-def test_what_a_span_calls_the_request(path: str, pooling: Pooling | None, operation: str) -> None:
+def test_the_operation_name_of_a_span(path: str, pooling: Pooling | None, operation: str) -> None:
     pytest.importorskip("opentelemetry.exporter")
     from pagewire.api.gateway.tracing import operation_of
 

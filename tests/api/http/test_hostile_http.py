@@ -33,8 +33,8 @@ CASES: dict[str, tuple[bytes, tuple[int, ...]]] = {
     # the request line
     "line of 1 MB": (b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", (414, 431)),
     "method of 1 MB": (b"A" * (1 << 20) + b" / HTTP/1.1\r\nhost: localhost\r\n\r\n", (400,)),
-    "no such method": (b"BREW / HTTP/1.1\r\nhost: localhost\r\n\r\n", (400,)),
-    "no such version": (b"GET /health HTTP/9.9\r\nhost: localhost\r\n\r\n", (400,)),
+    "unknown method": (b"BREW / HTTP/1.1\r\nhost: localhost\r\n\r\n", (400,)),
+    "unknown version": (b"GET /health HTTP/9.9\r\nhost: localhost\r\n\r\n", (400,)),
     "version 0.9": (b"GET /health\r\n\r\n", (400,)),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400,)),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), (400,)),
@@ -62,8 +62,8 @@ CASES: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "space before the colon": (GET + b"a : b\r\n" + END, (400,)),
     "folded": (GET + b"a: b\r\n c\r\n" + END, (400,)),
     "folded with a tab": (GET + b"a: b\r\n\tc\r\n" + END, (400,)),
-    "the first one folded": (b"GET /health HTTP/1.1\r\n a: b\r\nhost: localhost\r\n" + END, (400,)),
-    "a length on a line of its own": (POST + b"content-length:\r\n 15\r\n" + END + BODY, (400,)),
+    "first header folded": (b"GET /health HTTP/1.1\r\n a: b\r\nhost: localhost\r\n" + END, (400,)),
+    "folded length": (POST + b"content-length:\r\n 15\r\n" + END + BODY, (400,)),
     "no colon": (GET + b"abc\r\n" + END, (400,)),
     "no name": (GET + b": b\r\n" + END, (400,)),
     "bare CR": (GET + b"a: b\rc: d\r\n" + END, (400,)),
@@ -73,11 +73,11 @@ CASES: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "control character in a value": (GET + b"a: \x01\r\n" + END, (400,)),
     "DEL in a value": (GET + b"a: \x7f\r\n" + END, (400,)),
     "no host": (b"GET /health HTTP/1.1\r\n" + END, (400,)),
-    "no host, but old": (b"GET /health HTTP/1.0\r\n\r\n", (200,)),
-    "strange host, and old": (b"GET /health HTTP/1.0\r\nhost: a/b\r\n\r\n", (400,)),
+    "no host in HTTP/1.0": (b"GET /health HTTP/1.0\r\n\r\n", (200,)),
+    "malformed host in HTTP/1.0": (b"GET /health HTTP/1.0\r\nhost: a/b\r\n\r\n", (400,)),
     "two hosts": (GET + b"host: y\r\n" + END, (400,)),
     "host with a bracket": (b"GET /health HTTP/1.1\r\nhost: [1.2\r\n" + END, (400,)),
-    "no address in brackets": (b"GET /health HTTP/1.1\r\nhost: [1.2.3]\r\n" + END, (403,)),
+    "malformed address in brackets": (b"GET /health HTTP/1.1\r\nhost: [1.2.3]\r\n" + END, (403,)),
     "host with a port of six digits": (b"GET /health HTTP/1.1\r\nhost: localhost:123456\r\n" + END, (400,)),
     "host with a path": (b"GET /health HTTP/1.1\r\nhost: x/?y=\r\n" + END, (400,)),
     "host with a user": (b"GET /health HTTP/1.1\r\nhost: a@b\r\n" + END, (400,)),
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "length of two words": (POST + b"content-length: 1 5\r\n" + END + BODY, (400,)),
     "length with an underscore": (POST + b"content-length: 1_5\r\n" + END + BODY, (400,)),
     "length with a space before the colon": (POST + b"content-length : 15\r\n" + END + BODY, (400,)),
-    "chunks, but old": (CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + END + chunks(BODY), (400,)),
+    "chunks in HTTP/1.0": (CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + END + chunks(BODY), (400,)),
     "hexadecimal length": (POST + b"content-length: 0xf\r\n" + END + BODY, (400,)),
     "length beyond 64 bits": (POST + b"content-length: 99999999999999999999999\r\n" + END, (400, 413)),
     "length beyond the bound": (POST + b"content-length: 99999999999\r\n" + END, (413,)),
@@ -108,10 +108,10 @@ CASES: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "not chunked at the end": (POST + b"transfer-encoding: chunked, gzip\r\n" + END, (400,)),
     "hidden chunked": (POST + b"transfer-encoding: \x0bchunked\r\n" + END + chunks(BODY), (400,)),
     "encodings on two lines": (CODED % b"identity" + b"transfer-encoding: chunked\r\n" + END + chunks(BODY), (400,)),
-    "encodings on two lines, turned": (CHUNKED + b"transfer-encoding: identity\r\n" + END + BODY, (400,)),
-    "no encoding, then chunked": (CODED % b"" + b"transfer-encoding: chunked\r\n" + END + chunks(BODY), (400,)),
+    "encodings on two lines, reversed": (CHUNKED + b"transfer-encoding: identity\r\n" + END + BODY, (400,)),
+    "empty encoding, then chunked": (CODED % b"" + b"transfer-encoding: chunked\r\n" + END + chunks(BODY), (400,)),
     "chunked twice on a line": (CODED % b"chunked, chunked" + END + chunks(BODY), (400,)),
-    "chunked and nothing": (CODED % b"chunked," + END + chunks(BODY), (400,)),
+    "chunked and an empty one": (CODED % b"chunked," + END + chunks(BODY), (400,)),
     "identity and chunked": (CODED % b"identity, chunked" + END + chunks(BODY), (400,)),
     "identity": (CODED % b"identity" + END, (400,)),
     "identity and a length": (CODED % b"identity" + b"content-length: 15\r\n" + END + BODY, (400,)),
@@ -119,9 +119,9 @@ CASES: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "empty encoding and a length": (CODED % b"" + b"content-length: 15\r\n" + END + BODY, (400,)),
     "quoted chunked": (CODED % b'"chunked"' + END + chunks(BODY), (400,)),
     "chunked with a parameter": (CODED % b"chunked;q=1" + END + chunks(BODY), (400,)),
-    "chunked in other letters": (CODED % b" \tChUnKeD " + END + chunks(BODY), (200,)),
-    "an encoding where nobody waits for a body": (GET + b"transfer-encoding: identity\r\n" + END, (400,)),
-    "identity, but old": ((CODED % b"identity").replace(b"/1.1", b"/1.0") + END, (400,)),
+    "chunked in mixed case": (CODED % b" \tChUnKeD " + END + chunks(BODY), (200,)),
+    "encoding of a body that is not read": (GET + b"transfer-encoding: identity\r\n" + END, (400,)),
+    "identity in HTTP/1.0": ((CODED % b"identity").replace(b"/1.1", b"/1.0") + END, (400,)),
     "compressed last": (POST + b"content-encoding: identity, br\r\ncontent-length: 15\r\n" + END + BODY, (415,)),
     "compressed twice": (POST + b"content-encoding: identity\r\ncontent-encoding: gzip\r\n" + END + BODY, (400,)),
     "compressed": (POST + b"content-encoding: gzip\r\ncontent-length: 15\r\n" + END + BODY, (415,)),
@@ -142,12 +142,12 @@ CASES: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "extension and bare LF": (CHUNKED + END + b"f;a\n" + BODY + b"\r\n0\r\n\r\n", (400,)),
     "bare LF after a chunk": (CHUNKED + END + b"f\r\n" + BODY + b"\n0\r\n\r\n", (400,)),
     "bare LF after the last chunk": (CHUNKED + END + b"f\r\n" + BODY + b"\r\n0\n\n", (400,)),
-    "no chunk": (CHUNKED + END + b"nonsense\r\n", (400,)),
+    "malformed chunk": (CHUNKED + END + b"nonsense\r\n", (400,)),
     "chunk with too much": (CHUNKED + END + b"1\r\nxyz\r\n0\r\n\r\n", (400,)),
     "17 MB in chunks": (CHUNKED + END + chunks(*[b" " * (1 << 20)] * 17), (413,)),
     # bodies
     "nested": (POST + b"content-length: 200000\r\n" + END + b"[" * 200_000, (400,)),
-    "no UTF-8": (POST + b"content-length: 14\r\n" + END + b'{"prompt":"\xff"}', (400,)),
+    "invalid UTF-8": (POST + b"content-length: 14\r\n" + END + b'{"prompt":"\xff"}', (400,)),
 }  # fmt: skip
 
 
@@ -156,10 +156,10 @@ def statuses(received: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_gets_its_answer(served: Served, name: str) -> None:
+def test_each_case_gets_its_status(served: Served, name: str) -> None:
     data, allowed = CASES[name]
-    received = served.raw(data)  # which waits for nothing longer than its timeout
-    # Whoever still sends when the connection is closed may never read why.
+    received = served.raw(data)  # waits at most for its timeout
+    # A client that is still sending when the connection is closed may not receive the answer.
     if received or len(data) < 1 << 16:
         assert statuses(received)[-1:] and statuses(received)[-1] in allowed, received[:300]
         if statuses(received)[-1] >= 400:
@@ -180,10 +180,10 @@ def test_each_gets_its_answer(served: Served, name: str) -> None:
         [POST + b"content-length: 1000\r\n\r\n", *[b" "] * 999],  # in the body
         [CHUNKED + b"\r\n", *[b"1\r\n \r\n"] * 1000],
         [CHUNKED + b"\r\n1;", *[b"a"] * 1000],
-        [GET + b"content-length: 1000\r\n\r\n", *[b" "] * 999],  # that nobody waits for
+        [GET + b"content-length: 1000\r\n\r\n", *[b" "] * 999],  # in the body of a GET, which is not read
     ],
 )
-def test_whoever_is_too_slow_is_cut_off(parts: list[bytes]) -> None:
+def test_a_slow_client_is_disconnected(parts: list[bytes]) -> None:
     limits: dict[str, Any] = {"head_timeout_s": 0.1, "body_timeout_s": 0.1, "timeout_keep_alive": 1}
     with Served(**limits) as served, served.connect() as connection:
         connection.settimeout(0.02)
@@ -207,13 +207,13 @@ def test_whoever_is_too_slow_is_cut_off(parts: list[bytes]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if "encoding" in name or "chunked" in name])
 def test_a_body_of_unclear_length_ends_its_connection(served: Served, name: str) -> None:
-    """What follows it may be read as a request of its own by others, so that it is never read as one here."""
+    """Another server may read the bytes after it as a request, so this one must not."""
     data, allowed = CASES[name]
     received = served.raw(data.replace(END, b"\r\n") + GET + END)
     assert statuses(received) == ([400] if allowed == (400,) else [200, 200]), received[:300]
 
 
-def test_requests_that_are_sent_ahead(served: Served) -> None:
+def test_pipelined_requests(served: Served) -> None:
     one = POST + b"content-length: %d\r\n" % len(BODY)
     received = served.raw((one + b"\r\n" + BODY) * 9 + one + END + BODY)
     assert statuses(received) == [200] * 10
@@ -222,15 +222,15 @@ def test_requests_that_are_sent_ahead(served: Served) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/v1/messages", b"/v1/messages/count_tokens?a=b"])
-def test_what_the_parser_refuses_has_the_shape_of_the_path(served: Served, path: bytes) -> None:
+def test_parser_errors_have_the_shape_of_the_path(served: Served, path: bytes) -> None:
     for line in (b"a b: c\r\n", b"a: b\r\n" * 200, b"content-length: x\r\n"):
         received = served.raw(b"POST " + path + b" HTTP/1.1\r\nhost: localhost\r\n" + line + END)
         error = json.loads(received.rpartition(b"\r\n\r\n")[2])
         assert error["type"] == "error" and set(error["error"]) == {"type", "message"}
 
 
-def test_a_large_request_ahead_counts_for_nothing(served: Served) -> None:
-    """Its end may come in one piece with the next one's beginning."""
+def test_a_large_request_does_not_count_towards_the_next_head(served: Served) -> None:
+    """The end of the request may arrive together with the beginning of the next."""
     ahead = BODY + b" " * 100_000
     with served.connect() as connection:
         connection.sendall(POST + b"content-length: %d\r\n\r\n" % len(ahead) + ahead + GET)
@@ -241,8 +241,8 @@ def test_a_large_request_ahead_counts_for_nothing(served: Served) -> None:
     assert statuses(received) == [200, 200]
 
 
-def to_the_byte(kind: str, limit: int) -> bytes:
-    """A request that has exactly so many of something."""
+def sized_request(kind: str, limit: int) -> bytes:
+    """A request with exactly `limit` units of `kind`."""
     length = POST + END.removesuffix(b"\r\n")
     match kind:
         case "bytes of the target":
@@ -270,9 +270,9 @@ def to_the_byte(kind: str, limit: int) -> bytes:
         ("bytes of chunks", 100_000, 413),
     ],
 )
-def test_bounds_hold_to_the_byte(small: Served, kind: str, limit: int, status: int) -> None:
-    assert statuses(small.raw(to_the_byte(kind, limit))) == [200]
-    assert statuses(small.raw(to_the_byte(kind, limit + 1))) == [status]
+def test_limits_are_exact(small: Served, kind: str, limit: int, status: int) -> None:
+    assert statuses(small.raw(sized_request(kind, limit))) == [200]
+    assert statuses(small.raw(sized_request(kind, limit + 1))) == [status]
 
 
 @pytest.fixture(scope="module")
@@ -287,8 +287,8 @@ def test_a_bad_request_does_not_disturb_the_answer_before_it(served: Served) -> 
     assert b"HTTP/1.1 400" not in received
 
 
-def test_a_body_that_nobody_reads_has_an_end() -> None:
-    """The answer is out at once; what comes after it is not read for ever."""
+def test_a_client_cannot_send_an_endless_body_that_is_not_read() -> None:
+    """The answer is sent at once; what the client sends afterwards is bounded."""
     with Served(max_body_size=100_000) as served, served.connect() as connection:
         connection.sendall(GET + b"transfer-encoding: chunked\r\n\r\n")
         num_sent = 0
@@ -299,7 +299,7 @@ def test_a_body_that_nobody_reads_has_an_end() -> None:
         assert num_sent < 1 << 26
 
 
-def test_a_client_that_goes_in_the_middle_of_its_request(served: Served) -> None:
+def test_a_disconnect_within_a_request_leaves_nothing_open(served: Served) -> None:
     whole = POST + b"content-length: %d\r\n" % len(BODY) + END + BODY
     for end in range(0, len(whole), 7):
         with served.connect() as connection:
@@ -309,28 +309,28 @@ def test_a_client_that_goes_in_the_middle_of_its_request(served: Served) -> None
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:
-    """A request with a few slips of all kinds."""
-    found = bytearray(data)
+    """The request with a few random mutations."""
+    mutant = bytearray(data)
     for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(found) + 1)
+        at = rng.randrange(len(mutant) + 1)
         length = rng.choice((1, 1, 2, 8, 40))
         match rng.randrange(5):
             case 0:
-                found[at : at + length] = rng.randbytes(length)
+                mutant[at : at + length] = rng.randbytes(length)
             case 1:
-                found[at:at] = found[at : at + length] * rng.choice((1, 2, 500))
+                mutant[at:at] = mutant[at : at + length] * rng.choice((1, 2, 500))
             case 2:
-                del found[at : at + length]
+                del mutant[at : at + length]
             case 3:
-                found[at:at] = rng.choice((b"\r\n", b"\n", b"\0", b":", b" ", b"\t", b",", b";", b"%", b"\xff", b"-1"))
+                mutant[at:at] = rng.choice((b"\r\n", b"\n", b"\0", b":", b" ", b"\t", b",", b";", b"%", b"\xff", b"-1"))
             case _:
-                other = rng.randrange(len(found) + 1)
-                found[at : at + length] = found[other : other + length]
-    return bytes(found)
+                other = rng.randrange(len(mutant) + 1)
+                mutant[at : at + length] = mutant[other : other + length]
+    return bytes(mutant)
 
 
 def test_mutated_requests() -> None:
-    """Anything is answered with 200 or a 4xx, or cut off, and costs nobody else anything."""
+    """Each is answered with 200 or a 4xx, or cut off, and later requests are served."""
     length = b"content-length: %d\r\n" % len(BODY)
     whole = [
         GET + END,

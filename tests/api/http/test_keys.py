@@ -1,4 +1,4 @@
-"""Whose key it is."""
+"""Which caller a key belongs to."""
 
 import time
 
@@ -14,21 +14,21 @@ def keys(*names: str) -> Keys:
     return Keys([ApiKey(name) for name in names], Account(None, None, clock=time.monotonic), time.monotonic)
 
 
-def test_without_keys_everybody_is_the_same() -> None:
-    nobody = keys()
-    assert nobody.caller({}) is nobody.caller({b"authorization": b"Bearer x"}) and nobody.caller({}).salt == b""
+def test_without_keys_all_callers_are_the_same() -> None:
+    no_keys = keys()
+    assert no_keys.caller({}) is no_keys.caller({b"authorization": b"Bearer x"}) and no_keys.caller({}).salt == b""
 
 
-def test_each_owner_is_apart_from_the_others() -> None:
+def test_each_owner_has_a_salt_and_an_account() -> None:
     two = keys("a", "b")
     first, second = (two.caller({b"authorization": b"Bearer " + key}) for key in (b"a", b"b"))
     assert first is two.caller({b"x-api-key": b"a"}) and first is two.caller({b"authorization": b"bearer  a "})
     assert len({first.salt, second.salt, b""}) == 3 and first.account is not second.account
-    assert keys("a").caller({b"x-api-key": b"a"}).salt == b"", "one owner has nobody to be apart from"
+    assert keys("a").caller({b"x-api-key": b"a"}).salt == b"", "a single owner needs no salt"
 
 
 @pytest.mark.parametrize("value", [b"", b"a", b"Basic a", b"Bearer", b"Bearer c", b"Bearer aa"])
-def test_everybody_else_is_refused(value: bytes) -> None:
+def test_other_headers_are_refused(value: bytes) -> None:
     with pytest.raises(HttpError) as refused:
         keys("a", "b").caller({b"authorization": value})
     assert refused.value.status == 401

@@ -1,4 +1,4 @@
-"""Requests and tokens a minute, by a clock of the test's, and as OpenAI's client sees them."""
+"""Limits of requests and tokens per minute, by the test's clock, and with OpenAI's client."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from pagewire.ipc.messages import (
     ids_to_bytes,
 )
 
-ORDER = Submit(1, 1, IdsPrompt(ids_to_bytes([1] * 30)), Sampling(), Limits(max_tokens=20), TextSpec())
+SUBMIT = Submit(1, 1, IdsPrompt(ids_to_bytes([1] * 30)), Sampling(), Limits(max_tokens=20), TextSpec())
 
 
 class Clock:
@@ -46,14 +46,14 @@ def test_a_bucket_fills_steadily() -> None:
     assert bucket.level == 10.5 and bucket.wait_s(10) == 0
     bucket.take(70)
     assert bucket.wait_s(1) == 60.5, "a debt is paid first"
-    assert bucket.wait_s(1000) == bucket.wait_s(60), "nobody waits for more than it can hold"
+    assert bucket.wait_s(1000) == bucket.wait_s(60), "no request waits for more than a full bucket"
     clock.now += 1000
     assert bucket.level == 60
     bucket.take(-5)
     assert bucket.level == 60
 
 
-def test_requests() -> None:
+def test_requests_per_minute() -> None:
     clock = Clock()
     account = Account(3, clock=clock)
     for left in (2, 1, 0):
@@ -71,34 +71,34 @@ def test_requests() -> None:
     account.take_request()
 
 
-def test_tokens_are_held_as_estimated_and_paid_as_they_were() -> None:
+def test_tokens_are_held_by_estimate_and_charged_by_use() -> None:
     clock = Clock()
     account = Account(None, 100, clock=clock)
-    with account.hold([ORDER]) as hold:
+    with account.hold([SUBMIT]) as hold:
         assert headers(account) == {"limit-tokens": "100", "remaining-tokens": "50", "reset-tokens": "30s"}
-        with account.hold([ORDER]) as other:
-            with pytest.raises(HttpError, match=r"100 tokens per minute is .* 30\.0 s"), account.hold([ORDER]):
-                raise AssertionError("it was let in")
+        with account.hold([SUBMIT]) as other:
+            with pytest.raises(HttpError, match=r"100 tokens per minute is .* 30\.0 s"), account.hold([SUBMIT]):
+                raise AssertionError("the third request was admitted")
             other.num_tokens = 31  # it ended early
         assert headers(account)["remaining-tokens"] == "19"
-        hold.num_tokens = 150  # more than anyone thought
+        hold.num_tokens = 150  # more than estimated
     assert headers(account) == {"limit-tokens": "100", "remaining-tokens": "0", "reset-tokens": "1m48.6s"}
     clock.now += 108.6
-    with pytest.raises(ZeroDivisionError), account.hold([ORDER]):
+    with pytest.raises(ZeroDivisionError), account.hold([SUBMIT]):
         raise ZeroDivisionError
-    assert headers(account)["remaining-tokens"] == "100", "what was never served costs nothing"
+    assert headers(account)["remaining-tokens"] == "100", "a request that was not served costs nothing"
 
 
 def test_a_request_that_is_larger_than_the_rate_waits_for_a_full_bucket() -> None:
     clock = Clock()
     account = Account(None, 40, clock=clock)
-    with account.hold([ORDER]) as hold:
+    with account.hold([SUBMIT]) as hold:
         hold.num_tokens = 50
-    with pytest.raises(HttpError) as refused, account.hold([ORDER]):
+    with pytest.raises(HttpError) as refused, account.hold([SUBMIT]):
         pass
     assert refused.value.headers == ((b"retry-after", b"75"),)
     clock.now += 75
-    with account.hold([ORDER]):
+    with account.hold([SUBMIT]):
         assert headers(account)["remaining-tokens"] == "0"
 
 
@@ -112,7 +112,7 @@ def test_a_request_that_is_larger_than_the_rate_waits_for_a_full_bucket() -> Non
     ],
 )
 def test_estimates(prompt: Any, n: int, max_tokens: int | None, estimate: int) -> None:
-    assert estimated_tokens(replace(ORDER, prompt=prompt, n=n, limits=Limits(max_tokens=max_tokens))) == estimate
+    assert estimated_tokens(replace(SUBMIT, prompt=prompt, n=n, limits=Limits(max_tokens=max_tokens))) == estimate
 
 
 def test_every_key_has_its_own_account() -> None:
@@ -127,23 +127,23 @@ def test_every_key_has_its_own_account() -> None:
     assert [ask("b").status for _ in range(3)] == [200, 200, 429]
     answer = ask("c")
     assert answer.status == 200 and not any(name.startswith("x-ratelimit") for name in answer.headers)
-    assert ask("a", "/v1/models", "GET").status == 200, "looking costs nothing"
+    assert ask("a", "/v1/models", "GET").status == 200, "requests without tokens cost nothing"
     assert ask("d").status == 401
     assert engine.gateway.stats.refused == {"rate_limit_exceeded": 2, "invalid_api_key": 1}
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_those_of_the_usage(n: int, stream: bool) -> None:
+def test_the_tokens_of_the_usage_are_charged(n: int, stream: bool) -> None:
     engine = FakeEngine()
     app = make_app(engine, tokens_per_minute=1000)
-    edge_account = app._keys.caller({}).account
+    account = app._keys.caller({}).account
     body = b'{"prompt": ["abc", "abc"], "max_tokens": 9, "n": %d, "stream": %b}' % (n, b"true" if stream else b"false")
     answer = run(Client(app).call("POST", "/v1/completions", body))
     assert answer.headers["x-ratelimit-remaining-tokens"] == str(1000 - 2 * (1 + n * 9))
     used = 2 * 3 + 2 * n * 5
     assert stream or answer.json["usage"]["total_tokens"] == used
-    assert 0 <= edge_account._tokens.level - (1000 - used) < 1
+    assert 0 <= account._tokens.level - (1000 - used) < 1
 
 
 def test_refused_requests_give_their_tokens_back() -> None:
@@ -154,12 +154,12 @@ def test_refused_requests_give_their_tokens_back() -> None:
     assert answer.status == 400 and answer.headers["x-ratelimit-remaining-tokens"] == "1000"
 
 
-def test_pairs_pay_for_their_tokens() -> None:
+def test_the_tokens_of_pairs_are_charged() -> None:
     answer = request(FakeEngine(), "/score", {"text_1": "abc", "text_2": ["a", "b"]}, tokens_per_minute=1000)
     assert answer.status == 200 and answer.headers["x-ratelimit-remaining-tokens"] == "996"
 
 
-def test_as_openai_s_client_sees_it() -> None:
+def test_openais_client_receives_the_limits_and_the_refusal() -> None:
     with (
         Served(requests_per_minute=2, tokens_per_minute=10_000) as served,
         openai.OpenAI(base_url=served.url, api_key="any", max_retries=0) as client,

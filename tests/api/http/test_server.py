@@ -1,4 +1,4 @@
-"""A real uvicorn on a free port, spoken to by the real OpenAI client and by raw sockets."""
+"""A real uvicorn on a free port, with the real OpenAI client and raw sockets as its clients."""
 
 import asyncio
 import json
@@ -113,16 +113,16 @@ def test_async_client(served: Served) -> None:
     run(work())
 
 
-class Noticing(list[int]):
-    """Cancelled rids, and an event for the thread that waits for some."""
+class Cancels(list[int]):
+    """Cancelled rids, and an event that the first one sets."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = threading.Event()
+        self.arrived = threading.Event()
 
     def extend(self, rids: Iterable[int]) -> None:
         super().extend(rids)
-        self.seen.set()
+        self.arrived.set()
 
 
 def request_bytes(body: bytes, *more: bytes) -> bytes:
@@ -132,53 +132,53 @@ def request_bytes(body: bytes, *more: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-def test_a_client_that_hangs_up_is_noticed(served: Served, stream: bytes) -> None:
+def test_a_disconnect_cancels_the_request(served: Served, stream: bytes) -> None:
     served.engine.hold = True
-    served.engine.cancels = cancels = Noticing()
+    served.engine.cancels = cancels = Cancels()
     connection = socket.create_connection(("127.0.0.1", served.port), timeout=10)
     connection.sendall(request_bytes(b'{"prompt": "x", "stream": %b}' % stream))
     if stream == b"true":
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     connection.close()
-    assert cancels.seen.wait(10)
+    assert cancels.arrived.wait(10)
     assert served.engine.gateway.num_open == 0
 
 
-def test_a_client_that_does_not_read_is_cut(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_disconnected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STALL_TIMEOUT_S", 0.05)
     served.engine.pieces = ["x" * (1 << 16)] * 10_000
-    served.engine.cancels = cancels = Noticing()
+    served.engine.cancels = cancels = Cancels()
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(request_bytes(b'{"prompt": "x", "stream": true}'))
-        assert cancels.seen.wait(10)
+        assert cancels.arrived.wait(10)
 
 
-def test_a_client_that_stops_reading_for_a_while_gets_all_of_it(served: Served) -> None:
+def test_a_client_that_pauses_gets_the_whole_stream(served: Served) -> None:
     served.engine.pieces = [f"{i:9} " for i in range(3000)]
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(request_bytes(b'{"prompt": "x", "stream": true}', b"connection: close"))
         received = connection.recv(100)
-        until(lambda: not served.engine.open, "the engine is done before its client goes on")
+        until(lambda: not served.engine.open, "the engine is done before its client reads on")
         while part := connection.recv(1 << 16):
             received += part
     body = received.partition(b"\r\n\r\n")[2]
     events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: {")]
     assert "".join(event["choices"][0]["text"] for event in events) == "".join(served.engine.pieces)
-    assert len(events) < len(served.engine.pieces), "what was not read was put together"
+    assert len(events) < len(served.engine.pieces), "unread chunks are merged"
 
 
-def test_the_kernel_holds_little_for_a_client_that_does_not_read(served: Served) -> None:
+def test_the_socket_buffer_of_a_client_that_does_not_read_is_small(served: Served) -> None:
     served.engine.pieces = ["x" * 1000] * 2000
-    served.engine.cancels = cancels = Noticing()
+    served.engine.cancels = cancels = Cancels()
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(request_bytes(b'{"prompt": "x", "stream": true}'))
-        assert cancels.seen.wait(10), "2 MB were taken off our hands"
+        assert cancels.arrived.wait(10), "the kernel buffered 2 MB"
         received = b""
         while b'"client_too_slow"' not in received:
             received += connection.recv(1 << 16)
 
 
-def test_a_connection_is_used_again(served: Served) -> None:
+def test_a_connection_is_reused(served: Served) -> None:
     body = b'{"prompt": "x", "stream": true}'
     received = served.raw(request_bytes(body) + request_bytes(body, b"connection: close"))
     assert received.count(b"HTTP/1.1 200") == 2 and received.count(b"data: [DONE]\n\n") == 2
@@ -201,23 +201,23 @@ def test_a_connection_is_used_again(served: Served) -> None:
         (b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\nconnection: close\r\n\r\n", b"400"),
     ],
 )
-def test_heads_that_are_refused(served: Served, data: bytes, status: bytes) -> None:
+def test_invalid_heads_are_refused(served: Served, data: bytes, status: bytes) -> None:
     received = served.raw(data)
     assert received.startswith(b"HTTP/1.1 " + status), received[:200]
     assert "error" in json.loads(received.partition(b"\r\n\r\n")[2])
 
 
-def test_a_head_that_never_ends() -> None:
+def test_an_incomplete_head_times_out() -> None:
     with Served(head_timeout_s=0.01) as served:
         assert served.raw(b"GET /health HTTP/1.1\r\nhost: localhost\r\n") == b""
 
 
-def test_a_head_within_the_bounds(served: Served) -> None:
+def test_a_large_head_within_the_limits_is_served(served: Served) -> None:
     data = b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x: " + b"y" * 30_000 + b"\r\nconnection: close\r\n\r\n"
     assert served.raw(data).startswith(b"HTTP/1.1 200")
 
 
-def test_stopping_the_server_ends_streams_in_good_form(served: Served) -> None:
+def test_shutdown_ends_streams_with_an_error_event(served: Served) -> None:
     served.engine.hold = True
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(request_bytes(b'{"prompt": "x", "stream": true}', b"connection: close"))

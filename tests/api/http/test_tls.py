@@ -1,4 +1,4 @@
-"""TLS and Unix sockets, to clients that people use, and to our own commands."""
+"""TLS and Unix sockets, with common clients and with pagewire's own commands."""
 
 import shutil
 import socket
@@ -21,7 +21,7 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="make
 
 
 def make_certificate(folder: Path, name: str, signer: str | None = None) -> None:
-    """{name}.pem and {name}.key; without a signer it vouches for itself."""
+    """Write {name}.pem and {name}.key; without a signer the certificate is self-signed."""
     by = f"-CA {signer}.pem -CAkey {signer}.key" if signer is not None else ""
     names = "-addext subjectAltName=IP:127.0.0.1,DNS:localhost" if signer is not None else ""
     subprocess.run(
@@ -77,7 +77,7 @@ def test_tls(certificates: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @needs_openssl
-def test_certificates_of_clients(certificates: Path) -> None:
+def test_client_certificates(certificates: Path) -> None:
     authority = str(certificates / "authority.pem")
     trust = ssl.create_default_context(cafile=authority)
     known = ssl.create_default_context(cafile=authority)
@@ -109,7 +109,7 @@ def test_certificates_of_clients(certificates: Path) -> None:
         ),
     ],
 )
-def test_files_that_cannot_be_used(certificates: Path, files: dict[str, str], sentence: str) -> None:
+def test_unusable_files_are_refused(certificates: Path, files: dict[str, str], sentence: str) -> None:
     paths: dict[str, Any] = {name: str(certificates / file) for name, file in files.items()}
     with pytest.raises(ConfigError, match=sentence):
         tls_context(ListenOptions(**paths, ssl_cert_reqs=2))
@@ -134,7 +134,7 @@ def test_a_unix_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "No server answers at unix:nowhere" in capsys.readouterr().err
 
 
-def test_below_a_path(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_below_a_root_path(capsys: pytest.CaptureFixture[str]) -> None:
     with Served(root_path="/llm") as served:
         for path in ("/llm", "/llm/v1", ""):
             assert cli.main(["complete", "x", "--url", f"http://127.0.0.1:{served.port}{path}"]) == 0

@@ -68,7 +68,7 @@ def test_stream_with_usage() -> None:
     assert all(e["usage"] is None for e in events)
 
 
-def test_stream_and_plain_give_strange_text_alike() -> None:
+def test_special_characters_are_kept_streamed_and_plain() -> None:
     text = 'quote " back \\ line \n tab \t nul \x00 emoji 🙂 sep \u2028 </script>'
     assert content(chat(FakeEngine([text, ""]), stream=True).events) == text
     assert chat(FakeEngine([text, ""])).json["choices"][0]["message"]["content"] == text
@@ -93,7 +93,7 @@ def test_empty_answer() -> None:
     assert deltas(events) == [{"role": "assistant", "content": ""}, {}]
 
 
-def test_length() -> None:
+def test_finish_reason_length() -> None:
     assert chat(FakeEngine(finish="length")).json["choices"][0]["finish_reason"] == "length"
 
 
@@ -156,7 +156,7 @@ def test_a_tool_call_plain() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_tool_calls_in_a_stream_however_they_are_cut(size: int) -> None:
+def test_streamed_tool_calls_do_not_depend_on_the_chunks(size: int) -> None:
     text = f"Let me see.\n{CALL}\n{CALL}"
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     *events, _ = chat(FakeEngine(pieces), tools=TOOLS, stream=True).events
@@ -175,7 +175,7 @@ def test_tool_calls_in_a_stream_however_they_are_cut(size: int) -> None:
         assert call["name"] == "weather" and json.loads(call["arguments"])["city"] == "Köln"
 
 
-def test_only_one_call_if_they_must_not_be_parallel() -> None:
+def test_only_one_call_without_parallel_tool_calls() -> None:
     message = chat(FakeEngine([CALL + CALL]), tools=TOOLS, parallel_tool_calls=False).json["choices"][0]["message"]
     assert len(message["tool_calls"]) == 1
     *events, _ = chat(FakeEngine([CALL + CALL]), tools=TOOLS, parallel_tool_calls=False, stream=True).events
@@ -206,15 +206,15 @@ def test_a_broken_call_is_text(stream: bool) -> None:
         assert "tool_calls" not in choice["message"]
 
 
-def chat_by(engine: FakeEngine, parsers: dict[str, Any], **fields: Any) -> Answer:
+def chat_with(engine: FakeEngine, parsers: dict[str, Any], **fields: Any) -> Answer:
     """As `chat`, with the server's parsers."""
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
     return request(engine, "/v1/chat/completions", body, **parsers)
 
 
-def test_another_format_of_calls_and_the_special_tokens_it_needs() -> None:
+def test_a_call_format_that_needs_special_tokens() -> None:
     engine = FakeEngine(['[TOOL_CALLS]f[ARGS]{"a": 1}'])
-    choice = chat_by(engine, {"tool_call_parser": "mistral"}, tools=TOOLS).json["choices"][0]
+    choice = chat_with(engine, {"tool_call_parser": "mistral"}, tools=TOOLS).json["choices"][0]
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
     assert set(engine.submits[0].text.marks) == {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}
     assert engine.submits[0].text.skip_special_tokens
@@ -227,7 +227,7 @@ THOUGHT = "<think>\nWell.\n</think>\n\nYes"
 
 
 def test_reasoning_plain() -> None:
-    body = chat_by(FakeEngine([THOUGHT[:10], *THOUGHT[10:]]), QWEN3).json
+    body = chat_with(FakeEngine([THOUGHT[:10], *THOUGHT[10:]]), QWEN3).json
     message = body["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] == "Well." and message["content"] == "Yes"
     num_reasoning = len("<think>\nWell.\n</think>")
@@ -237,11 +237,11 @@ def test_reasoning_plain() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
 @pytest.mark.parametrize("more", [{}, {"logprobs": True}])
-def test_reasoning_in_a_stream_however_it_is_cut(size: int, more: dict[str, Any]) -> None:
+def test_streamed_reasoning_does_not_depend_on_the_chunks(size: int, more: dict[str, Any]) -> None:
     text = THOUGHT.removeprefix("<think>") + CALL
     engine = FakeEngine([text[i : i + size] for i in range(0, len(text), size)])
     engine.prompt_end = "<|im_start|>assistant\n<think>"
-    answer = chat_by(engine, QWEN3, tools=TOOLS, stream=True, stream_options={"include_usage": True}, **more)
+    answer = chat_with(engine, QWEN3, tools=TOOLS, stream=True, stream_options={"include_usage": True}, **more)
     *events, _ = answer.events
     parts = deltas(events[:-1])
     assert "".join(part.get("reasoning", "") for part in parts) == "Well."
@@ -255,7 +255,7 @@ def test_reasoning_in_a_stream_however_it_is_cut(size: int, more: dict[str, Any]
 
 
 def test_reasoning_may_be_left_out() -> None:
-    body = chat_by(FakeEngine([THOUGHT]), QWEN3, include_reasoning=False).json
+    body = chat_with(FakeEngine([THOUGHT]), QWEN3, include_reasoning=False).json
     assert body["choices"][0]["message"] == {"content": "Yes", "role": "assistant", "refusal": None}
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(THOUGHT)  # all in one step
 
@@ -275,12 +275,12 @@ OUTPUTS = {
 @pytest.mark.parametrize("parser", OUTPUTS)
 def test_a_stream_adds_up_to_the_plain_answer_for_every_split(parser: str) -> None:
     text, parsers = OUTPUTS[parser], {"tool_call_parser": parser, "reasoning_parser": "qwen3"}
-    plain = chat_by(FakeEngine([text]), parsers, tools=TOOLS).json["choices"][0]
+    plain = chat_with(FakeEngine([text]), parsers, tools=TOOLS).json["choices"][0]
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in plain["message"]["tool_calls"]]
     assert calls and plain["message"]["reasoning"]
     for cut in range(0, len(text), 3):
         pieces = [text[:cut], text[cut : cut + 5], text[cut + 5 :]]
-        *events, _ = chat_by(FakeEngine(pieces), parsers, tools=TOOLS, stream=True).events
+        *events, _ = chat_with(FakeEngine(pieces), parsers, tools=TOOLS, stream=True).events
         streamed: dict[int, list[str]] = {}
         for delta in deltas(events):
             for part in delta.get("tool_calls", ()):
@@ -299,7 +299,7 @@ def test_without_a_parser_reasoning_is_text() -> None:
     assert not engine.submits[0].text.prompt_end and not engine.submits[0].text.marks
 
 
-# ── tools that are not there ─────────────────────────────────────────────────────────────────────────────────────────
+# ── requests without tools ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {"tools": None}])
@@ -311,7 +311,7 @@ def test_without_tools_there_are_no_calls(fields: dict[str, Any]) -> None:
     assert isinstance(prompt, ChatPrompt) and prompt.tools == b""
 
 
-# ── what reaches the engine ──────────────────────────────────────────────────────────────────────────────────────────
+# ── submitted requests ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_prompt_is_the_clients_json() -> None:
@@ -331,7 +331,7 @@ def test_the_prompt_is_the_clients_json() -> None:
     assert prompt.add_generation_prompt and not prompt.continue_final_message
 
 
-def test_fields_reach_their_places() -> None:
+def test_fields_are_submitted() -> None:
     engine = FakeEngine()
     fields: dict[str, Any] = {
         "temperature": 0.5,
@@ -343,12 +343,12 @@ def test_fields_reach_their_places() -> None:
     }
     more: dict[str, Any] = {"presence_penalty": -1, "frequency_penalty": 2, "logit_bias": {"5": 1.5}}
     chat(engine, **fields, **more, max_tokens=9, stop="x", priority=-3, ignore_eos=True, stop_token_ids=[4], n=2)
-    (order,) = engine.submits
-    sampling = order.sampling
+    (submit,) = engine.submits
+    sampling = submit.sampling
     assert {name: getattr(sampling, name) for name in fields} == fields
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.logit_bias) == (-1, 2, {5: 1.5})
-    assert (order.n, order.priority, order.limits.max_tokens, order.text.stop) == (2, -3, 9, ("x",))
-    assert order.limits.ignore_eos and order.limits.stop_token_ids == (4,)
+    assert (submit.n, submit.priority, submit.limits.max_tokens, submit.text.stop) == (2, -3, 9, ("x",))
+    assert submit.limits.ignore_eos and submit.limits.stop_token_ids == (4,)
 
 
 def test_defaults_and_null() -> None:
@@ -371,7 +371,7 @@ def test_defaults_and_null() -> None:
     first, second = engine.submits
     assert first.limits.max_tokens is None and first.sampling.temperature == 1.0 and first.sampling.logprobs is None
     assert (first.limits, first.text, first.prompt) == (second.limits, second.text, second.prompt)
-    assert first.sampling.seed != second.sampling.seed, "without a seed, each request draws its own"
+    assert first.sampling.seed != second.sampling.seed, "without a seed, each request gets its own"
 
 
 def test_max_completion_tokens_wins() -> None:
@@ -380,14 +380,14 @@ def test_max_completion_tokens_wins() -> None:
     assert engine.submits[0].limits.max_tokens == 6
 
 
-def test_what_the_client_leaves_open_is_as_the_model_recommends() -> None:
+def test_the_defaults_are_those_that_the_model_recommends() -> None:
     engine = FakeEngine()
     recommended = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, repetition_penalty=1.05)
     body = {"messages": [{"role": "user", "content": "hi"}], "top_p": 1.0}
     request(engine, "/v1/chat/completions", body, sampling=recommended)
     sampling = engine.submits[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (0.6, 20, 0.05, 1.05)
-    assert sampling.top_p == 1.0  # the client's word
+    assert sampling.top_p == 1.0  # the client's value
 
 
 def test_a_tiny_temperature_is_greedy() -> None:
@@ -414,5 +414,5 @@ def test_cache_salts_differ() -> None:
     engine = FakeEngine()
     for salt in ("a", "b", None):
         chat(engine, cache_salt=salt)
-    salts = [order.salt for order in engine.submits]
+    salts = [submit.salt for submit in engine.submits]
     assert len(set(salts)) == 3 and salts[2] == b""

@@ -45,9 +45,9 @@ def test_prompts(prompt: Any, expected: list[Any]) -> None:
     engine = FakeEngine()
     complete(engine, prompt=prompt, add_special_tokens=False)
     got = [
-        order.prompt.text if isinstance(order.prompt, TextPrompt) else bytes_to_ids(order.prompt.ids).tolist()
-        for order in engine.submits
-        if isinstance(order.prompt, TextPrompt | IdsPrompt)
+        submit.prompt.text if isinstance(submit.prompt, TextPrompt) else bytes_to_ids(submit.prompt.ids).tolist()
+        for submit in engine.submits
+        if isinstance(submit.prompt, TextPrompt | IdsPrompt)
     ]
     assert got == expected
     assert engine.submits[0].limits.max_tokens == 16
@@ -58,15 +58,15 @@ def test_choices_are_prompt_major() -> None:
     body = complete(engine, prompt=["a", "b", "c"], n=2, echo=True).json
     assert [c["text"] for c in body["choices"]] == ["ax", "ax", "bx", "bx", "cx", "cx"]
     assert [c["index"] for c in body["choices"]] == list(range(6))
-    assert [order.rid for order in engine.submits] == [0, 2, 4]
+    assert [submit.rid for submit in engine.submits] == [0, 2, 4]
     assert body["usage"]["prompt_tokens"] == 9 and body["usage"]["completion_tokens"] == 6
-    assert len({order.sampling.seed for order in engine.submits}) == 3
+    assert len({submit.sampling.seed for submit in engine.submits}) == 3
 
 
 def test_a_seed_is_the_same_for_every_prompt() -> None:
     engine = FakeEngine()
     complete(engine, prompt=["a", "a"], seed=7)
-    assert [order.sampling.seed for order in engine.submits] == [7, 7]
+    assert [submit.sampling.seed for submit in engine.submits] == [7, 7]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -114,7 +114,7 @@ def test_token_ids(stream: bool) -> None:
     assert "".join(c["text"] for c in choices) == "Hello"
 
 
-def test_stop_strings_reach_the_detokenizer() -> None:
+def test_stop_strings_are_submitted() -> None:
     engine = FakeEngine(stop_reason="!")
     body = complete(engine, stop=["!", "?"], include_stop_str_in_output=True, skip_special_tokens=False).json
     spec = engine.submits[0].text

@@ -1,4 +1,4 @@
-"""What an output has to keep to: from the fields of each API to the constraint that travels, and what goes together."""
+"""Constraints on the output: from the fields of each API to the submitted constraint, and which can be combined."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def formatted(**fields: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": fields}
 
 
-ASKED: list[tuple[dict[str, Any], str, Any]] = [
+FORMATS: list[tuple[dict[str, Any], str, Any]] = [
     ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
     (
         {"response_format": formatted(name="n", schema=SCHEMA)},
@@ -69,26 +69,26 @@ def constraint_of(engine: FakeEngine, answer: Answer) -> Constraint:
     return constraint
 
 
-@pytest.mark.parametrize(("fields", "kind", "value"), ASKED)
+@pytest.mark.parametrize(("fields", "kind", "value"), FORMATS)
 @pytest.mark.parametrize("ask", [chat, complete])
-def test_each_format(ask: Any, fields: dict[str, Any], kind: str, value: Any) -> None:
+def test_each_format_becomes_its_constraint(ask: Any, fields: dict[str, Any], kind: str, value: Any) -> None:
     engine = FakeEngine()
     constraint = constraint_of(engine, ask(engine, **fields))
     text = constraint.text if kind in ("regex", "lark") else json.loads(constraint.text)
     assert (constraint.kind, text) == (kind, value)
     (source,) = constraint.sources
-    assert constraint == Constraint(constraint.kind, constraint.text, sources=(source,)), "it starts at once"
+    assert constraint == Constraint(constraint.kind, constraint.text, sources=(source,)), "it applies at once"
     assert source.field.partition(".")[0] == next(iter(fields)) and not source.tool
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": None}])
-def test_nothing_is_asked_for(fields: dict[str, Any]) -> None:
+def test_without_a_format_there_is_no_constraint(fields: dict[str, Any]) -> None:
     engine = FakeEngine()
     assert chat(engine, **fields, tools=[WEATHER], tool_choice="auto").status == 200
     assert engine.submits[-1].constraint is None and engine.submits[-1].bad_words == ()
 
 
-def test_it_starts_after_the_reasoning() -> None:
+def test_a_constraint_starts_after_the_reasoning() -> None:
     engine = FakeEngine()
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "guided_regex": "a"}
     constraint = constraint_of(engine, request(engine, "/v1/chat/completions", fields, **THINK))
@@ -96,10 +96,10 @@ def test_it_starts_after_the_reasoning() -> None:
     constraint = constraint_of(
         engine, request(engine, "/v1/completions", {"prompt": "a", "guided_regex": "a"}, **THINK)
     )
-    assert constraint.reasoning_ends == (), "a completion is no chat"
+    assert constraint.reasoning_ends == (), "a completion has no reasoning"
 
 
-def test_an_answer_of_harmony_is_a_message_of_its_channel() -> None:
+def test_an_answer_in_harmony_is_a_message_of_the_final_channel() -> None:
     engine = FakeEngine()
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "guided_json": SCHEMA}
     constraint = constraint_of(engine, request(engine, "/v1/chat/completions", fields, tool_call_parser="openai"))
@@ -143,7 +143,7 @@ def test_an_answer_of_harmony_is_a_message_of_its_channel() -> None:
         ({"thinking_token_budget": 5, "thinking_budget": 5}, "thinking_budget"),
     ],
 )
-def test_what_does_not_go_together_names_the_field(fields: dict[str, Any], param: str) -> None:
+def test_conflicting_fields_are_named(fields: dict[str, Any], param: str) -> None:
     engine = FakeEngine()
     answer = chat(engine, **fields)
     assert (answer.status, answer.error["param"]) == (400, param) and not engine.submits
@@ -174,11 +174,11 @@ def test_a_forced_call(choice: Any, called: set[str], parallel: bool, stream: bo
         assert call["function"] == {"name": "weather", "arguments": '{"a": 1}'}
         assert answer.json["choices"][0]["finish_reason"] == "tool_calls"
     prompt = engine.submits[-1].prompt
-    assert len(json.loads(prompt.tools)) == 2, "the model is told of all of them"  # type: ignore[union-attr]
+    assert len(json.loads(prompt.tools)) == 2, "the prompt lists all tools"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("parser", ["hermes", "openai", "none"])
-def test_a_format_beside_tools_leaves_calls_to_the_model(parser: str) -> None:
+def test_a_format_beside_tools_allows_calls(parser: str) -> None:
     engine = FakeEngine(["{}"])
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, NOW]}
     body["response_format"] = formatted(schema=SCHEMA)
@@ -195,7 +195,7 @@ def test_a_format_beside_tools_leaves_calls_to_the_model(parser: str) -> None:
 
 
 @pytest.mark.parametrize("ask", ["format", "tools"])
-def test_a_schema_of_any_depth_is_taken_or_refused(ask: str) -> None:
+def test_a_schema_of_any_depth_is_accepted_or_refused(ask: str) -> None:
     for depth in range(900, 1000):
         schema = '{"a":' * depth + "1" + "}" * depth
         field = {
@@ -208,7 +208,7 @@ def test_a_schema_of_any_depth_is_taken_or_refused(ask: str) -> None:
         assert answer.status in (200, 400), depth
 
 
-def test_a_family_that_is_not_known_says_which_flag_helps() -> None:
+def test_without_a_parser_the_error_names_the_flag() -> None:
     engine = FakeEngine()
     fields: dict[str, Any] = {
         "messages": [{"role": "user", "content": "hi"}],
@@ -233,7 +233,7 @@ def test_a_thinking_budget(fields: dict[str, Any], budget: int) -> None:
     assert complete(engine, **fields).error["param"] == next(iter(fields))
 
 
-def test_bad_words_go_to_who_can_spell_them() -> None:
+def test_bad_words_are_submitted_as_text() -> None:
     engine = FakeEngine()
     for ask in (chat, complete):
         assert ask(engine, bad_words=["damn", " it"]).status == 200
@@ -247,7 +247,7 @@ def test_a_refused_grammar_is_a_400_before_the_first_byte() -> None:
     assert answer.status == 400 and answer.error["message"].startswith("The JSON schema")
 
 
-def test_the_other_apis_ask_for_the_same() -> None:
+def test_the_other_apis_submit_the_same_constraints() -> None:
     engine = FakeEngine([CALL])
     format = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     answer = request(engine, "/v1/responses", {"input": "hi", "text": {"format": format}})
@@ -269,12 +269,12 @@ def test_the_other_apis_ask_for_the_same() -> None:
     answer = request(engine, "/v1/messages", {**body, "thinking": thinking}, **THINK)
     assert constraint_of(engine, answer).thinking_budget == 1024
     assert request(engine, "/v1/messages", {**body, "thinking": thinking}).status == 200
-    assert engine.submits[-1].constraint is None, "a model that is not known to reason keeps to any bound"
+    assert engine.submits[-1].constraint is None, "without a reasoning parser there is nothing to bound"
 
 
-# ── what cannot be enforced ──────────────────────────────────────────────────────────────────────────────────────────
+# ── unenforceable schemas ────────────────────────────────────────────────────────────────────────────────────────────
 
-# Tools beside which an answer in a format is asked for. No grammar can follow the parameters of the second and third.
+# Tools in requests that also have a format. No grammar can follow the parameters of the second and third.
 ODD: list[tuple[str, Any]] = [
     ("weather", SCHEMA),
     ("odd", {"type": "object", "properties": {"x": {"not": {"type": "string"}}}}),
@@ -311,14 +311,14 @@ def test_a_tool_that_cannot_be_enforced_takes_any_object(parser: str) -> None:
     fields: dict[str, Any] = {"tools": odd_tools(), "response_format": formatted(schema=answer_schema)}
     constraint = constraint_of(engine, ask_beside_tools(engine, parser, **fields))
     assert constraint.sources[0].tool == "weather"
-    assert "no object" not in constraint.text, "no call can have this name"
+    assert "no object" not in constraint.text, "no call can have a name with a space"
     assert constraint.sources[-1] == Source("response_format.json_schema.schema")
     tokenizer = json_tokenizer([*constraint.lark_marks, "<|start|>", "<|end|>"], special=True)
     grammars = grammars_of(tokenizer)
     constraint = replace(constraint, reasoning_starts=(), reasoning_ends=())
     grammar = find_grammar(parser, "none", True)
     assert grammar is not None
-    seen: dict[str, list[Any]] = {}
+    outputs: dict[str, list[Any]] = {}
     for seed in range(100):
         output = tokenizer.decode(draw(grammars.compile(constraint, ""), tokenizer, seed, most=1000), False)
         lexer = Lexer(grammar, "")
@@ -326,14 +326,14 @@ def test_a_tool_that_cannot_be_enforced_takes_any_object(parser: str) -> None:
         for event in [*lexer.push(output), *lexer.flush()]:
             match event:
                 case CallStart(name=called):
-                    seen.setdefault(name, []).append(arguments)
+                    outputs.setdefault(name, []).append(arguments)
                     name, arguments = called, ""
                 case CallArguments(text=text) | Text(text=text):
                     arguments += text
-        seen.setdefault(name, []).append(arguments)
-    assert {"answer", "weather", "odd", "deep", "nested", "list", "open"} <= seen.keys()
-    assert all(json.loads(text) == {"ok": 1} for text in seen.pop("answer") if text.strip())
-    for name, values in seen.items():
+        outputs.setdefault(name, []).append(arguments)
+    assert {"answer", "weather", "odd", "deep", "nested", "list", "open"} <= outputs.keys()
+    assert all(json.loads(text) == {"ok": 1} for text in outputs.pop("answer") if text.strip())
+    for name, values in outputs.items():
         for text in values:
             value = json.loads(text)
             assert isinstance(value, dict)
@@ -384,7 +384,7 @@ def test_tools_that_are_too_large_together_take_any_object() -> None:
     grammars_of(json_tokenizer(constraint.lark_marks, special=True)).compile(constraint, "")
 
 
-def test_why_a_schema_is_refused_names_the_field_to_the_client() -> None:
+def test_a_refused_schema_is_named_to_the_client() -> None:
     engine = FakeEngine()
     field = "tools[0].function.parameters"
     engine.refuse = ("invalid_request", f"The JSON schema in {field} (of 'weather') cannot be enforced: no.", field, 0)

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, and what /ready and /load say."""
+"""/tokenize, /detokenize, /ready and /load."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from pagewire.ipc.messages import ChatPrompt, Snapshot, TextPrompt, Tokenize
 IDLE = Snapshot(9, 3, 2, 100, 25, 1, 70, 30, 44, 0.5)
 
 
-def test_a_text() -> None:
+def test_a_text_is_tokenized() -> None:
     engine = FakeEngine()
     assert request(engine, "/tokenize", {"prompt": "abc", "model": "demo"}).json == {
         "count": 3,
@@ -29,7 +29,7 @@ def test_a_text() -> None:
     ]
 
 
-def test_a_conversation() -> None:
+def test_a_conversation_is_tokenized() -> None:
     engine = FakeEngine()
     body = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
     assert request(engine, "/tokenize", body).json["count"] == 3
@@ -38,7 +38,7 @@ def test_a_conversation() -> None:
     assert not question.prompt.add_generation_prompt
 
 
-def test_ids() -> None:
+def test_ids_are_detokenized() -> None:
     assert request(FakeEngine(), "/detokenize", {"tokens": [97, 98]}).json == {"prompt": "ab"}
     assert request(FakeEngine(), "/detokenize", {"tokens": []}).json == {"prompt": ""}
 
@@ -58,38 +58,38 @@ def test_ids() -> None:
         ("/detokenize", {}, None),
     ],
 )  # fmt: skip
-def test_bad_requests(path: str, body: dict[str, Any], param: str | None) -> None:
+def test_invalid_requests_are_refused(path: str, body: dict[str, Any], param: str | None) -> None:
     engine = FakeEngine()
     answer = request(engine, path, body)
     assert (answer.status, answer.error["param"]) == (400, param) and not engine.questions
 
 
-def test_a_refusal_of_the_tokenizer() -> None:
+def test_a_refusal_of_the_tokenizer_is_returned() -> None:
     engine = FakeEngine()
     engine.refuse = ("invalid_request", "The chat template refuses this.")
     assert request(engine, "/tokenize", {"prompt": "x"}).error["message"] == "The chat template refuses this."
 
 
-def test_questions_end_when_the_server_does() -> None:
-    async def scenario() -> None:
+def test_close_ends_tokenizer_calls() -> None:
+    async def work() -> None:
         engine = FakeEngine()
         engine._answer = lambda question: None  # type: ignore[method-assign]  # the tokenizer hangs
-        asked = asyncio.create_task(engine.gateway.tokenize(TextPrompt("x")))
+        tokenized = asyncio.create_task(engine.gateway.tokenize(TextPrompt("x")))
         await asyncio.sleep(0)
         engine.gateway.close("The end.")
         with pytest.raises(RequestError, match="The end"):
-            await asked
+            await tokenized
         await engine.gateway.drained()
         with pytest.raises(RequestError, match="The end"):
             await engine.gateway.detokenize(b"")
 
-    run(scenario())
+    run(work())
 
 
 def test_a_full_queue_is_not_ready_but_healthy() -> None:
     engine = FakeEngine()
     assert request(engine, "/ready").json == {"status": "ready"}
-    engine.gateway.handle([replace(IDLE, num_waiting=4)])  # as many as may wait
+    engine.gateway.handle([replace(IDLE, num_waiting=4)])  # the maximum
     assert request(engine, "/ready").status == 503 and request(engine, "/health").status == 200
     engine.gateway.handle([IDLE])
     assert request(engine, "/ready").status == 200
@@ -106,7 +106,7 @@ def test_load() -> None:
     assert request(engine, "/load").json == {**empty, "num_running": 3, "num_waiting": 2, "kv_cache_usage": 0.25}
 
 
-def test_what_the_tokenizer_is() -> None:
+def test_tokenizer_info() -> None:
     assert request(FakeEngine(), "/tokenizer_info").json == {
         "chat_template": "{{ messages }}",
         "bos_token": None,

@@ -1,4 +1,4 @@
-"""What the rarer parameters of chat and completions become: in the orders to the engine, and in the answers."""
+"""The rarer parameters of chat and completions, in the submits to the engine and in the answers."""
 
 import json
 from typing import Any
@@ -10,21 +10,21 @@ from msgspec.structs import replace
 from pagewire.ipc.messages import Chunk, Submit, TokenLogprob
 
 
-def order(**fields: Any) -> Submit:
+def submitted(**fields: Any) -> Submit:
     engine = FakeEngine()
     assert chat(engine, **fields).status == 200
     (submit,) = engine.submits
     return submit
 
 
-def test_parameters_reach_the_engine() -> None:
-    submit = order(
+def test_parameters_are_submitted() -> None:
+    submit = submitted(
         min_tokens=5, max_tokens=9, allowed_token_ids=[3, 4], truncate_prompt_tokens=-1, stop=["x"], prompt_logprobs=2
     )
     assert submit.limits.min_tokens == submit.text.min_tokens == 5
     assert submit.sampling.allowed_token_ids == (3, 4) and submit.sampling.prompt_logprobs == 2
     assert submit.truncate == -1 and submit.text.prompt
-    assert not order(detokenize=False).text.detokenize and order().text.detokenize
+    assert not submitted(detokenize=False).text.detokenize and submitted().text.detokenize
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 4}, {"max_completion_tokens": 4, "max_tokens": 9}])
@@ -39,42 +39,42 @@ def test_stop_strings_need_text() -> None:
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_a_template_in_the_request(trusted: bool) -> None:
+def test_a_template_in_the_request_needs_trust(trusted: bool) -> None:
     engine = FakeEngine()
     body = {"messages": [{"role": "user", "content": "hi"}], "chat_template": "{{ messages }}"}
-    for path, sent in (("/v1/chat/completions", engine.submits), ("/tokenize", engine.questions)):
+    for path, received in (("/v1/chat/completions", engine.submits), ("/tokenize", engine.questions)):
         answer = request(engine, path, body, trust_request_chat_template=trusted)
         assert answer.status == (200 if trusted else 400)
         if trusted:
-            assert sent[-1].prompt.template == "{{ messages }}"  # type: ignore[union-attr]
+            assert received[-1].prompt.template == "{{ messages }}"  # type: ignore[union-attr]
         else:
             assert (answer.error["param"], answer.error["code"]) == ("chat_template", "unsupported_value")
-            assert "--trust-request-chat-template" in answer.error["message"] and not sent
+            assert "--trust-request-chat-template" in answer.error["message"] and not received
 
 
 @pytest.mark.parametrize(
-    ("said", "switches"),
+    ("kwargs", "switches"),
     [
         ({}, {"enable_thinking": False, "thinking": False}),
         ({"enable_thinking": True}, {"enable_thinking": True}),
         ({"thinking": True}, {"thinking": True}),
     ],
 )
-def test_an_effort_of_none_stops_the_reasoning(said: dict[str, bool], switches: dict[str, bool]) -> None:
-    """What the request itself sets counts."""
-    prompt = order(reasoning_effort="none", chat_template_kwargs=said).prompt
+def test_effort_none_disables_reasoning(kwargs: dict[str, bool], switches: dict[str, bool]) -> None:
+    """Variables that the request sets take precedence."""
+    prompt = submitted(reasoning_effort="none", chat_template_kwargs=kwargs).prompt
     variables = json.loads(prompt.template_kwargs)  # type: ignore[union-attr]
     assert variables == {"reasoning_effort": "none", **switches}
 
 
-def test_defaults_of_what_is_not_asked_for_are_taken() -> None:
-    plain = order(seed=1)
+def test_default_values_change_nothing() -> None:
+    plain = submitted(seed=1)
     for fields in ({"length_penalty": 1.0}, {"length_penalty": 1}, {"early_stopping": False}, {"top_logprobs": 0}):
-        assert replace(order(seed=1, **fields), rid=plain.rid) == plain, fields
+        assert replace(submitted(seed=1, **fields), rid=plain.rid) == plain, fields
 
 
 def test_reasoning_effort_and_verbosity_are_variables_of_the_template() -> None:
-    prompt = order(reasoning_effort="low", verbosity="high", chat_template_kwargs={"verbosity": "mine"}).prompt
+    prompt = submitted(reasoning_effort="low", verbosity="high", chat_template_kwargs={"verbosity": "mine"}).prompt
     assert prompt.template_kwargs == b'{"verbosity":"mine","reasoning_effort":"low"}'  # type: ignore[union-attr]
 
 
@@ -82,12 +82,12 @@ def test_reasoning_effort_and_verbosity_are_variables_of_the_template() -> None:
 
 
 def test_prompt_logprobs_of_chat() -> None:
-    told = chat(FakeEngine(), prompt_logprobs=2).json["prompt_logprobs"]
+    logprobs = chat(FakeEngine(), prompt_logprobs=2).json["prompt_logprobs"]
     best, second = (
         {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
         {"logprob": -2.0, "rank": 2, "decoded_token": "~"},
     )
-    assert told[0] is None and told[1] == {str(ord("b")): best, str(ord("~")): second} and len(told) == 3
+    assert logprobs[0] is None and logprobs[1] == {str(ord("b")): best, str(ord("~")): second} and len(logprobs) == 3
     assert "prompt_logprobs" not in chat(FakeEngine()).json
 
 
@@ -104,7 +104,7 @@ def test_prompt_logprobs_are_not_streamed() -> None:
     assert (answer.status, answer.error["param"]) == (400, "prompt_logprobs")
 
 
-def test_tokens_by_their_ids() -> None:
+def test_tokens_may_be_returned_as_ids() -> None:
     fields = {"return_tokens_as_token_ids": True}
     content = chat(FakeEngine(["a"]), logprobs=True, top_logprobs=2, **fields).json["choices"][0]["logprobs"]["content"]
     assert content[0]["token"] == "token_id:97" and content[0]["bytes"] == [97]
@@ -130,7 +130,7 @@ def test_usage_in_every_event(call: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_chat_repeats_the_final_message_that_it_goes_on_with(stream: bool) -> None:
+def test_echo_repeats_the_final_message_that_chat_continues(stream: bool) -> None:
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": [{"type": "text", "text": "Well, "}]},
@@ -141,21 +141,23 @@ def test_chat_repeats_the_final_message_that_it_goes_on_with(stream: bool) -> No
     else:
         text = answer.json["choices"][0]["message"]["content"]
     assert text == "Well, Hello"
-    assert chat(FakeEngine(), echo=True).json["choices"][0]["message"]["content"] == "Hello", "a user's is not repeated"
+    assert chat(FakeEngine(), echo=True).json["choices"][0]["message"]["content"] == "Hello", (
+        "a user's message is not repeated"
+    )
 
 
 class _Candidates(FakeEngine):
-    """Each sequence of a request has other words and other log-probabilities."""
+    """Each sequence of a request has its own text and log-probabilities."""
 
-    def _chunk(self, rid: int, order: Submit, step: int) -> Chunk:
-        index = rid - order.rid
-        chunk = super()._chunk(rid, order, step)
+    def _chunk(self, rid: int, submitted: Submit, step: int) -> Chunk:
+        index = rid - submitted.rid
+        chunk = super()._chunk(rid, submitted, step)
         logprob = (-3.0, -0.25, -1.0, -2.0)[index]
         position = TokenLogprob(candidate(chunk.text, logprob), ())
         return replace(chunk, text=f"{index}", logprobs=(position,) if chunk.logprobs is not None else None)
 
 
-def test_best_of_gives_the_likeliest() -> None:
+def test_best_of_returns_the_likeliest() -> None:
     engine = _Candidates(["a"])
     answer = complete(engine, prompt=["x", "y"], n=2, best_of=4).json
     assert [(c["index"], c["text"], c["logprobs"]) for c in answer["choices"]] == [
@@ -166,21 +168,21 @@ def test_best_of_gives_the_likeliest() -> None:
     ]
     assert answer["usage"]["completion_tokens"] == 8, "all candidates were computed"
     assert answer["usage"]["prompt_tokens"] == 6
-    assert [order.n for order in engine.submits] == [4, 4] and engine.submits[0].sampling.logprobs == 0
+    assert [submitted.n for submitted in engine.submits] == [4, 4] and engine.submits[0].sampling.logprobs == 0
     assert complete(_Candidates(["a"]), n=4, best_of=4).json["choices"][0]["text"] == "0", "nothing to choose"
 
 
 @pytest.mark.parametrize("fields", [{"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}])
-def test_what_best_of_cannot_be(fields: dict[str, Any]) -> None:
+def test_invalid_best_of_is_refused(fields: dict[str, Any]) -> None:
     answer = complete(FakeEngine(), **fields)
     assert (answer.status, answer.error["param"]) == (400, "best_of")
     assert complete(FakeEngine(), best_of=2, n=2, stream=True).status == 200
 
 
-def test_the_echo_of_a_prompt_that_was_cut_is_what_is_left_of_it() -> None:
+def test_the_echo_of_a_truncated_prompt_is_truncated() -> None:
     class Cutting(FakeEngine):
-        def _echo(self, order: Submit) -> Any:
-            return replace(super()._echo(order), text="bc")
+        def _echo(self, submitted: Submit) -> Any:
+            return replace(super()._echo(submitted), text="bc")
 
     choice = complete(Cutting(), prompt="abc", echo=True, truncate_prompt_tokens=2).json["choices"][0]
     assert choice["text"] == "bcHello"

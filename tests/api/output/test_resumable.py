@@ -1,4 +1,4 @@
-"""`resume_token_ids`: the api tells an output whole whose beginning another engine drew."""
+"""`resume_token_ids`: the answer holds the whole output, though another engine sampled its beginning."""
 
 from typing import Any
 
@@ -25,18 +25,23 @@ def ids(text: str) -> list[int]:
     return [ord(char) for char in text]
 
 
-def test_every_choice_goes_on_by_itself_with_its_own_seed() -> None:
+def test_every_choice_resumes_with_its_own_seed() -> None:
     engine = FakeEngine(PIECES)
     answer = complete(engine, prompt=["a", "b"], n=2, seed=5, resume_token_ids=[ids("Hel"), [], ids("Hello "), []])
     assert [choice["text"] for choice in answer.json["choices"]] == [TEXT] * 4
-    told = [(order.n, order.sampling.seed, order.resume_chars) for order in engine.submits]
-    assert told == [(1, 5, -1), (1, 6, 0), (1, 5, -1), (1, 6, 0)]
-    assert [bytes_to_ids(order.resume_ids).tolist() for order in engine.submits] == [ids("Hel"), [], ids("Hello "), []]
+    submits = [(submit.n, submit.sampling.seed, submit.resume_chars) for submit in engine.submits]
+    assert submits == [(1, 5, -1), (1, 6, 0), (1, 5, -1), (1, 6, 0)]
+    assert [bytes_to_ids(submit.resume_ids).tolist() for submit in engine.submits] == [
+        ids("Hel"),
+        [],
+        ids("Hello "),
+        [],
+    ]
     assert answer.json["usage"]["prompt_tokens"] == 6, "a prompt counts once"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_answer_is_the_whole_one(stream: bool) -> None:
+def test_the_answer_holds_the_whole_output(stream: bool) -> None:
     fields: dict[str, Any] = {"return_token_ids": True, "resume_token_ids": [ids("Hello ")], "stream": stream}
     for ask in (chat, complete):
         answer = ask(FakeEngine(PIECES), **fields)
@@ -46,7 +51,7 @@ def test_the_answer_is_the_whole_one(stream: bool) -> None:
         assert [id for p in pieces for id in p.get("token_ids") or ()] == ids(TEXT)
 
 
-def test_only_new_tokens_have_log_probabilities_and_they_know_their_place() -> None:
+def test_only_new_tokens_have_logprobs_at_their_offsets() -> None:
     answer = complete(FakeEngine(PIECES), logprobs=1, resume_token_ids=[ids("Hello ")])
     logprobs = answer.json["choices"][0]["logprobs"]
     assert logprobs["tokens"] == list("world") and logprobs["text_offset"] == [6, 7, 8, 9, 10]
@@ -59,7 +64,7 @@ def test_only_new_tokens_have_log_probabilities_and_they_know_their_place() -> N
         ("/v1/responses", {"input": "a"}, "resp_" + 24 * "a"),
     ],
 )
-def test_typed_events_have_their_tokens_in_comments(path: str, body: dict[str, Any], id: str) -> None:
+def test_token_ids_of_typed_events_are_sent_in_comments(path: str, body: dict[str, Any], id: str) -> None:
     fields = {**body, "resume_id": id, "resume_token_ids": [ids("Hello ")], "return_token_ids": True}
     answer = request(FakeEngine(PIECES), path, {**fields, "stream": True})
     comments = [line for line in answer.body.decode().split("\n\n") if line.startswith(":")]
@@ -84,19 +89,19 @@ def test_typed_events_have_their_tokens_in_comments(path: str, body: dict[str, A
         {"resume_token_ids": [[1]], "best_of": 2},
     ],
 )
-def test_what_cannot_be_is_refused(fields: dict[str, Any]) -> None:
+def test_invalid_resume_token_ids_are_refused(fields: dict[str, Any]) -> None:
     engine = FakeEngine(PIECES)
     answer = complete(engine, **fields)
     assert answer.status == 400 and answer.error["param"].startswith("resume_token_ids") and not engine.submits
     assert "resume_token_ids" in answer.error["message"]
 
 
-def test_what_was_told_again_is_delivered_once_when_a_process_dies_then() -> None:
-    """The ids of the request come back with the first news; the journal must not have them twice."""
+def test_replayed_ids_are_in_the_journal_once() -> None:
+    """The first chunk repeats the ids of the request, which the journal holds already."""
     data = ids_to_bytes(ids("Hel"))
-    order = Submit(0, 1, TextPrompt("x"), Sampling(), Limits(), TextSpec(), resume_ids=data, resume_chars=-1)
-    entry = Entry(order)
-    assert entry.resumed(9).resume_chars == -1, "nothing was told yet"
+    submit = Submit(0, 1, TextPrompt("x"), Sampling(), Limits(), TextSpec(), resume_ids=data, resume_chars=-1)
+    entry = Entry(submit)
+    assert entry.resumed(9).resume_chars == -1, "nothing has been delivered yet"
     entry.note(Chunk(0, "Hel", data, lengths=ids_to_bytes([1, 1, 1])))
     entry.note(Chunk(0, "lo", ids_to_bytes(ids("lo"))))
     again = entry.resumed(9)

@@ -18,7 +18,7 @@ STREAM = json.dumps({"messages": [{"role": "user", "content": "hi"}], "n": 2, "s
 
 
 async def start(engine: FakeEngine, body: bytes, client: Client | None = None) -> tuple[Client, "asyncio.Task[Answer]"]:
-    """A request that the engine has accepted and keeps waiting."""
+    """Start a request that the engine accepts and does not answer yet."""
     engine.hold = True
     client = client or Client(make_app(engine))
     task = asyncio.create_task(client.call("POST", "/v1/chat/completions", body))
@@ -29,7 +29,7 @@ async def start(engine: FakeEngine, body: bytes, client: Client | None = None) -
 
 
 @pytest.mark.parametrize("body", [BODY, STREAM])
-def test_a_client_that_leaves_cancels_once(body: bytes) -> None:
+def test_a_disconnect_cancels_once(body: bytes) -> None:
     async def work() -> None:
         engine = FakeEngine()
         client, task = await start(engine, body)
@@ -40,7 +40,7 @@ def test_a_client_that_leaves_cancels_once(body: bytes) -> None:
     run(work())
 
 
-def test_a_client_that_leaves_in_the_middle() -> None:
+def test_a_disconnect_within_the_stream_cancels() -> None:
     async def work() -> None:
         engine = FakeEngine(list("abcdef"))
         client = Client(make_app(engine))
@@ -57,7 +57,7 @@ def test_a_client_that_leaves_in_the_middle() -> None:
     run(work())
 
 
-def test_a_client_that_leaves_before_it_is_admitted() -> None:
+def test_a_disconnect_before_admission_cancels() -> None:
     async def work() -> None:
         engine = FakeEngine()
         client = Client(make_app(engine))
@@ -73,7 +73,7 @@ def test_a_client_that_leaves_before_it_is_admitted() -> None:
     run(work())
 
 
-def test_a_client_that_leaves_while_it_sends() -> None:
+def test_a_disconnect_within_the_body_submits_nothing() -> None:
     async def work() -> None:
         engine = FakeEngine()
         client = Client(make_app(engine))
@@ -91,7 +91,7 @@ def test_a_finished_request_cancels_nothing() -> None:
     assert engine.cancels == []
 
 
-def test_a_failure_in_the_middle_of_a_stream() -> None:
+def test_a_failure_within_a_stream_ends_it_with_an_error_event() -> None:
     engine = FakeEngine(["a", "b", "c"])
     engine.fail_after = 2
     answer = chat(engine, stream=True, n=1)
@@ -109,7 +109,7 @@ def test_a_failure_of_one_choice_cancels_the_others() -> None:
     assert engine.cancels == [1, 2]
 
 
-def test_a_failure_in_the_middle_of_a_plain_answer() -> None:
+def test_a_failure_during_a_plain_answer_is_a_500() -> None:
     engine = FakeEngine(["a", "b", "c"])
     engine.fail_after = 2
     answer = chat(engine)
@@ -117,7 +117,7 @@ def test_a_failure_in_the_middle_of_a_plain_answer() -> None:
 
 
 @pytest.mark.parametrize(("has_failed", "code"), [(False, "shutting_down"), (True, "engine_failed")])
-def test_closing_ends_open_streams_in_good_form(has_failed: bool, code: str) -> None:
+def test_close_ends_open_streams_with_an_error_event(has_failed: bool, code: str) -> None:
     async def work() -> None:
         engine = FakeEngine()
         tasks = []
@@ -141,7 +141,7 @@ def test_closing_ends_open_streams_in_good_form(has_failed: bool, code: str) -> 
     run(work())
 
 
-def test_after_closing_new_requests_are_refused() -> None:
+def test_after_close_new_requests_are_refused() -> None:
     engine = FakeEngine()
     engine.gateway.close("The server is shutting down.")
     answer = chat(engine)
@@ -157,9 +157,9 @@ def test_keep_alive_comments_while_waiting(monkeypatch: pytest.MonkeyPatch) -> N
     async def work() -> None:
         engine = FakeEngine()
         client, task = await start(engine, STREAM)
-        seen = asyncio.Event()
-        client.on_part = lambda part: seen.set() if part.startswith(b":") else None
-        await seen.wait()
+        commented = asyncio.Event()
+        client.on_part = lambda part: commented.set() if part.startswith(b":") else None
+        await commented.wait()
         engine.go()
         answer = await task
         assert b": keep-alive\n\n" in answer.parts and answer.events[-1] == "[DONE]"
@@ -167,7 +167,7 @@ def test_keep_alive_comments_while_waiting(monkeypatch: pytest.MonkeyPatch) -> N
     run(work())
 
 
-def test_a_bug_of_ours_in_a_stream_says_nothing_of_our_insides(
+def test_an_internal_error_in_a_stream_reveals_no_details(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> list[bytes]:
@@ -177,18 +177,20 @@ def test_a_bug_of_ours_in_a_stream_says_nothing_of_our_insides(
     engine = FakeEngine(["x"] * 100)
     answer = chat(engine, stream=True)
     assert answer.is_complete and answer.events[-1]["error"]["type"] == "server_error"
-    assert engine.cancels == [0], "the engine must not go on for nobody"
+    assert engine.cancels == [0], "the engine must not continue without a reader"
     assert b"secret" not in answer.body and "secret" in caplog.text
 
 
-def test_a_bug_of_ours_in_a_plain_answer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_in_a_plain_answer_reveals_no_details(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("pagewire.api.openai.chat.ChatReply.body", lambda self: 1 / 0)
     answer = chat(FakeEngine())
     assert answer.status == 500 and b"ZeroDivision" not in answer.body and answer.headers["x-should-retry"] == "false"
 
 
 class Connection:
-    """A `DirectWriter` beside ASGI's `send`: what it writes stands among what is sent."""
+    """A `DirectWriter` beside ASGI's `send`: its parts are recorded among the messages sent."""
 
     def __init__(self, client: Client, keeps_up: Callable[[], bool] = lambda: True) -> None:
         self._client = client
@@ -205,7 +207,7 @@ class Connection:
 
 
 def contents(answer: Answer) -> list[str]:
-    """The pieces of text of the first choice."""
+    """The text pieces of the first choice."""
     *events, done = answer.events
     assert done == "[DONE]" and answer.is_complete
     deltas = [c["delta"] for event in events for c in event["choices"] if c["index"] == 0]
@@ -219,7 +221,7 @@ def test_a_stream_written_as_chunks_arrive_is_the_same_stream() -> None:
         client = Client(make_app(FakeEngine(pieces)))
         connection = Connection(client)
         answer = await client.call("POST", "/v1/chat/completions", STREAM)
-        assert contents(answer) == pieces and connection.num_writes == len(pieces) - 1, "the last is the reader's"
+        assert contents(answer) == pieces and connection.num_writes == len(pieces) - 1, "the reader sends the last one"
         assert all(part.count(b"data: ") == 1 for part in answer.parts)
 
     run(work())
@@ -240,7 +242,9 @@ def test_a_client_that_falls_behind_gets_everything_in_order(seed: int) -> None:
     run(work())
 
 
-def test_a_bug_of_ours_in_the_consumer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_in_the_consumer_ends_the_stream(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     take = ChatReply.take
 
     def broken(reply: ChatReply, index: int, chunk: Chunk) -> list[bytes]:
@@ -256,14 +260,14 @@ def test_a_bug_of_ours_in_the_consumer(monkeypatch: pytest.MonkeyPatch, caplog: 
         Connection(client)
         answer = await client.call("POST", "/v1/chat/completions", STREAM)
         assert answer.is_complete and answer.events[-1]["error"]["type"] == "server_error"
-        assert engine.cancels == [0, 1] and b'"c"' not in answer.body, "nothing follows what was lost"
+        assert engine.cancels == [0, 1] and b'"c"' not in answer.body, "no chunk follows a lost one"
         assert b"secret" not in answer.body and "secret" in caplog.text
 
     run(work())
 
 
-def test_rids_go_up() -> None:
+def test_rids_ascend() -> None:
     engine = FakeEngine()
     for _ in range(3):
         chat(engine, n=2)
-    assert [order.rid for order in engine.submits if isinstance(order, Submit)] == [0, 2, 4]
+    assert [submit.rid for submit in engine.submits if isinstance(submit, Submit)] == [0, 2, 4]

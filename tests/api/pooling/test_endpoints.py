@@ -1,4 +1,4 @@
-"""Embeddings, rerank and score over HTTP: what goes to the engine, what comes back, and what is refused."""
+"""Embeddings, rerank and score over HTTP: submits, answers and refusals."""
 
 import json
 from typing import Any
@@ -27,15 +27,15 @@ def test_embeddings() -> None:
         "data": [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(engine.vectors)],
         "usage": {"prompt_tokens": 9, "total_tokens": 9},
     }
-    for order, text in zip(engine.submits, "abc", strict=True):
-        assert order.prompt == TextPrompt(text) and order.n == 1
-        assert order.pooling == Pooling("last", is_normalized=True)
-        assert order.limits == Limits(max_tokens=0, queue_timeout_s=9)
-        assert (order.priority, order.tenant, order.text.detokenize) == (-3, "u", False)
-    assert [order.rid for order in engine.submits] == [0, 1, 2]
+    for submit, text in zip(engine.submits, "abc", strict=True):
+        assert submit.prompt == TextPrompt(text) and submit.n == 1
+        assert submit.pooling == Pooling("last", is_normalized=True)
+        assert submit.limits == Limits(max_tokens=0, queue_timeout_s=9)
+        assert (submit.priority, submit.tenant, submit.text.detokenize) == (-3, "u", False)
+    assert [submit.rid for submit in engine.submits] == [0, 1, 2]
 
 
-def test_what_the_engine_refuses() -> None:
+def test_a_refusal_of_the_engine_is_a_400() -> None:
     engine = FakeEngine()
     engine.refuse = ("invalid_request", "This model scores pairs of texts; embeddings are made by others.")
     answer = embed(engine)
@@ -58,8 +58,8 @@ def test_rerank(path: str) -> None:
         ],
         "usage": {"prompt_tokens": 9, "total_tokens": 9},
     }
-    assert [order.prompt for order in engine.submits] == [PairPrompt("q", text) for text in ("one", "two", "three")]
-    assert {order.pooling for order in engine.submits} == {Pooling("score")}
+    assert [submit.prompt for submit in engine.submits] == [PairPrompt("q", text) for text in ("one", "two", "three")]
+    assert {submit.pooling for submit in engine.submits} == {Pooling("score")}
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_rerank(path: str) -> None:
 def test_score(path: str, fields: dict[str, Any], pairs: list[str]) -> None:
     engine = FakeEngine()
     body = request(engine, path, {**fields, "truncate_prompt_tokens": 7}).json
-    assert [order.prompt for order in engine.submits] == [PairPrompt(*pair) for pair in pairs]
-    assert {order.pooling for order in engine.submits} == {Pooling("score", truncate=7)}
+    assert [submit.prompt for submit in engine.submits] == [PairPrompt(*pair) for pair in pairs]
+    assert {submit.pooling for submit in engine.submits} == {Pooling("score", truncate=7)}
     assert body["object"] == "list" and body["model"] == "demo" and body["created"] > 0
     scores = [vector[0] for vector in engine.vectors[: len(pairs)]]
     assert body["data"] == [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
 
 
-def test_a_client_that_leaves_takes_its_texts_along() -> None:
+def test_a_disconnect_cancels_all_texts() -> None:
     engine = FakeEngine()
     engine.hold = True
 
@@ -91,7 +91,7 @@ def test_a_client_that_leaves_takes_its_texts_along() -> None:
 
         client = Client(make_app(engine, purpose=PURPOSE))
         call = asyncio.ensure_future(client.call("POST", "/v1/embeddings", json.dumps({"input": ["a", "b"]}).encode()))
-        await until_async(lambda: len(engine.submits) == 2, "the engine has both")
+        await until_async(lambda: len(engine.submits) == 2, "both texts are submitted")
         client.leave()
         await call
 

@@ -1,4 +1,4 @@
-"""What a request for vectors or scores becomes, and what is refused."""
+"""Requests for vectors and scores: what is submitted, and what is refused."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from pagewire.ipc.messages import IdsPrompt, Pooling, TextPrompt, bytes_to_ids
 from .test_endpoints import PURPOSE, embed
 
 
-def test_token_ids() -> None:
+def test_token_ids_are_submitted() -> None:
     engine = FakeEngine()
     assert len(embed(engine, input=[1, 2, 3]).json["data"]) == 1
     assert len(embed(engine, input=[[1, 2], [3]]).json["data"]) == 2
-    prompts = [order.prompt for order in engine.submits]
+    prompts = [submit.prompt for submit in engine.submits]
     assert all(isinstance(prompt, IdsPrompt) for prompt in prompts)
     assert [list(bytes_to_ids(prompt.ids)) for prompt in prompts] == [[1, 2, 3], [1, 2], [3]]  # type: ignore[union-attr]
 
 
-def test_how_the_vector_is_made() -> None:
+def test_pooling_options_are_submitted() -> None:
     engine = FakeEngine()
     embed(engine, PURPOSE, dimensions=8, normalize=False, truncate_prompt_tokens=-1)
     embed(engine, PURPOSE, prompt_name="document", truncate_prompt_tokens=5, add_special_tokens=False)
@@ -47,7 +47,7 @@ def test_how_the_vector_is_made() -> None:
         ({"embed_dtype": "float16"}, "embed_dtype", "is not supported"),
     ],
 )
-def test_embeddings_that_are_refused(fields: dict[str, Any], param: str | None, message: str) -> None:
+def test_invalid_embedding_requests_are_refused(fields: dict[str, Any], param: str | None, message: str) -> None:
     engine = FakeEngine()
     answer = embed(engine, PURPOSE, **fields)
     assert (answer.status, answer.error["param"]) == (400, param)
@@ -71,7 +71,7 @@ def test_embeddings_that_are_refused(fields: dict[str, Any], param: str | None, 
         ("/rerank", {"query": "q", "documents": ["a"], "model": "other"}, "model"),
     ],
 )
-def test_pairs_that_are_refused(path: str, fields: dict[str, Any], param: str | None) -> None:
+def test_invalid_pairs_are_refused(path: str, fields: dict[str, Any], param: str | None) -> None:
     engine = FakeEngine()
     answer = request(engine, path, fields)
     assert (answer.status, answer.error["param"]) == (404 if param == "model" else 400, param)

@@ -1,4 +1,4 @@
-"""Responses: items and events in the order that clients check, the store, and what is refused by name."""
+"""Responses: plain and streamed answers, and the helpers of the tests of this folder."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ def respond(engine: FakeEngine, **fields: Any) -> Answer:
     return request(engine, "/v1/responses", {"input": "hi", **fields})
 
 
-def shown(engine: FakeEngine) -> list[dict[str, Any]]:
+def last_messages(engine: FakeEngine) -> list[dict[str, Any]]:
     """The messages of the last request."""
     prompt = engine.submits[-1].prompt
     assert isinstance(prompt, ChatPrompt)
@@ -52,7 +52,7 @@ def test_plain() -> None:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 8,
     }
-    assert shown(engine) == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+    assert last_messages(engine) == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
 
 
 def test_stream() -> None:
@@ -88,13 +88,13 @@ def think(stream: bool, pieces: list[str] = THOUGHTS, **fields: Any) -> Answer:
     return request(FakeEngine(pieces, finish=finish), "/v1/responses", body, **REASONS)
 
 
-_OTHERWISE = ("max_tokens", "n", "response_format")
+_NOT_SHARED = ("max_tokens", "n", "response_format")
 
 
 def conversation(*calls: tuple[str, Any, Any, str]) -> list[Answer]:
-    """Calls to one application, with keys; a body may be made from the answers so far."""
+    """The answers to calls of one application. A path or a body may be a function of the answers so far."""
 
-    async def scenario() -> list[Answer]:
+    async def work() -> list[Answer]:
         engine = FakeEngine([CALL])
         app = make_app(engine, api_keys=("first", "second"))
         answers: list[Answer] = []
@@ -106,12 +106,12 @@ def conversation(*calls: tuple[str, Any, Any, str]) -> list[Answer]:
         answers[-1].engine = engine  # type: ignore[attr-defined]
         return answers
 
-    return run(scenario())
+    return run(work())
 
 
-def at(answers: list[Answer]) -> str:
+def response_path(answers: list[Answer]) -> str:
     return f"/v1/responses/{answers[0].json['id']}"
 
 
-def items_at(query: str = "") -> Any:
-    return lambda answers: f"{at(answers)}/input_items{query}"
+def items_path(query: str = "") -> Any:
+    return lambda answers: f"{response_path(answers)}/input_items{query}"

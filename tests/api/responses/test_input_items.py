@@ -4,7 +4,7 @@ from typing import Any
 
 from harness import FakeEngine
 
-from .test_endpoints import respond, shown
+from .test_endpoints import last_messages, respond
 
 
 def test_items_become_messages() -> None:
@@ -25,7 +25,7 @@ def test_items_become_messages() -> None:
     def call(id: str, arguments: str) -> dict[str, Any]:
         return {"id": id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
 
-    assert shown(engine) == [
+    assert last_messages(engine) == [
         {"role": "developer", "content": "d"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "I look.", "reasoning_content": "hm",

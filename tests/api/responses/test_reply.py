@@ -27,12 +27,12 @@ def test_a_stream_ends_with_the_plain_answer(pieces: list[str], tools: list[Any]
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == last["output"] and all(item["status"] == "completed" for item in done[:-1])
     assert done[-1]["status"] == ("completed" if finish == "stop" else "incomplete")
-    grown: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for event in events:
         if event["type"].endswith(".delta"):
-            grown[event["output_index"]] = grown.get(event["output_index"], "") + event["delta"]
+            texts[event["output_index"]] = texts.get(event["output_index"], "") + event["delta"]
     final = [item["content"][0]["text"] if item["type"] == "message" else item["arguments"] for item in last["output"]]
-    assert [grown.get(i, "") for i in range(len(final))] == final
+    assert [texts.get(i, "") for i in range(len(final))] == final
 
 
 def test_calls_are_items() -> None:
@@ -41,7 +41,7 @@ def test_calls_are_items() -> None:
     assert text["content"][0]["text"] == "I look." and call["type"] == "function_call"
     assert (call["name"], json.loads(call["arguments"])) == ("weather", {"city": "Köln"})
     assert call["id"].startswith("fc_") and call["call_id"].startswith("call_")
-    assert [tool["name"] for tool in output["tools"]] == ["weather"]  # only what the model was told of
+    assert [tool["name"] for tool in output["tools"]] == ["weather"]  # only functions are given to the model
     one = respond(FakeEngine([CALL + CALL]), tools=TOOLS, parallel_tool_calls=False).json
     assert len(one["output"]) == 1
     none = respond(FakeEngine([CALL]), tools=TOOLS, tool_choice="none").json
@@ -101,7 +101,7 @@ def test_a_stream_of_reasoning_ends_with_the_plain_answer(pieces: list[str], fin
     assert done == events[-1]["response"]["output"]
 
 
-def test_log_probabilities_are_those_of_the_words_only() -> None:
+def test_logprobs_leave_out_the_reasoning() -> None:
     output = think(False, ["<think>ab</think>", "cd"], top_logprobs=0).json["output"]
     entries = output[1]["content"][0]["logprobs"]
     assert "".join(entry["token"] for entry in entries) == "cd"
@@ -117,7 +117,7 @@ def test_logprobs() -> None:
         assert entries == streamed and len(entries[0]["top_logprobs"]) == fields.get("top_logprobs", 0)
 
 
-def test_a_stream_that_fails_says_so_and_keeps_what_it_has() -> None:
+def test_a_stream_that_fails_keeps_its_output() -> None:
     engine = FakeEngine()
     engine.fail_after = 1
     *_, last = respond(engine, stream=True).typed_events

@@ -1,4 +1,4 @@
-"""What a request for a response becomes, and what is refused by name."""
+"""Requests for responses: what is refused by name, and what is submitted."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from harness import FakeEngine
 
 from ..test_bad_input import COMMON
-from .test_endpoints import _OTHERWISE, TOOLS, respond
+from .test_endpoints import _NOT_SHARED, TOOLS, respond
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ from .test_endpoints import _OTHERWISE, TOOLS, respond
         ({"temperature": 9}, "temperature"),
     ],
 )
-def test_what_is_not_supported_is_named(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_named(fields: dict[str, Any], param: str) -> None:
     engine = FakeEngine()
     answer = respond(engine, **fields)
     assert (answer.status, answer.error["param"]) == (400, param) and not engine.submits
 
 
-@pytest.mark.parametrize(("name", "values"), [pair for pair in COMMON if pair[0] not in _OTHERWISE])
-def test_fields_that_chat_has_are_checked_alike(name: str, values: list[Any]) -> None:
+@pytest.mark.parametrize(("name", "values"), [pair for pair in COMMON if pair[0] not in _NOT_SHARED])
+def test_fields_shared_with_chat_are_checked_alike(name: str, values: list[Any]) -> None:
     for value in values:
         engine = FakeEngine()
         answer = respond(engine, **{name: value})
@@ -59,7 +59,7 @@ def test_fields_that_chat_has_are_checked_alike(name: str, values: list[Any]) ->
 
 
 @pytest.mark.parametrize("truncation", [None, "auto", "disabled"])
-def test_truncation_is_repeated_and_drops_nothing(truncation: str | None) -> None:
+def test_truncation_is_echoed_and_drops_nothing(truncation: str | None) -> None:
     engine = FakeEngine()
     assert respond(engine, truncation=truncation).json["truncation"] == (truncation or "disabled")
     assert engine.submits[0].truncate is None
@@ -69,15 +69,15 @@ def test_truncation_is_repeated_and_drops_nothing(truncation: str | None) -> Non
     assert answer.error["message"].startswith("This model's maximum context length is")
 
 
-def test_an_effort_of_none_stops_the_reasoning() -> None:
+def test_effort_none_disables_reasoning() -> None:
     engine = FakeEngine()
     assert respond(engine, reasoning={"effort": "none"}).status == 200
     variables = json.loads(engine.submits[0].prompt.template_kwargs)  # type: ignore[union-attr]
     assert variables == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
 
 
-def test_a_schema_that_is_refused_has_the_name_of_its_field() -> None:
-    """Tools that the server would run are no functions, but have their places among the tools."""
+def test_a_refused_schema_is_named_as_in_this_api() -> None:
+    """Tools that are not functions are dropped, but count in the index of a tool that an error names."""
     engine = FakeEngine()
     fields: dict[str, Any] = {"tools": [{"type": "web_search"}, *TOOLS], "tool_choice": "required"}
     field = "tools[0].function.parameters"

@@ -1,4 +1,4 @@
-"""Responses that are kept: for whom, for how many, and in which order they are read."""
+"""Stored responses: their owners, the limit of the store, and the order of items."""
 
 from typing import Any
 
@@ -7,39 +7,40 @@ from harness import Answer
 
 from pagewire.api.responses.store import ResponseStore, StoredResponse
 
-from .test_endpoints import TOOLS, at, conversation, items_at, shown, without_ids
+from .test_endpoints import TOOLS, conversation, items_path, last_messages, response_path, without_ids
 
 
-def test_a_response_is_kept_for_its_owner() -> None:
+def test_a_response_is_stored_for_its_owner() -> None:
     first = ("POST", "/v1/responses", {"input": "hi", "tools": TOOLS}, "first")
-    made, got, foreign, deleted, gone = conversation(
-        first, ("GET", at, None, "first"), ("GET", at, None, "second"), ("DELETE", at, None, "first"),
-        ("GET", at, None, "first"),
+    created, got, foreign, deleted, missing = conversation(
+        first, ("GET", response_path, None, "first"), ("GET", response_path, None, "second"),
+        ("DELETE", response_path, None, "first"),
+        ("GET", response_path, None, "first"),
     )  # fmt: skip
-    assert got.json == made.json and foreign.status == 404 and gone.error["code"] == "not_found"
-    assert deleted.json == {"id": made.json["id"], "object": "response.deleted", "deleted": True}
+    assert got.json == created.json and foreign.status == 404 and missing.error["code"] == "not_found"
+    assert deleted.json == {"id": created.json["id"], "object": "response.deleted", "deleted": True}
 
 
-def test_a_response_goes_on_after_another() -> None:
+def test_a_response_continues_a_previous_one() -> None:
     def after(answers: list[Answer]) -> Any:
         call_id = answers[0].json["output"][0]["call_id"]
         result = {"type": "function_call_output", "call_id": call_id, "output": "sun"}
         return {"input": [result], "previous_response_id": answers[0].json["id"], "store": False}
 
     first = {"input": "hi", "tools": TOOLS, "instructions": "once"}
-    made, second, foreign, unkept = conversation(
+    created, second, foreign, unstored = conversation(
         ("POST", "/v1/responses", first, "first"), ("POST", "/v1/responses", after, "first"),
         ("POST", "/v1/responses", after, "second"),
         ("GET", lambda answers: f"/v1/responses/{answers[1].json['id']}", None, "first"),
     )  # fmt: skip
-    assert second.json["previous_response_id"] == made.json["id"] and second.json["store"] is False
-    assert foreign.error["code"] == "previous_response_not_found" and unkept.status == 404
-    messages = shown(unkept.engine)  # type: ignore[attr-defined]
+    assert second.json["previous_response_id"] == created.json["id"] and second.json["store"] is False
+    assert foreign.error["code"] == "previous_response_not_found" and unstored.status == 404
+    messages = last_messages(unstored.engine)  # type: ignore[attr-defined]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
     assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"]
 
 
-def test_the_items_that_a_response_was_made_from() -> None:
+def test_input_items_are_listed_in_pages() -> None:
     call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
     items = [
         {"role": "user", "content": "a"},
@@ -48,14 +49,14 @@ def test_the_items_that_a_response_was_made_from() -> None:
         call,
         {"type": "function_call_output", "call_id": "1", "output": "sun"},
     ]
-    made, whole, page, rest, foreign = conversation(
+    created, whole, page, rest, foreign = conversation(
         ("POST", "/v1/responses", {"input": items, "instructions": "not of it"}, "first"),
-        ("GET", items_at("?order=asc"), None, "first"),
-        ("GET", items_at("?limit=2"), None, "first"),
-        ("GET", lambda a: items_at(f"?limit=9&after={a[2].json['last_id']}")(a), None, "first"),
-        ("GET", items_at(), None, "second"),
+        ("GET", items_path("?order=asc"), None, "first"),
+        ("GET", items_path("?limit=2"), None, "first"),
+        ("GET", lambda a: items_path(f"?limit=9&after={a[2].json['last_id']}")(a), None, "first"),
+        ("GET", items_path(), None, "second"),
     )
-    assert made.status == 200 and foreign.status == 404
+    assert created.status == 200 and foreign.status == 404
     body = whole.json
     assert body["object"] == "list" and not body["has_more"]
     assert (body["first_id"], body["last_id"]) == (body["data"][0]["id"], body["data"][-1]["id"])
@@ -74,19 +75,19 @@ def test_the_items_that_a_response_was_made_from() -> None:
 @pytest.mark.parametrize(
     "query", ["?limit=0", "?limit=101", "?limit=x", "?order=up", "?after=msg_x", "?limit=-1", "?limit=01" + "0" * 5000]
 )
-def test_pages_that_there_are_not(query: str) -> None:
+def test_invalid_page_parameters_are_refused(query: str) -> None:
     _, answer = conversation(
-        ("POST", "/v1/responses", {"input": "x"}, "first"), ("GET", items_at(query), None, "first")
+        ("POST", "/v1/responses", {"input": "x"}, "first"), ("GET", items_path(query), None, "first")
     )
     assert answer.status == 400 and answer.error["param"] == query[1:].split("=")[0]
 
 
-def test_the_store_has_a_bound() -> None:
+def test_the_store_evicts_the_least_recently_used() -> None:
     store = ResponseStore(max_bytes=10_000)
     for i in range(100):
         store.put(b"", f"r{i}", StoredResponse(b"x" * 1000, b"y" * 1000))
         assert store.num_bytes <= 10_000
-        store.get(b"", "r0")  # what is used stays
+        store.get(b"", "r0")  # keep it recently used
     kept = [i for i in range(100) if store.get(b"", f"r{i}") is not None]
     assert kept == [0, 98, 99]
     store.put(b"", "large", StoredResponse(b"x" * 20_000, b""))

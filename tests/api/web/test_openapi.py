@@ -1,4 +1,4 @@
-"""/openapi.json names every route, holds together, and is true: its examples are answered as it says."""
+"""/openapi.json describes every route, is consistent, and is true: its examples get the answers it describes."""
 
 import re
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ EXAMPLES = [
 def test_every_route_is_described() -> None:
     routes = [route for route in make_app(FakeEngine())._app.routes if route.path not in PAGE_FILES]
     undescribed = [route.path for route in routes if not isinstance(route, Operation)]
-    assert undescribed == ["/openapi.json"], "say with an Operation what the others take and give"
+    assert undescribed == ["/openapi.json"], "describe the others with an Operation"
     described = {(method.upper(), path) for method, path, _ in OPERATIONS}
     assert described == {(route.method, route.path_format) for route in routes if isinstance(route, Operation)}
 
 
-def test_it_holds_together() -> None:
+def test_references_and_parameters_are_consistent() -> None:
     def references(value: Any) -> Iterator[str]:
         if isinstance(value, dict):
             for name, inner in value.items():
@@ -56,17 +56,17 @@ def test_it_holds_together() -> None:
         )
 
 
-def test_bodies_are_those_of_the_structs() -> None:
+def test_schemas_follow_the_structs() -> None:
     chat = SCHEMAS["ChatRequest"]
     assert chat["required"] == ["messages"]
     assert chat["properties"]["messages"]["items"] == {"$ref": "#/components/schemas/Message"}
     assert chat["properties"]["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0.0, "maximum": 2.0}
-    assert "audio" not in chat["properties"], "a field that is always refused is none to be offered"
+    assert "audio" not in chat["properties"], "a field that is always refused is not listed"
     stream = DESCRIPTION["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]["text/event-stream"]
     assert stream["schema"]["properties"]["data"]["contentSchema"] == {"$ref": "#/components/schemas/ChatChunk"}
 
 
-def test_errors_are_of_the_clients_kind() -> None:
+def test_errors_have_the_shape_of_their_api() -> None:
     for _, path, operation in OPERATIONS:
         name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
         assert (
@@ -79,7 +79,7 @@ def test_errors_are_of_the_clients_kind() -> None:
 
 
 @pytest.mark.parametrize(("path", "example"), EXAMPLES, ids=[path for path, _ in EXAMPLES])
-def test_an_example_is_answered(path: str, example: dict[str, Any]) -> None:
+def test_an_example_is_answered_as_described(path: str, example: dict[str, Any]) -> None:
     answer = request(FakeEngine(), path, example)
     assert answer.status == 200, answer.json
     content = DESCRIPTION["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]
@@ -87,7 +87,7 @@ def test_an_example_is_answered(path: str, example: dict[str, Any]) -> None:
     assert set(schema["required"]) <= set(answer.json) <= set(schema["properties"])
 
 
-def test_keys_are_asked_for_where_they_are_needed() -> None:
+def test_the_security_scheme_is_listed_if_keys_are_needed() -> None:
     assert DESCRIPTION["security"] == []
     assert request(FakeEngine(), "/openapi.json", api_keys=("secret",)).status == 401
     headers = {"authorization": "Bearer secret"}

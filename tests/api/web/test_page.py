@@ -1,4 +1,4 @@
-"""The web page's files: all there, open without a key, cached by their tag, and nothing in them leads elsewhere."""
+"""The web page's files: complete, open without a key, cached by ETag, and without references to other servers."""
 
 import re
 
@@ -32,7 +32,7 @@ def test_a_file_is_sent_without_a_key(path: str) -> None:
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_nothing_beside_the_files_is_open() -> None:
+def test_only_the_files_are_public() -> None:
     for path in ("/page", "/page/", "/page/index.html", "/page/../metrics", "/page/../app.py", "/page/%2e%2e/app.py"):
         assert get(path).status == 401
         assert request(FakeEngine(), path).status == 404
@@ -51,7 +51,7 @@ def test_the_policy_allows_this_server_only() -> None:
     }
 
 
-def test_a_file_that_is_known_is_not_sent_again() -> None:
+def test_a_cached_file_is_not_sent_again() -> None:
     tags = {path: get(path).headers["etag"] for path in PAGE_FILES}
     assert len(set(tags.values())) == len(tags)
     for known in (tags["/"], f"W/{tags['/']}", f'"other", {tags["/"]}'):
@@ -74,17 +74,17 @@ def test_every_reference_leads_to_a_file() -> None:
 def test_the_page_works_offline() -> None:
     for name, source in SOURCES.items():
         addresses = set(re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]+", source))
-        assert addresses <= {"http://www.w3.org", "//www.w3.org"}, name  # the name of SVG, which nobody fetches
+        assert addresses <= {"http://www.w3.org", "//www.w3.org"}, name  # the namespace of SVG, which is never fetched
     assert "@import" not in SOURCES["style.css"] and "url(" not in SOURCES["style.css"]
 
 
-def test_every_element_that_the_scripts_ask_for_is_there() -> None:
+def test_every_element_that_the_scripts_use_exists() -> None:
     ids = set(re.findall(r'\bid="([^"]+)"', SOURCES["index.html"]))
     for name in ("main.js", "theme.js", "parameters.js"):
-        asked = set(re.findall(r'(?:element|getElementById)\("([^"]+)"\)', SOURCES[name]))
-        assert asked and asked <= ids, name
+        used = set(re.findall(r'(?:element|getElementById)\("([^"]+)"\)', SOURCES[name]))
+        assert used and used <= ids, name
 
 
-def test_nothing_is_made_of_html_text() -> None:
+def test_the_scripts_parse_no_html_text() -> None:
     parsers = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function")
     assert [name for name, source in SOURCES.items() if parsers.search(source)] == []

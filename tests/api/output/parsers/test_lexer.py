@@ -1,4 +1,4 @@
-"""What models write between their words: the same events however it is cut, calls as written, the rest as text."""
+"""Parsing of model output: the events do not depend on the chunks, calls are as written, and the rest is text."""
 
 import json
 import random
@@ -38,16 +38,16 @@ HERMES_CASES: dict[str, tuple[str, Found]] = {
         '<tool_call>{"id": 5, "x": {"name": "no"}, "name": "f", "arguments": {}, "type": "function"}</tool_call>',
         [("f", "{}")],
     ),
-    "twice": ('<tool_call>{"name": "f", "arguments": {}, "arguments": {"a": 1}}</tool_call>', [("f", "{}")]),
+    "arguments twice": ('<tool_call>{"name": "f", "arguments": {}, "arguments": {"a": 1}}</tool_call>', [("f", "{}")]),
     "bare line end": ('<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}</tool_call>', [("f", '{"a": "1\\n2"}')]),
     "a brace too many": ('<tool_call>{"name": "f", "arguments": {}}}</tool_call>.', [("f", "{}"), "."]),
     "never closed": (CALL.removesuffix("</tool_call>"), [("f", ARGUMENTS)]),
     "cut in the arguments": ('<tool_call>{"name": "f", "arguments": {"a": "b', [("f", '{"a": "b')]),
     "cut before the name": (' x <tool_call>{"na', [' x <tool_call>{"na']),
-    "no object": ("a <tool_call>hello</tool_call> b", ["a <tool_call>hello</tool_call> b"]),
+    "not an object": ("a <tool_call>hello</tool_call> b", ["a <tool_call>hello</tool_call> b"]),
     "no name": ('<tool_call>{"arguments": {}}</tool_call>', ['<tool_call>{"arguments": {}}</tool_call>']),
-    "name is no text": ('<tool_call>{"name": 5}</tool_call>', ['<tool_call>{"name": 5}</tool_call>']),
-    "name is no name": ('<tool_call>{"name": "f g"}</tool_call>', ['<tool_call>{"name": "f g"}</tool_call>']),
+    "name is not a string": ('<tool_call>{"name": 5}</tool_call>', ['<tool_call>{"name": 5}</tool_call>']),
+    "name with a space": ('<tool_call>{"name": "f g"}</tool_call>', ['<tool_call>{"name": "f g"}</tool_call>']),
     "arguments are a list": (
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
         ['<tool_call>{"name": "f", "arguments": [1]}</tool_call>'],
@@ -102,8 +102,8 @@ PYTHONIC_CASES: dict[str, tuple[str, Found]] = {
         [("f", '{"a": {"k": null, "l": -0.5}, "b": "it\'s \\"q\\"\\nA\\\\d", "c": [], "d": [[],{}]}')],
     ),
     "a link": ("[see](this) [f(a=1)]", ["[see](this) [f(a=1)]"]),
-    "no keyword": ("[f(1)]", ["[f(1)]"]),
-    "no call": ("[1, 2]", ["[1, 2]"]),
+    "positional argument": ("[f(1)]", ["[f(1)]"]),
+    "not a call": ("[1, 2]", ["[1, 2]"]),
     "a name as value": ("[f(a=b)]", [("f", '{"a": '), "b)]"]),
     "words before": ("So: [f(a=1)]", ["So: [f(a=1)]"]),
 }
@@ -122,7 +122,7 @@ DEEPSEEK_CASES: dict[str, tuple[str, Found]] = {
 }
 THINK_CASES: dict[str, tuple[str, Found]] = {
     "thought": ("<think>\nLet me\nsee.\n</think>\n\nYes. ", [{"r": "Let me\nsee."}, "Yes. "]),
-    "none": ("Yes <think>no</think>", ["Yes <think>no</think>"]),
+    "tags after text": ("Yes <think>no</think>", ["Yes <think>no</think>"]),
     "nothing thought": ("<think>\n\n</think>\n\nYes", ["Yes"]),
     "cut": ("<think>Let me </th", [{"r": "Let me </th"}]),
     "and a call": (f"<think>f?</think>\n{CALL}", [{"r": "f?"}, ("f", ARGUMENTS)]),
@@ -139,7 +139,7 @@ HARMONY_CASES: dict[str, tuple[str, Found]] = {
         '<|constrain|>json<|message|>{"a": 1}<|call|>',
         [{"r": "Hm."}, ("f", '{"a": 1}')],
     ),
-    "for a function at once": (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', [("f", '{"a": 1}')]),
+    "call without thoughts": (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', [("f", '{"a": 1}')]),
     "preamble": (
         "<|channel|>commentary<|message|>I will.<|end|><|start|>assistant to=functions.f<|channel|>commentary"
         "<|message|>{}<|call|>",
@@ -148,7 +148,7 @@ HARMONY_CASES: dict[str, tuple[str, Found]] = {
     "broken": ("<|channel|>commentary to=functions.f<|message|>[1]", ["[1]"]),
     "half a header": ("<|channel|>anal", []),
     "no message": ("<|channel|>" + "x" * 600, ["<|channel|>" + "x" * 600]),
-    "no harmony": ("Yes", ["Yes"]),
+    "not harmony": ("Yes", ["Yes"]),
 }
 HERMES, LLAMA3_JSON, MISTRAL, DEEPSEEK, PYTHONIC, HARMONY = (
     find_family(name, "none").calls
@@ -192,7 +192,7 @@ def parse(grammar: Grammar, pieces: list[str], prompt: str = "") -> Found:
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_cases_whole_and_cut_everywhere(family: str, name: str) -> None:
+def test_cases_whole_and_cut_at_every_position(family: str, name: str) -> None:
     grammar, cases = FAMILIES[family]
     text, expected = cases[name]
     assert parse(grammar, [text]) == expected
@@ -202,7 +202,7 @@ def test_cases_whole_and_cut_everywhere(family: str, name: str) -> None:
 
 
 def words_of(family: str) -> list[str]:
-    """What random outputs of a family are made of: its tags whole and in part, and pieces of its cases."""
+    """The pieces of a family's random outputs: whole tags, half tags, and slices of its cases."""
     grammar, cases = FAMILIES[family]
     text = "".join(text for text, _ in cases.values() if len(text) < 600)
     marks = [*grammar.all_marks, *(mark[: len(mark) // 2] for mark in grammar.all_marks)]
@@ -211,7 +211,7 @@ def words_of(family: str) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_outputs_do_not_depend_on_the_cuts(family: str) -> None:
+def test_events_of_random_outputs_do_not_depend_on_the_cuts(family: str) -> None:
     grammar, words = FAMILIES[family][0], words_of(family)
     for seed in range(200):
         rng = random.Random(seed)
@@ -225,7 +225,7 @@ def test_random_outputs_do_not_depend_on_the_cuts(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_mutated_cases_for_every_split_in_two(family: str) -> None:
+def test_events_of_mutated_cases_do_not_depend_on_the_cut(family: str) -> None:
     grammar, cases = FAMILIES[family]
     texts = [text for text, _ in cases.values() if 0 < len(text) < 200]
     for seed in range(40):
@@ -239,8 +239,7 @@ def test_mutated_cases_for_every_split_in_two(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_whole_arguments_are_json_objects(family: str) -> None:
-    """Whatever is written, arguments are JSON or the beginning of it."""
+def test_arguments_are_json_objects_or_beginnings_of_one(family: str) -> None:
     grammar, words = FAMILIES[family][0], words_of(family)
     for seed in range(300):
         rng = random.Random(seed)
@@ -253,19 +252,19 @@ def test_whole_arguments_are_json_objects(family: str) -> None:
                     assert error.pos >= len(found[1]) - 6 or "Unterminated" in error.msg, f"seed {seed}: {text!r}"
 
 
-def test_the_prompt_may_have_begun_the_reasoning() -> None:
+def test_reasoning_may_begin_in_the_prompt() -> None:
     assert THINK is not None and HARMONY is not None
     inside = "<|im_start|>assistant\n<think>\n"
     assert parse(THINK, ["so</thi", "nk>\nYes"], inside) == [{"r": "so"}, "Yes"]
     assert parse(THINK, ["so"], inside) == [{"r": "so"}]
     assert parse(THINK, ["so"], "<think>\n\n</think>\n\n") == ["so"]
-    asked = "what is <think><|im_end|>\n<|im_start|>assistant\n"
-    assert parse(THINK, ["a tag"], asked) == ["a tag"]
+    question = "what is <think><|im_end|>\n<|im_start|>assistant\n"
+    assert parse(THINK, ["a tag"], question) == ["a tag"]
     assert parse(HARMONY, ["Hm"], "<|start|>assistant<|channel|>analysis<|message|>") == [{"r": "Hm"}]
     assert parse(HARMONY, ["Hm"], "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant") == ["Hm"]
 
 
-def test_arguments_stream_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     lexer = Lexer(HERMES)
     assert lexer.push('<tool_call>{"name": "f", "arguments": {"a"') == [CallStart("f"), CallArguments('{"a"')]
     assert lexer.push(": 1") == [CallArguments(": 1")]
@@ -274,7 +273,7 @@ def test_arguments_stream_as_they_come() -> None:
     assert lexer.push("[f(a='x") == [CallStart("f"), CallArguments('{"a": "x')]
 
 
-def test_deep_arguments_are_given_up() -> None:
+def test_deeply_nested_arguments_continue_as_text() -> None:
     found = parse(HERMES, ['<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 100])
     assert found == [("f", '{"a": ' + "[" * 63), "[" * 37]
 
@@ -327,26 +326,26 @@ def test_hostile_output_takes_bounded_memory_and_linear_work(family: str) -> Non
             read(begin + unit * (16_000 // len(unit)))
 
 
-def test_what_is_held_is_bounded() -> None:
+def test_held_text_is_bounded() -> None:
     begin = '<tool_call>{"arguments": {"a": "'
     (event,) = Lexer(HERMES).push(begin + "x" * MAX_HELD)
     assert isinstance(event, Text) and event.text.startswith(begin)
     assert parse(HERMES, [begin, "x" * MAX_HELD]) == [begin + "x" * MAX_HELD]
 
 
-def test_no_tag_stands_in_another() -> None:
+def test_no_tag_contains_another() -> None:
     for grammar, _ in FAMILIES.values():
         for tags in (grammar.tags, grammar.reasoning_tags):
             assert not any(a in b for a in tags for b in tags if a != b)
 
 
-def test_names_lead_to_grammars() -> None:
+def test_parser_names_select_grammars() -> None:
     assert find_grammar("hermes", "none", True) is HERMES
     assert find_grammar("hermes", "none", False) is None and find_grammar("none", "none", True) is None
     assert find_grammar("openai", "none", False) is HARMONY and find_grammar("none", "openai_gptoss", False) is HARMONY
-    thinks = find_grammar("llama3_json", "mistral", True)
-    assert thinks is not None
-    assert parse(thinks, ['[THINK]a[/THINK]{"name": "f", "parameters": {}}']) == [{"r": "a"}, ("f", "{}")]
-    alone = find_grammar("hermes", "qwen3", False)
-    assert alone is not None and parse(alone, [f"<think>a</think>{CALL}"]) == [{"r": "a"}, CALL]
+    both = find_grammar("llama3_json", "mistral", True)
+    assert both is not None
+    assert parse(both, ['[THINK]a[/THINK]{"name": "f", "parameters": {}}']) == [{"r": "a"}, ("f", "{}")]
+    reasoning_only = find_grammar("hermes", "qwen3", False)
+    assert reasoning_only is not None and parse(reasoning_only, [f"<think>a</think>{CALL}"]) == [{"r": "a"}, CALL]
     assert parse(NO_CALLS, ["[TOOL_CALLS]"]) == ["[TOOL_CALLS]"]

@@ -1,4 +1,4 @@
-"""Calls that a model is made to write: whatever its family's rules allow, its reader reads as calls of the tools."""
+"""Forced calls: whatever a family's rules allow, its parser reads as calls of the tools."""
 
 import json
 import random
@@ -80,7 +80,7 @@ def calls_in(events: list[Event]) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("reasons", [True, False])
 @pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize("parser", FAMILIES)
-def test_every_spelling_is_read_back(parser: str, several: bool, reasons: bool, special: bool) -> None:
+def test_every_spelling_is_parsed_as_calls(parser: str, several: bool, reasons: bool, special: bool) -> None:
     tokenizer = vocabulary(parser, special)
     grammars = grammars_of(tokenizer)
     rules = find_family(parser, "none").spell_calls(TOOLS, several=several)
@@ -91,12 +91,12 @@ def test_every_spelling_is_read_back(parser: str, several: bool, reasons: bool, 
     constraint = Constraint("lark", text, lark_marks=rules.marks)
     if tags is not None:
         constraint = replace(constraint, reasoning_starts=tags[:1], reasoning_ends=tags[1:])
-    schemas, seen = dict(TOOLS), set()
+    schemas, called = dict(TOOLS), set()
     for seed in range(8):
         prompt, thoughts = "assistant\n", ""
         if tags is not None and seed % 2:
             thoughts = f"{tags[0]}I {{'a': 1}} think{tags[1]}"
-        elif tags is not None:  # a model may reason for ever; this one is told that it has done so
+        elif tags is not None:  # sampling may never end the reasoning, so the prompt ends it
             prompt = "".join(tags)
         matcher = grammars.compile(constraint, prompt)
         ids = tokenizer.encode(thoughts, False)
@@ -107,13 +107,13 @@ def test_every_spelling_is_read_back(parser: str, several: bool, reasons: bool, 
         assert len(whole) == 1 or (several and 1 <= len(whole) <= 16), output
         for name, arguments in whole:
             jsonschema.validate(arguments, schemas[name])
-            seen.add(name)
-    assert len(seen) > 1
+            called.add(name)
+    assert len(called) > 1
 
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("parser", ["hermes", "mistral", "pythonic", "deepseek_v31"])
-def test_a_call_or_an_answer(parser: str, special: bool) -> None:
+def test_rules_may_allow_a_call_or_an_answer(parser: str, special: bool) -> None:
     tokenizer = vocabulary(parser, special)
     rules = find_family(parser, "none").spell_calls(TOOLS, several=True)
     assert rules is not None
@@ -132,7 +132,7 @@ def test_a_call_or_an_answer(parser: str, special: bool) -> None:
     assert kinds > {"answer"}
 
 
-def test_only_the_tool_that_was_named(parser: str = "hermes") -> None:
+def test_rules_of_one_tool_allow_only_its_call(parser: str = "hermes") -> None:
     tokenizer = vocabulary(parser, special=True)
     rules = find_family(parser, "none").spell_calls(TOOLS[1:2], several=False)
     assert rules is not None
@@ -142,7 +142,7 @@ def test_only_the_tool_that_was_named(parser: str = "hermes") -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "é", 'q"', "x" * 300])
-def test_names_that_no_call_can_have(name: str) -> None:
+def test_invalid_tool_names_cannot_be_spelled(name: str) -> None:
     with pytest.raises(CannotSpell, match="is not a name"):
         find_family("hermes", "none").spell_calls([(name, {"type": "object"})], several=True)
 
@@ -156,10 +156,10 @@ def test_names_that_no_call_can_have(name: str) -> None:
         {"type": "object", "properties": []},
     ],
 )
-def test_what_cannot_be_written_as_keywords(schema: dict[str, Any]) -> None:
+def test_parameters_that_are_not_keywords_cannot_be_spelled(schema: dict[str, Any]) -> None:
     with pytest.raises(CannotSpell, match="writes calls as Python does"):
         find_family("pythonic", "none").spell_calls([("f", schema)], several=True)
 
 
-def test_a_family_that_is_not_known() -> None:
+def test_without_a_family_there_are_no_rules() -> None:
     assert find_family("none", "none").spell_calls(TOOLS, several=True) is None
