@@ -32,7 +32,7 @@ test("openai: a stream, raw and through its helper", async () => {
   assert.equal(await client.chat.completions.stream(asked).finalContent(), ANSWER);
 });
 
-test("openai: a stream that is left early", async () => {
+test("openai: a stream that is left early is aborted", async () => {
   const stream = await client.chat.completions.create({ ...asked, stream: true, ignore_eos: true });
   for await (const _ of stream) break;
   assert.ok(stream.controller.signal.aborted);
@@ -73,7 +73,7 @@ test("openai: responses", async () => {
   await assert.rejects(client.responses.retrieve(response.id), OpenAI.NotFoundError);
 });
 
-test("openai: errors are of its kinds and name the field", async () => {
+test("openai: errors have its types and name the field", async () => {
   await assert.rejects(client.chat.completions.create({ ...asked, temperature: 9 }), (error) => {
     assert.ok(error instanceof OpenAI.BadRequestError && error.param === "temperature");
     return true;
@@ -109,6 +109,6 @@ test("ai: tools, plain and streamed", async () => {
   assert.deepEqual([cities[0], cities.at(-1)], ["Paris", "Paris"]);
 });
 
-test("ai: what the server complains of arrives", async () => {
+test("ai: the error message of the server arrives", async () => {
   await assert.rejects(generateText({ model, prompt: "word ".repeat(20000), maxRetries: 0 }), /maximum context length/);
 });
