@@ -79,7 +79,7 @@ def test_the_experiment_reports_a_changed_stream(server: Server, streams: chaos.
     for change in changes:
         altered = [
             chaos_streams.Request(request.path, request.body | (change if i == 0 else {}))
-            for i, request in enumerate(streams.asked[:2])
+            for i, request in enumerate(streams.requests[:2])
         ]
         other = chaos.Experiment(altered, HANG_S, TOKENS, random.Random(1), streams.expected[:2], streams.newcomer)
         figures = asyncio.run(other.round(server, chaos.NOTHING, signal.SIGKILL))
