@@ -1,4 +1,4 @@
-"""A server that is started once for all tests that do it no harm, and servers of a test's own."""
+"""One server that is shared by the tests that leave it unchanged, and servers for single tests."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,28 +11,28 @@ from pagewire.tools.servers import SERVE, Server
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server with the demo model for all tests that do it no harm."""
+    """A server with the demo model, shared by all tests that leave it running and unchanged."""
     with Server(tmp_path_factory.mktemp("server")) as server:
         yield server
 
 
 @pytest.fixture(scope="module", params=DEFAULTS)
 def default(request: pytest.FixtureRequest) -> str:
-    """The name of each of the defaults that a user can get; `defaults.machine` gives them to processes."""
+    """The name of one default configuration that a user can get; `defaults.machine` applies it to processes."""
     name: str = request.param
     return name
 
 
 @pytest.fixture
 def on_default(default: str) -> Iterator[str]:
-    """The name of each default; processes that the test starts get it."""
+    """Like `default`, and applied to the processes that the test starts."""
     with machine(default):
         yield default
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Starts servers that end with the test."""
+    """Starts servers, which are closed after the test."""
     servers: list[Server] = []
 
     def start_one(*flags: str, command: Sequence[str] = SERVE) -> Server:

@@ -1,4 +1,4 @@
-// What test_engine_client.py lets the Node client do. Arguments: the folder of the client, the engine's address, and a
+// The Node client's part of test_engine_client.py. Arguments: the folder of the client, the engine's address, and a
 // JSON array of prompts. Prints one line of JSON.
 
 import { pathToFileURL } from "node:url";

@@ -1,4 +1,4 @@
-"""The door of a real server: a Unix socket with a file of keys, and TLS on a port."""
+"""Network access to a real server: a Unix socket with a file of API keys, and TLS on a port."""
 
 import os
 import shlex
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """The paths of Unix sockets are short."""
+    """A folder with a short path, because the path of a Unix socket is limited to about 100 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="pw-"))
     yield folder
     shutil.rmtree(folder)
@@ -36,7 +36,8 @@ def wait_ready(server: Server) -> None:
     until(is_ready, "the server is ready", START_TIMEOUT_S)
 
 
-def test_a_unix_socket_with_a_file_of_keys(start: Callable[..., Server], short_folder: Path) -> None:
+def test_a_unix_socket_serves_with_rate_limits_per_api_key(start: Callable[..., Server], short_folder: Path) -> None:
+    """The socket file has mode 0600, is removed at the end, and does not prevent a start after a SIGKILL."""
     file, keys = short_folder / "s", short_folder / "keys"
     keys.write_text("# who may\nsk-small requests_per_minute=2\nsk-large\n")
     flags = ("--uds", str(file), "--api-key-file", str(keys), "--tokens-per-minute", "5000", "--root-path", "/llm")
@@ -49,7 +50,7 @@ def test_a_unix_socket_with_a_file_of_keys(start: Callable[..., Server], short_f
                 base_url="http://localhost/llm/v1",
                 api_key="sk-small",
                 max_retries=0,
-                http_client=http,  # type: ignore[arg-type]  # takes those of httpx, too
+                http_client=http,  # type: ignore[arg-type]  # httpx clients work, too
             )
             ask = client.completions.with_raw_response.create
             first, second = (ask(model="pagewire-demo", prompt="Count", max_tokens=5) for _ in range(2))
@@ -63,7 +64,7 @@ def test_a_unix_socket_with_a_file_of_keys(start: Callable[..., Server], short_f
             assert large.headers["x-ratelimit-limit-tokens"] == "5000"
         if is_last:
             assert server.stop() == 0
-        else:  # what it leaves behind is no obstacle
+        else:  # leaves the socket file, which must not prevent the next start
             server.process.send_signal(signal.SIGKILL)
             server.process.wait(30)
         assert file.exists() != is_last
@@ -72,7 +73,7 @@ def test_a_unix_socket_with_a_file_of_keys(start: Callable[..., Server], short_f
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
-def test_tls_on_a_port(start: Callable[..., Server], short_folder: Path) -> None:
+def test_tls_works_and_a_missing_certificate_ends_the_start(start: Callable[..., Server], short_folder: Path) -> None:
     subprocess.run(
         shlex.split(
             "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost "
@@ -87,7 +88,7 @@ def test_tls_on_a_port(start: Callable[..., Server], short_folder: Path) -> None
     url = f"https://127.0.0.1:{server.port}"
     with httpx.Client(verify=ssl.create_default_context(cafile=certificate), base_url=url) as http:
         wait_ready(server)
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=http)  # type: ignore[arg-type]  # takes those of httpx, too
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=http)  # type: ignore[arg-type]  # httpx clients work, too
         with client.completions.create(model="pagewire-demo", prompt="Count", max_tokens=5, stream=True) as stream:
             assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
     assert f"listening on {url}" in server.log.read_text()

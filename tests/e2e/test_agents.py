@@ -1,7 +1,7 @@
-"""Coding agents against the real chain of processes, set up as docs/clients.md says.
+"""Coding agents against a real server, configured as docs/clients.md says.
 
-Their prompts are longer than the demo model's context. The server's chat template shows the model only the last line of
-the last question, so that what the model answers can be checked, while all that the agents send goes over the wire."""
+Their prompts are longer than the demo model's context. So the server's chat template shows the model only the last line
+of the last question: the model's answer can be checked, and the server still reads whole requests of the agents."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def agents_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a home of its own: agents keep settings and sessions there."""
+    """Runs an agent with `folder` as its home, where agents keep settings and sessions."""
     return subprocess.run(
         ["node", *command],
         cwd=folder,
@@ -68,26 +68,26 @@ def codex(server: Server, folder: Path, question: str) -> subprocess.CompletedPr
 
 
 def refusals(server: Server) -> list[str]:
-    """Requests that the server has refused."""
+    """The refused requests in the server's log."""
     return re.findall(r"(?:POST|GET) \S+ [45]\d\d ", server.log.read_text())
 
 
-def test_claude_code(agents_server: Server, tmp_path: Path) -> None:
+def test_claude_code_answers_and_continues_a_conversation(agents_server: Server, tmp_path: Path) -> None:
     answer = claude(agents_server, tmp_path, "-p", "Count from 1 to 5")
     assert answer.stdout.strip() == "1, 2, 3, 4, 5", answer.stdout + answer.stderr
-    goes_on = claude(agents_server, tmp_path, "-c", "-p", "Count from 2 to 4")
-    assert goes_on.stdout.strip() == "2, 3, 4", goes_on.stdout + goes_on.stderr
+    continued = claude(agents_server, tmp_path, "-c", "-p", "Count from 2 to 4")
+    assert continued.stdout.strip() == "2, 3, 4", continued.stdout + continued.stderr
     assert "POST /v1/messages 200" in agents_server.log.read_text() and not refusals(agents_server)
 
 
-def test_codex(agents_server: Server, tmp_path: Path) -> None:
+def test_codex_answers(agents_server: Server, tmp_path: Path) -> None:
     answer = codex(agents_server, tmp_path, "Count from 1 to 5")
     assert answer.stdout.strip() == "1, 2, 3, 4, 5", answer.stdout + answer.stderr
     assert "POST /v1/responses 200" in agents_server.log.read_text() and not refusals(agents_server)
 
 
-def test_a_context_that_is_too_small_is_understood(server: Server, tmp_path: Path) -> None:
-    """With the demo model's own template their prompts do not fit, and they know what that means."""
+def test_agents_report_a_prompt_that_is_longer_than_the_context(server: Server, tmp_path: Path) -> None:
+    """With the demo model's own template the agents' prompts do not fit."""
     answer = claude(server, tmp_path, "-p", "Count from 1 to 5")
     assert re.search(r"Prompt is too long.*~\d{5} tokens \(limit 8192\)", answer.stdout), answer.stdout + answer.stderr
     answer = codex(server, tmp_path, "Count from 1 to 5")

@@ -1,4 +1,4 @@
-"""The real `anthropic` client, streamed and not, against the real chain of processes."""
+"""The real `anthropic` client, with and without streaming, against a real server."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,7 +30,7 @@ def greedy(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "max_tokens": 60, "messages": QUESTION, "extra_body": {"temperature": 0}, **fields}
 
 
-def test_create(client: Any) -> None:
+def test_a_message_is_created_and_its_tokens_are_counted(client: Any) -> None:
     message = client.messages.create(**greedy())
     assert [block.text for block in message.content] == [ANSWER]
     assert message.stop_reason == "end_turn" and message.usage.output_tokens > 10 and message._request_id
@@ -38,7 +38,7 @@ def test_create(client: Any) -> None:
     assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
 
 
-def test_stream(client: Any) -> None:
+def test_a_message_is_streamed(client: Any) -> None:
     with client.messages.stream(**greedy()) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
@@ -48,7 +48,7 @@ def test_stream(client: Any) -> None:
     assert types[:2] == ["message_start", "content_block_start"] and types[-2:] == ["message_delta", "message_stop"]
 
 
-def test_limits_and_stop_sequences(client: Any) -> None:
+def test_max_tokens_stop_sequences_and_a_prefilled_answer(client: Any) -> None:
     short = client.messages.create(**greedy(max_tokens=3))
     assert short.stop_reason == "max_tokens" and short.usage.output_tokens == 3
     stopped = client.messages.create(**greedy(stop_sequences=[", 4"]))
@@ -57,11 +57,11 @@ def test_limits_and_stop_sequences(client: Any) -> None:
         "stop_sequence",
         ", 4",
     )
-    going_on = client.messages.create(**greedy(messages=[*QUESTION, {"role": "assistant", "content": "1, 2,"}]))
-    assert going_on.content[0].text.strip() == "3, 4, 5"
+    continued = client.messages.create(**greedy(messages=[*QUESTION, {"role": "assistant", "content": "1, 2,"}]))
+    assert continued.content[0].text.strip() == "3, 4, 5"
 
 
-def test_tools_and_system(client: Any) -> None:
+def test_tool_use_tool_results_and_a_system_prompt(client: Any) -> None:
     question: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
     message = client.messages.create(**greedy(messages=question, tools=[TOOL]))
     (block,) = message.content
@@ -69,7 +69,7 @@ def test_tools_and_system(client: Any) -> None:
     with client.messages.stream(**greedy(messages=question, tools=[TOOL])) as stream:
         assert stream.get_final_message().content[0].input == {"city": "Paris"}
     result = {"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}
-    told = client.messages.create(
+    answer = client.messages.create(
         **greedy(
             system=[{"type": "text", "text": "You are brief.", "cache_control": {"type": "ephemeral"}}],
             messages=[
@@ -80,17 +80,17 @@ def test_tools_and_system(client: Any) -> None:
             tools=[TOOL],
         )
     )
-    assert told.role == "assistant" and told.usage.input_tokens + told.usage.cache_read_input_tokens > 20
+    assert answer.role == "assistant" and answer.usage.input_tokens + answer.usage.cache_read_input_tokens > 20
 
 
-def test_errors_are_of_its_kind(client: Any) -> None:
+def test_errors_raise_the_exceptions_of_the_client(client: Any) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**greedy(model="claude"))
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\]") as caught:
         image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         client.messages.create(**greedy(messages=[{"role": "user", "content": [image]}]))
     assert caught.value.body["error"]["type"] == "invalid_request_error"
-    for words, length in ((20_000, r"\d{5}"), (1_000_000, "more than 8192")):  # so much is not even encoded
+    for words, length in ((20_000, r"\d{5}"), (1_000_000, "more than 8192")):  # the longer one is not encoded
         with pytest.raises(anthropic.BadRequestError, match=f"prompt is too long: {length} tokens > 8192 maximum"):
             client.messages.create(**greedy(messages=[{"role": "user", "content": "word " * words}]))
     tool = {**TOOL, "input_schema": {"type": "object", "properties": {"city": {"not": {}}}}}
@@ -98,23 +98,23 @@ def test_errors_are_of_its_kind(client: Any) -> None:
         client.messages.create(**greedy(tools=[tool], tool_choice={"type": "any"}))
 
 
-def test_betas_that_may_be_left_out(client: Any) -> None:
+def test_optional_beta_fields_are_accepted_and_unsupported_edits_refused(client: Any) -> None:
     clearing: Any = {
         "edits": [
             {"type": "clear_thinking_20251015", "keep": "all"},
             {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 3000}},
         ]
     }
-    asked = greedy(
+    fields = greedy(
         betas=["context-management-2025-06-27"],
         context_management=clearing,
         cache_control={"type": "ephemeral"},
         thinking={"type": "adaptive"},
         service_tier="auto",
     )
-    message = client.beta.messages.create(**asked)
+    message = client.beta.messages.create(**fields)
     assert message.content[0].text == ANSWER
-    with client.beta.messages.stream(**asked) as stream:
+    with client.beta.messages.stream(**fields) as stream:
         assert stream.get_final_message().content[0].text == ANSWER
     counted = client.beta.messages.count_tokens(model=MODEL, messages=QUESTION, context_management=clearing)
     assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
@@ -122,7 +122,7 @@ def test_betas_that_may_be_left_out(client: Any) -> None:
         client.beta.messages.create(**greedy(context_management={"edits": [{"type": "compact_20260112"}]}))
 
 
-def test_its_key(start: Callable[..., Server]) -> None:
+def test_the_api_key_is_checked(start: Callable[..., Server]) -> None:
     server = start("--api-key", "secret").wait_ready()
     with anthropic.Anthropic(base_url=server.url, api_key="secret") as client:
         assert client.messages.create(**greedy()).content

@@ -1,4 +1,4 @@
-"""Several processes on one port: one that dies loses its own connections, and the core forgets their requests."""
+"""Several api processes on one port: one that dies loses its own connections, and the core drops their requests."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from pagewire.tools.servers import Server
 NUM = 12
 
 
-def test_one_of_two_api_processes_dies(start: Callable[..., Server]) -> None:
+def test_a_killed_api_process_loses_only_its_own_connections(start: Callable[..., Server]) -> None:
     server = start("--api-processes", "2", "--kv-cache-memory", "64M").wait_ready()
     texts: dict[int, str] = {}
     begun = threading.Barrier(NUM + 1, timeout=60)
@@ -21,9 +21,9 @@ def test_one_of_two_api_processes_dies(start: Callable[..., Server]) -> None:
         try:
             with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
                 lines = response.iter_lines()
-                found = [next(lines)]
+                first_lines = [next(lines)]
                 begun.wait()
-                texts[i] = "\n".join(line for line in [*found, *lines] if '"text"' in line)
+                texts[i] = "\n".join(line for line in [*first_lines, *lines] if '"text"' in line)
         except httpx.HTTPError:
             texts[i] = "broken"
 
@@ -38,10 +38,10 @@ def test_one_of_two_api_processes_dies(start: Callable[..., Server]) -> None:
     assert len(texts) == NUM and all(len(text.splitlines()) > 100 for text in whole)
     until(
         lambda: "api-1" in server.children() and not server.metric("pagewire:num_requests_running"),
-        "it is replaced, and nothing runs",
+        "api-1 is replaced and no request runs",
         30,
     )
-    for _ in range(8):  # new connections reach both
+    for _ in range(8):  # new connections reach both processes
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
         assert answer.status_code == 200
     assert "api-1 was killed by SIGKILL" in server.log.read_text()

@@ -1,4 +1,4 @@
-"""The real `openai` client, sync and async, streaming and not, against the real chain of processes."""
+"""The real `openai` client, sync and async, with and without streaming, against a real server."""
 
 import asyncio
 import json
@@ -24,13 +24,13 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_the_model_is_listed_and_retrieved(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "pagewire-demo"
     assert client.models.retrieve("pagewire-demo").id == "pagewire-demo"
 
 
-def test_chat(client: openai.OpenAI) -> None:
+def test_a_chat_completion_has_text_finish_reason_and_usage(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="pagewire-demo", messages=QUESTION, temperature=0)
     (choice,) = answer.choices
     assert choice.message.content == ANSWER and choice.finish_reason == "stop"
@@ -38,7 +38,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_chat_streamed_equals_chat(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_completion_has_text_finish_reason_and_usage(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="pagewire-demo", messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
     )
@@ -49,7 +49,7 @@ def test_chat_streamed_equals_chat(client: openai.OpenAI) -> None:
     assert chunks[-1].usage is not None and not chunks[-1].choices
 
 
-def test_many_async_streams_at_once(server: Server) -> None:
+def test_many_concurrent_async_streams_are_correct(server: Server) -> None:
     async def ask(client: openai.AsyncOpenAI, a: int, b: int) -> str:
         stream = await client.chat.completions.create(
             model="pagewire-demo",
@@ -67,7 +67,7 @@ def test_many_async_streams_at_once(server: Server) -> None:
     assert answers == [", ".join(str(n) for n in range(1, 4 + i % 5)) for i in range(40)]
 
 
-def test_completions_with_everything(client: openai.OpenAI) -> None:
+def test_completions_with_several_prompts_echo_and_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="pagewire-demo",
         prompt=["<|im_start|>user\nSpell cat<|im_end|>\n<|im_start|>assistant\n", "hello"],
@@ -82,13 +82,13 @@ def test_completions_with_everything(client: openai.OpenAI) -> None:
     assert answer.choices[2].text == answer.choices[3].text and answer.choices[2].text.startswith("hello")
     logprobs = answer.choices[2].logprobs
     assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.tokens is not None
-    shown = "".join(token for token in logprobs.tokens if not token.startswith("<|"))  # specials are left out of text
+    shown = "".join(token for token in logprobs.tokens if not token.startswith("<|"))  # the text omits special tokens
     assert logprobs.token_logprobs[0] is None and shown == answer.choices[2].text
     assert len(answer.choices[2].token_ids) == 4
     assert len(answer.choices[2].prompt_token_ids) == len(logprobs.tokens) - 4
 
 
-def test_token_ids_stop_strings_and_length(client: openai.OpenAI) -> None:
+def test_token_id_prompts_stop_strings_and_max_tokens(client: openai.OpenAI) -> None:
     ids = [40, 50, 60]
     first = client.completions.create(model="pagewire-demo", prompt=ids, max_tokens=8, temperature=0)
     assert first.choices[0].finish_reason in ("length", "stop")
@@ -98,18 +98,18 @@ def test_token_ids_stop_strings_and_length(client: openai.OpenAI) -> None:
     assert short.choices[0].finish_reason == "length" and short.usage and short.usage.completion_tokens == 3
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_company(client: openai.OpenAI, server: Server) -> None:
-    def draw(n: int) -> list[str | None]:
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch(client: openai.OpenAI, server: Server) -> None:
+    def sample(n: int) -> list[str | None]:
         answer = client.chat.completions.create(
             model="pagewire-demo", messages=QUESTION, temperature=1.5, seed=7, n=n, max_tokens=20
         )
         return [choice.message.content for choice in answer.choices]
 
-    alone = draw(1)
-    assert draw(8)[:1] == alone and len(set(draw(8))) > 1
+    alone = sample(1)
+    assert sample(8)[:1] == alone and len(set(sample(8))) > 1
 
 
-def test_the_second_time_the_prompt_is_cached(client: openai.OpenAI) -> None:
+def test_a_repeated_prompt_is_cached(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Repeat after me: " + "river stone cloud " * 20}]
     for _ in range(2):
         answer = client.chat.completions.create(model="pagewire-demo", messages=messages, temperature=0, max_tokens=2)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def test_a_tool_is_called(client: openai.OpenAI) -> None:
     assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Paris"}  # type: ignore[union-attr]
 
 
-def test_a_client_that_hangs_up_frees_its_rows_and_blocks(server: Server) -> None:
+def test_a_disconnect_frees_the_row_and_the_blocks_of_the_request(server: Server) -> None:
     body = {"messages": QUESTION, "stream": True, "max_tokens": 7000, "ignore_eos": True}
     request = urllib.request.Request(
         f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -147,8 +147,8 @@ def test_a_client_that_hangs_up_frees_its_rows_and_blocks(server: Server) -> Non
     assert response.readline().startswith(b"data: ")
     until(lambda: server.metric("pagewire:num_requests_running") == 1, "the request runs")
     response.close()
-    until(lambda: server.metric("pagewire:num_requests_running") == 0, "its row is free")
-    until(lambda: server.metric("pagewire:kv_cache_usage_perc") == 0, "its blocks are free")
+    until(lambda: server.metric("pagewire:num_requests_running") == 0, "the row is free")
+    until(lambda: server.metric("pagewire:kv_cache_usage_perc") == 0, "the blocks are free")
 
 
 CHAT = b'"messages": [{"role": "user", "content": "hi"}]'
@@ -169,7 +169,7 @@ CHAT = b'"messages": [{"role": "user", "content": "hi"}]'
         ("/v1/nothing", b"{}", 404, "not_found"),
     ],
 )  # fmt: skip
-def test_bad_requests_get_one_clear_error(
+def test_an_invalid_request_gets_an_error_with_status_code_and_message(
     server: Server, path: str, body: bytes, status: int, code: str | None
 ) -> None:
     request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})

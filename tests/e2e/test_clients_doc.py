@@ -1,4 +1,4 @@
-"""Runs the snippets of docs/clients.md: each prints what stands under it."""
+"""Runs the snippets of docs/clients.md and compares their output with the block below each."""
 
 import importlib.util
 import os
@@ -17,12 +17,14 @@ SNIPPET = re.compile(r"^## (.+?)\n.*?^```(python|js)\n(.*?)^```\n\n^```\n(.*?)^`
 SNIPPETS = SNIPPET.findall((ROOT / "docs" / "clients.md").read_text())
 
 
-def test_all_are_found() -> None:
+def test_every_section_has_a_snippet() -> None:
     assert len(SNIPPETS) == (ROOT / "docs" / "clients.md").read_text().count("\n## ")
 
 
-@pytest.mark.parametrize(("client", "language", "code", "printed"), SNIPPETS, ids=[one[0] for one in SNIPPETS])
-def test_a_snippet_prints_what_it_says(server: Server, client: str, language: str, code: str, printed: str) -> None:
+@pytest.mark.parametrize(("client", "language", "code", "printed"), SNIPPETS, ids=[snippet[0] for snippet in SNIPPETS])
+def test_a_snippet_prints_its_documented_output(
+    server: Server, client: str, language: str, code: str, printed: str
+) -> None:
     if language == "python":
         packages = re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
         missing = [name for name in packages if importlib.util.find_spec(name) is None]

@@ -1,4 +1,4 @@
-"""What SIGTERM promises: not ready at once, nothing lost that was open, new requests sent away, a clean end."""
+"""SIGTERM: `/ready` is 503 at once, open requests finish, new ones are refused, and the exit code is 0."""
 
 import http.client
 import json
@@ -17,7 +17,7 @@ NUM_TOKENS = 1500
 
 
 def ask(server: Server, answers: list[tuple[int, bytes]], *, is_stream: bool) -> None:
-    """One completion of so many tokens, read to its end: status and body."""
+    """Requests a completion of `NUM_TOKENS`, reads it to its end, and appends its status and body."""
     body = {"prompt": "hello", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": is_stream, "temperature": 0}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -33,8 +33,8 @@ def status_of(connection: http.client.HTTPConnection, path: str, body: str | Non
     return response.status, {name.lower(): value for name, value in response.getheaders()}
 
 
-def test_sigterm_loses_nothing(start: Start) -> None:
-    server = start().wait_ready()  # with the default of --drain-timeout
+def test_open_requests_finish_after_sigterm(start: Start) -> None:
+    server = start().wait_ready()  # with the default --drain-timeout
     answers: list[tuple[int, bytes]] = []
     threads = [threading.Thread(target=ask, args=(server, answers), kwargs={"is_stream": i < 3}) for i in range(6)]
     idle = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
@@ -43,11 +43,11 @@ def test_sigterm_loses_nothing(start: Start) -> None:
         thread.start()
     until(lambda: server.metric("pagewire:num_requests_running") == 6, "six requests run")
     server.process.send_signal(signal.SIGTERM)
-    until(lambda: status_of(idle, "/ready")[0] == 503, "it is not ready any more")
-    assert status_of(idle, "/health")[0] == 200, "who drains must not be killed"
+    until(lambda: status_of(idle, "/ready")[0] == 503, "/ready is 503")
+    assert status_of(idle, "/health")[0] == 200, "/health must stay 200 while the server drains"
     status, headers = status_of(idle, "/v1/completions", '{"prompt": "x", "max_tokens": 1}')
     assert status == 503 and 1 <= int(headers["retry-after"]) <= 60 and headers["connection"] == "close"
-    assert not answers, "not ready before anything that was open has ended"
+    assert not answers, "/ready must be 503 before the first open request ends"
     for thread in threads:
         thread.join(60)
     assert server.process.wait(10) == 0, server.log.read_text()

@@ -1,4 +1,4 @@
-"""`EngineClient` and the Node client against real processes: an engine of one's own, and a server beside its HTTP."""
+"""`EngineClient` and the Node client against real processes: an engine of their own, and the engine of a server."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ GREEDY = Sampling(temperature=0.0)
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """Greedy, 24 tokens."""
+    """The 24 greedy tokens of each prompt."""
     llm = LLM(threads=1, kv_cache_memory="64M")
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
     llm.close()
@@ -41,7 +41,7 @@ def expected() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Of a server's engine."""
+    """The client address of a server's engine."""
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
         address = f"ipc://{folder}/engine"
         with Server(Path(folder) / "server", "--client-address", address, "--kv-cache-memory", "64M"):
@@ -49,7 +49,7 @@ def address() -> Iterator[str]:
         assert not Path(folder, "engine").exists()
 
 
-def test_beside_http(address: str, expected: list[list[int]]) -> None:
+def test_a_client_generates_with_the_engine_of_a_server(address: str, expected: list[list[int]]) -> None:
     async def scenario() -> None:
         async with await EngineClient.connect(address) as client:
             generations = [client.generate(prompt, GREEDY, Limits(max_tokens=24)) for prompt in PROMPTS]
@@ -58,7 +58,7 @@ def test_beside_http(address: str, expected: list[list[int]]) -> None:
     asyncio.run(scenario())
 
 
-def test_a_grammar_binds_its_own_request(address: str, expected: list[list[int]]) -> None:
+def test_a_constraint_applies_only_to_its_own_request(address: str, expected: list[list[int]]) -> None:
     async def scenario() -> None:
         async with await EngineClient.connect(address) as client:
             free = [client.generate(prompt, GREEDY, Limits(max_tokens=24)) for prompt in PROMPTS]
@@ -78,7 +78,7 @@ def test_a_grammar_binds_its_own_request(address: str, expected: list[list[int]]
     asyncio.run(scenario())
 
 
-def test_an_engine_of_ones_own(expected: list[list[int]]) -> None:
+def test_a_client_starts_its_own_engine_and_reports_its_death(expected: list[list[int]]) -> None:
     async def scenario() -> None:
         async with await EngineClient.start(threads=1, kv_cache_memory="64M") as client:
             names = {" ".join(p.cmdline()).strip() for p in psutil.Process(client._process.pid).children()}  # type: ignore[union-attr]
@@ -99,15 +99,15 @@ def test_an_engine_of_ones_own(expected: list[list[int]]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("default", [COMPILED, TORCH], indirect=True)
-def test_deaths_of_the_engine_cost_a_pause(on_default: str) -> None:
-    """The core dies, later the worker; what was open ends as if nothing had been, each token once."""
+def test_generations_continue_unchanged_after_the_death_of_core_and_worker(on_default: str) -> None:
+    """The core is killed, later the worker. Open generations end with the tokens of an undisturbed run, each once."""
 
     def ask(client: EngineClient) -> list[Generation]:
         limits = Limits(max_tokens=400, ignore_eos=True)
-        asked = [client.generate(PROMPTS[i % 3], Sampling(temperature=i % 2, seed=i), limits) for i in range(6)]
-        asked.append(client.generate(PROMPTS[0], Sampling(temperature=1.0, seed=9), limits, n=2))
+        generations = [client.generate(PROMPTS[i % 3], Sampling(temperature=i % 2, seed=i), limits) for i in range(6)]
+        generations.append(client.generate(PROMPTS[0], Sampling(temperature=1.0, seed=9), limits, n=2))
         bound = Constraint("regex", "[a-z ]{600}")
-        return [*asked, client.generate(PROMPTS[1], Sampling(seed=3), Limits(max_tokens=200), constraint=bound)]
+        return [*generations, client.generate(PROMPTS[1], Sampling(seed=3), Limits(max_tokens=200), constraint=bound)]
 
     async def scenario() -> None:
         async with await EngineClient.start(threads=1, kv_cache_memory="64M") as client:
@@ -115,11 +115,11 @@ def test_deaths_of_the_engine_cost_a_pause(on_default: str) -> None:
             engine = psutil.Process(client._process.pid)  # type: ignore[union-attr]
             for victim, most_s in (("core", 5.0), ("worker", 30.0)):
                 generations = ask(client)
-                news = [await anext(generation) for generation in generations]
-                assert all(tokens.finish is None for _, tokens in news)
+                first_outputs = [await anext(generation) for generation in generations]
+                assert all(tokens.finish is None for _, tokens in first_outputs)
                 (process,) = [p for p in engine.children() if victim in " ".join(p.cmdline())]
                 process.kill()
-                while any(generation._unread for generation in generations):  # output of before
+                while any(generation._unread for generation in generations):  # output from before the death
                     for generation in generations:
                         generation._unread.clear()
                 await asyncio.wait_for(anext(generations[0]), most_s)
@@ -129,7 +129,7 @@ def test_deaths_of_the_engine_cost_a_pause(on_default: str) -> None:
     asyncio.run(scenario())
 
 
-def test_an_engine_that_cannot_start_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_cannot_start_raises_start_error(capfd: pytest.CaptureFixture[str]) -> None:
     async def scenario() -> None:
         with pytest.raises(StartError, match="exit code 2"):
             await EngineClient.start("/no/such/model")
@@ -138,7 +138,7 @@ def test_an_engine_that_cannot_start_says_so(capfd: pytest.CaptureFixture[str]) 
     assert "/no/such/model" in capfd.readouterr().err
 
 
-def test_launched_by_hand(tmp_path: Path, expected: list[list[int]]) -> None:
+def test_a_client_connects_to_an_engine_that_was_launched_by_hand(tmp_path: Path, expected: list[list[int]]) -> None:
     async def scenario(address: str) -> None:
         async with await EngineClient.connect(address, timeout_s=60) as client:
             assert await client.generate(PROMPTS[0], GREEDY, Limits(max_tokens=24)).ids() == expected[:1]
@@ -154,7 +154,7 @@ def test_launched_by_hand(tmp_path: Path, expected: list[list[int]]) -> None:
             assert server.stop() == 0, server.log.read_text()
 
 
-def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
+def test_the_engine_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
     program = """
         import asyncio, os, signal
         from pagewire import EngineClient
@@ -172,12 +172,12 @@ def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
         processes = [engine, *engine.children(recursive=True)]
         assert len(processes) == 4, "the engine, its core, its worker and its grammar process"
         starter.kill()
-    until(lambda: not any(p.is_running() and p.status() != "zombie" for p in processes), "all end", 15)
+    until(lambda: not any(p.is_running() and p.status() != "zombie" for p in processes), "all processes end", 15)
 
 
 @pytest.fixture(scope="module")
 def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example with its packages."""
+    """A copy of the Node example with its npm packages installed."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("there is no Node.js here")
     folder = tmp_path_factory.mktemp("node") / "node_client"
@@ -195,7 +195,7 @@ def node_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_protocol_in_another_language(address: str, expected: list[list[int]], node_client: Path) -> None:
+def test_the_node_client_speaks_the_protocol(address: str, expected: list[list[int]], node_client: Path) -> None:
     script = Path(__file__).with_name("node_client.mjs")
     command = ["node", str(script), str(node_client), address, json.dumps(PROMPTS)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -1,6 +1,6 @@
-"""What people build on top of the clients, against the real chain of processes: answers, streams, tools, errors.
+"""Frameworks on top of the clients, against a real server: answers, streams, tools, errors.
 
-Structured output has test_structured_clients.py.
+Structured output is tested in test_structured_clients.py.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import pytest
 
 from pagewire.tools.servers import Server
 
-# Neither may ask the network for anything.
+# None of them may use the network.
 os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "LOGFIRE_SEND_TO_LOGFIRE": "false"}
 REASON = "make test-clients installs it"
 langchain: Any = pytest.importorskip("langchain_openai", reason=REASON)
@@ -25,7 +25,7 @@ pydantic_ai: Any = pytest.importorskip("pydantic_ai", reason=REASON)
 from pydantic_ai.models.openai import OpenAIChatModel  # noqa: E402
 from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
 
-# What they warn of is theirs. They leave connections to the garbage collector; `collected` makes it come here.
+# Their warnings do not concern us. They leave connections to the garbage collector, which runs after every test.
 pytestmark = [pytest.mark.e2e, pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 MODEL = "pagewire-demo"
 QUESTION = "Count from 1 to 5"
@@ -39,7 +39,7 @@ def get_weather(city: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
+def collect_garbage() -> Iterator[None]:
     yield
     gc.collect()
 
@@ -65,7 +65,7 @@ def test_langchain_answers_and_streams(chat_model: Any) -> None:
     assert [one.content for one in batch] == [ANSWER, "2, 3, 4"]
 
 
-def test_langchain_async_and_logprobs(server: Server, chat_model: Any) -> None:
+def test_langchain_streams_async_and_gets_logprobs(server: Server, chat_model: Any) -> None:
     async def scenario() -> str:
         async with openai.DefaultAsyncHttpxClient() as http:
             model = chat_openai(server, http_async_client=http)
@@ -76,28 +76,28 @@ def test_langchain_async_and_logprobs(server: Server, chat_model: Any) -> None:
     assert all(len(token["top_logprobs"]) == 2 for token in answer.response_metadata["logprobs"]["content"])
 
 
-def test_langchain_tools(chat_model: Any) -> None:
+def test_langchain_calls_a_tool(chat_model: Any) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 
     model = chat_model.bind_tools([get_weather])
     call = model.invoke(WEATHER)
-    (wanted,) = call.tool_calls
-    assert (wanted["name"], wanted["args"]) == ("get_weather", {"city": "Paris"})
+    (tool_call,) = call.tool_calls
+    assert (tool_call["name"], tool_call["args"]) == ("get_weather", {"city": "Paris"})
     streamed = None
     for chunk in model.stream(WEATHER):
         streamed = chunk if streamed is None else streamed + chunk
     assert streamed is not None and streamed.tool_calls[0]["args"] == {"city": "Paris"}
-    told = model.invoke([HumanMessage(WEATHER), call, ToolMessage("sunny", tool_call_id=wanted["id"])])
-    assert told.response_metadata["finish_reason"] in ("stop", "tool_calls")
+    answer = model.invoke([HumanMessage(WEATHER), call, ToolMessage("sunny", tool_call_id=tool_call["id"])])
+    assert answer.response_metadata["finish_reason"] in ("stop", "tool_calls")
 
 
-def test_langchain_over_responses(server: Server) -> None:
+def test_langchain_uses_the_responses_api(server: Server) -> None:
     model = chat_openai(server, use_responses_api=True)
     assert model.invoke(QUESTION).text == ANSWER
     assert "".join(chunk.text for chunk in model.stream(QUESTION)) == ANSWER
 
 
-def test_langchain_completions(server: Server) -> None:
+def test_langchain_uses_the_completions_api(server: Server) -> None:
     model = langchain.OpenAI(
         base_url=f"{server.url}/v1", api_key="none", model=MODEL, temperature=0, max_tokens=30, max_retries=0
     )
@@ -120,15 +120,15 @@ def test_litellm_answers_and_streams(server: Server) -> None:
     assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
 
 
-def test_litellm_tools(server: Server) -> None:
+def test_litellm_calls_a_tool(server: Server) -> None:
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
     (call,) = ask_litellm(server, question=WEATHER, tools=[tool]).choices[0].message.tool_calls
     assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Paris"}
 
 
-def test_litellm_knows_our_errors(server: Server) -> None:
-    for num_words in (20_000, 1_000_000):  # the longer one is not even encoded
+def test_litellm_maps_our_errors_to_its_exceptions(server: Server) -> None:
+    for num_words in (20_000, 1_000_000):  # the longer one is refused before it is encoded
         with pytest.raises(litellm.ContextWindowExceededError):
             ask_litellm(server, question="word " * num_words)
         with pytest.raises(litellm.ContextWindowExceededError):
@@ -151,7 +151,7 @@ def test_litellm_knows_our_errors(server: Server) -> None:
 
 
 def run_agent(server: Server, scenario: Callable[[Any], Awaitable[Any]]) -> Any:
-    """What `scenario` makes of an agent."""
+    """The result of `scenario` with an agent that uses this server."""
 
     async def run() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -172,18 +172,18 @@ def test_pydantic_ai_answers_and_streams(server: Server) -> None:
 
 
 def test_pydantic_ai_calls_a_tool(server: Server) -> None:
-    asked: list[str] = []
+    cities: list[str] = []
 
     async def scenario(agent: Any) -> None:
         @agent.tool_plain  # type: ignore[untyped-decorator]
         def get_weather(city: str) -> str:
             """Get the weather of a city"""
-            asked.append(city)
+            cities.append(city)
             return "sunny"
 
         limits = pydantic_ai.UsageLimits(request_limit=2)
-        with contextlib.suppress(pydantic_ai.UsageLimitExceeded):  # so small a model may ask again
+        with contextlib.suppress(pydantic_ai.UsageLimitExceeded):  # so small a model may call the tool again
             await agent.run(WEATHER, usage_limits=limits)
 
     run_agent(server, scenario)
-    assert asked[0] == "Paris"
+    assert cities[0] == "Paris"

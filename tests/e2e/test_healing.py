@@ -1,4 +1,4 @@
-"""Processes die and hang beneath open streams, and no stream is lost: the small version of `stress.chaos`."""
+"""Processes die or hang during open streams, and no stream is lost: a small run of `stress.chaos`."""
 
 import asyncio
 import json
@@ -25,11 +25,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 STREAMS, TOKENS = 16, 96
 HANG_S = 2.0
-POISON_LEN = 700  # far beyond what the streams reach
+POISON_LEN = 700  # tokens, far more than the streams have
 
 
 def experiment(server: Server, *, streams: int = STREAMS) -> chaos.Experiment:
-    """One that knows what its streams are told when nothing happens."""
+    """An experiment that has recorded the results of its undisturbed streams."""
     found = chaos.Experiment(requests(streams, TOKENS), HANG_S, TOKENS, random.Random(1))
     asyncio.run(found.undisturbed(server))
     return found
@@ -50,7 +50,7 @@ def streams(server: Server) -> chaos.Experiment:
 
 # Five kinds, because a sixth death within a minute ends a server.
 @pytest.mark.parametrize("kind", ["tokenizer", "detokenizer", "core", "grammar", "api"])
-def test_a_killed_process_costs_a_pause(server: Server, streams: chaos.Experiment, kind: str) -> None:
+def test_streams_are_unchanged_after_a_process_is_killed(server: Server, streams: chaos.Experiment, kind: str) -> None:
     figures = asyncio.run(streams.round(server, kind, signal.SIGKILL))
     assert streams.complaints == []
     assert figures["open"] > 0 and (figures["newcomers"] > 0 or figures["newcomers refused"] > 0)
@@ -58,7 +58,7 @@ def test_a_killed_process_costs_a_pause(server: Server, streams: chaos.Experimen
 
 @pytest.mark.long
 def test_a_frozen_worker_is_replaced(tmp_path: Path) -> None:
-    """By the program itself, which ends with an error if anything is lost or changed."""
+    """Runs the whole program, which ends with an error if anything is lost or changed."""
     flags = ["--kinds", "worker", "--signals", "STOP", "--rounds", "1", "--hang-timeout", str(HANG_S)]
     size = ["--streams", str(STREAMS), "--tokens", str(TOKENS)]
     chaos.main([*flags, *size, "--json", str(tmp_path / "chaos.json"), "--plots", str(tmp_path)])
@@ -69,19 +69,19 @@ def test_a_frozen_worker_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("default", [TORCH], indirect=True)
-def test_the_instrument_notices_what_is_not_the_same(server: Server, streams: chaos.Experiment) -> None:
-    """Another seed, another temperature, one token less: each is seen."""
+def test_the_experiment_reports_a_changed_stream(server: Server, streams: chaos.Experiment) -> None:
+    """Another seed and temperature, one token less, or a missing usage is reported."""
     changes: tuple[dict[str, Any], ...] = (
         {"seed": 5, "temperature": 1.0},
         {"max_tokens": TOKENS - 1},
         {"stream_options": {}},
     )
     for change in changes:
-        asked = [
+        altered = [
             chaos_streams.Request(request.path, request.body | (change if i == 0 else {}))
-            for i, request in enumerate(streams.asked[:2])
+            for i, request in enumerate(streams.requests[:2])
         ]
-        other = chaos.Experiment(asked, HANG_S, TOKENS, random.Random(1), streams.expected[:2], streams.newcomer)
+        other = chaos.Experiment(altered, HANG_S, TOKENS, random.Random(1), streams.expected[:2], streams.newcomer)
         figures = asyncio.run(other.round(server, chaos.NOTHING, signal.SIGKILL))
         assert figures["failed"] + figures["differing"] == 1 and len(other.complaints) == 1
 
@@ -108,7 +108,7 @@ def test_too_many_deaths_end_the_server(start: Callable[..., Server]) -> None:
 
 
 def ask(server: Server, prompt: list[int]) -> tuple[int, dict[str, Any]]:
-    """Status and body."""
+    """Requests a completion. Returns the status and the body."""
     body = json.dumps({"prompt": prompt, "max_tokens": 4}).encode()
     request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
     try:
@@ -118,7 +118,9 @@ def ask(server: Server, prompt: list[int]) -> tuple[int, dict[str, Any]]:
         return error.code, json.load(error)
 
 
-def test_a_request_that_kills_fails_alone(on_default: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_request_that_kills_the_worker_fails_alone(
+    on_default: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = f"{ROOT / 'tests'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     monkeypatch.setenv("PYTHONPATH", path)
     poison = [300 + i % 100 for i in range(POISON_LEN)]
@@ -130,20 +132,20 @@ def test_a_request_that_kills_fails_alone(on_default: str, monkeypatch: pytest.M
             await until_async(
                 lambda: all(choice.ids for answer in answers for choice in answer.choices), "every stream has begun", 60
             )
-            told = await asyncio.to_thread(ask, server, poison)
+            answer = await asyncio.to_thread(ask, server, poison)
             await asyncio.gather(*reads)
-            return answers, told
+            return answers, answer
 
         worker = server.of_kind("worker")[0]
-        answers, (status, told) = asyncio.run(beside())
+        answers, (status, body) = asyncio.run(beside())
         assert [answer.failure for answer in answers] == [""] * 8
         if on_default != NARROW:
             assert [a.difference(b) for a, b in zip(answers, streams.expected, strict=True)] == [""] * 8
-        assert status == 500 and "died twice" in told["error"]["message"]
-        until(lambda: bool(server.of_kind("worker")), "the killed one is replaced", timeout_s=60)
+        assert status == 500 and "died twice" in body["error"]["message"]
+        until(lambda: bool(server.of_kind("worker")), "the killed worker is replaced", timeout_s=60)
         survivor = server.of_kind("worker")[0]
         assert survivor.pid != worker.pid
 
-        assert ask(server, poison) == (status, told)
+        assert ask(server, poison) == (status, body)
         assert server.of_kind("worker")[0] == survivor
         assert ask(server, poison[: POISON_LEN // 2])[0] == 200

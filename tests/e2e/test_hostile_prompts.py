@@ -1,4 +1,4 @@
-"""Prompts that never come to an end, beside others that do: each costs its own request an error, and nobody else."""
+"""Chat templates that never finish, and texts that are too long: each fails its own request, and no other."""
 
 import asyncio
 import shutil
@@ -27,30 +27,30 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("hostile")
     shutil.copytree(ROOT / "demo_model", folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    for name in ("torch.py", "jinja2.py", "llguidance.py", "sitecustomize.py"):  # it may be started in a model's folder
+    for name in ("torch.py", "jinja2.py", "llguidance.py", "sitecustomize.py"):  # the server may run in such a folder
         (folder / name).write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
-    command = (sys.executable, "-P", *SERVE[1:])  # which is what the installed command does
+    command = (sys.executable, "-P", *SERVE[1:])  # as the installed command runs
     with Server(folder, str(folder / "model"), "--trust-request-chat-template", command=command) as server:
         yield server
     assert not (folder / "ran").exists(), "code of the working folder was run"
 
 
 async def _chat(client: httpx.AsyncClient, text: str, **more: object) -> tuple[int, str]:
-    """(status, what was said)"""
+    """(status, text of the answer or error message)"""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0, **more}
     response = await client.post("/v1/chat/completions", json=body)
     answer = response.json()
-    said = answer["error"]["message"] if response.is_error else answer["choices"][0]["message"]["content"]
-    return response.status_code, said
+    message = answer["error"]["message"] if response.is_error else answer["choices"][0]["message"]["content"]
+    return response.status_code, message
 
 
 @pytest.mark.long
-def test_a_template_that_runs_away_costs_its_request_only(server: Server) -> None:
+def test_a_template_that_exceeds_its_limits_fails_only_its_own_request(server: Server) -> None:
     before = {name: process.pid for name, process in server.children().items()}
     usual = "Count from 1 to 5"
 
     async def beside(client: httpx.AsyncClient, *hostile: str) -> tuple[list[tuple[int, str]], int]:
-        """What the hostile ones were told, and how many others got meanwhile what they always get."""
+        """The answers to the hostile requests, and the number of usual requests that were answered meanwhile."""
         expected = await _chat(client, usual)
         tasks = [asyncio.create_task(_chat(client, text)) for text in hostile]
         num_others = 0
@@ -61,16 +61,16 @@ def test_a_template_that_runs_away_costs_its_request_only(server: Server) -> Non
 
     async def scenario() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-            # Native code that has hold of the process: it is killed, and a new one makes this prompt aside.
-            ((status, said),), _ = await beside(client, "stuck")
-            assert (status, said) == (400, "The chat template takes more than 2 s for this prompt: shorten it.")
-            # From now on all are made there, so nobody waits for the hostile ones.
+            # Native code blocks the process, which is killed. Its replacement renders this prompt in the sandbox.
+            ((status, message),), _ = await beside(client, "stuck")
+            assert (status, message) == (400, "The chat template takes more than 2 s for this prompt: shorten it.")
+            # From now on every prompt is rendered there, so that no request waits for a hostile one.
             (loop, memory), num_others = await beside(client, "loop", "memory")
-            assert loop == (status, said)
+            assert loop == (status, message)
             assert memory[0] == 400 and "takes more memory than it may" in memory[1]
             assert num_others > 2
-            status, said = await _chat(client, "long")
-            assert status == 400 and "characters" in said
+            status, message = await _chat(client, "long")
+            assert status == 400 and "characters" in message
 
     asyncio.run(scenario())
     after = {name: process.pid for name, process in server.children().items()}
@@ -85,16 +85,16 @@ def test_a_template_that_runs_away_costs_its_request_only(server: Server) -> Non
         ("{" * 4, "not valid jinja"),
     ],
 )
-def test_a_template_of_a_request(server: Server, template: str, words: str) -> None:
+def test_a_hostile_template_in_a_request_is_refused(server: Server, template: str, words: str) -> None:
     async def scenario() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-            status, said = await _chat(client, "hi", chat_template=template)
-            assert status == 400 and words in said
+            status, message = await _chat(client, "hi", chat_template=template)
+            assert status == 400 and words in message
 
     asyncio.run(scenario())
 
 
-def test_a_text_that_is_too_long_in_any_case_is_not_read(server: Server) -> None:
+def test_a_text_with_more_bytes_than_the_context_can_hold_is_refused(server: Server) -> None:
     body = {"prompt": "x " * 4_000_000, "max_tokens": 1}
     response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     error = response.json()["error"]

@@ -1,4 +1,4 @@
-"""KV behind the device through the front door: tiers in /metrics, events for routers, a trace, a restart on disk."""
+"""The KV cache of a real server: tiers in /metrics, events for routers, a trace, a restart with the disk tier."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def cached_tokens(server: Server, prompt: str, **more: Any) -> int:
     return (details.cached_tokens or 0) if details is not None else 0
 
 
-def test_what_the_device_forgets_is_loaded_and_told(
+def test_evicted_blocks_are_loaded_from_the_tiers_and_reported(
     on_default: str, start: Callable[..., Server], tmp_path: Path
 ) -> None:
     memory = "2M" if on_default == NARROW else "4M"  # too little for both prompts
@@ -43,7 +43,7 @@ def test_what_the_device_forgets_is_loaded_and_told(
         assert cached_tokens(server, SECOND) == 0
         assert cached_tokens(server, FIRST) > 400, "there is too little memory for both"
         until(lambda: server.metric("pagewire:external_prefix_cache_hits_total") > 400, "the hits are in /metrics")
-        assert router.poll(5000), "the router hears nothing"
+        assert router.poll(5000), "the router has received no events"
         names = set()
         while router.poll(200):
             names |= {event[0] for event in msgspec.msgpack.decode(router.recv_multipart()[2])[1]}
@@ -54,22 +54,24 @@ def test_what_the_device_forgets_is_loaded_and_told(
     assert main(["replay", str(trace)]) == 0
 
     again = start(*flags).wait_ready()
-    assert cached_tokens(again, SECOND) > 400, "the disk has it from the life before"
+    assert cached_tokens(again, SECOND) > 400, "the disk tier must keep blocks over a restart"
     assert again.stop() == 0, again.log.read_text()
 
 
-def test_choices_fork_one_prompt(start: Callable[..., Server]) -> None:
-    server = start().wait_ready()  # of its own: the engine tells of an earlier test's hits a moment late
+def test_choices_share_the_blocks_of_their_prompt(start: Callable[..., Server]) -> None:
+    server = start().wait_ready()  # not shared: the engine reports hits late, even those of an earlier test
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         messages = [{"role": "user", "content": "Count from 1 to 7"}]
         answer = client.chat.completions.create(model="pagewire-demo", messages=messages, n=4, temperature=0)  # type: ignore[arg-type]
     assert len({choice.message.content for choice in answer.choices}) == 1
     assert answer.usage is not None
     shared = 3 * (answer.usage.prompt_tokens - 1)
-    until(lambda: server.metric("pagewire:prefix_cache_hits_total") == shared, "three compute one position each")
+    until(
+        lambda: server.metric("pagewire:prefix_cache_hits_total") == shared, "three choices compute one position each"
+    )
 
 
-def test_a_request_that_could_never_be_taken_is_refused_as_invalid(start: Callable[..., Server]) -> None:
+def test_a_request_that_exceeds_the_queue_limit_alone_is_a_bad_request(start: Callable[..., Server]) -> None:
     server = start("--max-queued-tokens", "2000").wait_ready()
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="smaller n or max_tokens"):

@@ -1,4 +1,4 @@
-"""How the processes begin and end: ready in order, dead without a trace, one clear sentence when they cannot start."""
+"""Start and end of a server's processes: the announced start, signals, and one sentence when it cannot start."""
 
 import http.client
 import json
@@ -26,7 +26,7 @@ ACTORS = {"api", "tokenizer", "core", "grammar", "worker", "detokenizer"}
 
 
 def open_stream(server: Server, events: list[bytes]) -> threading.Thread:
-    """A long stream that is read in a thread; every event ends up in `events`."""
+    """A long stream that is read on a thread, which appends its events to `events`."""
     body = {
         "messages": [{"role": "user", "content": "Count from 1 to 9"}],
         "stream": True,
@@ -48,7 +48,7 @@ def open_stream(server: Server, events: list[bytes]) -> threading.Thread:
 
 
 def idle_connection(server: Server) -> http.client.HTTPConnection:
-    """One that is there before the server takes no more."""
+    """A connection that is opened before the server stops accepting new ones."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     assert is_ready(connection)
     return connection
@@ -61,14 +61,14 @@ def is_ready(connection: http.client.HTTPConnection) -> bool:
     return response.status == 200
 
 
-def test_the_start_is_told_and_adds_up(server: Server) -> None:
+def test_the_announced_phases_of_the_start_add_up_to_the_total(server: Server) -> None:
     log = server.announced()
     parts = [float(x) for x in re.findall(r"^ +(\d+\.\d\d) s  (?!total)", log, re.MULTILINE)]
     (total,) = re.findall(r"^ +(\d+\.\d\d) s  total", log, re.MULTILINE)
     assert len(parts) == 4 and abs(sum(parts) - float(total)) <= 0.01 * len(parts)
     (detail,) = re.findall(r"(\d+\.\d\d) s  worker ready  \((.*)\)", log)
     inner = [float(part.rpartition(" ")[2]) for part in detail[1].split(", ")]
-    # The process was made a moment before this phase began; on a busy machine that is a longer one.
+    # The process starts before this phase begins; the delay between them is longer on a busy machine.
     assert sum(inner) <= 1.1 * float(detail[0]) + 0.2
     assert "KV cache" in log and f"curl -N {server.url}" in log
 
@@ -81,7 +81,7 @@ def test_every_process_is_named_and_only_the_worker_has_torch(server: Server) ->
         assert has_torch == (name == "worker"), name
 
 
-def test_an_idle_server_costs_next_to_nothing(server: Server) -> None:
+def test_an_idle_server_uses_less_than_a_tenth_of_a_core(server: Server) -> None:
     processes = [psutil.Process(server.process.pid), *server.children().values()]
     before = sum(sum(p.cpu_times()[:2]) for p in processes)
     time.sleep(2.0)
@@ -101,7 +101,7 @@ def test_only_the_http_port_listens(server: Server) -> None:
         assert listening == ({server.port} if name == "api" else set())
 
 
-def test_sigterm_ends_open_streams_well_and_leaves_nothing(start: Start) -> None:
+def test_sigterm_ends_streams_with_an_error_event_after_the_drain_timeout(start: Start) -> None:
     server = start("--drain-timeout", "2").wait_ready()
     idle = idle_connection(server)
     children = list(server.children().values())
@@ -109,9 +109,9 @@ def test_sigterm_ends_open_streams_well_and_leaves_nothing(start: Start) -> None
     threads = [open_stream(server, events) for events in streams]
     until(lambda: server.metric("pagewire:num_requests_running") == 10, "ten streams run")
     server.process.send_signal(signal.SIGTERM)
-    until(lambda: not is_ready(idle), "it drains")
+    until(lambda: not is_ready(idle), "the server drains")
     num_before = sum(map(len, streams))
-    until(lambda: sum(map(len, streams)) > num_before + 20, "the streams are given their time")
+    until(lambda: sum(map(len, streams)) > num_before + 20, "the streams continue while the server drains")
     assert server.process.wait(20) == 0, server.log.read_text()
     idle.close()
     for thread in threads:
@@ -131,12 +131,12 @@ def test_a_second_signal_of_either_kind_stops_at_once(start: Start) -> None:
     until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream runs")
     idle = idle_connection(server)
     server.process.send_signal(signal.SIGINT)
-    until(lambda: not is_ready(idle), "it drains")
-    assert server.process.poll() is None and thread.is_alive(), "the first lets open requests go on"
+    until(lambda: not is_ready(idle), "the server drains")
+    assert server.process.poll() is None and thread.is_alive(), "after the first signal open requests continue"
     idle.close()
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(5) == 130
-    until(lambda: not any(child.is_running() for child in children), "all are gone", 2.0)
+    until(lambda: not any(child.is_running() for child in children), "all processes have ended", 2.0)
     thread.join(10)
 
 
@@ -145,12 +145,12 @@ def test_kill_9_of_the_supervisor_leaves_no_process(start: Start) -> None:
     children = list(server.children().values())
     assert len(children) == len(ACTORS)
     server.process.kill()
-    until(lambda: not any(c.is_running() and c.status() != "zombie" for c in children), "all are gone", 2.0)
+    until(lambda: not any(c.is_running() and c.status() != "zombie" for c in children), "all processes have ended", 2.0)
 
 
-def test_a_death_while_starting_is_said(start: Start) -> None:
+def test_the_death_of_a_process_ends_the_start_with_a_message(start: Start) -> None:
     server = start()
-    until(lambda: "tokenizer" in " ".join(server.children()), "the processes are there", 30.0)
+    until(lambda: "tokenizer" in " ".join(server.children()), "the processes run", 30.0)
     server.children()["worker"].kill() if "worker" in server.children() else next(
         iter(server.children().values())
     ).kill()
@@ -158,7 +158,7 @@ def test_a_death_while_starting_is_said(start: Start) -> None:
     assert "was killed by SIGKILL" in server.log.read_text()
 
 
-def test_who_is_late_is_named(start: Start) -> None:
+def test_a_start_timeout_names_the_late_process(start: Start) -> None:
     server = start("--start-timeout-s", "1")
     code = server.process.wait(30)
     log = server.log.read_text()
@@ -167,14 +167,14 @@ def test_who_is_late_is_named(start: Start) -> None:
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Callable[[str], Path]:
-    """Copies of the demo model with something wrong."""
+    """Copies the demo model and damages the copy."""
 
-    def make(what: str) -> Path:
+    def make(defect: str) -> Path:
         folder = tmp_path / "model"
         shutil.copytree(ROOT / "demo_model", folder)
         config = json.loads((folder / "config.json").read_text())
         weights = folder / "model.safetensors"
-        match what:
+        match defect:
             case "no architecture":
                 del config["architectures"]
             case "unknown architecture":
@@ -196,7 +196,7 @@ def broken(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(
-    ("what", "sentence"),
+    ("defect", "sentence"),
     [
         ("no architecture", "names no architecture"),
         ("unknown architecture", "FooForCausalLM"),
@@ -208,12 +208,12 @@ def broken(tmp_path: Path) -> Callable[[str], Path]:
     ],
 )
 def test_a_broken_model_gives_one_sentence(
-    start: Start, broken: Callable[[str], Path], what: str, sentence: str
+    start: Start, broken: Callable[[str], Path], defect: str, sentence: str
 ) -> None:
-    server = start(str(broken(what)))
+    server = start(str(broken(defect)))
     assert server.process.wait(60) == 2, server.log.read_text()
     lines = server.log.read_text().strip().splitlines()
-    (line,) = [line for line in lines if "still waiting for" not in line]  # as a loaded machine may have to say
+    (line,) = [line for line in lines if "still waiting for" not in line]  # printed on a busy machine
     assert line.startswith("pagewire: ") and sentence in line and line.endswith(".")
 
 
@@ -223,7 +223,7 @@ def test_a_missing_folder_gives_one_sentence(start: Start) -> None:
     assert server.log.read_text() == "pagewire: There is no folder ./nowhere.\n"
 
 
-def test_a_hub_name_that_cannot_be_had_gives_one_sentence(start: Start) -> None:
+def test_a_hub_name_that_cannot_be_downloaded_gives_one_sentence(start: Start) -> None:
     server = start("nobody/nothing-1b")  # the tests run with HF_HUB_OFFLINE=1
     assert server.process.wait(20) == 2
     assert server.log.read_text().count("\n") == 1 and "nobody/nothing-1b" in server.log.read_text()
@@ -236,30 +236,30 @@ def test_a_port_in_use_gives_one_sentence(start: Start) -> None:
         server = start("--port", str(taken.getsockname()[1]))
         assert server.process.wait(20) == 2
     lines = server.log.read_text().strip().splitlines()
-    (line,) = [line for line in lines if "still waiting for" not in line]  # as a loaded machine may have to say
+    (line,) = [line for line in lines if "still waiting for" not in line]  # printed on a busy machine
     assert "Choose another --port" in line
 
 
-def test_the_parts_run_on_two_launches_over_tcp(start: Start, tmp_path: Path) -> None:
+def test_two_launches_serve_together_over_tcp(start: Start, tmp_path: Path) -> None:
     ports = {name: free_port() for name in ACTORS}
     addresses = [f"{name}=tcp://127.0.0.1:{port}" for name, port in ports.items()]
     launch = (sys.executable, "-m", "pagewire.procs.launch", "--threads", "1")
     common = ["--key-file", str(tmp_path / "key"), "--address", *addresses]
     engine = start("--actors", "worker,core,grammar", *common, command=launch)
     until(lambda: (tmp_path / "key").exists(), "the key is made")
-    door = start("--actors", "tokenizer,detokenizer,api", *common, command=launch).wait_ready()
+    frontend = start("--actors", "tokenizer,detokenizer,api", *common, command=launch).wait_ready()
     assert set(engine.children()) == {"worker", "core", "grammar"}
-    assert set(door.children()) == {"tokenizer", "detokenizer", "api"}
+    assert set(frontend.children()) == {"tokenizer", "detokenizer", "api"}
     body = {"messages": [{"role": "user", "content": "Count from 1 to 5"}], "temperature": 0}
     request = urllib.request.Request(
-        f"{door.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{frontend.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         assert json.load(response)["choices"][0]["message"]["content"] == "1, 2, 3, 4, 5"
-    assert door.stop() == 0 and engine.stop() == 0
+    assert frontend.stop() == 0 and engine.stop() == 0
 
 
-def test_an_open_address_without_a_key_is_refused(tmp_path: Path) -> None:
+def test_an_address_beyond_loopback_without_a_key_is_refused(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",

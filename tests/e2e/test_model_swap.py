@@ -1,4 +1,4 @@
-"""Another model is served without another server: open streams end as they began, new requests get the new one."""
+"""Model swap in a running server: open streams finish on the old model, new requests get the new one."""
 
 import http.client
 import json
@@ -45,7 +45,7 @@ def wait_for(server: Server, name: str) -> None:
 
 
 @pytest.mark.long
-def test_the_model_is_swapped_and_back(start: Start, tmp_path: Path) -> None:
+def test_the_model_is_swapped_and_swapped_back(start: Start, tmp_path: Path) -> None:
     server = start(*FLAGS).wait_ready()
     other = tmp_path / "other"
     shutil.copytree(ROOT / "demo_model", other)
@@ -63,7 +63,7 @@ def test_the_model_is_swapped_and_back(start: Start, tmp_path: Path) -> None:
     reader.start()
     until(lambda: lines or server.metric("pagewire:num_requests_running"), "the stream runs")
     answer = swap(server, model=str(other), served_model_name=["other"])
-    assert answer.status_code in (200, 202), answer.text  # 202 where there is no room for both
+    assert answer.status_code in (200, 202), answer.text  # 202: no memory for both models
     wait_for(server, "other")
     assert ask(server) == 200
     reader.join(60)
@@ -78,7 +78,7 @@ def test_the_model_is_swapped_and_back(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_connection_of_before_still_speaks_to_the_engine_that_it_knew(start: Start, tmp_path: Path) -> None:
+def test_an_old_connection_gets_a_409_from_the_replaced_engine(start: Start, tmp_path: Path) -> None:
     server = start(*FLAGS).wait_ready()
     other = tmp_path / "other"
     shutil.copytree(ROOT / "demo_model", other)
@@ -91,14 +91,14 @@ def test_a_connection_of_before_still_speaks_to_the_engine_that_it_knew(start: S
     body = json.dumps({"version": 1}).encode()
     old.request("POST", "/admin/models", body, {**ADMIN, "Content-Type": "application/json"})
     answer = old.getresponse()
-    if old.sock is socket or answer.status == 409:  # else the old engine went before, and the new one was asked
+    if old.sock is socket or answer.status == 409:  # otherwise the old engine has ended, and the new one answers
         assert answer.status == 409 and b"has taken over" in answer.read()
     old.close()
     assert served(server)["id"] == "other" and server.stop() == 0
 
 
 @pytest.mark.long
-def test_sigterm_amid_a_swap_lets_open_streams_end(start: Start, tmp_path: Path) -> None:
+def test_open_streams_finish_after_a_sigterm_during_a_swap(start: Start, tmp_path: Path) -> None:
     server = start(*FLAGS).wait_ready()
     other = tmp_path / "other"
     shutil.copytree(ROOT / "demo_model", other)
@@ -107,11 +107,11 @@ def test_sigterm_amid_a_swap_lets_open_streams_end(start: Start, tmp_path: Path)
     lines: list[str] = []
     reader = threading.Thread(target=read_stream, args=(server.url, lines))
     reader.start()
-    until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream is on its way")
+    until(lambda: server.metric("pagewire:num_requests_running") == 1, "the stream runs")
     answers: list[int] = []
     asker = threading.Thread(target=lambda: answers.append(swap(server, model=str(other)).status_code))
     asker.start()
-    until(lambda: len(launcher.children()) > before or bool(answers), "the other engine is being started")
+    until(lambda: len(launcher.children()) > before or bool(answers), "the other engine starts")
     assert server.stop() == 0
     reader.join(60)
     asker.join(60)
@@ -119,20 +119,20 @@ def test_sigterm_amid_a_swap_lets_open_streams_end(start: Start, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_model_that_cannot_be_loaded_gives_way_to_the_one_before(start: Start, tmp_path: Path) -> None:
+def test_the_old_model_is_served_again_if_the_new_one_cannot_be_loaded(start: Start, tmp_path: Path) -> None:
     server = start(*FLAGS).wait_ready()
     other = tmp_path / "other"
     shutil.copytree(ROOT / "demo_model", other)
     (file,) = other.glob("*.safetensors")
     tensors = load_file(file)
     save_file(dict(sorted(tensors.items())[1:]), file)
-    beside = swap(server, model=str(other))
-    if beside.status_code == 422:  # there is room for both
-        assert "could not be loaded" in beside.json()["error"]["message"] and ask(server) == 200
+    answer = swap(server, model=str(other))
+    if answer.status_code == 422:  # there is memory for both models
+        assert "could not be loaded" in answer.json()["error"]["message"] and ask(server) == 200
         assert swap(server, model=str(other), drain=True).status_code == 202
-    until(lambda: "going back to the model before" in server.log.read_text(), "it has failed", 60)
+    until(lambda: "going back to the model before" in server.log.read_text(), "the swap has failed", 60)
     assert ask(server) == 200
     versions = served(server)["versions"]
     assert [version["state"] for version in versions] == ["retired", "serving"]  # type: ignore[attr-defined]
-    assert len({version["root"] for version in versions}) == 1, "the broken one was never served"  # type: ignore[attr-defined]
+    assert len({version["root"] for version in versions}) == 1, "the broken model was never served"  # type: ignore[attr-defined]
     assert server.stop() == 0

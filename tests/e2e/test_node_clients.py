@@ -1,4 +1,4 @@
-"""The npm packages `openai` and `ai` against the real chain of processes; node/ holds the tests."""
+"""The npm packages `openai` and `ai` against a real server; node/ contains the tests."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("file", ["clients.test.mjs", "structured.test.mjs"])
-def test_in_node(server: Server, file: str) -> None:
+def test_the_tests_in_node_pass(server: Server, file: str) -> None:
     result = subprocess.run(
         ["node", "--test", "--test-reporter=spec", file],
         cwd=FOLDER,

@@ -1,4 +1,4 @@
-"""What an operator sees of a real server: metrics that move, lines and spans of requests, times in the answer."""
+"""What an operator sees of a real server: metrics, request logs and spans, and timings in the answer."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ def collector() -> Iterator[Collector]:
 
 
 def samples(server: Server) -> dict[str, float]:
-    """Everything in /metrics, as name → the sum over its labels."""
+    """The values in /metrics by name; some labels are part of the name."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(server.get("/metrics")):
         for sample in family.samples:
@@ -41,8 +41,8 @@ def samples(server: Server) -> dict[str, float]:
     return found
 
 
-def test_every_part_of_a_request_is_counted_and_told(start: Callable[..., Server]) -> None:
-    server = start().wait_ready()  # of its own: the engine tells of an earlier test's request a moment late
+def test_the_phases_of_a_request_are_in_the_metrics_and_the_answer(start: Callable[..., Server]) -> None:
+    server = start().wait_ready()  # not shared: the engine reports requests late, even those of an earlier test
     before = samples(server)
     answer = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "return_timings": True}, timeout=60).json()
     usage, timings = answer["usage"], answer["timings"]
@@ -53,7 +53,7 @@ def test_every_part_of_a_request_is_counted_and_told(start: Callable[..., Server
         lambda: (
             samples(server)["generation_tokens_total"] >= before["generation_tokens_total"] + usage["completion_tokens"]
         ),
-        "the engine reports",
+        "the engine reports the tokens",
     )
     after = samples(server)
 
@@ -85,15 +85,15 @@ def test_every_part_of_a_request_is_counted_and_told(start: Callable[..., Server
         assert after[f"event_loop_lag_seconds_count[{process}]"] > 0
 
 
-def test_a_stream_tells_its_times_last(server: Server) -> None:
-    asked = {**CHAT, "stream": True, "n": 2, "return_timings": True}
-    text = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).text
+def test_a_stream_ends_with_its_timings(server: Server) -> None:
+    body = {**CHAT, "stream": True, "n": 2, "return_timings": True}
+    text = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).text
     *_, last, done = text.split("\n\n")[:-1]
     assert done == "data: [DONE]" and '"choices":[],"object"' in last.replace(" ", "") and '"decode_ms"' in last
     assert text.count("timings") == 1
 
 
-def test_who_leaves_and_who_is_refused_are_counted_by_cause(server: Server) -> None:
+def test_disconnects_and_refusals_are_counted_by_reason(server: Server) -> None:
     before = samples(server)
     with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True, "ignore_eos": True,
                       "max_tokens": 400}, timeout=60) as response:  # fmt: skip
@@ -102,13 +102,13 @@ def test_who_leaves_and_who_is_refused_are_counted_by_cause(server: Server) -> N
     assert httpx.post(f"{server.url}/v1/completions", json=too_long, timeout=60).status_code == 400
     until(
         lambda: samples(server)["request_aborts_total[client_gone]"] == before["request_aborts_total[client_gone]"] + 1,
-        "the client's leaving is counted",
+        "the disconnect is counted",
     )
     kind = "request_errors_total[context_length_exceeded]"
     assert samples(server)[kind] == before[kind] + 1
 
 
-def test_lines_spans_and_vllms_names(start: Callable[..., Server], collector: Collector) -> None:
+def test_request_logs_spans_and_the_metrics_prefix_of_vllm(start: Callable[..., Server], collector: Collector) -> None:
     flags = ("--enable-log-requests", "--otlp-traces-endpoint", collector.url, "--metrics-prefix", "vllm")
     server = start(*flags).wait_ready()
     headers = {"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-{CALLER}-01"}
@@ -139,16 +139,16 @@ def test_lines_spans_and_vllms_names(start: Callable[..., Server], collector: Co
     assert collector.paths == {"/v1/traces"}
     spans = {span.name: span for span in collector.spans if span.trace_id.hex() == TRACE}
     assert set(spans) == {"chat pagewire-demo", "tokenizer_queue", "tokenize", "queue", "prefill", "decode"}
-    whole = spans.pop("chat pagewire-demo")
-    assert whole.parent_span_id.hex() == CALLER
-    assert all(span.parent_span_id == whole.span_id for span in spans.values())
-    ends = [whole.start_time_unix_nano, *(span.end_time_unix_nano for span in spans.values())]
-    assert ends == sorted(ends) and abs(ends[-1] - whole.end_time_unix_nano) < 1000
-    told = attributes(whole)
-    assert told["gen_ai.operation.name"] == "chat" and told["gen_ai.request.model"] == "pagewire-demo"
-    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] and told["gen_ai.usage.output_tokens"] == 5
-    assert told["gen_ai.response.finish_reasons"] == ["length"] and told["gen_ai.request.max_tokens"] == 5
-    assert told["http.request.header.x-request-id"] == ["mine-1"]
+    root = spans.pop("chat pagewire-demo")
+    assert root.parent_span_id.hex() == CALLER
+    assert all(span.parent_span_id == root.span_id for span in spans.values())
+    ends = [root.start_time_unix_nano, *(span.end_time_unix_nano for span in spans.values())]
+    assert ends == sorted(ends) and abs(ends[-1] - root.end_time_unix_nano) < 1000
+    values = attributes(root)
+    assert values["gen_ai.operation.name"] == "chat" and values["gen_ai.request.model"] == "pagewire-demo"
+    assert values["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] and values["gen_ai.usage.output_tokens"] == 5
+    assert values["gen_ai.response.finish_reasons"] == ["length"] and values["gen_ai.request.max_tokens"] == 5
+    assert values["http.request.header.x-request-id"] == ["mine-1"]
     failed = next(span for span in collector.spans if span.name.startswith("text_completion"))
     assert attributes(failed)["error.type"] == "error:context_length_exceeded" and failed.status.code == 2
     assert failed.parent_span_id == b"" and len(collector.spans) == 7

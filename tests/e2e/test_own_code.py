@@ -1,4 +1,4 @@
-"""Code that lies in a model's folder is never run."""
+"""Code in a model's folder is never run."""
 
 import json
 import os
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).resolve().parents[2]
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
 
-# Notes every file that is opened, compiled or imported after everything of ours and transformers' is there.
+# Records every file that is opened, compiled or imported after pagewire and transformers have been imported.
 WATCH = """
 import os, sys
 folders = sys.argv[1:]
@@ -43,8 +43,8 @@ def _folder(path: Path, kind: str, **config: object) -> Path:
     checkpoints.make_checkpoint(path, kind)
     vocabulary.add_tokenizer(path)
     auto_map = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"}
-    said = json.loads((path / "config.json").read_text()) | {"auto_map": auto_map} | config
-    (path / "config.json").write_text(json.dumps(said))
+    fields = json.loads((path / "config.json").read_text()) | {"auto_map": auto_map} | config
+    (path / "config.json").write_text(json.dumps(fields))
     settings = json.loads((path / "tokenizer_config.json").read_text())
     settings |= {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}, "tokenizer_class": "Tokenizer"}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -54,7 +54,7 @@ def _folder(path: Path, kind: str, **config: object) -> Path:
 
 
 @pytest.mark.long
-def test_no_code_of_a_folder_is_run(tmp_path: Path) -> None:
+def test_no_code_in_a_model_folder_is_run(tmp_path: Path) -> None:
     folders = {
         "native": _folder(tmp_path / "native", "llama"),
         "unknown": _folder(tmp_path / "unknown", "llama", model_type="evil", architectures=["EvilForCausalLM"]),
@@ -69,13 +69,13 @@ def test_no_code_of_a_folder_is_run(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        cwd=tmp_path / "native",  # where somebody may well start it
+        cwd=tmp_path / "native",  # where a user may start it
         env=environment | {"PYTHONSAFEPATH": "1"},
     )
-    said = dict(line.split(" ", 1) for line in result.stdout.splitlines())
-    assert said["native"] == said["fallback"] == "served"  # by classes of ours and of transformers
+    printed = dict(line.split(" ", 1) for line in result.stdout.splitlines())
+    assert printed["native"] == printed["fallback"] == "served"  # with classes of pagewire and of transformers
     for name in ("unknown", "encoder"):
-        assert "auto_map in config.json" in said[name] and "never runs code" in said[name]
-    assert "cannot load its tokenizer" in said["tokens"]
-    assert said["inside"] == said["outside"] == "[]"
+        assert "auto_map in config.json" in printed[name] and "never runs code" in printed[name]
+    assert "cannot load its tokenizer" in printed["tokens"]
+    assert printed["inside"] == printed["outside"] == "[]"
     assert not list(tmp_path.rglob("ran")) and not list(tmp_path.glob("hub/modules/**/evil*"))

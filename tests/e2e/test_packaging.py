@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what is in them, and that the wheel serves outside the checkout."""
+"""The contents of the wheel and the sdist, and a server from the wheel outside the checkout."""
 
 import shutil
 import subprocess
@@ -35,7 +35,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
+def test_the_wheel_contains_only_the_package(dist: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
@@ -48,7 +48,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
     assert wheel.stat().st_size < 8 * 2**20
 
 
-def test_the_sdist_can_be_built_again(dist: Path) -> None:
+def test_the_sdist_contains_the_sources_and_the_demo_model(dist: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
@@ -62,7 +62,8 @@ def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path, monke
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])  # but not its editable pagewire
+    # The .pth files in that folder, such as the one of an editable pagewire, are not read.
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
     python = tmp_path / "venv" / "bin" / "python"
     monkeypatch.delenv("PYTHONPATH", raising=False)
     where = subprocess.run(

@@ -1,6 +1,6 @@
-"""The web page in a real browser, against the real chain of processes: what a person would do, and see.
+"""The web page in a real browser, against a real server.
 
-Needs tests/e2e/requirements-browser.txt and a Chromium of the machine's; `make test-browser` installs the former.
+Needs tests/e2e/requirements-browser.txt and an installed Chromium; `make test-browser` installs the former.
 """
 
 import json
@@ -40,7 +40,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser, server: Server) -> Iterator[Open]:
-    """Opens the page in a fresh profile; whatever the browser complains of fails the test."""
+    """Opens the page in a fresh profile. Errors, console messages and requests to other hosts fail the test."""
     contexts, complaints = [], []
     allowed: list[str] = []
 
@@ -66,14 +66,14 @@ def open_page(browser: Browser, server: Server) -> Iterator[Open]:
 
 
 def ask(page: Page, text: str) -> Locator:
-    """Sends a question with the keyboard. Returns the message that answers it, whole."""
+    """Sends a question with the keyboard. Returns the message with the complete answer."""
     page.locator("#prompt").fill(text)
     page.locator("#prompt").press("Enter")
     expect(page.locator("#send")).to_have_text("Send")
     return page.locator(".message").last
 
 
-def test_a_conversation(open_page: Open) -> None:
+def test_a_conversation_is_answered_and_kept_over_a_reload(open_page: Open) -> None:
     page = open_page()
     expect(page.locator("#model")).to_have_value("pagewire-demo")
     expect(page.locator("#context")).to_have_text("8,192 tokens of context")
@@ -96,7 +96,7 @@ def test_a_conversation(open_page: Open) -> None:
     expect(page.locator("#welcome")).to_be_visible()
 
 
-def test_what_is_sent_is_what_the_form_says(open_page: Open) -> None:
+def test_the_request_has_the_values_of_the_form(open_page: Open) -> None:
     page = open_page()
     page.locator("#system").fill("Be brief.")
     page.get_by_label("Temperature, as a slider").fill("0.5")
@@ -124,7 +124,7 @@ def test_what_is_sent_is_what_the_form_says(open_page: Open) -> None:
     expect(page.locator(".message")).to_have_count(2)
 
 
-def test_an_answer_arrives_in_pieces_and_can_be_stopped(open_page: Open, server: Server) -> None:
+def test_an_answer_is_streamed_and_can_be_stopped(open_page: Open, server: Server) -> None:
     page = open_page()
     page.get_by_text("More", exact=True).click()
     page.locator("#extra").fill('{"ignore_eos": true, "max_tokens": 8000}')
@@ -143,7 +143,7 @@ def test_an_answer_arrives_in_pieces_and_can_be_stopped(open_page: Open, server:
     assert server.metric("pagewire:num_requests_running") == 0
 
 
-def test_tokens_show_what_else_was_likely(open_page: Open) -> None:
+def test_tokens_show_their_alternatives(open_page: Open) -> None:
     page = open_page()
     page.locator("#field-temperature").fill("0")
     page.get_by_label("Colour tokens by probability").check()
@@ -167,7 +167,7 @@ def test_tokens_show_what_else_was_likely(open_page: Open) -> None:
     expect(answer.locator(".text")).to_contain_text("5")
 
 
-def test_characters_of_several_tokens(open_page: Open) -> None:
+def test_characters_of_several_tokens_are_shown_whole(open_page: Open) -> None:
     page = open_page()
     page.locator("#field-temperature").fill("0")
     page.get_by_label("Colour tokens by probability").check()
@@ -179,7 +179,7 @@ def test_characters_of_several_tokens(open_page: Open) -> None:
     assert text == answer.locator(".text").text_content() and "\ufffd" not in text
 
 
-def test_questions_can_be_changed_and_answers_drawn_again(open_page: Open) -> None:
+def test_questions_can_be_edited_and_answers_regenerated(open_page: Open) -> None:
     page = open_page()
     page.locator("#field-temperature").fill("0")
     ask(page, "What is 1 + 1?")
@@ -205,7 +205,7 @@ def test_tool_calls_are_shown(open_page: Open) -> None:
     expect(answer.locator(".figures")).to_contain_text("tool call")
 
 
-def test_reasoning_is_shown_once_under_either_name(open_page: Open) -> None:
+def test_reasoning_is_shown_once_for_either_field_name(open_page: Open) -> None:
     page = open_page()
     deltas = [
         {"role": "assistant", "content": ""},
@@ -230,7 +230,7 @@ def test_reasoning_is_shown_once_under_either_name(open_page: Open) -> None:
     expect(answer.locator(".error")).to_have_text("The connection closed before the answer ended.")
 
 
-def test_forgetting_stops_the_answer(open_page: Open, server: Server) -> None:
+def test_a_new_conversation_stops_the_answer(open_page: Open, server: Server) -> None:
     page = open_page()
     page.get_by_text("More", exact=True).click()
     page.locator("#extra").fill('{"ignore_eos": true, "max_tokens": 8000}')
@@ -240,10 +240,10 @@ def test_forgetting_stops_the_answer(open_page: Open, server: Server) -> None:
     page.locator("#new").click()
     expect(page.locator(".message")).to_have_count(0)
     expect(page.locator("#send")).to_have_text("Send")
-    until(lambda: server.metric("pagewire:num_requests_running") == 0, "its row is free")
+    until(lambda: server.metric("pagewire:num_requests_running") == 0, "the row of the request is free")
 
 
-def test_a_refusal_is_shown_in_the_servers_words(open_page: Open) -> None:
+def test_the_error_message_of_the_server_is_shown(open_page: Open) -> None:
     page = open_page(may_complain_of="400")
     page.get_by_text("More", exact=True).click()
     page.locator("#extra").fill('{"temperature": 9}')
@@ -255,7 +255,7 @@ def test_a_refusal_is_shown_in_the_servers_words(open_page: Open) -> None:
     assert [message["role"] for message in sent.value.post_data_json["messages"]] == ["user", "user"]
 
 
-def test_a_model_cannot_write_html(open_page: Open) -> None:
+def test_html_of_a_model_is_escaped(open_page: Open) -> None:
     page = open_page()
     marks = "<img src=x onerror=alert(1)> **bold** `a<b` [l](javascript:alert(1)) [k](https://example.org/)\n"
     marks += "```js\n<script>alert(1)</script>\n```\n# Title\n3. three\n4. four\n- one\n  more\n"
@@ -279,7 +279,7 @@ def test_a_model_cannot_write_html(open_page: Open) -> None:
     )
 
 
-def test_quantiles_are_those_of_prometheus(open_page: Open) -> None:
+def test_quantiles_equal_those_of_prometheus(open_page: Open) -> None:
     page = open_page()
     found = page.evaluate(
         """async () => {
@@ -296,7 +296,7 @@ def test_quantiles_are_those_of_prometheus(open_page: Open) -> None:
     assert found == [1.5, None, 2, 10]
 
 
-def test_the_live_view_follows_the_engine(open_page: Open, server: Server) -> None:
+def test_the_live_view_shows_the_metrics_of_the_engine(open_page: Open, server: Server) -> None:
     page = open_page()
     expect(page.locator("#running")).to_have_text("0")
     before = server.metric("pagewire:generation_tokens_total")
@@ -311,7 +311,7 @@ def test_the_live_view_follows_the_engine(open_page: Open, server: Server) -> No
     expect(page.locator("#speed-chart path.line.output")).to_have_attribute("d", re.compile(r"^M[\d.,L-]+$"))
 
 
-def test_a_key_is_asked_for_and_goes_with_the_tab(start: Callable[..., Server], open_page: Open) -> None:
+def test_an_api_key_is_requested_and_kept_only_for_the_tab(start: Callable[..., Server], open_page: Open) -> None:
     server = start("--api-key", "let-me-in").wait_ready()
     page = open_page(server.url, may_complain_of="401")
     dialog = page.locator("#key-dialog")
@@ -333,7 +333,7 @@ def test_a_key_is_asked_for_and_goes_with_the_tab(start: Callable[..., Server], 
     expect(dialog).to_be_hidden()
 
 
-def test_a_server_that_goes_away_is_noticed(start: Callable[..., Server], open_page: Open) -> None:
+def test_a_stopped_server_is_reported(start: Callable[..., Server], open_page: Open) -> None:
     server = start().wait_ready()
     page = open_page(server.url, may_complain_of="ERR_CONNECTION_")
     expect(page.locator("#status")).to_contain_text("Ready")
@@ -342,7 +342,7 @@ def test_a_server_that_goes_away_is_noticed(start: Callable[..., Server], open_p
     expect(ask(page, "Hello").locator(".error")).to_have_text("The server does not answer.")
 
 
-def test_light_and_dark(open_page: Open) -> None:
+def test_the_theme_follows_the_system_and_can_be_switched(open_page: Open) -> None:
     def lightness(page: Page) -> float:
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
         return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
@@ -365,12 +365,12 @@ def test_a_small_screen_shows_one_view_at_a_time(open_page: Open) -> None:
         page.get_by_role("button", name=name, exact=True).click()
         for section in views.values():
             expect(page.locator(section)).to_be_visible(visible=section == shown)
-        assert page.evaluate("document.documentElement.scrollWidth") == 360, "nothing is cut off"
+        assert page.evaluate("document.documentElement.scrollWidth") == 360, "the page is too wide"
     page.keyboard.press("1")
     expect(page.locator("#chat")).to_be_visible()
 
 
-def test_the_keyboard_reaches_everything(open_page: Open) -> None:
+def test_every_control_is_reached_with_the_keyboard(open_page: Open) -> None:
     page = open_page()
     page.keyboard.press("Escape")
     page.locator("#prompt").blur()
@@ -380,7 +380,7 @@ def test_the_keyboard_reaches_everything(open_page: Open) -> None:
     expect(page.locator("#help")).to_be_hidden()
     page.keyboard.press("/")
     expect(page.locator("#prompt")).to_be_focused()
-    page.keyboard.type("n/?c1")  # letters are letters while one writes
+    page.keyboard.type("n/?c1")  # shortcut keys are plain letters in the prompt
     expect(page.locator("#prompt")).to_have_value("n/?c1")
     page.locator("#prompt").fill("")
     reached = set()
@@ -392,7 +392,7 @@ def test_the_keyboard_reaches_everything(open_page: Open) -> None:
     assert wanted <= reached
 
 
-def test_every_control_has_a_name(open_page: Open) -> None:
+def test_every_control_has_an_accessible_name(open_page: Open) -> None:
     page = open_page()
     ask(page, "Hello")
     nameless = page.evaluate(
@@ -404,7 +404,7 @@ def test_every_control_has_a_name(open_page: Open) -> None:
     assert nameless == []
 
 
-def test_the_page_of_the_api(open_page: Open, server: Server) -> None:
+def test_the_api_page_lists_operations_and_sends_requests(open_page: Open, server: Server) -> None:
     page = open_page(path="/docs")
     expect(page.locator("#version")).to_have_text(pagewire.__version__)
     expect(page.locator(".operation")).to_have_count(server.get("/openapi.json").count('"operationId"'))
@@ -428,7 +428,7 @@ def test_the_page_of_the_api(open_page: Open, server: Server) -> None:
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_the_page_of_the_api_shows_refusals(open_page: Open) -> None:
+def test_the_api_page_shows_error_responses(open_page: Open) -> None:
     page = open_page(path="/docs#post_v1_completions", may_complain_of="400")
     text = page.locator("#post_v1_completions")
     text.locator(".sent").fill('{"prompt": [999999]}')

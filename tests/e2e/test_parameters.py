@@ -1,4 +1,4 @@
-"""The rarer parameters through real processes: beams, templates of a request, what a prompt's last bytes may not do."""
+"""Rare parameters with a real server: beam search, chat templates of requests, prompts that end inside a character."""
 
 import json
 import urllib.error
@@ -31,10 +31,10 @@ def refusal(server: Server, path: str, **fields: Any) -> Any:
     return json.load(caught.value)["error"]
 
 
-def test_beams_are_those_of_the_offline_api(server: Server) -> None:
+def test_beam_search_gives_the_beams_of_the_offline_api(server: Server) -> None:
     prompts = ["Count from", "The capital"]
-    asked = {"n": 3, "max_tokens": 8, "length_penalty": 0.7, "use_beam_search": True}
-    answer = post(server, "/v1/completions", prompt=prompts, return_token_ids=True, **asked)
+    fields = {"n": 3, "max_tokens": 8, "length_penalty": 0.7, "use_beam_search": True}
+    answer = post(server, "/v1/completions", prompt=prompts, return_token_ids=True, **fields)
     llm = LLM(threads=1, kv_cache_memory="64M")
     params = BeamSearchParams(beam_width=3, max_tokens=8, length_penalty=0.7)
     expected = [beam for output in llm.beam_search(prompts, params) for beam in output.sequences]
@@ -47,7 +47,7 @@ def test_beams_are_those_of_the_offline_api(server: Server) -> None:
     assert answer["usage"]["prompt_tokens"] == sum(len(choices[i]["prompt_token_ids"]) for i in (0, 3))
 
 
-def test_a_beam_of_one_is_greedy(server: Server) -> None:
+def test_a_beam_width_of_one_is_greedy(server: Server) -> None:
     greedy = post(server, "/v1/chat/completions", messages=QUESTION, temperature=0, max_tokens=60)
     beam = post(server, "/v1/chat/completions", messages=QUESTION, max_tokens=60, use_beam_search=True, n=1)
     for part in ("message", "finish_reason", "stop_reason"):
@@ -59,12 +59,12 @@ def test_a_beam_of_one_is_greedy(server: Server) -> None:
         assert refusal(server, "/v1/chat/completions", **fields)["param"] == word
 
 
-def test_a_beam_search_that_does_not_fit_is_refused(server: Server) -> None:
+def test_a_beam_search_that_exceeds_the_context_is_refused(server: Server) -> None:
     error = refusal(server, "/v1/completions", prompt=[5] * 100_000, use_beam_search=True)
     assert error["code"] == "context_length_exceeded"
 
 
-def test_min_tokens_and_best_of_with_the_real_client(server: Server) -> None:
+def test_min_tokens_and_best_of_are_obeyed(server: Server) -> None:
     client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     fields: Any = {"model": "pagewire-demo", "messages": QUESTION, "temperature": 0, "max_tokens": 60}
     plain = client.chat.completions.create(**fields).usage
@@ -77,8 +77,8 @@ def test_min_tokens_and_best_of_with_the_real_client(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_prompt_that_ends_inside_a_character_shows_nothing_of_itself(server: Server, stream: bool) -> None:
-    """vllm-project/vllm#48853: text of the prompt came out as the first text of the answer."""
+def test_a_prompt_that_ends_inside_a_character_is_not_part_of_the_answer(server: Server, stream: bool) -> None:
+    """vllm-project/vllm#48853: the answer began with text of the prompt."""
     ids = post(server, "/tokenize", prompt="The secret word is Swordfish 🦊")["tokens"]
     whole = post(server, "/detokenize", tokens=ids)["prompt"]
     cut = next(
@@ -88,7 +88,7 @@ def test_a_prompt_that_ends_inside_a_character_shows_nothing_of_itself(server: S
     )
     assert post(server, "/detokenize", tokens=ids[:cut])["prompt"].endswith("\ufffd"), "the fox has several tokens"
     client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    rest = {str(id): 100 for id in ids[cut:]}  # the character would be completed
+    rest = {str(id): 100 for id in ids[cut:]}  # would complete the character
     answer = client.completions.create(
         model="pagewire-demo",
         prompt=ids[:cut],
@@ -101,7 +101,9 @@ def test_a_prompt_that_ends_inside_a_character_shows_nothing_of_itself(server: S
     assert "Swordfish" not in text and "🦊" not in text and "secret" not in text
 
 
-def test_a_template_in_the_request(start: Callable[..., Server], server: Server) -> None:
+def test_a_chat_template_of_a_request_needs_the_flag_and_is_sandboxed(
+    start: Callable[..., Server], server: Server
+) -> None:
     fields = {"messages": QUESTION, "chat_template": "{{ messages[0].content }}|{{ word }}",
               "chat_template_kwargs": {"word": "x"}}  # fmt: skip
     assert refusal(server, "/v1/chat/completions", **fields)["param"] == "chat_template"
@@ -115,6 +117,6 @@ def test_a_template_in_the_request(start: Callable[..., Server], server: Server)
     assert "refuses" in refusal(trusting, "/tokenize", **fields | {"chat_template": escape})["message"]
 
 
-def test_what_the_tokenizer_is(server: Server) -> None:
+def test_tokenizer_info_has_special_tokens_and_the_chat_template(server: Server) -> None:
     info = json.loads(server.get("/tokenizer_info"))
     assert info["eos_token"] and "{%" in info["chat_template"] and {"bos_token", "pad_token"} <= info.keys()

@@ -1,4 +1,4 @@
-"""Ranks that share a quantized checkpoint out, each reading its part of the packed tensors: the tokens of one rank."""
+"""Ranks of a quantized checkpoint each read their part of the packed tensors, and give the tokens of one rank."""
 
 import json
 import urllib.request
@@ -27,7 +27,9 @@ def _complete(server: Server) -> list[list[int]]:
     return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
 
-def test_two_ranks_of_an_awq_checkpoint(tmp_path: Path, start: Callable[..., Server]) -> None:
+def test_two_ranks_of_an_awq_checkpoint_give_the_tokens_of_one_rank(
+    tmp_path: Path, start: Callable[..., Server]
+) -> None:
     source = checkpoints.make_checkpoint(tmp_path / "float", "qwen3", intermediate_size=128)
     vocabulary.add_tokenizer(source)
     folder, _ = quantized_checkpoints.quantize_checkpoint(source, tmp_path, "awq")
@@ -39,8 +41,8 @@ def test_two_ranks_of_an_awq_checkpoint(tmp_path: Path, start: Callable[..., Ser
     assert "4 bits (awq)" in server.announced()
 
 
-def test_ranks_that_would_cut_through_a_group(tmp_path: Path, start: Callable[..., Server]) -> None:
-    """96 feed-forward columns in groups of 32."""
+def test_a_number_of_ranks_that_splits_a_group_is_refused(tmp_path: Path, start: Callable[..., Server]) -> None:
+    """Two ranks cannot share three groups of 32 feed-forward columns."""
     source = checkpoints.make_checkpoint(tmp_path / "float", "qwen3")
     vocabulary.add_tokenizer(source)
     folder, _ = quantized_checkpoints.quantize_checkpoint(source, tmp_path, "awq")

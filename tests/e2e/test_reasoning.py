@@ -1,5 +1,5 @@
-"""A model that its template makes reason, through real processes and the real client: what is said before `</think>` is
-reasoning, streamed and not, and counts as such."""
+"""A model whose chat template makes it reason, with a real server and real clients: the text before `</think>` is
+reasoning, with and without streaming, and its tokens are counted as reasoning tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +20,12 @@ TEMPLATE = (
 
 @pytest.fixture
 def server(start: Callable[..., Server], tmp_path: Path) -> Server:
-    """Its model thinks by itself."""
+    """A server whose chat template opens the reasoning."""
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     return start("--chat-template", str(tmp_path / "chat.jinja")).wait_ready()
 
 
-def test_what_the_template_makes_a_model_think(server: Server) -> None:
+def test_text_before_the_end_tag_is_reasoning(server: Server) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
         def ask(**more: object) -> Any:
@@ -41,11 +41,11 @@ def test_what_the_template_makes_a_model_think(server: Server) -> None:
         assert "".join(getattr(delta, "reasoning", "") for delta in streamed) == message.reasoning
         assert not any(delta.content for delta in streamed)
 
-        for stopped in (
+        for disabled in (
             {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
             {"reasoning_effort": "none"},
         ):
-            answer = ask(**stopped)
+            answer = ask(**disabled)
             assert answer.choices[0].message.content == "1, 2, 3, 4, 5"
             assert answer.usage is not None and answer.usage.completion_tokens_details is not None
             assert answer.usage.completion_tokens_details.reasoning_tokens == 0
@@ -56,7 +56,7 @@ def test_what_the_template_makes_a_model_think(server: Server) -> None:
         assert response.output_text == "1, 2, 3, 4, 5"
 
 
-def test_reasoning_items_of_responses(server: Server) -> None:
+def test_responses_have_reasoning_items(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     fields: Any = {"model": "pagewire-demo", "input": QUESTION, "temperature": 0, "max_output_tokens": 40}
     plain = client.responses.create(**fields)
@@ -68,13 +68,13 @@ def test_reasoning_items_of_responses(server: Server) -> None:
         (last,) = stream.get_final_response().output
     assert "response.reasoning_text.delta" in kinds and "response.output_text.delta" not in kinds
     assert last.type == "reasoning" and last.content is not None and last.content[0].text == item.content[0].text
-    going_on = client.responses.create(**{**fields, "input": "And on?", "previous_response_id": plain.id})
-    listed = client.responses.input_items.list(going_on.id, order="asc")
-    assert [item.type for item in listed] == ["message", "message"], "reasoning without words is not repeated"
+    continued = client.responses.create(**{**fields, "input": "And on?", "previous_response_id": plain.id})
+    listed = client.responses.input_items.list(continued.id, order="asc")
+    assert [item.type for item in listed] == ["message", "message"], "reasoning without a message is not repeated"
 
 
 @pytest.mark.clients
-def test_thinking_blocks_of_messages(server: Server) -> None:
+def test_messages_have_thinking_blocks(server: Server) -> None:
     anthropic: Any = pytest.importorskip("anthropic", reason="make test-clients installs it")
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         fields: Any = {"model": "pagewire-demo", "max_tokens": 40, "messages": QUESTION}
@@ -85,7 +85,7 @@ def test_thinking_blocks_of_messages(server: Server) -> None:
             kinds = [event.type for event in stream]
             (streamed,) = stream.get_final_message().content
         assert "thinking" in kinds and "signature" in kinds and streamed.thinking == block.thinking
-        (words,) = client.messages.create(**fields, thinking={"type": "disabled"}).content
-        assert (words.type, words.text) == ("text", "1, 2, 3, 4, 5")
+        (text_block,) = client.messages.create(**fields, thinking={"type": "disabled"}).content
+        assert (text_block.type, text_block.text) == ("text", "1, 2, 3, 4, 5")
         again = [*QUESTION, {"role": "assistant", "content": [block.to_dict()]}, *QUESTION]
         assert client.messages.create(**{**fields, "messages": again}).content

@@ -1,6 +1,6 @@
-"""The real `openai` client's responses, streamed and not, against the real chain of processes.
+"""The Responses API with the real `openai` client, with and without streaming, against a real server.
 
-Its stream helper raises when events are out of order, so that a stream which it reads to the end is one.
+The stream helper of the client raises when events are out of order, so a stream that it reads to the end is valid.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_create(client: openai.OpenAI) -> None:
+def test_a_response_is_created_retrieved_and_deleted(client: openai.OpenAI) -> None:
     response = client.responses.create(model="pagewire-demo", input=QUESTION, temperature=0)
     assert response.output_text == ANSWER and response.status == "completed" and response.error is None
     assert response.usage is not None and response.usage.output_tokens > 10
@@ -43,29 +43,29 @@ def test_create(client: openai.OpenAI) -> None:
         client.responses.retrieve(response.id)
 
 
-def test_events(client: openai.OpenAI) -> None:
+def test_streamed_events_are_numbered_and_have_the_text(client: openai.OpenAI) -> None:
     events = list(client.responses.create(model="pagewire-demo", input=QUESTION, temperature=0, stream=True))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.completed" and events[-1].response.output_text == ANSWER
 
 
-def test_the_stream_helper(client: openai.OpenAI) -> None:
+def test_the_stream_helper_assembles_the_text(client: openai.OpenAI) -> None:
     with client.responses.stream(model="pagewire-demo", input=QUESTION, temperature=0) as stream:
         snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
     assert snapshots[-1] == ANSWER == final.output_text and len(snapshots) > 5
 
 
-def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
+def test_a_conversation_continues_by_response_id_or_with_resent_items(client: openai.OpenAI) -> None:
     first = client.responses.create(model="pagewire-demo", input=QUESTION, temperature=0)
     second = client.responses.create(
         model="pagewire-demo", input="Count from 2 to 4", temperature=0, previous_response_id=first.id
     )
     assert second.previous_response_id == first.id and second.usage is not None and first.usage is not None
     assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
-    assert second.usage.input_tokens_details.cached_tokens > 0  # the first turn was in memory
-    resent = client.responses.create(  # as agents do it that keep everything themselves
+    assert second.usage.input_tokens_details.cached_tokens > 0  # of the first turn
+    resent = client.responses.create(  # as agents do that keep the conversation themselves
         model="pagewire-demo",
         input=[
             {"role": "user", "content": QUESTION},
@@ -79,7 +79,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
     assert resent.usage is not None and resent.usage.input_tokens == second.usage.input_tokens
 
 
-def test_tools(client: openai.OpenAI) -> None:
+def test_a_function_is_called_and_its_output_accepted(client: openai.OpenAI) -> None:
     question = "What is the weather in Paris?"
     response = client.responses.create(model="pagewire-demo", input=question, tools=[TOOL], temperature=0)
     (call,) = response.output
@@ -90,17 +90,17 @@ def test_tools(client: openai.OpenAI) -> None:
         streamed = "".join(e.delta for e in stream if e.type == "response.function_call_arguments.delta")
         (again,) = stream.get_final_response().output
     assert again.type == "function_call" and again.arguments == streamed == call.arguments
-    told = client.responses.create(
+    final = client.responses.create(
         model="pagewire-demo",
         input=[{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}],
         previous_response_id=response.id,
         tools=[TOOL],
         temperature=0,
     )
-    assert told.status == "completed" and told.output
+    assert final.status == "completed" and final.output
 
 
-def test_the_end_of_its_tokens(client: openai.OpenAI) -> None:
+def test_max_output_tokens_makes_a_response_incomplete(client: openai.OpenAI) -> None:
     short = client.responses.create(model="pagewire-demo", input=QUESTION, temperature=0, max_output_tokens=3)
     assert short.status == "incomplete" and short.incomplete_details is not None
     assert short.incomplete_details.reason == "max_output_tokens" and ANSWER.startswith(short.output_text)
@@ -117,11 +117,11 @@ def test_the_end_of_its_tokens(client: openai.OpenAI) -> None:
     )
     last = events[-1]
     assert last.type == "response.incomplete" and last.response.output_text == short.output_text
-    part = last.response.output[0].content[0]  # type: ignore[union-attr, index]  # a message, and it has words
+    part = last.response.output[0].content[0]  # type: ignore[union-attr, index]  # a message with text
     assert len(part.logprobs) == 3 and all(len(entry.top_logprobs) == 2 for entry in part.logprobs)  # type: ignore[union-attr,arg-type]
 
 
-def test_many_async_streams_at_once(server: Server) -> None:
+def test_many_concurrent_async_streams_are_correct(server: Server) -> None:
     async def ask(client: openai.AsyncOpenAI, last: int) -> str:
         async with client.responses.stream(
             model="pagewire-demo", input=f"Count from 1 to {last}", temperature=0, store=False
@@ -135,7 +135,7 @@ def test_many_async_streams_at_once(server: Server) -> None:
     assert asyncio.run(scenario()) == [", ".join(str(n) for n in range(1, 4 + i % 5)) for i in range(20)]
 
 
-def test_refusals(client: openai.OpenAI) -> None:
+def test_errors_name_the_param_or_the_code(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="pagewire-demo", input="x", background=True)
     assert caught.value.param == "background"
@@ -153,7 +153,7 @@ def post(server: Server, path: str, body: dict[str, object]) -> Any:
         return json.loads(response.read())
 
 
-def test_tokens_there_and_back(server: Server, client: openai.OpenAI) -> None:
+def test_detokenize_is_the_inverse_of_tokenize(server: Server, client: openai.OpenAI) -> None:
     text = "Count from 1 to 5 ü🙂 <|im_end|>"
     answer = post(server, "/tokenize", {"prompt": text, "return_token_strs": True})
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) and answer["max_model_len"] > 100

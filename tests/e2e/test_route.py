@@ -1,4 +1,4 @@
-"""Whole engines that go beneath streams: behind a router of its own, and behind that of one launch."""
+"""Whole engines that die during streams, behind a separate router and behind the router of one launch."""
 
 import asyncio
 import os
@@ -18,24 +18,24 @@ Start = Callable[..., Server]
 ENGINE = ("--no-access-log", "--kv-cache-memory", "32M")
 
 
-def test_kill_9_of_a_whole_engine_loses_no_stream(on_default: str, start: Start) -> None:
+def test_streams_continue_after_kill_9_of_a_whole_engine(on_default: str, start: Start) -> None:
     engines = [start(*ENGINE) for _ in range(2)]
     urls = ",".join(engine.url for engine in engines)
     router = start("--engines", urls, "--no-access-log", command=ROUTE)
     for process in (*engines, router):
         process.wait_ready()
-    asked = bodies(16, 80)
-    expected = asyncio.run(read_streams(engines[0].url, asked, [0]))
-    assert not any(told.error for told in expected) and len({tuple(told.texts) for told in expected}) > 8
+    requests = bodies(16, 80)
+    expected = asyncio.run(read_streams(engines[0].url, requests, [0]))
+    assert not any(stream.error for stream in expected) and len({tuple(stream.texts) for stream in expected}) > 8
     route.wait_until_all_ready(router, 2)
-    undisturbed = asyncio.run(read_streams(router.url, asked, [0]))
-    told = asyncio.run(route.killed_beneath(router, engines[1], asked, after=600))
-    if on_default == NARROW:  # whose tokens may depend on company, which is another one on each engine
-        errors = [each.error for each in (*undisturbed, *told) if each.error is not None]
+    undisturbed = asyncio.run(read_streams(router.url, requests, [0]))
+    resumed = asyncio.run(route.killed_beneath(router, engines[1], requests, after=600))
+    if on_default == NARROW:  # tokens may depend on the batch, which differs between engines
+        errors = [stream.error for stream in (*undisturbed, *resumed) if stream.error is not None]
         assert all("another one sampled other tokens" in error for error in errors), router.log.read_text()
     else:
         assert not differences(expected, undisturbed), "undisturbed"
-        assert not differences(expected, told), router.log.read_text()
+        assert not differences(expected, resumed), router.log.read_text()
     metrics = router.metrics()
     assert metrics["pagewire_router_resumes_total"] > 0 and metrics["pagewire_router_engine_ready"] == 1
 
@@ -44,17 +44,17 @@ def test_kill_9_of_a_whole_engine_loses_no_stream(on_default: str, start: Start)
 def test_engines_of_one_launch_are_replaced_and_restarted_under_load(start: Start) -> None:
     launch = start(*ENGINE, "--data-parallel-size", "2")
     launch.wait_ready()
-    asked = bodies(6, 40)
-    expected = asyncio.run(read_streams(launch.url, asked, [0]))
-    assert not any(told.error for told in expected)
+    requests = bodies(6, 40)
+    expected = asyncio.run(read_streams(launch.url, requests, [0]))
+    assert not any(stream.error for stream in expected)
 
     async def served_until(log_line: str) -> int:
-        """Streams again and again until the launch says so. How often."""
+        """Repeats the streams until the log has this line. Returns the number of repetitions."""
         for num in range(1, 1000):
-            assert not differences(expected, await read_streams(launch.url, asked, [0])), launch.log.read_text()
+            assert not differences(expected, await read_streams(launch.url, requests, [0])), launch.log.read_text()
             if log_line in launch.log.read_text():
                 return num
-            await asyncio.sleep(0.3)  # two cores have an engine to start
+            await asyncio.sleep(0.3)  # leaves the cores to the engine that starts
         raise AssertionError(launch.log.read_text())
 
     os.kill(launch.process.pid, signal.SIGHUP)
@@ -63,6 +63,6 @@ def test_engines_of_one_launch_are_replaced_and_restarted_under_load(start: Star
     actors = victim.children()
     victim.kill()
     asyncio.run(served_until("and is replaced"))
-    everyone = [*actors, *launch.supervisor.children(recursive=True)]
+    processes = [*actors, *launch.supervisor.children(recursive=True)]
     assert launch.stop() == 0, launch.log.read_text()
-    until(lambda: not any(is_alive(process) for process in everyone), "nobody is left behind")
+    until(lambda: not any(is_alive(process) for process in processes), "no process is left")

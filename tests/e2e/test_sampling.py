@@ -1,4 +1,4 @@
-"""Tokens alone and in company, through the front door, with each default that a user can get."""
+"""Tokens of a request alone and in a batch, from a real server with each default configuration."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +28,7 @@ def served(default: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_request_has_the_same_tokens_alone_and_in_company(default: str, served: Server, temperature: float) -> None:
+def test_a_request_has_the_same_tokens_alone_and_in_a_batch(default: str, served: Server, temperature: float) -> None:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
 
         def ask(i: int) -> tuple[str, int]:
@@ -45,16 +45,16 @@ def test_a_request_has_the_same_tokens_alone_and_in_company(default: str, served
 
         alone = [ask(i) for i in range(NUM)]
         with ThreadPoolExecutor(NUM) as pool:
-            together = list(pool.map(ask, range(NUM)))
+            in_batch = list(pool.map(ask, range(NUM)))
         promised = client.models.retrieve("pagewire-demo").model_dump()["batch_invariance"]
     assert len({text for text, _ in alone}) > NUM // 2
-    assert {num for _, num in (*alone, *together)} == {TOKENS}
+    assert {num for _, num in (*alone, *in_batch)} == {TOKENS}
     assert promised == ("none" if default == NARROW else "float32")
     if promised != "none":
-        assert together == alone
+        assert in_batch == alone
 
 
-def test_the_start_says_where_company_shows(default: str, served: Server) -> None:
+def test_the_start_warns_where_tokens_may_depend_on_the_batch(default: str, served: Server) -> None:
     log = served.announced()
     assert log.count("tokens may depend on what else is served") == bool(WARNINGS[default])
     assert WARNINGS[default] in log

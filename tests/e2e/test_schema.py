@@ -1,5 +1,5 @@
-"""schemathesis reads /openapi.json and plays every operation of a real server, with requests that fit the description
-and requests that do not: no answer is a 5xx, none is late, and each is of the shape that was described."""
+"""schemathesis reads /openapi.json and calls every operation of a real server with valid and with invalid requests: no
+answer is a 5xx or late, and each conforms to the description."""
 
 from collections.abc import Callable
 
@@ -27,14 +27,16 @@ ANSWER_TIMEOUT_S = 20.0
 
 
 @pytest.mark.parametrize("num_cases", [100, pytest.param(2000, marks=[pytest.mark.clients, pytest.mark.slow])])
-def test_the_server_keeps_to_its_description(start: Callable[..., Server], num_cases: int) -> None:
-    server = start("--max-model-len", "192").wait_ready()  # which bounds what a case may ask for
+def test_answers_conform_to_the_openapi_description(start: Callable[..., Server], num_cases: int) -> None:
+    server = start("--max-model-len", "192").wait_ready()  # bounds the tokens that a case can request
     load_all_checks()
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    found = [result.ok() for result in schema.get_all_operations()]
+    operations = [result.ok() for result in schema.get_all_operations()]
     right, wrong = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
-    cases = [one.as_strategy(mode) for one in found if len(one.body) for mode in (right, wrong)]
-    cases.append(strategies.one_of([one.as_strategy(right) for one in found if not len(one.body)]))
+    cases = [operation.as_strategy(mode) for operation in operations if len(operation.body) for mode in (right, wrong)]
+    cases.append(
+        strategies.one_of([operation.as_strategy(right) for operation in operations if not len(operation.body)])
+    )
     statuses: dict[tuple[str, int], int] = {}
 
     @settings(

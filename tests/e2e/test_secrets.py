@@ -1,4 +1,4 @@
-"""Where a key is in the memory of a running server: start messages, environments, command lines and everything else."""
+"""Which processes of a server have a key in memory: in start messages, environments, command lines or elsewhere."""
 
 import json
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Of a user, an administrator, and the environment of whoever starts the server."""
+    """The key of a user, the key of an administrator, and a token in the environment in which the server is started."""
     found = [secrets.token_hex(16) for _ in range(3)]
     monkeypatch.setenv("HF_TOKEN", found[2])
     return [key.encode() for key in found]
@@ -36,11 +36,11 @@ def writable_memory(pid: int) -> Iterator[bytes]:
                     memory.seek(at)
                     yield memory.read(min(1 << 24, end - at) + 64)
                 except OSError:
-                    break  # an area that is gone, or none that can be read
+                    break  # the area was unmapped or cannot be read
 
 
 def holders(server: Server, key: bytes) -> set[str]:
-    """The processes behind the supervisor that hold it."""
+    """The names of the processes under the supervisor that have the key in memory."""
     found = set()
     for process in psutil.Process(server.process.pid).children(recursive=True):
         if any(key in piece for piece in writable_memory(process.pid)):
@@ -49,7 +49,7 @@ def holders(server: Server, key: bytes) -> set[str]:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/mem", os.R_OK), reason="reads /proc/PID/mem")
-def test_keys_are_in_the_api_process_alone(keys: list[bytes], tmp_path: Path) -> None:
+def test_only_the_api_process_has_api_keys_in_memory(keys: list[bytes], tmp_path: Path) -> None:
     user, admin, hub = keys
     (tmp_path / "admins").write_bytes(admin)
     trace = tmp_path / "trace"

@@ -1,4 +1,4 @@
-"""What an engine opens to others: the API's port, and nothing else."""
+"""The sockets of a server: only the API's port accepts connections."""
 
 import socket
 import stat
@@ -13,12 +13,12 @@ from pagewire.tools.servers import Server
 pytestmark = pytest.mark.e2e
 
 
-def test_nothing_but_the_api_listens(start: Callable[..., Server]) -> None:
+def test_only_the_api_listens(start: Callable[..., Server]) -> None:
     server = start("--tensor-parallel-size", "2").wait_ready()
-    everyone = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-    assert len(everyone) >= 8  # the supervisor, two ranks, core, grammar, tokenizer, detokenizer, api
+    processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    assert len(processes) >= 8  # the supervisor, two ranks, core, grammar, tokenizer, detokenizer, api
     listeners, files = [], set()
-    for process in everyone:
+    for process in processes:
         name = " ".join(process.cmdline()).removeprefix("pagewire: ").strip()
         for connection in process.net_connections("all"):
             if connection.family == socket.AF_UNIX:
@@ -27,7 +27,7 @@ def test_nothing_but_the_api_listens(start: Callable[..., Server]) -> None:
                 listeners.append((name, connection.laddr))
     others = [(name, at) for name, at in listeners if at != ("127.0.0.1", server.port)]
     assert len(others) < len(listeners)
-    # Between CPUs the ranks talk over loopback; where they meet is a file of the run folder.
+    # Ranks on CPUs communicate over loopback; they rendezvous through a file in the run folder.
     assert all(name.startswith("worker") and at.ip == "127.0.0.1" for name, at in others), others
 
     (run_folder,) = server.run_root.glob("pagewire-*")
@@ -35,6 +35,6 @@ def test_nothing_but_the_api_listens(start: Callable[..., Server]) -> None:
     sockets = [path for path in run_folder.iterdir() if path.is_socket()]
     assert {path.name for path in sockets} >= {"core", "worker", "worker-1", "tokenizer", "api", "supervisor"}
     assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in [*sockets, *run_folder.glob("launch*.json")])
-    # No abstract names, which no folder guards, and nothing in other folders; unnamed ones are pairs.
+    # No abstract sockets, which no folder protects, and none in other folders. Unnamed sockets are pairs.
     assert {Path(file).parent for file in files if file} == {run_folder}
     assert server.stop() == 0

@@ -1,6 +1,6 @@
-"""Structured output as people ask for it: through the helpers of the real clients, against the real chain of processes.
+"""Structured output through the helpers of the real clients, against a real server.
 
-The schemas are so narrow that the smallest model must give a valid object: what is tested is that it comes through.
+The schemas are so narrow that even the smallest model gives a valid object; the tests check that the client gets it.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ pydantic_ai: Any = pytest.importorskip("pydantic_ai", reason=REASON)
 from pydantic_ai.models.openai import OpenAIChatModel  # noqa: E402
 from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
 
-# What they warn of is theirs. They leave connections to the garbage collector; `collected` makes it come here.
+# Their warnings do not concern us. They leave connections to the garbage collector, which runs after every test.
 pytestmark = [pytest.mark.e2e, pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 MODEL = "pagewire-demo"
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
@@ -37,7 +37,7 @@ class City(BaseModel):
 
 
 @pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
+def collect_garbage() -> Iterator[None]:
     yield
     gc.collect()
 
@@ -48,14 +48,14 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_openai_parse(client: openai.OpenAI) -> None:
+def test_openai_parses_a_response_format(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=City, temperature=0)
     assert isinstance(answer.choices[0].message.parsed, City) and answer.choices[0].finish_reason == "stop"
     with client.chat.completions.stream(model=MODEL, messages=QUESTION, response_format=City, temperature=0) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
 
 
-def test_openai_parse_of_a_tool(client: openai.OpenAI) -> None:
+def test_openai_parses_a_forced_tool_call(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
         model=MODEL,
         messages=QUESTION,
@@ -70,7 +70,7 @@ def test_openai_parse_of_a_tool(client: openai.OpenAI) -> None:
     assert isinstance(call.function.parsed_arguments, City)
 
 
-def test_openai_json_object(client: openai.OpenAI) -> None:
+def test_openai_gets_a_json_object(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, response_format={"type": "json_object"}, temperature=1, seed=1, max_tokens=400
     )
@@ -78,14 +78,14 @@ def test_openai_json_object(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content or ""), dict)
 
 
-def test_openai_responses_parse(client: openai.OpenAI) -> None:
+def test_openai_parses_a_text_format_of_responses(client: openai.OpenAI) -> None:
     response = client.responses.parse(model=MODEL, input=QUESTION, text_format=City, temperature=0)
     assert isinstance(response.output_parsed, City)
     with client.responses.stream(model=MODEL, input=QUESTION, text_format=City, temperature=0) as stream:
         assert stream.get_final_response().output_parsed == response.output_parsed
 
 
-def test_anthropic_tool_choice(server: Server) -> None:
+def test_anthropic_gets_the_input_of_a_forced_tool(server: Server) -> None:
     tool = {"name": "city", "input_schema": City.model_json_schema()}
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         message = client.messages.create(
@@ -100,9 +100,9 @@ def test_anthropic_tool_choice(server: Server) -> None:
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
-def test_instructor(client: openai.OpenAI, mode: str) -> None:
-    asking = instructor.from_openai(client, mode=instructor.Mode[mode])
-    city = asking.chat.completions.create(
+def test_instructor_gets_an_object(client: openai.OpenAI, mode: str) -> None:
+    structured = instructor.from_openai(client, mode=instructor.Mode[mode])
+    city = structured.chat.completions.create(
         model=MODEL, messages=QUESTION, response_model=City, max_retries=0, temperature=0
     )
     assert isinstance(city, City)
@@ -116,19 +116,19 @@ class Palette(BaseModel):
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
-def test_instructor_with_a_set(client: openai.OpenAI, mode: str) -> None:
-    """uniqueItems and propertyNames, and nothing said of additional properties."""
+def test_instructor_gets_a_set_and_a_dict(client: openai.OpenAI, mode: str) -> None:
+    """The schema has uniqueItems and propertyNames, and omits additionalProperties for the object."""
     schema = Palette.model_json_schema()["properties"]
     assert schema["colours"]["uniqueItems"] and "enum" in schema["shades"]["propertyNames"]
-    asking = instructor.from_openai(client, mode=instructor.Mode[mode])
-    palette = asking.chat.completions.create(
+    structured = instructor.from_openai(client, mode=instructor.Mode[mode])
+    palette = structured.chat.completions.create(
         model=MODEL, messages=QUESTION, response_model=Palette, max_retries=0, temperature=1, seed=1
     )
     assert isinstance(palette, Palette) and palette.shades.keys() <= {"dark", "light"}
 
 
-def test_what_cannot_be_enforced(client: openai.OpenAI) -> None:
-    """It names the field where it is asked for, and is no hindrance where it is only offered."""
+def test_an_unenforceable_schema_is_refused_only_where_it_is_required(client: openai.OpenAI) -> None:
+    """The error names the field. A tool with such a schema may be offered."""
     schema: Any = {"type": "object", "properties": {"city": {"not": {}}}}
     tools: Any = [
         openai.pydantic_function_tool(City),
@@ -141,7 +141,7 @@ def test_what_cannot_be_enforced(client: openai.OpenAI) -> None:
         ({"tools": tools[:1], "response_format": format}, "response_format.json_schema.schema"),
     ):
         with pytest.raises(openai.BadRequestError, match=r"The JSON schema in .* cannot be enforced: .*not") as caught:
-            client.chat.completions.create(model=MODEL, messages=QUESTION, **fields)  # of any kind
+            client.chat.completions.create(model=MODEL, messages=QUESTION, **fields)
         assert caught.value.param == param
     format["json_schema"]["schema"] = City.model_json_schema()
     answer = client.chat.completions.create(
@@ -158,8 +158,8 @@ def test_what_cannot_be_enforced(client: openai.OpenAI) -> None:
     assert caught.value.param == "tools[1].parameters"
 
 
-def test_nothing_is_invented(client: openai.OpenAI) -> None:
-    """Pydantic leaves additionalProperties out, and takes whatever a model invents."""
+def test_an_object_has_no_additional_properties(client: openai.OpenAI) -> None:
+    """Pydantic omits additionalProperties from schemas, and its models accept properties that a model invents."""
     format: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": City.model_json_schema()}}
     for seed in range(5):
         answer = client.chat.completions.create(
@@ -169,14 +169,14 @@ def test_nothing_is_invented(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain(server: Server, method: str) -> None:
+def test_langchain_gets_an_object(server: Server, method: str) -> None:
     model = langchain.ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model=MODEL, temperature=0, max_retries=0)
-    asking = model.with_structured_output(City, method=method, strict=True)
-    assert isinstance(asking.invoke("What is the capital of France?"), City)
+    structured = model.with_structured_output(City, method=method, strict=True)
+    assert isinstance(structured.invoke("What is the capital of France?"), City)
 
 
 @pytest.mark.parametrize("output", ["ToolOutput", "NativeOutput"])
-def test_pydantic_ai(server: Server, output: str) -> None:
+def test_pydantic_ai_gets_an_object(server: Server, output: str) -> None:
     async def scenario() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             model = OpenAIChatModel(MODEL, provider=OpenAIProvider(openai_client=client))

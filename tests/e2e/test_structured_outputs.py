@@ -1,4 +1,4 @@
-"""A model with random weights at temperature 1, through real processes: what it writes keeps to what was asked for."""
+"""The output of a model with random weights at temperature 1, from a real server, conforms to its constraint."""
 
 import json
 import os
@@ -35,7 +35,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Narrow weights, so that nothing is likely: numbers and spaces end by themselves.
+    # Small weights give tokens similar probabilities, so that numbers and spaces end by themselves.
     changes: dict[str, Any] = {"initializer_range": 0.02, "max_position_embeddings": 4096}
     folder = checkpoints.make_checkpoint(tmp_path_factory.mktemp("structured"), "llama", **changes)
     return vocabulary.add_tokenizer(folder)
@@ -54,7 +54,7 @@ def client(server: Server) -> openai.OpenAI:
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
     model = client.models.list().data[0].id
-    # No reasoning, or a model without sense would go on with it.
+    # No reasoning, because a model with random weights would not end it.
     extra: dict[str, Any] = {"thinking_token_budget": 0, **fields.pop("extra_body", {})}
     fields = {
         "model": model,
@@ -69,7 +69,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_300_schemas(server: Server) -> None:
+def test_output_conforms_to_300_random_schemas(server: Server) -> None:
     with httpx.Client(base_url=server.url, timeout=600) as http, ThreadPoolExecutor(16) as threads:
 
         def answer(seed: int) -> tuple[int, str, str]:
@@ -93,7 +93,7 @@ def test_300_schemas(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_each_kind(client: openai.OpenAI, stream: bool) -> None:
+def test_output_conforms_to_a_choice_a_regex_a_grammar_and_bad_words(client: openai.OpenAI, stream: bool) -> None:
     def text_of(**extra: Any) -> str:
         answer = ask(client, extra_body=extra, stream=stream)
         if stream:
@@ -109,7 +109,7 @@ def test_each_kind(client: openai.OpenAI, stream: bool) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 @pytest.mark.parametrize("stream", [True, False])
-def test_forced_calls(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+def test_forced_tool_calls_conform_to_their_schemas(client: openai.OpenAI, choice: Any, stream: bool) -> None:
     for seed in range(6):
         answer = ask(client, tools=TOOLS, tool_choice=choice, stream=stream, seed=seed)
         calls: list[list[str]] = []
@@ -131,7 +131,7 @@ def test_forced_calls(client: openai.OpenAI, choice: Any, stream: bool) -> None:
                 assert (name, json.loads(arguments)) == ("now", {}) and choice == "required"
 
 
-def test_forced_calls_of_a_family_from_a_module(
+def test_tool_calls_have_the_format_of_a_family_from_a_module(
     start: Callable[..., Server], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(ROOT / "docs" / "examples" / "tagged_calls.py", tmp_path / "my_family.py")
@@ -142,11 +142,11 @@ def test_forced_calls_of_a_family_from_a_module(
     message = ask(client, tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False).choices[0].message
     assert [call.function.name for call in message.tool_calls] == ["weather"]
     check_instance(WEATHER, json.loads(message.tool_calls[0].function.arguments))
-    shaped = ask(client, tools=TOOLS, tool_choice="auto", extra_body={"guided_regex": r"<call:now>\{\}</call>"})
-    assert [call.function.name for call in shaped.choices[0].message.tool_calls] == ["now"]
+    constrained = ask(client, tools=TOOLS, tool_choice="auto", extra_body={"guided_regex": r"<call:now>\{\}</call>"})
+    assert [call.function.name for call in constrained.choices[0].message.tool_calls] == ["now"]
 
 
-def test_a_format_after_the_reasoning(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
+def test_a_constraint_applies_after_the_reasoning(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(vocabulary.CHAT_TEMPLATE + "<think>\n")
     server = start(str(folder), "--chat-template", str(tmp_path / "chat.jinja"), "--reasoning-parser", "qwen3")
     client = openai.OpenAI(base_url=f"{server.wait_ready().url}/v1", api_key="none", max_retries=0, timeout=300)
@@ -156,13 +156,13 @@ def test_a_format_after_the_reasoning(start: Callable[..., Server], folder: Path
         assert answer.choices[0].message.content in ("yes", "no")
         num_reasoning = answer.usage.completion_tokens_details.reasoning_tokens
         assert num_reasoning <= budget + 4 + len("</think>"), "a character and the tag that ends it"
-        free = {"thinking_token_budget": budget, "ignore_eos": True}  # it might end while it thinks
+        free = {"thinking_token_budget": budget, "ignore_eos": True}  # otherwise it might end during the reasoning
         answer = ask(client, extra_body=free, max_tokens=80)
         assert answer.usage.completion_tokens_details.reasoning_tokens <= budget + len("</think>")
         assert answer.choices[0].message.content
     letters = list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     answer = ask(client, extra_body={"bad_words": letters}, max_tokens=80)
-    content = re.sub(r"<unused\d+>", "", answer.choices[0].message.content)  # other tokens than those of the letters
+    content = re.sub(r"<unused\d+>", "", answer.choices[0].message.content)  # these tokens' names contain letters
     assert content and not set(letters) & set(content)
 
 
@@ -175,7 +175,7 @@ def test_a_format_after_the_reasoning(start: Callable[..., Server], folder: Path
         ({"type": "integer", "multipleOf": 9_999_991, "minimum": 1, "maximum": 10**15}, "fuel"),
     ],
 )
-def test_a_schema_that_cannot_be_kept_to_is_a_400(client: openai.OpenAI, schema: Any, words: str) -> None:
+def test_an_unenforceable_schema_is_a_400(client: openai.OpenAI, schema: Any, words: str) -> None:
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     for stream in (True, False):
         with pytest.raises(openai.BadRequestError, match=words):

@@ -1,4 +1,4 @@
-"""Several ranks serve one model, each a process with its part of the weights: the tokens of one rank."""
+"""Several ranks, each a process with its part of the weights, give the tokens of one rank."""
 
 import json
 import sys
@@ -38,14 +38,14 @@ def _complete(server: Server, prompt: Any, **more: Any) -> tuple[list[list[int]]
 @pytest.mark.parametrize(
     ("kind", "size", "changes"),
     [
-        ("llama-biased", 2, {"vocab_size": 319}),  # the last rank has a token less
-        # Two ranks each hold the same key/value head.
+        ("llama-biased", 2, {"vocab_size": 319}),  # the last rank has one token less
+        # Two ranks share each key/value head.
         pytest.param("qwen3", 4, {"tie_word_embeddings": False}, marks=pytest.mark.long),
         pytest.param("qwen3_moe", 2, {}, marks=pytest.mark.long),
         pytest.param("mixtral", 2, {}, marks=pytest.mark.long),
     ],
 )
-def test_ranks_say_what_one_rank_says(
+def test_ranks_give_the_tokens_of_one_rank(
     kind: str, size: int, changes: dict[str, Any], tmp_path: Path, start: Callable[..., Server]
 ) -> None:
     folder = checkpoints.make_checkpoint(tmp_path, kind, **changes)
@@ -70,8 +70,8 @@ def test_ranks_say_what_one_rank_says(
     alone, alone_logprobs = _complete(server, PROMPTS[5], temperature=0)
     assert alone == [ids[5]]
     if machine_facts().has_compiler:
-        assert alone_logprobs == [logprobs[5]], "not the bits of the batch"
-    else:  # the rows of torch's products depend on each other in their last bits
+        assert alone_logprobs == [logprobs[5]], "log-probabilities differ between alone and in the batch"
+    else:  # the last bits of a row depend on the other rows in torch's matrix products
         assert alone_logprobs[0] == pytest.approx(logprobs[5], abs=1e-4)
     ids, _ = _complete(server, PROMPTS[4], temperature=1, seed=3)
     assert ids == [list(sampled[4].token_ids)]
@@ -79,7 +79,7 @@ def test_ranks_say_what_one_rank_says(
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_in_service_is_replaced_with_the_others_and_streams_go_on(
+def test_all_ranks_are_replaced_when_one_dies_and_streams_continue(
     start: Callable[..., Server],
 ) -> None:
     server = start("--tensor-parallel-size", "2").wait_ready()
@@ -101,9 +101,9 @@ def test_a_rank_that_dies_in_service_is_replaced_with_the_others_and_streams_go_
     assert "worker-1 was killed by SIGKILL" in server.log.read_text()
 
 
-def test_a_rank_that_dies_while_loading_ends_the_start_with_its_name(start: Callable[..., Server]) -> None:
+def test_a_rank_that_dies_while_loading_is_named_and_ends_the_start(start: Callable[..., Server]) -> None:
     server = start("--tensor-parallel-size", "2")
-    until(lambda: "worker-1" in server.children(), "the processes are there", 30.0)
+    until(lambda: "worker-1" in server.children(), "worker-1 runs", 30.0)
     children = server.children()
     children["worker-1"].kill()
     assert server.process.wait(20) == 1
@@ -112,7 +112,7 @@ def test_a_rank_that_dies_while_loading_ends_the_start_with_its_name(start: Call
 
 
 @pytest.mark.long
-def test_what_only_the_fallback_runs_is_refused_once_for_all_ranks(
+def test_an_architecture_of_the_fallback_is_refused_once_for_all_ranks(
     tmp_path: Path, start: Callable[..., Server]
 ) -> None:
     folder = vocabulary.add_tokenizer(checkpoints.make_checkpoint(tmp_path, "gpt_neox"))
@@ -123,7 +123,7 @@ def test_what_only_the_fallback_runs_is_refused_once_for_all_ranks(
 
 
 @pytest.mark.long
-def test_the_ranks_may_be_of_two_launches(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_ranks_may_run_in_two_launches(start: Callable[..., Server], tmp_path: Path) -> None:
     names = ("worker", "worker-1", "core", "grammar", "tokenizer", "detokenizer", "api", "ranks")
     addresses = [f"{name}=tcp://127.0.0.1:{free_port()}" for name in names]
     launch = (sys.executable, "-m", "pagewire.procs.launch", "--threads", "1")

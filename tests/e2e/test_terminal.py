@@ -1,4 +1,4 @@
-"""The commands as a person would use them, against a server and starting one."""
+"""The commands as a user types them, with a running server and with one that they start."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_chat_keeps_the_history(server: Server, tmp_path: Path) -> None:
     assert "Maya" in answers[1] and answers[2] == "1, 2, 3, 4, 5"
 
 
-def test_complete_streams_a_text(server: Server, tmp_path: Path) -> None:
+def test_complete_reads_its_prompt_from_an_argument_or_standard_input(server: Server, tmp_path: Path) -> None:
     prompt = "<|im_start|>user\nSpell cat<|im_end|>\n<|im_start|>assistant\n"
     given = pagewire(tmp_path, "complete", prompt, "--url", server.url)
     piped = pagewire(tmp_path, "complete", "--url", server.url, typed=prompt)
@@ -72,12 +72,12 @@ def test_chat_starts_a_server_and_ends_it(tmp_path: Path) -> None:
     assert not left
 
 
-def test_a_server_that_is_not_there_gives_one_sentence(tmp_path: Path) -> None:
+def test_an_unreachable_server_gives_one_sentence(tmp_path: Path) -> None:
     result = pagewire(tmp_path, "chat", "--url", "http://127.0.0.1:9", typed="hi\n")
     assert result.returncode == 1 and result.stderr.startswith("pagewire: No server answers at http://127.0.0.1:9")
 
 
-def test_a_model_that_is_not_there_gives_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_model_folder_gives_one_sentence(tmp_path: Path) -> None:
     result = pagewire(tmp_path, "complete", "x", "--model", "./nowhere")
     assert result.returncode == 1 and result.stderr.splitlines()[-1] == "pagewire: There is no folder ./nowhere."
 
@@ -97,17 +97,17 @@ def test_a_model_that_is_not_there_gives_one_sentence(tmp_path: Path) -> None:
         ["completion"],
     ],
 )
-def test_help_reads_well(tmp_path: Path, words: list[str]) -> None:
+def test_help_begins_with_the_usage(tmp_path: Path, words: list[str]) -> None:
     result = pagewire(tmp_path, *words, "--help")
     assert result.returncode == 0 and result.stdout.startswith("usage: pagewire") and result.stderr == ""
 
 
-def test_no_command_and_the_version(tmp_path: Path) -> None:
+def test_no_command_is_an_error_and_the_version_is_printed(tmp_path: Path) -> None:
     assert pagewire(tmp_path).returncode == 2
     assert pagewire(tmp_path, "--version").stdout == f"pagewire {__version__}\n"
 
 
-def test_chat_in_a_terminal(server: Server, terminal: Callable[..., Terminal]) -> None:
+def test_chat_commands_in_a_terminal(server: Server, terminal: Callable[..., Terminal]) -> None:
     talk = terminal("chat", "--url", server.url)
     talk.expect("/help lists the commands")
     talk.expect("> ")
@@ -121,7 +121,7 @@ def test_chat_in_a_terminal(server: Server, terminal: Callable[..., Terminal]) -
     talk.expect(", max_tokens 3")
     talk.expect("> ")
     talk.type("\x03")
-    talk.type("\n")  # readline may have just begun to wait, and then sees the signal with the next key
+    talk.type("\n")  # readline may have just begun to wait; then it handles the signal at the next key
     talk.expect("(Ctrl-D quits)")
     talk.type('"""Count from\n')
     talk.expect("… ")
@@ -160,7 +160,7 @@ def test_a_conversation_is_saved(server: Server, tmp_path: Path) -> None:
     assert saved[2]["content"] == result.stdout.strip()
 
 
-def test_top_shows_what_the_server_does(server: Server, tmp_path: Path, terminal: Callable[..., Terminal]) -> None:
+def test_top_shows_the_metrics_of_the_server(server: Server, tmp_path: Path, terminal: Callable[..., Terminal]) -> None:
     pagewire(tmp_path, "complete", "1, 2, 3,", "--url", server.url)
     once = pagewire(tmp_path, "top", "--once", "--interval", "0.2", "--url", server.url)
     assert once.returncode == 0 and "\x1b" not in once.stdout
@@ -175,9 +175,9 @@ def test_top_shows_what_the_server_does(server: Server, tmp_path: Path, terminal
     ):
         assert text in once.stdout, once.stdout
     screen = terminal("top", "--interval", "0.2", "--url", server.url)
-    screen.expect("\x1b[?1049h")  # a screen of its own
+    screen.expect("\x1b[?1049h")  # the alternate screen
     screen.expect("KV cache")
-    screen.expect("KV cache")  # drawn again
+    screen.expect("KV cache")  # redrawn
     screen.type("q")
     assert screen.wait() == 0
     screen.expect("\x1b[?1049l")
@@ -186,7 +186,7 @@ def test_top_shows_what_the_server_does(server: Server, tmp_path: Path, terminal
 
 @pytest.mark.long
 @pytest.mark.long
-def test_top_waits_for_a_server_that_went_away(start: Callable[..., Server], terminal: Callable[..., Terminal]) -> None:
+def test_top_waits_for_a_stopped_server(start: Callable[..., Server], terminal: Callable[..., Terminal]) -> None:
     server = start().wait_ready()
     screen = terminal("top", "--interval", "0.2", "--url", server.url)
     screen.expect("KV cache")
@@ -216,7 +216,7 @@ def batch_line(custom_id: str, number: int, **body: Any) -> str:
     )
 
 
-def test_a_batch_is_answered_and_goes_on_where_it_was(server: Server, tmp_path: Path) -> None:
+def test_run_batch_answers_all_requests_and_continues_a_partial_output(server: Server, tmp_path: Path) -> None:
     numbers = {f"count-{number}": number for number in range(2, 18)}
     lines = [batch_line(custom_id, number) for custom_id, number in numbers.items()]
     refused = batch_line("refused", 3, temperature=9)
@@ -250,7 +250,7 @@ def test_a_batch_is_answered_and_goes_on_where_it_was(server: Server, tmp_path: 
 
 
 @pytest.mark.long
-def test_a_killed_batch_loses_nothing(server: Server, tmp_path: Path) -> None:
+def test_a_killed_run_batch_continues_without_loss(server: Server, tmp_path: Path) -> None:
     lines = [batch_line(f"{i}", 18, max_tokens=200, seed=i) for i in range(60)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     words = ("run-batch", "in.jsonl", "out.jsonl", "--url", server.url, "--concurrency", "2")
@@ -267,7 +267,7 @@ def test_a_killed_batch_loses_nothing(server: Server, tmp_path: Path) -> None:
     assert sorted(ids, key=int) == [str(i) for i in range(60)]
 
 
-def test_a_batch_can_be_interrupted(server: Server, tmp_path: Path, terminal: Callable[..., Terminal]) -> None:
+def test_run_batch_can_be_interrupted(server: Server, tmp_path: Path, terminal: Callable[..., Terminal]) -> None:
     lines = [batch_line(f"{i}", 18, max_tokens=2000, ignore_eos=True) for i in range(50)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     run = terminal("run-batch", "in.jsonl", "out.jsonl", "--url", server.url, "--concurrency", "2")
@@ -275,18 +275,18 @@ def test_a_batch_can_be_interrupted(server: Server, tmp_path: Path, terminal: Ca
     run.type("\x03")
     run.expect("run the command again to continue")
     assert run.wait(5.0) == 130
-    until(lambda: server.metric("pagewire:num_requests_running") == 0, "the requests under way end")
+    until(lambda: server.metric("pagewire:num_requests_running") == 0, "the running requests end")
 
 
-def test_tokenize_gives_the_ids_that_the_server_reads(server: Server, tmp_path: Path) -> None:
+def test_tokenize_prints_the_prompt_ids_of_the_server(server: Server, tmp_path: Path) -> None:
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": "Spell cat"}],
         "max_tokens": 1,
         "return_token_ids": True,
     }
     ids = ask(server, body)["prompt_token_ids"]
-    told = pagewire(tmp_path, "tokenize", "--chat", "--format", "json", "Spell cat")
-    assert json.loads(told.stdout) == {"tokens": ids, "count": len(ids)}
+    result = pagewire(tmp_path, "tokenize", "--chat", "--format", "json", "Spell cat")
+    assert json.loads(result.stdout) == {"tokens": ids, "count": len(ids)}
     text = pagewire(tmp_path, "tokenize", "--decode", *map(str, ids)).stdout
     assert "Spell cat" in text and text.startswith("<|im_start|>")
     assert pagewire(tmp_path, "tokenize", "--format", "count", typed=text[:-1]).stdout == f"{len(ids)}\n"
@@ -296,22 +296,22 @@ def test_tokenize_gives_the_ids_that_the_server_reads(server: Server, tmp_path: 
 
 @pytest.mark.parametrize("flags", [(), ("--dtype", "bfloat16"), ("--quantization", "int8")], ids=str)
 @pytest.mark.long
-def test_explain_says_what_the_start_then_takes(
+def test_explain_prints_the_memory_that_the_start_announces(
     start: Callable[..., Server], tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     more = ("--kv-cache-memory", "32M", "--max-num-seqs", "7", *flags)
-    told = pagewire(tmp_path, "serve", "--explain", *more)
-    assert told.returncode == 0, told.stderr
-    (plan,) = [line.strip() for line in told.stdout.splitlines() if line.strip().startswith("weights ")]
+    result = pagewire(tmp_path, "serve", "--explain", *more)
+    assert result.returncode == 0, result.stderr
+    (plan,) = [line.strip() for line in result.stdout.splitlines() if line.strip().startswith("weights ")]
     log = start(*more).wait_ready().log
-    until(lambda: "weights " in log.read_text(), "the start is told of")
-    (taken,) = [line.strip() for line in log.read_text().splitlines() if line.strip().startswith("weights ")]
-    assert plan == taken
-    (line,) = [line for line in told.stdout.splitlines() if line.startswith("max-num-seqs")]
+    until(lambda: "weights " in log.read_text(), "the start announces the weights")
+    (announced,) = [line.strip() for line in log.read_text().splitlines() if line.strip().startswith("weights ")]
+    assert plan == announced
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("max-num-seqs")]
     assert line.split() == ["max-num-seqs", "7", "--max-num-seqs"]
 
 
-def test_a_config_file_is_served(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_serve_reads_a_config_file(start: Callable[..., Server], tmp_path: Path) -> None:
     file = tmp_path / "engine.toml"
     file.write_text('served_model_name = "from-the-file"\nmax-model-len = "1k"\nport = 1\n')
     server = start("--config", str(file)).wait_ready()
@@ -320,11 +320,11 @@ def test_a_config_file_is_served(start: Callable[..., Server], tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_doctor_finds_this_machine_fit_and_says_what_is_not(server: Server, tmp_path: Path) -> None:
-    well = pagewire(tmp_path, "doctor", "--port", "0")
-    assert well.returncode == 0 and well.stdout.endswith("no problems found\n"), well.stdout
+def test_doctor_finds_no_problem_or_prints_each_one(server: Server, tmp_path: Path) -> None:
+    healthy = pagewire(tmp_path, "doctor", "--port", "0")
+    assert healthy.returncode == 0 and healthy.stdout.endswith("no problems found\n"), healthy.stdout
     (tmp_path / "model").mkdir()
-    ill = pagewire(tmp_path, "doctor", "./model", "--port", str(server.port))
-    assert ill.returncode == 1 and ill.stdout.endswith("2 problems found\n"), ill.stdout
-    assert f"cannot listen on 127.0.0.1:{server.port}" in ill.stdout and "choose another --port" in ill.stdout
-    assert "has no config.json" in ill.stdout
+    faulty = pagewire(tmp_path, "doctor", "./model", "--port", str(server.port))
+    assert faulty.returncode == 1 and faulty.stdout.endswith("2 problems found\n"), faulty.stdout
+    assert f"cannot listen on 127.0.0.1:{server.port}" in faulty.stdout and "choose another --port" in faulty.stdout
+    assert "has no config.json" in faulty.stdout

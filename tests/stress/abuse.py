@@ -57,7 +57,7 @@ async def vanish(server: Server, row: Row, num: int) -> list[str]:
     requests = [completion(_LONG, is_stream=i % 4 < 2) for i in range(num)]
     connections = [await connect(server.port, request) for request in requests]
     await asyncio.gather(*(loop.sock_recv(c, 1) for i, c in enumerate(connections) if i % 4 < 2))
-    await until(lambda: server.load()["num_running"] == num, "all of them run")
+    await until(lambda: server.load()["num_running"] == num, "all requests run")
     for i, connection in enumerate(connections):
         leave(connection, is_reset=bool(i % 2))
     began = time.monotonic()
@@ -82,7 +82,7 @@ def unsent_bytes(port: int) -> int:
 async def pace_beside(server: Server, num_others: int, num: int, num_tokens: int, *, stalled: bool) -> list[float]:
     """Milliseconds per token of `num` streams while other clients read or stall, then the MB that each other holds."""
     before = server.holdings()["api"].num_bytes
-    told = server.metric("pagewire:generation_tokens_total")
+    num_generated = server.metric("pagewire:generation_tokens_total")
     buffer = 4096 if stalled else None
     others = [
         await connect(server.port, completion(_LONG, is_stream=True), receive_buffer=buffer) for _ in range(num_others)
@@ -94,8 +94,8 @@ async def pace_beside(server: Server, num_others: int, num: int, num_tokens: int
             pass
 
     readers = [] if stalled else [asyncio.create_task(read(connection)) for connection in others]
-    enough = told + num_others * _NUM_BEFORE_STALL
-    await until(lambda: server.metric("pagewire:generation_tokens_total") > enough, "the others are on their way")
+    enough = num_generated + num_others * _NUM_BEFORE_STALL
+    await until(lambda: server.metric("pagewire:generation_tokens_total") > enough, "the other streams have begun")
     request = completion(num_tokens, is_stream=True)
     answers = await asyncio.gather(*(ask(server.port, request, _LIMIT_S) for _ in range(num)))
     assert all(answer.status == 200 for answer in answers), [answer.status for answer in answers]
@@ -172,12 +172,14 @@ async def idle(server: Server, row: Row, num: int, num_requests: int, rounds: in
     for _ in range(rounds):
         alone.append(await median_s())
         connections = [await connect(server.port) for _ in range(num)]
-        await until(lambda: server.holdings()["api"].num_fds >= before.num_fds + num, "all are accepted")
+        await until(lambda: server.holdings()["api"].num_fds >= before.num_fds + num, "all connections are accepted")
         growth_mb = max(growth_mb, (server.holdings()["api"].num_bytes - before.num_bytes) / MB)
         beside.append(await median_s())
         for connection in connections:
             connection.close()
-        await until(lambda: server.holdings()["api"].num_fds <= before.num_fds + _SPARE_FDS, "all are gone")
+        await until(
+            lambda: server.holdings()["api"].num_fds <= before.num_fds + _SPARE_FDS, "all connections are closed"
+        )
     ratio = statistics.median(beside) / statistics.median(alone)
     row.add(
         **{

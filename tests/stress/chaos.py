@@ -60,10 +60,10 @@ class Outage:
 async def watch_ready(server: Server, outage: Outage) -> None:
     """Checks /ready until cancelled."""
     while True:
-        asked = time.monotonic()
+        sent = time.monotonic()
         status, _, _ = await ask(HOST, server.port, "GET", "/ready", None, 1.0)
         if status != 200:
-            outage.unready.append(asked)
+            outage.unready.append(sent)
             outage.ready_at = None
         elif outage.unready and outage.ready_at is None:
             outage.ready_at = time.monotonic()
@@ -104,7 +104,7 @@ def text_of(body: bytes) -> bytes:
 class Experiment:
     """The state that all rounds share."""
 
-    asked: list[Request]
+    requests: list[Request]
     hang_timeout_s: float
     num_tokens: int
     rng: random.Random
@@ -114,10 +114,10 @@ class Experiment:
 
     def open_streams(self, server: Server) -> tuple[list[Answer], list[asyncio.Task[None]]]:
         """Opens all streams at once."""
-        answers = [Answer(request.body.get("n", 1)) for request in self.asked]
+        answers = [Answer(request.body.get("n", 1)) for request in self.requests]
         reads = [
             asyncio.ensure_future(read(HOST, server.port, request, answer))
-            for request, answer in zip(self.asked, answers, strict=True)
+            for request, answer in zip(self.requests, answers, strict=True)
         ]
         return answers, reads
 
@@ -218,9 +218,9 @@ class Experiment:
             wrong.append(f"no new connection was served within {_API_LIMIT_S:g} s")
         if (left := await num_running(server)) != 0:
             wrong.append("the server does not answer" if left is None else f"{left:g} sequences still run")
-        for what, those in (("failed", failures), ("differ", differences), ("wrong", wrong)):
-            if those:
-                self.complain(f"{kind}: {what}: {len(those)}, the first: {those[0]}")
+        for what, problems in (("failed", failures), ("differ", differences), ("wrong", wrong)):
+            if problems:
+                self.complain(f"{kind}: {what}: {len(problems)}, the first: {problems[0]}")
         return {"failed": len(failures), "differing": len(differences), "wrong": len(wrong)}
 
     def complain(self, what: str) -> None:
@@ -271,8 +271,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = flags.parse_args(argv)
     facts = machine()
     common = shlex.split(arguments.serve)
-    asked = requests(arguments.streams, arguments.tokens)
-    experiment = Experiment(asked, arguments.hang_timeout, arguments.tokens, random.Random(arguments.seed))
+    streams = requests(arguments.streams, arguments.tokens)
+    experiment = Experiment(streams, arguments.hang_timeout, arguments.tokens, random.Random(arguments.seed))
     control = Row(NOTHING)
     with Server(None, "--no-access-log", *common) as server:
         asyncio.run(experiment.undisturbed(server))

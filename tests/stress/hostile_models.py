@@ -75,7 +75,7 @@ def _change_value(folder: Path, rng: random.Random) -> str:
     holder, key, path = _somewhere(tree, rng)
     if rng.random() < 0.2:
         del holder[key]
-        what = "is gone"
+        what = "is deleted"
     else:
         holder[key] = rng.choice(_VALUES)
         what = f"= {str(holder[key])[:30]!r}"

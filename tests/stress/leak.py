@@ -140,7 +140,7 @@ async def send(server: Server, first: int, num: int) -> int:
             raise SystemExit(f"{answer.status} instead of {status}: {request[:300]!r} {answer.body[:300]!r}")
         return answer
 
-    async def gone(i: int) -> None:
+    async def disconnect(i: int) -> None:
         async with limit:
             await hang_up(server.port, i)
 
@@ -149,7 +149,7 @@ async def send(server: Server, first: int, num: int) -> int:
             round = kinds(i)
             for request, status in round:
                 group.create_task(one(request, status))
-            group.create_task(gone(i))
+            group.create_task(disconnect(i))
             i += 1
             num_left -= len(round) + 1
     return i

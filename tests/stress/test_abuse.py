@@ -1,4 +1,4 @@
-"""Overload, bad manners and leaks in small, on one server: promises that need no quiet machine."""
+"""Small runs of `overload`, `abuse` and `leak` on one server, for the promises that do not need an idle machine."""
 
 import argparse
 import asyncio
@@ -23,7 +23,7 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_overload(server: Server) -> None:
+def test_an_overloaded_server_answers_or_refuses_every_request(server: Server) -> None:
     assert asyncio.run(overload.best_rate(server, 32, 8, [8])) > 0
     answers, seen, rate = asyncio.run(overload.flood(server, 400, 8))
     num_served = sum(answer.status == 200 for answer in answers)
@@ -33,11 +33,11 @@ def test_overload(server: Server) -> None:
     server.wait_idle()
 
 
-def test_what_is_no_answer_is_a_broken_promise() -> None:
-    told, silent = b"HTTP/1.1 429 Too Many\r\nRetry-After: 3", b"HTTP/1.1 429 Too Many\r\nx: y"
-    good = [Answer(200, b"", b"", 1.0), Answer(429, told + b"\r\n", b"", 1.0)]
+def test_a_lost_answer_or_an_unhealthy_server_is_a_complaint() -> None:
+    with_retry, without_retry = b"HTTP/1.1 429 Too Many\r\nRetry-After: 3", b"HTTP/1.1 429 Too Many\r\nx: y"
+    good = [Answer(200, b"", b"", 1.0), Answer(429, with_retry + b"\r\n", b"", 1.0)]
     assert overload.complaints(good, overload.Seen(), 1.0) == []
-    for bad in (Answer(0, b"", b"", 60.0), Answer(429, silent, b"", 1.0), Answer(500, b"", b"", 1.0)):
+    for bad in (Answer(0, b"", b"", 60.0), Answer(429, without_retry, b"", 1.0), Answer(500, b"", b"", 1.0)):
         assert len(overload.complaints([*good, bad], overload.Seen(), 1.0)) == 1
     assert len(overload.complaints(good, overload.Seen(growth_mb=300, num_unhealthy=1), 0.8)) == 3
 
@@ -45,7 +45,7 @@ def test_what_is_no_answer_is_a_broken_promise() -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("part", "most"),
+    ("part", "limits"),
     [
         ("vanish", {"free after s": abuse.FREE_LIMIT_S, "descriptors more": 4}),
         ("stalled", {"MB held by each": abuse.MAX_STALLED_MB}),
@@ -53,18 +53,18 @@ def test_what_is_no_answer_is_a_broken_promise() -> None:
         ("idle", {"growth MB": 10.0}),
     ],
 )
-def test_abuse(server: Server, part: str, most: dict[str, float]) -> None:
+def test_misbehaving_clients_break_no_promise(server: Server, part: str, limits: dict[str, float]) -> None:
     arguments = argparse.Namespace(clients=40, stalled=2, readers=2, tokens=50, rounds=1, idle=500, requests=10)
     arguments.head_timeout_s = HEAD_TIMEOUT_S
     row = Row(part)
     asyncio.run(abuse.play(part, server, row, arguments))
-    assert all(row.median(column) <= bound for column, bound in most.items()), row.figures
+    assert all(row.median(column) <= limit for column, limit in limits.items()), row.figures
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.long
-def test_leak(server: Server) -> None:
+def test_a_short_run_finds_no_large_leak(server: Server) -> None:
     slopes = asyncio.run(leak.watch(server, 45, 3)).slopes()
     assert {"api", "core", "worker"} <= slopes.keys()
     assert all(slope.num_fds < 1000 for slope in slopes.values()), "a descriptor for each request"

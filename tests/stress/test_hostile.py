@@ -1,4 +1,4 @@
-"""A small run of `hostile`, what it would notice, and what such requests leave in the log."""
+"""A small run of `hostile`, the complaints that it makes, and the log lines of such requests."""
 
 import json
 import re
@@ -12,12 +12,12 @@ from pagewire.tools.servers import Server
 
 
 def serve_log_lines(log: str) -> list[str]:
-    """Those of the processes, without the start that the launcher prints."""
+    """The lines of the processes, without the start that the launcher announces."""
     return [line for line in log.splitlines() if re.match(r"[0-9:]{8} [a-z0-9-]+: ", line)]
 
 
 @pytest.mark.e2e
-def test_a_small_run(tmp_path: Path) -> None:
+def test_invalid_requests_get_proper_errors_and_forge_no_log_lines(tmp_path: Path) -> None:
     with Server(tmp_path, *hostile.FLAGS[:-1], "--enable-log-requests") as server:
         arguments = hostile.parse(["--count", "300", "--seed", "7", "--limit-s", "60"])
         report = hostile.run(server.url, server.process.pid, arguments)
@@ -67,13 +67,13 @@ FINE = b'HTTP/1.1 400 Bad Request\r\n\r\n{"error":{"message":"m","type":"t","par
         (lambda fine: fine + fine.replace(b"400", b"503"), "answered 503"),
     ],
 )
-def test_what_it_would_notice(change: Callable[[bytes], bytes], complaint: str | None) -> None:
+def test_an_improper_answer_is_a_complaint(change: Callable[[bytes], bytes], complaint: str | None) -> None:
     found = list(hostile.complaints(REQUEST, change(FINE)))
     assert (complaint in found[0]) if complaint else not found, found
 
 
-def test_a_request_is_the_same_every_time() -> None:
-    some = [hostile.make_request(1, number) for number in range(50)]
-    assert some == [hostile.make_request(1, number) for number in range(50)]
-    assert len({request.data for request in some}) > 40
-    assert some != [hostile.make_request(2, number) for number in range(50)]
+def test_a_request_depends_only_on_seed_and_number() -> None:
+    requests = [hostile.make_request(1, number) for number in range(50)]
+    assert requests == [hostile.make_request(1, number) for number in range(50)]
+    assert len({request.data for request in requests}) > 40
+    assert requests != [hostile.make_request(2, number) for number in range(50)]

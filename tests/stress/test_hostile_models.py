@@ -1,4 +1,4 @@
-"""The small version of `tests/stress/hostile_models.py`: every mutant is refused in a sentence, or served."""
+"""A small run of `hostile_models`: every mutant is refused in one sentence, or served."""
 
 from pathlib import Path
 
@@ -18,25 +18,25 @@ def test_mutants_are_refused_or_served(tmp_path: Path) -> None:
     vocabulary.add_tokenizer(moe)
     bases = [DEMO_MODEL, hostile_models.write_shards(DEMO_MODEL, tmp_path / "shards"), moe]
     kinds = []
-    for number, what, seconds, verdict in hostile_models.verdicts(bases, tmp_path, SEED, range(NUM)):
-        assert not verdict.is_fault, f"seed {SEED}, mutant {number}: {what}: {verdict}"
-        assert seconds < hostile_models.LIMIT_S, what
+    for number, change, seconds, verdict in hostile_models.verdicts(bases, tmp_path, SEED, range(NUM)):
+        assert not verdict.is_fault, f"seed {SEED}, mutant {number}: {change}: {verdict}"
+        assert seconds < hostile_models.LIMIT_S, change
         kinds.append(verdict.kind)
-    assert 3 < kinds.count("served") < NUM - 20  # there is something to see of both
+    assert 3 < kinds.count("served") < NUM - 20  # both verdicts occur
 
 
-def test_a_mutant_is_always_the_same(tmp_path: Path) -> None:
-    said = [hostile_models.make_mutant([DEMO_MODEL], tmp_path / name, 3, 17) for name in ("a", "b")]
+def test_a_mutant_depends_only_on_seed_and_number(tmp_path: Path) -> None:
+    changes = [hostile_models.make_mutant([DEMO_MODEL], tmp_path / name, 3, 17) for name in ("a", "b")]
     files = [sorted((path.name, path.read_bytes()) for path in (tmp_path / name).iterdir()) for name in ("a", "b")]
-    assert said[0] == said[1] and files[0] == files[1]
+    assert changes[0] == changes[1] and files[0] == files[1]
 
 
-def test_the_judge_tells_a_fault() -> None:
+def test_a_hang_or_a_refusal_of_several_lines_is_a_fault() -> None:
     assert hostile_models.Verdict("hangs").is_fault and hostile_models.Verdict("refused", "a\nb").is_fault
     assert not hostile_models.Verdict("refused", "One sentence.").is_fault
 
 
-def test_the_real_command_says_one_line_and_ends(tmp_path: Path) -> None:
+def test_the_real_command_prints_one_line_and_ends(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": -1}')
     verdict = hostile_models.serve(tmp_path)
     assert verdict.kind == "refused" and not verdict.is_fault and "config.json has no hidden_size" in verdict.text

@@ -1,4 +1,4 @@
-"""The leak detector finds leaks that were made for it, and none where there is none."""
+"""The leak detector finds deliberate leaks, and none in a server without leaks."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from pagewire.tests.stress import leak
 from pagewire.tools.servers import MB, Holding, holding
 
-# Serves a request for each line. Everyone keeps 8 MB of what comes first, as a cache does.
+# Serves one request per line. Each kind of server keeps 8 MB from the first requests, as a cache does.
 SERVER = """
 import sys, threading
 kind, kept, cache = sys.argv[1], [], []
@@ -30,7 +30,7 @@ NUM_LOOKS, STEP = 6, 500
 
 @pytest.fixture
 def slopes(request: pytest.FixtureRequest) -> Iterator[dict[str, leak.Slope]]:
-    """Of a server that leaks what the test's parameter says."""
+    """The slopes of a server that leaks the resource that the test's parameter names."""
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER, request.param], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -63,7 +63,7 @@ def test_a_leak_is_found(slopes: dict[str, leak.Slope], request: pytest.FixtureR
         assert 0.8 < slopes["server"].num_bytes / MB < 1.4
 
 
-def test_a_step_is_no_slope_and_a_staircase_is_one() -> None:
+def test_a_single_step_is_no_leak_and_a_staircase_is_one() -> None:
     looks = leak.Looks()
     for i in range(10):
         step, staircase = 5 * MB * (i >= 2), 3 * MB * (i // 3)
@@ -72,7 +72,7 @@ def test_a_step_is_no_slope_and_a_staircase_is_one() -> None:
     assert complaint.startswith("staircase")
 
 
-def test_one_step_is_forgiven_to_descriptors_and_two_are_not() -> None:
+def test_one_step_of_descriptors_is_no_leak_and_two_are() -> None:
     assert leak.without_step([31, 31, 33, 33]) == [31] * 4
     assert leak.without_step([31, 31, 33, 34]) == [31, 31, 31, 32]
     assert leak.without_step([31, 30, 29]) == [31, 31, 30]

@@ -12,13 +12,13 @@ const MODEL = "pagewire-demo";
 const QUESTION = "Count from 1 to 5";
 const ANSWER = "1, 2, 3, 4, 5";
 const WEATHER = "What is the weather in Paris?";
-const asked = { model: MODEL, messages: [{ role: "user", content: QUESTION }], temperature: 0 };
+const request = { model: MODEL, messages: [{ role: "user", content: QUESTION }], temperature: 0 };
 
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
 const model = createOpenAICompatible({ name: "pagewire", baseURL: `${url}/v1`, includeUsage: true })(MODEL);
 
 test("openai: an answer, its usage and its id", async () => {
-  const answer = await client.chat.completions.create(asked);
+  const answer = await client.chat.completions.create(request);
   assert.equal(answer.choices[0].message.content, ANSWER);
   assert.ok(answer.usage.completion_tokens > 10 && answer._request_id);
   assert.deepEqual((await client.models.list()).data.map(({ id }) => id), [MODEL]);
@@ -26,14 +26,14 @@ test("openai: an answer, its usage and its id", async () => {
 
 test("openai: a stream, raw and through its helper", async () => {
   let text = "";
-  for await (const chunk of await client.chat.completions.create({ ...asked, stream: true }))
+  for await (const chunk of await client.chat.completions.create({ ...request, stream: true }))
     text += chunk.choices[0].delta.content ?? "";
   assert.equal(text, ANSWER);
-  assert.equal(await client.chat.completions.stream(asked).finalContent(), ANSWER);
+  assert.equal(await client.chat.completions.stream(request).finalContent(), ANSWER);
 });
 
-test("openai: a stream that is left early", async () => {
-  const stream = await client.chat.completions.create({ ...asked, stream: true, ignore_eos: true });
+test("openai: a stream that is left early is aborted", async () => {
+  const stream = await client.chat.completions.create({ ...request, stream: true, ignore_eos: true });
   for await (const _ of stream) break;
   assert.ok(stream.controller.signal.aborted);
 });
@@ -60,7 +60,7 @@ test("openai: a tool, run by its helper", async () => {
   };
   const messages = [{ role: "user", content: WEATHER }];
   const options = { maxChatCompletions: 2 };
-  await client.chat.completions.runTools({ ...asked, messages, tools: [weather], stream: true }, options).done();
+  await client.chat.completions.runTools({ ...request, messages, tools: [weather], stream: true }, options).done();
   assert.equal(cities[0], "Paris");
 });
 
@@ -73,12 +73,12 @@ test("openai: responses", async () => {
   await assert.rejects(client.responses.retrieve(response.id), OpenAI.NotFoundError);
 });
 
-test("openai: errors are of its kinds and name the field", async () => {
-  await assert.rejects(client.chat.completions.create({ ...asked, temperature: 9 }), (error) => {
+test("openai: errors have its types and name the field", async () => {
+  await assert.rejects(client.chat.completions.create({ ...request, temperature: 9 }), (error) => {
     assert.ok(error instanceof OpenAI.BadRequestError && error.param === "temperature");
     return true;
   });
-  await assert.rejects(client.chat.completions.create({ ...asked, model: "gpt-4" }), { code: "model_not_found" });
+  await assert.rejects(client.chat.completions.create({ ...request, model: "gpt-4" }), { code: "model_not_found" });
 });
 
 test("ai: an answer and a stream", async () => {
@@ -109,6 +109,6 @@ test("ai: tools, plain and streamed", async () => {
   assert.deepEqual([cities[0], cities.at(-1)], ["Paris", "Paris"]);
 });
 
-test("ai: what the server complains of arrives", async () => {
+test("ai: the error message of the server arrives", async () => {
   await assert.rejects(generateText({ model, prompt: "word ".repeat(20000), maxRetries: 0 }), /maximum context length/);
 });

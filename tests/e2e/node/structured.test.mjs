@@ -25,22 +25,22 @@ const settings = { name: "pagewire", baseURL: `${url}/v1`, supportsStructuredOut
 
 test("ai: records", async () => {
   const schema = z.object({ known: z.partialRecord(z.enum(["Paris", "Rome"]), z.boolean()), more: z.record(z.string(), z.literal("yes")) });
-  const asked = { model: createOpenAICompatible(settings)(MODEL), prompt: QUESTION, temperature: 1, seed: 1, maxRetries: 0, maxOutputTokens: 2000 };
-  const { output } = await generateText({ ...asked, output: Output.object({ schema }) });
+  const request = { model: createOpenAICompatible(settings)(MODEL), prompt: QUESTION, temperature: 1, seed: 1, maxRetries: 0, maxOutputTokens: 2000 };
+  const { output } = await generateText({ ...request, output: Output.object({ schema }) });
   assert.ok(schema.safeParse(output).success);
 });
 
 test("ai: a tool with a record beside a format", async () => {
   const note = tool({ description: "Keep notes", inputSchema: z.object({ notes: z.record(z.string(), z.any()) }) });
-  const asked = { model: createOpenAICompatible(settings)(MODEL), prompt: QUESTION, temperature: 0, maxRetries: 0, tools: { note } };
-  const { content } = await generateText({ ...asked, output: Output.object({ schema: City }) });
+  const request = { model: createOpenAICompatible(settings)(MODEL), prompt: QUESTION, temperature: 0, maxRetries: 0, tools: { note } };
+  const { content } = await generateText({ ...request, output: Output.object({ schema: City }) });
   assert.ok(content.length > 0);
 });
 
 test("ai: an object, plain and streamed", async () => {
   const model = createOpenAICompatible(settings)(MODEL);
-  const asked = { model, prompt: QUESTION, temperature: 0, maxRetries: 0, output: Output.object({ schema: City }) };
-  const { output } = await generateText(asked);
+  const request = { model, prompt: QUESTION, temperature: 0, maxRetries: 0, output: Output.object({ schema: City }) };
+  const { output } = await generateText(request);
   assert.ok(City.safeParse(output).success);
-  assert.deepEqual(await streamText(asked).output, output);
+  assert.deepEqual(await streamText(request).output, output);
 });
