@@ -48,9 +48,9 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Literal["auto", "float32", "bfloat16", "float16"],
         _doc(
             "model",
-            "type of weights and KV cache, and on a GPU of activations; on a CPU activations are float32 with the C "
-            "kernels. auto: on a GPU the checkpoint's (bfloat16 for float16), on a CPU float32, with a bfloat16 "
-            "checkpoint's matrices as they are. float16 is for GPUs",
+            "type of weights, KV cache and what is multiplied; sums are float32. auto: the checkpoint's, but for "
+            "float16, which is bfloat16 on a GPU and float32 on a CPU. float32: a bfloat16 checkpoint's matrices stay "
+            "as they are with the C kernels. float16 is for GPUs",
         ),
     ] = "auto"
     quantization: Annotated[
@@ -369,6 +369,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0  # of the safetensors files; of a quantized checkpoint an estimate of their unquantized size
     fingerprint: str = ""  # hex; differs if weights or config differ
     is_native: bool = True  # run by our own layers; else by transformers' model
+    head_dim: int = 64
     sampling: SamplingDefaults = SamplingDefaults()  # from generation_config.json
     purpose: Purpose = Purpose()
     tool_calls_shown: str = "hermes"  # the family that the chat template shows
@@ -393,7 +394,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     model: ModelFacts
     served_model_names: tuple[str, ...]
     dtype: Dtype  # of weights; matrices of bfloat16 stay so where `arithmetic` is float32 and the C kernels compute
-    arithmetic: Dtype = "float32"  # of activations
+    arithmetic: Dtype = "float32"  # of the activations that are multiplied
     kernels: CpuKernels | None = "compiled"  # None: on a GPU
     num_threads: int
     block_size: int
@@ -403,13 +404,24 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_cache_dtype: KvDtype
 
     @property
+    def runs_in_c(self) -> bool:
+        """Whether the C kernels compute the whole model. They store activations in float32 and round them to
+        `arithmetic` where they are multiplied."""
+        return self.kernels == "compiled" and self.model.is_native
+
+    @property
+    def activations(self) -> Dtype:
+        """The type of activations between products."""
+        return "float32" if self.runs_in_c else self.arithmetic
+
+    @property
     def batch_invariance(self) -> BatchInvariance:
         """How far a request's tokens depend on other requests, on chunks, prefix hits and preemptions.
 
         exact: not at all, bit by bit. float32: nothing is rounded to less than float32, so the order of summation
         changes logits by some 1e-6, and only tokens whose logits are that close can change places. none: roundings to
         16 or 8 bits amplify these differences."""
-        if self.deterministic:
+        if self.deterministic or (self.runs_in_c and self.model.head_dim % 16 == 0):
             return "exact"
         is_wide = self.arithmetic == self.kv_cache_dtype == "float32" and self.quantization is None
         return "float32" if is_wide else "none"
@@ -417,7 +429,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def invariance_warning(self) -> str | None:
         """One sentence for the operator, if other requests can change tokens more often than float32 rounding does."""
-        if self.deterministic or self.model.purpose.is_encoder:
+        if self.batch_invariance == "exact" or self.model.purpose.is_encoder:
             return None
         if self.batch_invariance == "none":
             return "tokens may depend on what else is served: roundings to 16 or 8 bits enlarge differences of sums"

@@ -46,9 +46,9 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     kernels: CpuKernels | None = None
     if on_cpu:
         kernels = "compiled" if machine.has_compiler and config.cpu.cpu_kernels == "auto" else "torch"
-    # These compute in float32 whatever the type of the weights.
-    is_wide = model.is_native and (kernels == "compiled" or options.quantization == "int8")
-    dtype = _choose_dtype(options, model, machine, is_wide=is_wide)
+    # torch has products of 8 bits for float32 activations only.
+    is_wide = model.is_native and kernels == "torch" and options.quantization == "int8"
+    dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
     num_ranks = options.tensor_parallel_size * options.data_parallel_size
     return EngineConfig(
         **{name: getattr(options, name) for name in options.__struct_fields__ if name not in _DECIDED},
@@ -137,11 +137,15 @@ def _choose_budget(options: EngineOptions, model: ModelFacts, machine: MachineFa
     return max(4 * usual, max_model_len) if model.purpose.is_encoder else usual
 
 
-def _choose_dtype(options: EngineOptions, model: ModelFacts, machine: MachineFacts, *, is_wide: bool) -> Dtype:
-    """is_wide: activations are float32 in any case. Whether a CPU has bfloat16 instructions is not considered: tokens
-    would depend on the machine and on other requests."""
+def _choose_dtype(
+    options: EngineOptions, model: ModelFacts, machine: MachineFacts, *, is_wide: bool, in_c: bool
+) -> Dtype:
+    """is_wide: activations are float32 in any case. in_c: the C kernels run the model. Whether a CPU has bfloat16
+    instructions is not considered: tokens would depend on the machine."""
     if options.dtype != "auto":
         return options.dtype
+    if in_c:
+        return "bfloat16" if model.checkpoint_dtype == "bfloat16" else "float32"
     if model.checkpoint_dtype == "float32" or is_wide:
         return "float32"
     # To compute in float32, torch needs every weight in float32.
@@ -151,17 +155,17 @@ def _choose_dtype(options: EngineOptions, model: ModelFacts, machine: MachineFac
 
 def _check_deterministic(config: Config, model: ModelFacts, machine: MachineFacts) -> None:
     """Refuses --deterministic with options whose order of summation depends on other requests."""
-    tail = "whose sums depend on what else is served"
+    tail, on_cpu = "whose sums depend on what else is served", _on_cpu(config.engine, machine)
     for flag, is_asked in (
-        ("--tensor-parallel-size", config.engine.tensor_parallel_size > 1),
-        ("--speculative", config.engine.speculative is not None),
-        ("--cpu-kernels torch", config.cpu.cpu_kernels == "torch" and _on_cpu(config.engine, machine)),
+        ("--tensor-parallel-size", config.engine.tensor_parallel_size > 1 and not on_cpu),
+        ("--speculative", config.engine.speculative is not None and not on_cpu),
+        ("--cpu-kernels torch", config.cpu.cpu_kernels == "torch" and on_cpu),
     ):
         if is_asked:
             raise ConfigError(f"--deterministic excludes {flag}, {tail}; leave one of them out.")
     if not model.is_native:
         raise ConfigError(f"--deterministic is not there for {model.name}, which runs in transformers, {tail}.")
-    if _on_cpu(config.engine, machine) and not machine.has_compiler:
+    if on_cpu and not machine.has_compiler:
         raise ConfigError(
             f"--deterministic needs a C compiler on a CPU (install gcc or clang): without one torch computes, {tail}."
         )

@@ -193,6 +193,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         * (1 if spec.scheme is None else spec.scheme.narrower),
         fingerprint=key,
         is_native=is_native(spec),
+        head_dim=spec.head_dim,
         sampling=spec.sampling,
         purpose=spec.purpose,
     )

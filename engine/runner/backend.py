@@ -42,29 +42,31 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
     """The C kernels compute in float32 and widen bfloat16 weights as they read them, so a bfloat16 checkpoint keeps its
     type and loses nothing. Torch's kernels are used on other devices, for other types of activations, and where the C
     kernels cannot be compiled or are not wanted."""
-    dtype, int8, why = getattr(torch, config.arithmetic), config.quantization == "int8", ""
+    dtype, int8, why = getattr(torch, config.activations), config.quantization == "int8", ""
     if device.type == "cpu" and config.kernels == "compiled" and dtype == torch.float32:
         try:
             weights = "bfloat16" if "bfloat16" in (checkpoint_dtype, config.dtype) else "float32"
-            return _compiled(weights, int8=int8, is_deterministic=config.deterministic)
+            rounds = config.runs_in_c and config.arithmetic == "bfloat16"
+            return _compiled(weights, int8=int8, rounds=rounds)
         except BuildError as error:
             why = f", because {error}; tokens may depend on what else is served where two are almost equally likely"
     return Backend.reference(dtype, int8=int8, why=why)
 
 
-def _compiled(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
+def _compiled(weights: str, *, int8: bool, rounds: bool) -> Backend:
+    """rounds: the inputs of products are rounded to bfloat16."""
     from ...kernels.cpu.library import LANES, Kernels
     from ...kernels.cpu.operations import native_ops
     from ..attention.native import NativePagedAttention
     from ..models.native import NativeDecoder
 
     kernels = Kernels()
-    ops = native_ops(kernels, int8=int8)
+    ops = native_ops(kernels, int8=int8, rounds=rounds)
 
     def attention(cache: KvCache) -> AttentionBackend:
         if cache.pages[0][0].shape[-1] % LANES:
             return TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32)
-        return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, is_deterministic=is_deterministic)
+        return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, is_deterministic=True)
 
     def model(decoder: Decoder) -> Model:
         return decoder if decoder.has_experts or int8 else NativeDecoder(decoder, kernels)
@@ -75,6 +77,6 @@ def _compiled(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
         attention=attention,
         model=model,
         note="kernels compiled for this CPU: "
-        + ("matrices of 8 bits" if int8 else f"{weights} weights, float32 arithmetic"),
+        + ("matrices of 8 bits" if int8 else f"{weights} weights, {'bfloat16' if rounds else 'float32'} arithmetic"),
         is_invariant=True,
     )

@@ -55,7 +55,7 @@ class _Imagined(Alone):
 
 def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple[int, KvShape]:
     """Bytes of one rank's weights, and the shape of its KV."""
-    dtype, kv_dtype = DTYPES[config.arithmetic], DTYPES[config.kv_cache_dtype]
+    dtype, kv_dtype = DTYPES[config.activations], DTYPES[config.kv_cache_dtype]
     files = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     if spec.purpose.is_encoder:
         from ..models.encoder import encoder_config

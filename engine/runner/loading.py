@@ -75,7 +75,7 @@ def load_model(
     if spec.purpose.is_encoder:
         return _load_encoder(config, spec, device)
     why = "the device is no GPU" if queue is None else _why_not_triton(config, spec)
-    dtype = DTYPES[config.dtype if why is None else config.arithmetic]  # of activations
+    dtype = DTYPES[config.dtype if why is None else config.activations]  # of activations
     if why is None:
         backend = Backend.reference(dtype)
     elif config.kv_cache_dtype == "fp8":
@@ -155,7 +155,7 @@ def host_workspace(config: EngineConfig, spec: ModelSpec, kv_shape: KvShape) -> 
         intermediate_size=spec.intermediate_size // config.tensor_parallel_size,
         num_experts_per_tok=0 if spec.moe is None else spec.moe.num_experts_per_tok,
         vocab_size=spec.vocab_size,
-        itemsize=DTYPES[config.arithmetic].itemsize,
+        itemsize=DTYPES[config.activations].itemsize,
         cache_bytes=blocks_needed(config) * per_layer,
     )
 

@@ -12,10 +12,12 @@ from .library import Kernels
 from .quantized import NativeInt8Matrix
 
 
-def native_ops(kernels: Kernels, *, int8: bool = False) -> Ops:
-    """The table for float32 activations on a CPU."""
-    matrix: Callable[[Tensor], Matrix] = partial(NativeInt8Matrix, kernels) if int8 else partial(NativeMatrix, kernels)
-    gated: Callable[[Tensor], Matrix] = matrix if int8 else partial(NativeMatrix, kernels, is_gated=True)
+def native_ops(kernels: Kernels, *, int8: bool = False, rounds: bool = False) -> Ops:
+    """The table for float32 activations on a CPU. rounds: products with bfloat16 weights round their inputs."""
+    matrix: Callable[[Tensor], Matrix] = (
+        partial(NativeInt8Matrix, kernels) if int8 else partial(NativeMatrix, kernels, rounds=rounds)
+    )
+    gated: Callable[[Tensor], Matrix] = matrix if int8 else partial(NativeMatrix, kernels, rounds=rounds, is_gated=True)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()

@@ -57,7 +57,7 @@ def test_reasons_follow_the_decision() -> None:
     bare = rows(Config(), BARE_CPU, {})
     assert bare["dtype"] == ("bfloat16", "as many bits as the checkpoint's float16, with its own range")
     assert bare["cpu_kernels"] == ("torch", "there is no C compiler (gcc or clang)")
-    assert rows(Config(), CPU, {})["batch_invariance"][0] == "float32"
+    assert rows(Config(), CPU, {})["batch_invariance"][0] == "exact"
     assert rows(Config(), GPU, {})["batch_invariance"][0] == "none"
     assert rows(Config(), GPU, {})["max_num_batched_tokens"] == ("2048", "the value for a GPU")
     assert rows(make_config(device="cpu"), GPU, {"device": "--device"})["block_size"] == ("16", "the value for a CPU")

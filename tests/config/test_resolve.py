@@ -59,10 +59,11 @@ def test_defaults_on_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("model", "machine", "flags", "expected"),
     [
-        ({"checkpoint_dtype": "bfloat16"}, {}, {}, ("float32", "float32", "compiled", "float32")),
-        ({"checkpoint_dtype": "float16"}, {}, {}, ("float32", "float32", "compiled", "float32")),
-        ({"checkpoint_dtype": "bfloat16", "weight_bytes": 900}, {}, {}, ("float32", "float32", "compiled", "float32")),
-        ({"checkpoint_dtype": "bfloat16"}, {}, {"dtype": "bfloat16"}, ("bfloat16", "float32", "compiled", "none")),
+        ({"checkpoint_dtype": "bfloat16"}, {}, {}, ("bfloat16", "bfloat16", "compiled", "exact")),
+        ({"checkpoint_dtype": "float16"}, {}, {}, ("float32", "float32", "compiled", "exact")),
+        ({"checkpoint_dtype": "bfloat16", "weight_bytes": 900}, {}, {}, ("bfloat16", "bfloat16", "compiled", "exact")),
+        ({"checkpoint_dtype": "bfloat16"}, {}, {"dtype": "float32"}, ("float32", "float32", "compiled", "exact")),
+        ({"checkpoint_dtype": "bfloat16", "head_dim": 20}, {}, {}, ("bfloat16", "bfloat16", "compiled", "none")),
         ({"checkpoint_dtype": "bfloat16"}, {}, {"cpu_kernels": "torch"}, ("float32", "float32", "torch", "float32")),
         ({}, {}, {"cpu_kernels": "torch", "dtype": "bfloat16"}, ("bfloat16", "bfloat16", "torch", "none")),
         ({"checkpoint_dtype": "bfloat16"}, NO_COMPILER, {}, ("float32", "float32", "torch", "float32")),
@@ -71,7 +72,7 @@ def test_defaults_on_a_cpu() -> None:
         ({"checkpoint_dtype": "float32", "weight_bytes": 900}, NO_COMPILER, {},
          ("float32", "float32", "torch", "float32")),
         ({"weight_bytes": 900}, NO_COMPILER, {"quantization": "int8"}, ("float32", "float32", "torch", "none")),
-        ({}, {}, {"quantization": "int8", "dtype": "bfloat16"}, ("bfloat16", "float32", "compiled", "none")),
+        ({}, {}, {"quantization": "int8", "dtype": "bfloat16"}, ("bfloat16", "bfloat16", "compiled", "exact")),
         # transformers' own model widens its weights, compiler or not.
         ({"checkpoint_dtype": "bfloat16", "is_native": False}, {}, {}, ("float32", "float32", "compiled", "float32")),
         ({"weight_bytes": 900, "is_native": False}, {}, {}, ("bfloat16", "bfloat16", "compiled", "none")),
@@ -80,13 +81,13 @@ def test_defaults_on_a_cpu() -> None:
         ({"checkpoint_dtype": "float32"}, GPU, {}, ("float32", "float32", None, "float32")),
         ({"checkpoint_dtype": "bfloat16"}, GPU, {"deterministic": True}, ("bfloat16", "bfloat16", None, "exact")),
         ({"checkpoint_dtype": "bfloat16"}, {}, {"dtype": "bfloat16", "deterministic": True},
-         ("bfloat16", "float32", "compiled", "exact")),
+         ("bfloat16", "bfloat16", "compiled", "exact")),
     ],
 )  # fmt: skip
 def test_types_and_kernels(
     model: dict[str, object], machine: dict[str, object], flags: dict[str, object], expected: tuple[str | None, ...]
 ) -> None:
-    """`expected`: (weights and KV, activations, kernels, batch invariance) with 1,000 bytes of memory."""
+    """`expected`: (weights and KV, what is multiplied, kernels, batch invariance) with 1,000 bytes of memory."""
     engine = resolve(
         make_config(**flags),
         msgspec.structs.replace(MODEL, **{"weight_bytes": 10} | model),
@@ -122,8 +123,8 @@ def test_bfloat16_instructions_change_no_setting(
     [
         ({}, NO_COMPILER, {}, "needs a C compiler on a CPU \\(install gcc or clang\\)"),
         ({"cpu_kernels": "torch"}, {}, {}, "excludes --cpu-kernels torch, .* leave one of them out"),
-        ({"speculative": "ngram"}, {}, {}, "excludes --speculative, .* leave one of them out"),
-        ({"tensor_parallel_size": 2}, {}, {}, "excludes --tensor-parallel-size, .* leave one of them out"),
+        ({"speculative": "ngram"}, GPU, {}, "excludes --speculative, .* leave one of them out"),
+        ({"tensor_parallel_size": 2}, GPU, {}, "excludes --tensor-parallel-size, .* leave one of them out"),
         ({}, {}, {"is_native": False}, "is not there for m, which runs in transformers"),
     ],
 )
@@ -142,14 +143,9 @@ def test_deterministic_names_what_excludes_it(
 def test_the_operator_is_warned_if_tokens_may_depend_on_the_batch() -> None:
     model = msgspec.structs.replace(MODEL, checkpoint_dtype="bfloat16")
     assert decide(Config(), model).invariance_warning is None
-    assert decide(make_config(dtype="bfloat16", deterministic=True), model).invariance_warning is None
-    for config in (
-        make_config(dtype="bfloat16"),
-        make_config(kv_cache_dtype="bfloat16"),
-        make_config(cpu_kernels="torch"),
-        make_config(quantization="int8"),
-        make_config(device="cuda"),
-    ):
+    for config in (make_config(kv_cache_dtype="bfloat16"), make_config(quantization="int8")):
+        assert decide(config, model).invariance_warning is None
+    for config in (make_config(cpu_kernels="torch"), make_config(device="cuda")):
         assert "tokens may depend on what else is served" in str(decide(config, model).invariance_warning), config
 
 

@@ -58,7 +58,7 @@ def test_a_note_says_why_torch_kernels_are_used(checkpoint, resolved, no_compile
 def test_bfloat16_weights_are_not_widened(kind, checkpoint, resolved):
     folder = checkpoint(kind, dtype=torch.bfloat16)
     runner = Runner.load(resolved(folder, dtype="float32"))
-    assert "bfloat16 weights, float32 arithmetic" in runner.notes[0]
+    assert "bfloat16 weights, bfloat16 arithmetic" in runner.notes[0]
     wide = Runner.load(resolved(checkpoint(kind), dtype="float32"))
     assert runner._memory.weights < 0.55 * wide._memory.weights
 
@@ -104,10 +104,10 @@ def test_logprobs_with_a_bfloat16_kv_cache_are_close_with_either_kernels(kind, c
     assert ours == pytest.approx(theirs, abs=1e-3) and ours == pytest.approx(exact, abs=1e-1)
 
 
-def test_dtype_bfloat16_on_a_cpu_stores_weights_and_kv_and_computes_in_float32(checkpoint, resolved):
+def test_dtype_bfloat16_on_a_cpu_is_of_weights_kv_and_products(checkpoint, resolved):
     folder = checkpoint("llama")
     runner = Runner.load(resolved(folder, dtype="bfloat16"))
-    assert "bfloat16 weights, float32 arithmetic" in runner.notes[0]
+    assert "bfloat16 weights, bfloat16 arithmetic" in runner.notes[0]
     wide = Runner.load(resolved(folder))
     assert runner._memory.weights < 0.55 * wide._memory.weights
     assert 2 * runner._memory.block == wide._memory.block

@@ -104,7 +104,7 @@ def test_checkpoints_of_16_bits_give_the_tokens_of_float32(dtype, checkpoint, dr
     folder = checkpoints.make_checkpoint(tmp_path, "llama", dtype=getattr(torch, dtype))
     prompts = _prompts(4)[:4]
     requests = [make_request(prompt) for prompt in prompts]
-    driver(folder).run(requests)
+    driver(folder, dtype="float32").run(requests)
     assert [request.output for request in requests] == checkpoints.reference_greedy(folder, prompts, 8)
 
 
