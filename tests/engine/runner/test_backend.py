@@ -58,7 +58,7 @@ def test_a_note_says_why_torch_kernels_are_used(checkpoint, resolved, no_compile
 def test_bfloat16_weights_are_not_widened(kind, checkpoint, resolved):
     folder = checkpoint(kind, dtype=torch.bfloat16)
     runner = Runner.load(resolved(folder, dtype="float32"))
-    assert "bfloat16 weights, bfloat16 arithmetic" in runner.notes[0]
+    assert "bfloat16 weights, float32 arithmetic" in runner.notes[0]
     wide = Runner.load(resolved(checkpoint(kind), dtype="float32"))
     assert runner._memory.weights < 0.55 * wide._memory.weights
 
