@@ -7,7 +7,7 @@ import torch
 
 from ...config.config import EngineConfig
 from ...kernels import onednn
-from ...kernels.cpu.build import BuildError
+from ...kernels.cpu import build
 from ...kernels.ops import Ops, reference_ops
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvCache
@@ -43,12 +43,15 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
     """The C kernels compute in float32 and widen bfloat16 weights as they read them, so a bfloat16 checkpoint keeps its
     type and loses nothing. Torch's kernels are used on other devices, for other types of activations, and where the C
     kernels cannot be compiled or are not wanted."""
-    dtype, int8, why = getattr(torch, config.arithmetic), config.quantization == "int8", ""
+    dtype, int8 = getattr(torch, config.arithmetic), config.quantization == "int8"
+    why = f", which are slower, because {config.no_cpu_level}" if config.no_cpu_level else ""
     if device.type == "cpu" and config.kernels == "compiled" and dtype == torch.float32:
         try:
             weights = "bfloat16" if "bfloat16" in (checkpoint_dtype, config.dtype) else "float32"
+            if config.cpu_level is not None:
+                build.use(config.cpu_level)
             return _compiled(weights, int8=int8, is_deterministic=config.deterministic)
-        except BuildError as error:
+        except build.BuildError as error:
             why = f", because {error}; tokens may depend on what else is served where two are almost equally likely"
     backend = Backend.reference(dtype, int8=int8, why=why)
     if device.type == "cpu" and not int8 and onednn.is_available(dtype):
@@ -61,7 +64,7 @@ def _compiled(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
     from ..attention.native import NativePagedAttention
     from ..models.native import NativeDecoder
 
-    kernels = Kernels()
+    kernels, library = Kernels(), build.find()
     ops = native_ops(kernels, int8=int8)
 
     def attention(cache: KvCache) -> AttentionBackend:
@@ -77,7 +80,7 @@ def _compiled(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
         weight_dtype=torch.bfloat16 if weights == "bfloat16" else torch.float32,
         attention=attention,
         model=model,
-        note="kernels compiled for this CPU: "
+        note=f"C kernels for {library.level.name}, {library.origin}: "
         + ("matrices of 8 bits" if int8 else f"{weights} weights, float32 arithmetic"),
         is_invariant=True,
     )
