@@ -26,6 +26,7 @@ _FOLDER = Path(__file__).parent
 SHIPPED = _FOLDER / "compiled"
 """Where a wheel has its libraries. A checkout has no such folder."""
 _OPENMP = ("-fopenmp",)  # while a C file needs it
+_FIRST = str(_FOLDER / "glibc.h")
 _FLAGS = ("-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread", "-w", *_OPENMP)
 _LIBRARIES = ("-lm", "-lpthread", *_OPENMP)
 _TIMEOUT_S = 120.0
@@ -115,7 +116,7 @@ def compile_levels(cc: str, targets: Sequence[tuple[Level, Path]], *, stripped: 
             [target for target in targets for _ in sources], [*sources] * len(targets), objects, strict=True
         ):
             out.parent.mkdir(exist_ok=True)
-            commands.append([cc, *_FLAGS, *level.flags, "-c", str(source), "-o", str(out)])
+            commands.append([cc, *_FLAGS, *level.flags, "-include", _FIRST, "-c", str(source), "-o", str(out)])
         list(pool.map(_run, commands))
         libraries = [Path(work) / f"{level.name}.so" for level, _ in targets]
         links = [
