@@ -1,5 +1,5 @@
-"""Turns the wheel that `python -m build` made into one for each architecture, with the C kernels compiled for all of its
-levels, so that an installation needs no compiler.
+"""Turns the wheel that `python -m build` made into one for each architecture, with the C kernels compiled for all of
+its levels, so that an installation needs no compiler.
 
 `python -m pagewire.tools.wheels dist x86_64 aarch64` replaces the wheel in dist. Another architecture than this
 machine's needs a cross compiler, such as Debian's gcc-aarch64-linux-gnu.
@@ -48,12 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def compiler_for(machine: str) -> str:
     """The command that compiles for the architecture. Raises WheelError."""
-    if machine == platform.machine():
-        cc = build.compiler()
-    else:
-        cc = shutil.which(f"{machine}-linux-gnu-gcc")
+    is_here = machine == platform.machine()
+    cc = build.compiler() if is_here else shutil.which(f"{machine}-linux-gnu-gcc")
     if cc is None:
-        wanted = "a C compiler (gcc or clang)" if machine == platform.machine() else _CROSS[machine]
+        wanted = "a C compiler (gcc or clang)" if is_here else _CROSS[machine]
         raise WheelError(f"Kernels for {machine} need {wanted}; install it.")
     return cc
 
