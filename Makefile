@@ -6,11 +6,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+MACHINES := $(shell uname -m)
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
 # pip must compile .pyc files, or every import of torch takes four times as long.
 PIP := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help serve check test test-long test-clients test-agents test-browser lint types bench stress kernels docs dist clean
+.PHONY: help serve check test test-long test-clients test-agents test-browser lint types bench stress kernels docs dist wheels clean
 
 help:
 	@echo "make serve         start the server with the demo model and print a curl command to try"
@@ -25,6 +26,7 @@ help:
 	@echo "make kernels       compile the Triton kernels that make dist puts into the wheel"
 	@echo "make docs          build the documentation as a site in build/site"
 	@echo "make dist          build wheel and sdist in dist/, and check them by serving from the installed wheel"
+	@echo "make wheels        make dist with wheels for x86-64 and ARM64, one of them by a cross compiler"
 	@echo "make clean         remove .venv, the builds and the caches"
 
 $(BIN)/python:
@@ -95,8 +97,12 @@ docs: $(VENV)/.docs
 dist: $(VENV)/.dev
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m pagewire.tools.wheels dist $(MACHINES)
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m pagewire.tools.check_dist dist
+
+wheels: MACHINES = x86_64 aarch64
+wheels: dist
 
 clean:
 	rm -rf $(VENV) build dist kernels/triton/shipped *.egg-info .mypy_cache .pytest_cache .ruff_cache

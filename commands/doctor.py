@@ -159,22 +159,28 @@ def _check_gpu() -> Iterator[Finding]:
 
 
 def _check_kernels(machine: MachineFacts) -> Finding:
-    from ..kernels.cpu.build import BuildError, compiler, load
+    from ..kernels.cpu.build import BuildError, compiler, find, load
 
     cc = compiler()
-    if cc is None or not machine.has_compiler:
+    if not machine.usable_levels:
         advice = (
-            "install gcc or clang: the compiled kernels for this CPU are two to four times as fast, and "
+            "install a wheel for this machine, or gcc or clang: our kernels are two to four times as fast, and "
             "--deterministic needs them"
         )
-        return Finding("note", "C compiler", "none; torch's own kernels are used", advice)
+        found = "none for this CPU in the installation, and no C compiler; torch's own kernels are used"
+        return Finding("note", "CPU kernels", found, advice)
+    level = machine.usable_levels[0]
     try:
         import torch  # noqa: F401  # before the kernels, so that both share one pool of threads
 
-        load()
-    except (BuildError, ImportError) as error:
-        return Finding("note", "C compiler", f"{cc}, but {error}", "torch's own kernels are used, which are slower")
-    return Finding("ok", "C compiler", f"{cc}; the kernels for this CPU are compiled")
+        library = find(level)
+        load(level)
+    except (BuildError, ImportError, OSError) as error:
+        found = f"{level}, but {error}"
+        return Finding("note", "CPU kernels", found, "torch's own kernels are used, which are slower")
+    by = "" if library.origin == "from the wheel" else f" by {cc}"
+    others = ", ".join(machine.usable_levels[1:])
+    return Finding("ok", "CPU kernels", f"{level}, {library.origin}{by}" + (f"; also {others}" if others else ""))
 
 
 def check_memory(machine: MachineFacts) -> Iterator[Finding]:

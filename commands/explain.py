@@ -50,7 +50,7 @@ def _value(name: str, config: Config, server: ServerConfig) -> object:
         case "threads":
             return engine.num_threads
         case "cpu_kernels":
-            return engine.kernels
+            return engine.cpu_level or engine.kernels
         case "api_key" | "admin_api_key":  # a log is no place for keys
             num = len(http.api_keys if name == "api_key" else http.admin_keys)
             return f"{num} of them" if num else None
@@ -102,7 +102,7 @@ def _reason(name: str, engine: EngineConfig, machine: MachineFacts) -> str | Non
         case "cpu_kernels" if not on_cpu:
             return "default; not used on a GPU"
         case "cpu_kernels":
-            return "there is a C compiler" if machine.has_compiler else "there is no C compiler (gcc or clang)"
+            return engine.no_cpu_level or f"the best of those that work here: {', '.join(machine.usable_levels)}"
         case "arithmetic":
             return "what the C kernels compute in" if engine.arithmetic != engine.dtype else "as dtype"
         case "batch_invariance":

@@ -19,6 +19,9 @@ from .families import REASONING_PARSERS, TOOL_CALL_PARSERS
 Dtype = Literal["float32", "bfloat16", "float16"]
 KvDtype = Literal["float32", "bfloat16", "float16", "fp8"]
 CpuKernels = Literal["compiled", "torch"]
+CpuLevel = Literal[  # those of kernels/cpu/levels.py
+    "auto", "torch", "amx", "avx512bf16", "avx512", "avx2", "portable", "i8mm", "dotprod", "neon", "amx-emulated"
+]
 BatchInvariance = Literal["exact", "float32", "none"]
 
 
@@ -174,11 +177,13 @@ class CpuOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, split among ranks", ge=0)
     ] = 0
     cpu_kernels: Annotated[
-        Literal["auto", "torch"],
+        CpuLevel,
         _doc(
             "engine",
-            "kernels on a CPU; auto: our C kernels, compiled at the first start, or torch's if there is no C compiler; "
-            "torch: its own kernels, whose results depend on how many requests run at once",
+            "kernels on a CPU; auto: our C kernels for the best level that the CPU has; a level (on x86-64 from amx to "
+            "portable, on ARM from i8mm to neon): those for it; torch: its own kernels, whose results depend on how "
+            "many requests run at once. A level comes from the wheel or is compiled once; without both torch is used. "
+            "amx-emulated is for tests",
         ),
     ] = "auto"
 
@@ -383,8 +388,15 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     has_gpu: bool = False
     has_compiler: bool = True  # for C
+    cpu_levels: tuple[str, ...] = ("avx2", "portable")  # of the C kernels, that the CPU can run; best first
+    shipped_levels: tuple[str, ...] = ()  # whose compiled libraries are in the installation
     has_bfloat16: bool = False  # the CPU has instructions that multiply bfloat16
     has_amx: bool = False  # the CPU has tiles
+
+    @property
+    def usable_levels(self) -> tuple[str, ...]:
+        """The levels that can be loaded here, best first."""
+        return tuple(level for level in self.cpu_levels if self.has_compiler or level in self.shipped_levels)
 
 
 class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -396,6 +408,8 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: Dtype  # of weights; matrices of bfloat16 stay so where `arithmetic` is float32 and the C kernels compute
     arithmetic: Dtype = "float32"  # of the activations that are multiplied
     kernels: CpuKernels | None = "compiled"  # None: on a GPU
+    cpu_level: str | None = None  # of the compiled kernels; None: the best that the worker's CPU has
+    no_cpu_level: str | None = None  # why torch computes on a CPU, unless it was asked for
     num_threads: int
     block_size: int
     # Narrowed: what the user may leave open is decided here.

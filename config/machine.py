@@ -1,4 +1,5 @@
-"""The facts about this machine by which `resolve` decides: cores, memory, GPU, C compiler, the CPU's instructions.
+"""The facts about this machine by which `resolve` decides: cores, memory, GPU, C compiler, the CPU's instructions, and
+the levels of the C kernels that it can run.
 
 The environment variable PAGEWIRE_MACHINE replaces some of them, such as `{"has_compiler": false, "num_cores": 1}`, so
 that the defaults of one machine can be tested on another.
@@ -12,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ConfigError
-from ..kernels.cpu.build import compiler
+from ..kernels.cpu.build import compiler, shipped_levels
+from ..kernels.cpu.levels import cpu_features, levels_here
 from .config import MachineFacts
 
 OVERRIDES = "PAGEWIRE_MACHINE"
@@ -35,8 +37,7 @@ def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
 
 
 def _look(environment: Mapping[str, str]) -> MachineFacts:
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    flags = cpu_features(Path("/proc/cpuinfo"))
     return MachineFacts(
         num_cores=_num_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -45,6 +46,8 @@ def _look(environment: Mapping[str, str]) -> MachineFacts:
         and not _version("torch").endswith("+cpu")
         and environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"),
         has_compiler=compiler() is not None,
+        cpu_levels=tuple(level.name for level in levels_here()),
+        shipped_levels=shipped_levels(),
         has_bfloat16=bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}),
         has_amx="amx_tile" in flags,
     )

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from ..errors import ConfigError
+from ..kernels.cpu.levels import EMULATED
 from .access import ApiKey, check_origins, check_root_path, check_tls, merge_keys
 from .config import Config, CpuKernels, Dtype, EngineConfig, EngineOptions, HttpConfig, MachineFacts, ModelFacts
 
@@ -44,8 +45,9 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     if options.deterministic:
         _check_deterministic(config, model, machine)
     kernels: CpuKernels | None = None
+    level = _choose_level(config.cpu.cpu_kernels, machine) if on_cpu else None
     if on_cpu:
-        kernels = "compiled" if machine.has_compiler and config.cpu.cpu_kernels == "auto" else "torch"
+        kernels = "torch" if level is None else "compiled"
     # torch has products of 8 bits for float32 activations only.
     is_wide = model.is_native and kernels == "torch" and options.quantization == "int8"
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
@@ -57,6 +59,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         dtype=dtype,
         arithmetic="float32" if is_wide else dtype,
         kernels=kernels,
+        cpu_level=level,
+        no_cpu_level=_NO_LEVEL if kernels == "torch" and config.cpu.cpu_kernels == "auto" else None,
         max_model_len=max_model_len,
         max_num_batched_tokens=options.max_num_batched_tokens or _choose_budget(options, model, machine, max_model_len),
         kv_cache_dtype=dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
@@ -131,6 +135,23 @@ def _on_cpu(options: EngineOptions, machine: MachineFacts) -> bool:
     return options.device == "cpu" or (options.device == "auto" and not machine.has_gpu)
 
 
+_NO_LEVEL = "the installation has no compiled kernels for this CPU, and there is no C compiler (install gcc or clang)"
+
+
+def _choose_level(asked: str, machine: MachineFacts) -> str | None:
+    """The level of the C kernels; None: torch's kernels. Raises ConfigError for a level that cannot be had here."""
+    usable = machine.usable_levels
+    if asked == "auto":
+        return usable[0] if usable else None
+    if asked == "torch" or asked in usable or (asked == EMULATED and machine.has_compiler):
+        return None if asked == "torch" else asked
+    if asked in machine.cpu_levels or asked == EMULATED:
+        why = "the installation has no library of that level, and there is no C compiler (install gcc or clang)"
+    else:
+        why = "this CPU or its operating system lacks instructions that it needs"
+    raise ConfigError(f"--cpu-kernels {asked}: {why}. What works here: {', '.join(('auto', *usable, 'torch'))}.")
+
+
 def _choose_budget(options: EngineOptions, model: ModelFacts, machine: MachineFacts, max_model_len: int) -> int:
     usual = 512 if _on_cpu(options, machine) else 2048
     # No stream waits for an encoder's step, and among many texts there are more of nearly the same length.
@@ -165,7 +186,7 @@ def _check_deterministic(config: Config, model: ModelFacts, machine: MachineFact
             raise ConfigError(f"--deterministic excludes {flag}, {tail}; leave one of them out.")
     if not model.is_native:
         raise ConfigError(f"--deterministic is not there for {model.name}, which runs in transformers, {tail}.")
-    if on_cpu and not machine.has_compiler:
+    if on_cpu and not machine.usable_levels:
         raise ConfigError(
-            f"--deterministic needs a C compiler on a CPU (install gcc or clang): without one torch computes, {tail}."
+            f"--deterministic needs the C kernels on a CPU, but {_NO_LEVEL}: without them torch computes, {tail}."
         )

@@ -1,11 +1,13 @@
-"""Checks the output of `make dist`: the sdist has the files of a release, and the wheel, installed into an empty
-virtual environment outside of the checkout, serves the demo model to a real client.
+"""Checks the output of `make dist`: the sdist has the files of a release, and this machine's wheel, installed into an
+empty virtual environment outside of the checkout, serves the demo model to a real client with the kernels that are in
+the wheel: there is no compiler on its path.
 
 `python -m pagewire.tools.check_dist dist` downloads all dependencies of the wheel, so it takes a minute or two.
 """
 
 import argparse
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -23,9 +25,9 @@ _STOP_S = 30.0
 def main(argv: list[str] | None = None) -> int:
     """Returns 0 if all checks pass."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("dist", type=Path, help="the folder with one wheel and one sdist")
+    parser.add_argument("dist", type=Path, help="the folder with a wheel for this machine and one sdist")
     folder = parser.parse_args(argv).dist.resolve()
-    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    (wheel,), (sdist,) = folder.glob(f"*_{platform.machine()}.whl"), folder.glob("*.tar.gz")
     if missing := _SDIST_HOLDS - names_at_the_top(sdist):
         print(f"{sdist.name} lacks {', '.join(sorted(missing))}", file=sys.stderr)
         return 1
@@ -61,6 +63,8 @@ def serve_from(wheel: Path, empty: Path) -> int:
         return 1
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
+    environment |= {"PATH": str(empty / "venv" / "bin"), "XDG_CACHE_HOME": str(empty / "cache")}
+    environment.pop("CC", None)
     command = [str(empty / "venv" / "bin" / "pagewire"), "serve", "--port", str(port)]
     with (empty / "log").open("wb") as log:
         server = subprocess.Popen(command, cwd=empty, env=environment, stderr=log)
@@ -71,6 +75,12 @@ def serve_from(wheel: Path, empty: Path) -> int:
         code = server.wait(_STOP_S)
     if failed or code:
         print((empty / "log").read_text(), f"the server ended with {code}", sep="\n", file=sys.stderr)
+        return 1
+    log_text = (empty / "log").read_text()
+    note = next((line.strip() for line in log_text.splitlines() if "kernels" in line), "")
+    print(f"it served with: {note}")
+    if "from the wheel" not in note:
+        print(log_text, "the server did not use the kernels of the wheel", sep="\n", file=sys.stderr)
         return 1
     return 0
 

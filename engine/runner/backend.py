@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ...config.config import EngineConfig
-from ...kernels.cpu.build import BuildError
+from ...kernels.cpu import build
 from ...kernels.ops import Ops, reference_ops
 from ..attention.base import AttentionBackend
 from ..attention.kv_cache import KvCache
@@ -42,13 +42,15 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
     """The C kernels compute in float32 and widen bfloat16 weights as they read them, so a bfloat16 checkpoint keeps its
     type and loses nothing. Torch's kernels are used on other devices, for other types of activations, and where the C
     kernels cannot be compiled or are not wanted."""
-    dtype, int8, why = getattr(torch, config.activations), config.quantization == "int8", ""
+    dtype, int8 = getattr(torch, config.activations), config.quantization == "int8"
+    why = f", which are slower, because {config.no_cpu_level}" if config.no_cpu_level else ""
     if device.type == "cpu" and config.kernels == "compiled" and dtype == torch.float32:
         try:
             weights = "bfloat16" if "bfloat16" in (checkpoint_dtype, config.dtype) else "float32"
-            rounds = config.runs_in_c and config.arithmetic == "bfloat16"
-            return _compiled(weights, int8=int8, rounds=rounds)
-        except BuildError as error:
+            if config.cpu_level is not None:
+                build.use(config.cpu_level)
+            return _compiled(weights, int8=int8, rounds=config.runs_in_c and config.arithmetic == "bfloat16")
+        except build.BuildError as error:
             why = f", because {error}; tokens may depend on what else is served where two are almost equally likely"
     return Backend.reference(dtype, int8=int8, why=why)
 
@@ -60,7 +62,7 @@ def _compiled(weights: str, *, int8: bool, rounds: bool) -> Backend:
     from ..attention.native import NativePagedAttention
     from ..models.native import NativeDecoder
 
-    kernels = Kernels()
+    kernels, library = Kernels(), build.find()
     ops = native_ops(kernels, int8=int8, rounds=rounds)
 
     def attention(cache: KvCache) -> AttentionBackend:
@@ -76,7 +78,7 @@ def _compiled(weights: str, *, int8: bool, rounds: bool) -> Backend:
         weight_dtype=torch.bfloat16 if weights == "bfloat16" else torch.float32,
         attention=attention,
         model=model,
-        note="kernels compiled for this CPU: "
+        note=f"C kernels for {library.level.name}, {library.origin}: "
         + ("matrices of 8 bits" if int8 else f"{weights} weights, {'bfloat16' if rounds else 'float32'} arithmetic"),
         is_invariant=True,
     )

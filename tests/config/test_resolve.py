@@ -97,6 +97,41 @@ def test_types_and_kernels(
     assert engine.kv_cache_dtype == engine.dtype
 
 
+@pytest.mark.parametrize(
+    ("asked", "facts", "level"),
+    [
+        ("auto", {}, "avx512"),
+        ("auto", NO_COMPILER, None),
+        ("auto", NO_COMPILER | {"shipped_levels": ("amx", "avx2")}, "avx2"),
+        ("avx2", {}, "avx2"),
+        ("avx2", NO_COMPILER | {"shipped_levels": ("avx512", "avx2")}, "avx2"),
+        ("torch", {}, None),
+        ("amx-emulated", {}, "amx-emulated"),
+        ("auto", {"has_gpu": True}, None),
+    ],
+)
+def test_the_level_of_the_c_kernels(asked: str, facts: dict[str, object], level: str | None) -> None:
+    machine = msgspec.convert({"num_cores": 1, "cpu_levels": ["avx512", "avx2", "portable"]} | facts, MachineFacts)
+    engine = resolve(make_config(cpu_kernels=asked), MODEL, machine)
+    assert engine.cpu_level == level
+    assert (engine.no_cpu_level is not None) == (asked == "auto" and level is None and not machine.has_gpu)
+
+
+@pytest.mark.parametrize(
+    ("asked", "facts", "sentence"),
+    [
+        ("amx", {}, "amx: this CPU .* lacks instructions .* What works here: auto, avx2, portable, torch\\."),
+        ("avx2", NO_COMPILER, "avx2: the installation has no library .* What works here: auto, torch\\."),
+        ("amx-emulated", NO_COMPILER, "no C compiler .* What works here: auto, torch\\."),
+        ("i8mm", {}, "i8mm: this CPU .* lacks"),
+    ],
+)
+def test_a_level_that_cannot_be_had_is_refused(asked: str, facts: dict[str, object], sentence: str) -> None:
+    machine = msgspec.convert({"num_cores": 1} | facts, MachineFacts)
+    with pytest.raises(ConfigError, match=f"--cpu-kernels .*{sentence}"):
+        resolve(make_config(cpu_kernels=asked), MODEL, machine)
+
+
 @pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16"}, {"cpu_kernels": "torch"}, {"quantization": "int8"}])
 @pytest.mark.parametrize("facts", [{}, NO_COMPILER, {"memory_bytes": 10}])
 @pytest.mark.parametrize("model", [{}, {"is_native": False}, {"checkpoint_dtype": "bfloat16"}])
@@ -121,7 +156,7 @@ def test_bfloat16_instructions_change_no_setting(
 @pytest.mark.parametrize(
     ("flags", "facts", "model", "sentence"),
     [
-        ({}, NO_COMPILER, {}, "needs a C compiler on a CPU \\(install gcc or clang\\)"),
+        ({}, NO_COMPILER, {}, "needs the C kernels on a CPU, but .* no C compiler \\(install gcc or clang\\)"),
         ({"cpu_kernels": "torch"}, {}, {}, "excludes --cpu-kernels torch, .* leave one of them out"),
         ({"speculative": "ngram"}, GPU, {}, "excludes --speculative, .* leave one of them out"),
         ({"tensor_parallel_size": 2}, GPU, {}, "excludes --tensor-parallel-size, .* leave one of them out"),
