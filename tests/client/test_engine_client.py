@@ -51,7 +51,7 @@ def test_many_clients_and_the_chain_get_what_is_theirs(address: str) -> None:
             await asyncio.gather(*map(one, range(5)))
             await until_async(lambda: engine.num_open == 0, "all requests end")
         told: dict[int, list[int]] = {}
-        for receiver, message in engine.told:
+        for receiver, message in engine.sent:
             assert getattr(message, "rid", 0) < 5, (receiver, message)
             for tokens in all_tokens(message) if isinstance(message, TokenBatch) else ():
                 told.setdefault(tokens.rid, []).extend(bytes_to_ids(tokens.ids))

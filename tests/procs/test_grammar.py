@@ -48,8 +48,8 @@ def config_in(folder: Path) -> EngineConfig:
 
 def received(engine: Engine, receiver: str) -> list[Message]:
     """Messages that `receiver` was sent since the last call."""
-    messages = [message for name, message in engine.told if name == receiver]
-    engine.told = [(name, message) for name, message in engine.told if name != receiver]
+    messages = [message for name, message in engine.sent if name == receiver]
+    engine.sent = [(name, message) for name, message in engine.sent if name != receiver]
     return messages
 
 
@@ -78,7 +78,7 @@ def test_a_request_is_held_until_its_grammar_is_compiled(tmp_path: Path) -> None
 
     def sampled(engine: Engine) -> dict[int, int]:
         found: dict[Any, Any] = {}
-        for name, message in engine.told:
+        for name, message in engine.sent:
             if name == "grammar" and isinstance(message, Sampled):
                 found |= dict(zip(memoryview(message.rids).cast("q"), bytes_to_ids(message.ids), strict=True))
         return found
