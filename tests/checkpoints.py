@@ -1,6 +1,6 @@
-"""Makes tiny checkpoints with random weights, and says what transformers generates from them.
+"""Makes tiny checkpoints with random weights, and generates reference tokens with transformers.
 
-The weights are drawn wide, so that the best token leads clearly and the outputs differ from prompt to prompt.
+The weights have a large variance, so that the best token leads clearly and outputs differ between prompts.
 """
 
 from pathlib import Path
@@ -69,7 +69,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
 }
-"""Kind → its config class and what sets it apart. The last four have no page of their own in pagewire."""
+"""Kind → its config class and the fields that differ from COMMON. The last four are served by the fallback."""
 
 
 def make_checkpoint(
@@ -94,7 +94,7 @@ def make_checkpoint(
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model of this folder, with its plain attention."""
+    """transformers' model of this folder, with eager attention."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval()
 

@@ -1,5 +1,5 @@
-"""The shared test helpers can be imported (`import fakes`), threads are quiet, nothing is fetched; and what all tests
-of a folder, or of a kind of file, are."""
+"""Makes the shared helpers importable (`import fakes`), limits busy waiting and downloads, and marks the tests of some
+folders and files."""
 
 import os
 import signal
@@ -13,10 +13,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; Ctrl-C is tested in children
+# SIGINT is ignored in a background job of a shell, and children inherit that; tests send Ctrl-C to children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Beneath these paths of tests/, or named like that: what all tests are. The markers are explained in pyproject.toml.
+# Folder of tests/, or name of a file → the marker of all its tests. The markers are explained in pyproject.toml.
 _MARKS_OF_FOLDERS = {
     "e2e": "e2e",
     "examples": "e2e",

@@ -1,4 +1,4 @@
-"""How much work a call is, in lines of Python: the same number on every machine, however busy."""
+"""The work of a call in executed lines of Python, which does not depend on the machine or its load."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lines_of(where: ModuleType, call: Callable[[], object]) -> int:
-    """How many lines of a module, or of a package's modules, `call` executes on this thread."""
+    """The number of lines of a module, or of a package's modules, that `call` executes on this thread."""
     assert where.__file__ is not None
     prefix = str(Path(where.__file__).parent) + "/" if hasattr(where, "__path__") else where.__file__
     num_lines = 0

@@ -1,4 +1,4 @@
-"""The defaults on a CPU, which depend on facts about the machine, so that each is tested on every machine.
+"""The defaults on a CPU depend on facts about the machine; with these, each default is tested on every machine.
 
 `MachineFacts` of tests come from PAGEWIRE_MACHINE, which real processes inherit.
 """
@@ -15,7 +15,7 @@ from pagewire.kernels.cpu.build import compiler
 
 COMPILED = "C kernels"
 TORCH = "torch"
-NARROW = "torch in bfloat16"  # too little memory to widen the checkpoint: tokens may depend on company
+NARROW = "torch in bfloat16"  # too little memory to widen the checkpoint: tokens may depend on the batch
 
 _FACTS: dict[str, dict[str, object]] = {
     COMPILED: {"has_compiler": True},

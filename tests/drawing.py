@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from pagewire.engine.text.grammar import Grammars, Matcher
 from pagewire.engine.text.tokenizer import Tokenizer
 
-PADDING = 13  # logits of models are often wider than their vocabularies
+PADDING = 13  # a model often has more logits than its vocabulary has tokens
 
 
 def grammars_of(tokenizer: Tokenizer) -> Grammars:

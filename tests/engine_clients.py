@@ -43,9 +43,9 @@ class Engine:
         self.config = replace(config, block_size=4, max_num_seqs=16)
         self.worker = FakeWorker(num_blocks=512, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
         self.core = CoreActor(self.config, keys=keys)
-        self.told: list[tuple[str, Message]] = []  # (receiver, message) to other actors
+        self.sent: list[tuple[str, Message]] = []  # (receiver, message) to all actors except the worker
         self.num_steps = 0
-        self.held = False  # the worker answers no plan
+        self.held = False  # while True, the worker answers no plan
         self._plans: list[StepPlan] = []
 
     async def __aenter__(self) -> "Engine":
@@ -79,7 +79,7 @@ class Engine:
             self._plans.append(message)
             asyncio.get_running_loop().call_later(0.0005, self._step)
         elif not isinstance(message, Snapshot):
-            self.told.append((receiver, message))
+            self.sent.append((receiver, message))
 
     def _step(self) -> None:
         if self.held:
@@ -106,7 +106,7 @@ class Peer:
         await self._socket.send_multipart(list(frames))
 
     async def hear(self, *, beats: bool = False) -> ToClient:
-        """The next message; snapshots only if asked for."""
+        """The next message. Snapshots are skipped unless `beats`."""
         while True:
             data = await asyncio.wait_for(self._socket.recv(), 10)
             message: ToClient = msgspec.msgpack.decode(data, type=ToClient)

@@ -1,4 +1,4 @@
-"""A real scheduler and a real runner, and nothing between them: what an engine does without text and processes."""
+"""A real scheduler with a real runner, in one process and without text."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,20 +16,20 @@ NUM_BLOCKS = 64
 
 
 class Loop:
-    """`serve` may be called several times; the prefix cache stays."""
+    """Runs requests. `serve` may be called several times and keeps the prefix cache."""
 
-    def __init__(self, folder: Path, *, queue: Queue | None = None, naps: Sequence[int] = (), **flags: Any) -> None:
-        """`naps`: steps after which `nap` is called when nothing is in flight."""
+    def __init__(self, folder: Path, *, queue: Queue | None = None, sleeps: Sequence[int] = (), **flags: Any) -> None:
+        """`sleeps`: steps after which `sleep` is called once nothing is in flight."""
         config = engine_config(folder, pipeline_depth=2, **flags)
         self.runner = Runner.load(config, queue=queue)
         self.runner.open_cache(NUM_BLOCKS)
         self.scheduler = make_scheduler(config, NUM_BLOCKS)
-        self.naps = naps
-        self.nap: Callable[[], None] = lambda: None
-        self._everything = b"\xff" * (4 * -(-config.model.vocab_size // 32))  # as a mask
+        self.sleeps = sleeps
+        self.sleep: Callable[[], None] = lambda: None
+        self._everything = b"\xff" * (4 * -(-config.model.vocab_size // 32))  # a mask that allows all tokens
 
     def serve(self, requests: Sequence[Enqueue]) -> dict[int, list[int] | Failed]:
-        """The output of each request, or why it has none. Grammars allow everything."""
+        """The output of each request, or its failure. Grammars allow all tokens."""
         scheduler, runner = self.scheduler, self.runner
         output: dict[int, list[int] | Failed] = {}
         for message in requests:
@@ -41,12 +41,12 @@ class Loop:
                 self._allow(self._rids(sampled))
             while (plan := scheduler.plan()) is not None:
                 runner.launch(plan)
-                scheduler.is_paused = scheduler.step in self.naps
+                scheduler.is_paused = scheduler.step in self.sleeps
             if not runner.num_pending:
                 if not scheduler.is_paused:
                     break
                 scheduler.empty()
-                self.nap()
+                self.sleep()
                 scheduler.is_paused = False
                 continue
             assert runner.is_done()
@@ -56,7 +56,7 @@ class Loop:
                     output[item.rid] = item
                 for tokens in all_tokens(item) if isinstance(item, TokenBatch) else ():
                     so_far = output.setdefault(tokens.rid, [])
-                    assert isinstance(so_far, list), "news after it has failed"
+                    assert isinstance(so_far, list), "output after a failure"
                     so_far.extend(bytes_to_ids(tokens.ids))
         assert scheduler.pool.num_free == NUM_BLOCKS
         return output

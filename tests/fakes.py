@@ -1,8 +1,7 @@
-"""A worker without a device that keeps the StepPlan contract to the letter.
+"""A worker without a device that obeys the contract of StepPlan exactly.
 
-The KV of a position is a hash of its id and of the KV before it, and the next token is a hash of all the KV that is
-read back *through the block table*. So any lost, doubled, reordered, wrongly cached or too early reused block changes
-every token after it.
+The KV of a position is a hash of its id and of the KV before it. The next token is a hash of all KV, read *through the
+block table*. So any lost, doubled, reordered, wrongly cached or too early reused block changes every token after it.
 """
 
 from array import array
@@ -35,7 +34,7 @@ KV_BYTES = 4  # of one position
 
 
 def all_tokens(batch: TokenBatch) -> list[Tokens]:
-    """Everything in a batch, columns first."""
+    """All tokens of a batch, columns first."""
     return [*(Tokens(rid, data) for rid, data in batch.columns()), *batch.tokens]
 
 
@@ -63,7 +62,7 @@ def next_token(
 
 
 def allowed_after(rid: int, output: Sequence[int]) -> Sequence[int] | None:
-    """What a grammar, another one for each sequence, allows after this output; None: everything, (): it is complete."""
+    """The tokens that the grammar of sequence `rid` allows after this output. None: all; (): it is complete."""
     state = crc32(array("i", output).tobytes(), rid)
     if len(output) > 2 and state % 23 == 0:
         return ()
@@ -85,7 +84,7 @@ def expected_output(
     min_tokens: int = 0,
     grammar: int | None = None,
 ) -> list[int]:
-    """What a request must give, whatever else happens. grammar: the rid of a sequence that follows its grammar."""
+    """The output that a request must have in every case. `grammar`: the rid of a sequence that follows its grammar."""
     ids, kv = list(prompt), bytearray(kv_of(prompt))
     last = int.from_bytes(kv[-KV_BYTES:], "little")
     while len(ids) - len(prompt) < max_tokens and len(ids) < max_len:
@@ -121,7 +120,7 @@ def enqueue(
     constraint: Constraint | None = None,
     pooling: Pooling | None = None,
 ) -> Enqueue:
-    """A request as the tokenizer would send it."""
+    """A request as the tokenizer sends it."""
     return Enqueue(
         rid,
         ids_to_bytes(prompt),
@@ -145,7 +144,7 @@ def enqueue(
 
 
 class FakeRow:
-    """What the worker knows of a row."""
+    """The worker's state of a row."""
 
     __slots__ = ("blocks", "ends", "ids", "min_len", "num_computed", "num_prompt", "pooled", "pooling", "sampling")
 
@@ -158,7 +157,7 @@ class FakeRow:
         self.min_len = message.min_len
         self.ends = frozenset(bytes_to_ids(message.ends))
         self.pooling = message.pooling
-        self.pooled = b""  # the KV of the positions that were computed since it was opened
+        self.pooled = b""  # the KV of the positions computed since the row was opened
 
 
 class FakeWorker:
@@ -175,8 +174,8 @@ class FakeWorker:
         draft: "Callable[[FakeRow, int], Sequence[int]] | None" = None,
         fits: Callable[[int], bool] = lambda num: True,
     ) -> None:
-        """`carry_out`: the worker half of a KV connector, given what each plan tells it. `draft`: at most so many ids
-        that may come next in a row. `fits`: whether there is memory for a step of so many positions."""
+        """`carry_out`: runs a plan's metadata for the worker half of a KV connector. `draft`: gives at most that many
+        draft tokens for a row. `fits`: whether there is memory for a step of that many positions."""
         self.block_size = block_size
         self.block_bytes = KV_BYTES * block_size
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -184,13 +183,13 @@ class FakeWorker:
         self.rows: list[FakeRow | None] = [None] * max_num_seqs
         self.last_step: int | None = None
         self.fail_seeds: set[int] = set()  # requests whose logits are "not finite"
-        self.is_faulted = False  # until a plan says that the core knows
+        self.is_faulted = False  # until a plan with `after_fault`
         self._carry_out = carry_out
         self._draft = draft
         self._fits = fits
 
     def read_block(self, block: int) -> bytes:
-        """What a block holds."""
+        """The content of a block."""
         return bytes(self.memory[block * self.block_bytes : (block + 1) * self.block_bytes])
 
     def write_block(self, block: int, content: bytes) -> None:
@@ -199,7 +198,7 @@ class FakeWorker:
         self.memory[block * self.block_bytes : (block + 1) * self.block_bytes] = content
 
     def run(self, plan: StepPlan) -> StepResult:
-        """One step."""
+        """Runs one step."""
         assert self.last_step is None or plan.step == self.last_step + 1, "plans must come in order"
         self.last_step = plan.step
         if self.is_faulted and not plan.after_fault:
@@ -208,7 +207,7 @@ class FakeWorker:
         self._change_rows(plan)
         rows, counts = bytes_to_ids(plan.rows), bytes_to_ids(plan.counts)
         assert len(rows) == len(counts) == len(plan.sample)
-        assert rows or plan.kv, "a plan with nothing to do"
+        assert rows or plan.kv, "an empty plan"
         assert len(set(rows)) == len(rows), "a row is twice in a plan"
         most = sum(counts) + plan.num_speculative * plan.speculate
         assert most <= self.max_num_batched_tokens, "over the token budget"
@@ -219,7 +218,7 @@ class FakeWorker:
             return self._drop(structs.replace(plan, kv=b""))
         masked = bytes_to_ids(plan.masked_rows)
         assert set(masked) <= {row for row, samples in zip(rows, plan.sample, strict=True) if samples}, (
-            "masks for nobody"
+            "a mask for a row that does not sample"
         )
         masks = _allowed(masked, plan.masks)
         sampled: list[int] = []
@@ -234,8 +233,8 @@ class FakeWorker:
             assert count >= 1 and end <= len(ids), "positions without ids"
             sampling = state.sampling
             if i < plan.num_speculative:
-                assert count == plan.sample[i] == 1 and sampling.logprobs is None, "no row to guess for"
-                draft_tokens = self._guess(state, end, plan.speculate)
+                assert count == plan.sample[i] == 1 and sampling.logprobs is None, "this row may not have draft tokens"
+                draft_tokens = self._draft_tokens(state, end, plan.speculate)
                 num_drafts += bool(draft_tokens)
                 num_draft_tokens += len(draft_tokens)
                 tokens = self._speculate(state, draft_tokens)
@@ -244,7 +243,7 @@ class FakeWorker:
                 continue
             kv = self._compute(state, start, end)
             if state.pooling is not None:
-                assert not plan.sample[i], "a row that is pooled draws nothing"
+                assert not plan.sample[i], "a pooled row samples no token"
                 if (vector := self._pool(state, kv, start, end)) is not None:
                     vectors[i] = vector
             if sampling.prompt_logprobs is not None:
@@ -252,7 +251,7 @@ class FakeWorker:
                 if scored:
                     prompt_logprobs[i] = _certain(scored)
             if plan.sample[i]:
-                assert end == len(ids), "a token may only be drawn after the last id"
+                assert end == len(ids), "a token may only be sampled after the last id"
                 withheld = state.ends if len(ids) < state.min_len else ()
                 token = next_token(kv, sampling.seed, masks.get(row), withheld)
                 ids.append(token)
@@ -275,7 +274,7 @@ class FakeWorker:
         )
 
     def _change_rows(self, plan: StepPlan) -> None:
-        """What comes before anything is computed: rows, their blocks, transfers and copies."""
+        """Applies what precedes the pass: opened rows, new blocks, transfers and copies."""
         for opened in plan.open:
             self.rows[opened.row] = FakeRow(opened)
         for row, block in zip(bytes_to_ids(plan.grow_rows), bytes_to_ids(plan.grow_blocks), strict=True):
@@ -284,19 +283,19 @@ class FakeWorker:
             assert self._carry_out is not None, "metadata without a connector"
             self._carry_out(plan.kv)
         pairs = bytes_to_ids(plan.copies)
-        assert not set(pairs[::2]) & set(pairs[1::2]), "a block is copied from and to"
+        assert not set(pairs[::2]) & set(pairs[1::2]), "a block is both source and target of a copy"
         for block, content in zip(pairs[1::2], list(map(self.read_block, pairs[::2])), strict=True):
             self.write_block(block, content)
 
-    def _guess(self, state: FakeRow, end: int, most: int) -> list[int]:
-        assert len(state.ids) >= state.min_len, "what may not be drawn yet is known of one position"
+    def _draft_tokens(self, state: FakeRow, end: int, most: int) -> list[int]:
+        assert len(state.ids) >= state.min_len, "tokens are withheld, which works only for one position"
         draft_tokens = [] if self._draft is None else list(self._draft(state, most))
         assert len(draft_tokens) <= most
-        assert end + most <= len(state.blocks) * self.block_size, "guesses without a block"
+        assert end + most <= len(state.blocks) * self.block_size, "draft tokens without a block"
         return draft_tokens
 
     def _pool(self, state: FakeRow, kv: bytes, start: int, end: int) -> bytes | None:
-        """What is told of a row that is pooled, once its prompt has been read."""
+        """The vector of a pooled row, once its whole prompt is computed."""
         assert state.pooling is not None
         state.pooled += kv[start * KV_BYTES :]
         if end < state.num_prompt:
@@ -305,7 +304,7 @@ class FakeWorker:
         return b"" if state.sampling.seed in self.fail_seeds else vector
 
     def _drop(self, plan: StepPlan) -> StepResult:
-        """Answers a plan for which there was no memory, or that came after one: its rows are gone."""
+        """Answers a plan that has no memory, or that follows such a plan. Its rows are closed."""
         self.is_faulted = True
         if plan.kv:
             assert self._carry_out is not None, "metadata without a connector"
@@ -315,13 +314,13 @@ class FakeWorker:
         return StepResult(plan.step, b"", {}, {}, 1.0, fault="out_of_memory")
 
     def _spoil(self, state: FakeRow, count: int) -> None:
-        """What a pass that broke off leaves in the positions that it was to compute."""
+        """Overwrites the positions of a pass that ran out of memory."""
         for position in range(state.num_computed, state.num_computed + count):
             slot = self._slot(state, position)
             self.memory[slot : slot + KV_BYTES] = b"\xee" * KV_BYTES
 
     def _speculate(self, state: FakeRow, draft_tokens: list[int]) -> list[int]:
-        """One position and these guesses after it, at once: the tokens drawn up to the first that was not guessed."""
+        """Computes one position and these draft tokens. Returns the tokens up to the first mismatch."""
         ids, start = state.ids, state.num_computed
         ids.extend(draft_tokens)
         kv = self._compute(state, start, start + 1 + len(draft_tokens))
@@ -337,7 +336,7 @@ class FakeWorker:
         return tokens
 
     def device_ms(self, counts: "array[int]") -> float:
-        """How long a step takes: linear in what it computes."""
+        """The duration of a step, linear in the number of positions."""
         return 1.0 + 0.01 * sum(counts)
 
     def _row(self, row: int) -> FakeRow:
@@ -346,7 +345,7 @@ class FakeWorker:
         return state
 
     def _compute(self, state: FakeRow, start: int, end: int) -> bytes:
-        """Writes the KV of these positions; the KV of all positions before `end`, read through the block table."""
+        """Writes the KV of these positions. Returns all KV before `end`, read through the block table."""
         size, memory = self.block_size, self.memory
         last = self._slot(state, start - 1) if start else None
         before = 0 if last is None else int.from_bytes(memory[last : last + KV_BYTES], "little")
@@ -363,7 +362,7 @@ class FakeWorker:
 
 
 def _allowed(rows: "array[int]", masks: bytes) -> dict[int, list[int]]:
-    """What each of the rows may draw."""
+    """The tokens that each of the rows may sample."""
     allowed = {}
     for i, row in enumerate(rows):
         bits = int.from_bytes(masks[i * len(masks) // len(rows) : (i + 1) * len(masks) // len(rows)], "little")
@@ -373,5 +372,5 @@ def _allowed(rows: "array[int]", masks: bytes) -> dict[int, list[int]]:
 
 
 def _certain(ids: "array[int]") -> RowLogprobs:
-    """Log-probabilities of these positions: of each, its own id alone."""
+    """Log-probabilities of these positions, each with its own id alone."""
     return RowLogprobs(1, ids.tobytes(), array("f", [-1.0] * len(ids)).tobytes())

@@ -1,7 +1,7 @@
-"""Architectures that transformers knows, and what pagewire makes of each: one line a family.
+"""Architectures of transformers, and whether pagewire serves each: one line per family.
 
-`make_family` writes a tiny random checkpoint. Fields that are common to most config classes get small values wherever a
-class has them; a line adds what a family needs besides.
+`make_family` writes a tiny random checkpoint. Fields common to most config classes get small values wherever a class
+has them. A line adds further fields that a family needs.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _ENCODER_DECODER = "is an encoder-decoder model"
 _BOTH_WAYS = r"tokens see those that follow them \(bidirectional attention\)"
 _IMAGES = r"is a multimodal model \(text.* images"
 
-# model_type → (what its config has besides, SERVED or a pattern of the reason why not).
+# model_type → (further fields of its config, SERVED or a pattern of the reason why it is refused).
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     **{
         kind: ({}, SERVED)
@@ -77,7 +77,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
             "solar_open", "starcoder2", "vaultgemma",
         )
     },
-    "phimoe": ({"sliding_window": 1024}, SERVED),  # of whose window attention is not told, but it is the whole context
+    "phimoe": ({"sliding_window": 1024}, SERVED),  # its attention does not get the window, which is the whole context
     "granitemoehybrid": ({"layer_types": ["full_attention"] * 3}, SERVED),  # as Granite 4.0 Micro
     "lfm2": ({"layer_types": ["full_attention"] * 3}, SERVED),
     "diffllama": ({}, "calls attention more than once in layer 0, and pagewire caches one set of keys and values"),
@@ -115,7 +115,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     **{kind: ({}, _ENCODER_DECODER) for kind in ("bart", "marian", "pegasus")},
 }  # fmt: skip
 
-# Wrappers and others whose config alone decides: model_type → (architecture, pattern of the reason).
+# Families that are refused by their config alone: model_type → (architecture, pattern of the reason).
 BY_CONFIG: dict[str, tuple[str, str]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", _IMAGES),
     "gemma3n": ("Gemma3nForConditionalGeneration", r"is a multimodal model \(text, audio and images\)"),
@@ -132,12 +132,12 @@ BY_CONFIG: dict[str, tuple[str, str]] = {
     "whisper": ("WhisperForConditionalGeneration", _ENCODER_DECODER),
 }
 
-# Without weights these look like others; only the comparison with transformers after loading shows the reason.
+# For these, only the comparison with transformers after loading shows the reason.
 ONLY_WEIGHTS_TELL = {"roberta"}
 
 
 def make_family(folder: Path, model_type: str) -> Path:
-    """Writes a checkpoint with a tokenizer into `folder`; of those in `BY_CONFIG` the config alone."""
+    """Writes a checkpoint with a tokenizer into `folder`; for families of `BY_CONFIG`, only the config."""
     config_class: Any = transformers.CONFIG_MAPPING[model_type]
     if model_type in BY_CONFIG:
         config = config_class()

@@ -64,7 +64,7 @@ class Cycles:
         rules = json.loads(constraint.text)
         match rules["fault"]:
             case "refused":
-                raise RequestError("invalid_request", "This grammar is none.")
+                raise RequestError("invalid_request", "This is not a grammar.")
             case "hangs":
                 sum(range(10**15))  # not a sleep, because CPU time is limited
             case "swells":
@@ -84,10 +84,10 @@ def load(config: EngineConfig) -> Cycles:
 
 
 def load_nothing(config: EngineConfig) -> Cycles:
-    """A model without a vocabulary."""
+    """Fails as for a model without a vocabulary."""
     raise ConfigError("There is no vocabulary.")
 
 
 def load_to_die(config: EngineConfig) -> Cycles:
-    """A library that cannot even be loaded."""
+    """Ends the process, as a library that crashes while it is loaded."""
     os._exit(3)

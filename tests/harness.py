@@ -1,7 +1,7 @@
 """A verified fake of the engine and a direct driver of the ASGI application.
 
 The engine obeys the messages' contract: each rid gets Accepted or Failed first, exactly one terminal message, and
-nothing after a Cancel. It has no clock: what it says comes one loop turn after another.
+nothing after a Cancel. It has no clock: its messages come in successive turns of the loop.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ CONFIG = EngineConfig(
 
 
 def http_config(**settings: Any) -> HttpConfig:
-    """`settings`: of any section, and fields of `HttpConfig`."""
+    """`settings`: settings of any section, and fields of `HttpConfig`."""
     own = {name: settings.pop(name) for name in HttpConfig.__struct_fields__ if name in settings}
     config = make_config(**{"port": 0, "start_timeout_s": 1.0, "drain_timeout": 0.0, **settings})
     sections = {name: getattr(config, name) for name in ("listen", "clients", "service", "admin", "reports")}
@@ -87,7 +87,7 @@ def http_config(**settings: Any) -> HttpConfig:
 
 
 def split_settings(settings: dict[str, Any]) -> tuple[EngineConfig, HttpConfig]:
-    """`CONFIG` and `http_config` with these: fields of `EngineConfig`, `ModelFacts` and what `http_config` takes."""
+    """`CONFIG` and `http_config` with these fields of `EngineConfig` and `ModelFacts`, and other settings."""
     engine, model, http = CONFIG, {}, {}
     for name, value in settings.items():
         if name in ModelFacts.__struct_fields__:
@@ -109,7 +109,7 @@ def position(text: str, num_top: int) -> TokenLogprob:
 
 
 class FakeEngine:
-    """Answers every Submit with `pieces`, one a step; a token is a character and its id the character's number."""
+    """Answers every Submit with `pieces`, one per step. A token is a character, and its id is the code point."""
 
     def __init__(
         self, pieces: list[str] | None = None, *, finish: str = "stop", stop_reason: str | None = None
@@ -118,17 +118,17 @@ class FakeEngine:
         self.finish = finish
         self.stop_reason = stop_reason
         self.prompt_end = ""
-        self.vectors = [[0.5, -1.0], [0.25, 2.0], [0.75, 0.0]]  # what orders with pooling get in turn
-        self.refuse: tuple[ErrorKind, str] | tuple[ErrorKind, str, str, int] | None = None  # instead of accepting
-        self.fail_after: int | None = None  # pieces, then Failed
-        self.hold = False  # accept and say nothing more until `go`
+        self.vectors = [[0.5, -1.0], [0.25, 2.0], [0.75, 0.0]]  # for submits with pooling, in turn
+        self.refuse: tuple[ErrorKind, str] | tuple[ErrorKind, str, str, int] | None = None  # instead of Accepted
+        self.fail_after: int | None = None  # if set, fails after that many pieces
+        self.hold = False  # accepts, and sends no output until `go`
         self.submits: list[Submit] = []
         self.cancels: list[int] = []
         self.questions: list[Tokenize | Detokenize | Describe] = []
-        self.open: dict[int, tuple[Submit, int]] = {}  # rid → its order and the next piece; -1: what it resumes
-        self.loop: asyncio.AbstractEventLoop | None = None  # once it has heard of a request
+        self.open: dict[int, tuple[Submit, int]] = {}  # rid → its submit and the next piece; -1: the resumed output
+        self.loop: asyncio.AbstractEventLoop | None = None  # set by the first message
         self.is_asleep = False
-        self.problem = ""  # why it does not wake up
+        self.problem = ""  # why it cannot wake up
         self.gateway = Gateway(self.post, clock=lambda: 0.0)
         self.sleeper = Sleeper(self.rest)
 
@@ -141,15 +141,15 @@ class FakeEngine:
                 rids = range(message.rid, message.rid + message.n)
                 self.open.update({rid: (message, -1 if message.resume_chars < 0 else 0) for rid in rids})
                 self.loop.call_soon(self._admit, list(rids))
-            case Cancel(rids=gone):
-                self.cancels.extend(gone)
-                for rid in gone:
+            case Cancel(rids=cancelled):
+                self.cancels.extend(cancelled)
+                for rid in cancelled:
                     self.open.pop(rid, None)
             case Tokenize() | Detokenize() | Describe():
                 self.loop.call_soon(self._answer, message)
 
     def rest(self, message: Sleep | Wake) -> None:
-        """Tells what it is in a report and an answer, as the core does."""
+        """Reports its state in a snapshot and an answer, as the core does."""
         self.is_asleep = isinstance(message, Sleep) or bool(self.problem)
         self.gateway.handle([Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, is_asleep=self.is_asleep)])
         asyncio.get_running_loop().call_soon(self.sleeper.hear, Slept(self.is_asleep, 1000, self.problem))
@@ -184,67 +184,67 @@ class FakeEngine:
 
     def _step(self) -> None:
         chunks = []
-        for rid, (order, step) in list(self.open.items()):
+        for rid, (submit, step) in list(self.open.items()):
             if self.fail_after == step:
                 del self.open[rid]
                 self.gateway.handle([Failed(rid, "internal", "A worker failed.")])
                 continue
             if step < 0:
-                chunks.append(self._resumed(rid, order))
-                self.open[rid] = (order, self._step_after(order))
+                chunks.append(self._resumed(rid, submit))
+                self.open[rid] = (submit, self._step_after(submit))
                 continue
-            chunks.append(self._chunk(rid, order, step))
-            if step + 1 >= len(self.pieces) or order.pooling is not None:
+            chunks.append(self._chunk(rid, submit, step))
+            if step + 1 >= len(self.pieces) or submit.pooling is not None:
                 del self.open[rid]
             else:
-                self.open[rid] = (order, step + 1)
+                self.open[rid] = (submit, step + 1)
         self.gateway.handle([TextBatch(tuple(chunks))])
         if self.open and not self.hold:
             asyncio.get_running_loop().call_soon(self._step)
 
-    def _resumed(self, rid: int, order: Submit) -> Chunk:
-        text = "".join(map(chr, bytes_to_ids(order.resume_ids)))
-        prompt = self._echo(order) if order.text.prompt else None
-        prompt_end = self.prompt_end if order.text.prompt_end else None
+    def _resumed(self, rid: int, submit: Submit) -> Chunk:
+        text = "".join(map(chr, bytes_to_ids(submit.resume_ids)))
+        prompt = self._echo(submit) if submit.text.prompt else None
+        prompt_end = self.prompt_end if submit.text.prompt_end else None
         lengths = ids_to_bytes([1] * len(text))
-        return Chunk(rid, text, order.resume_ids, prompt=prompt, prompt_end=prompt_end, lengths=lengths)
+        return Chunk(rid, text, submit.resume_ids, prompt=prompt, prompt_end=prompt_end, lengths=lengths)
 
-    def _step_after(self, order: Submit) -> int:
+    def _step_after(self, submit: Submit) -> int:
         ends = [sum(map(len, self.pieces[:step])) for step in range(len(self.pieces))]
-        return ends.index(len(order.resume_ids) // 4)
+        return ends.index(len(submit.resume_ids) // 4)
 
-    def _chunk(self, rid: int, order: Submit, step: int) -> Chunk:
-        if order.pooling is not None:
+    def _chunk(self, rid: int, submit: Submit, step: int) -> Chunk:
+        if submit.pooling is not None:
             vector = array("f", self.vectors[rid % len(self.vectors)]).tobytes()
             return Chunk(rid, "", b"", finish="stop", usage=Usage(3, 0, 1), vector=vector)
         text = self.pieces[step] if self.pieces else ""
         chunk = Chunk(rid, text, ids_to_bytes([ord(char) for char in text]))
-        if order.sampling.logprobs is not None:
-            chunk = replace(chunk, logprobs=tuple(position(char, order.sampling.logprobs) for char in text))
-        if step == 0 and order.text.prompt and not order.resume_ids:
-            chunk = replace(chunk, prompt=self._echo(order))
-        if step == 0 and order.text.prompt_end and not order.resume_ids:
+        if submit.sampling.logprobs is not None:
+            chunk = replace(chunk, logprobs=tuple(position(char, submit.sampling.logprobs) for char in text))
+        if step == 0 and submit.text.prompt and not submit.resume_ids:
+            chunk = replace(chunk, prompt=self._echo(submit))
+        if step == 0 and submit.text.prompt_end and not submit.resume_ids:
             chunk = replace(chunk, prompt_end=self.prompt_end)
         if step + 1 >= len(self.pieces):
             usage = Usage(3, sum(map(len, self.pieces)), 1)
             chunk = replace(chunk, finish=self.finish, stop_reason=self.stop_reason, usage=usage)
         return chunk
 
-    def _echo(self, order: Submit) -> PromptEcho:
-        match order.prompt:
+    def _echo(self, submit: Submit) -> PromptEcho:
+        match submit.prompt:
             case TextPrompt(text=text):
                 pass
             case IdsPrompt(ids=ids):
                 text = "".join(map(chr, bytes_to_ids(ids)))
             case ChatPrompt() | PairPrompt():
                 text = "abc"
-        num_top = order.sampling.prompt_logprobs
+        num_top = submit.sampling.prompt_logprobs
         logprobs = None if num_top is None else (None, *(position(char, num_top) for char in text[1:]))
         return PromptEcho(array("i", map(ord, text)).tobytes(), text, logprobs)
 
 
 class Answer:
-    """A response as the client saw it."""
+    """A response as the client receives it."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         self.status: int = messages[0]["status"] if messages else 0
@@ -266,7 +266,7 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """The stream's events; `[DONE]` as that string."""
+        """The events of the stream; `[DONE]` is a string."""
         assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
         blocks = self.body.decode().split("\n\n")
         assert blocks.pop() == ""
@@ -361,7 +361,7 @@ def request(
     headers: dict[str, str] | None = None,
     **config: Any,
 ) -> Answer:
-    """One call from start to end. `body`: bytes as they are, or anything to be sent as JSON."""
+    """One complete call. `body`: bytes are sent unchanged, other values as JSON."""
     healthy = config.pop("healthy", lambda: None)
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     answer = run(

@@ -1,6 +1,6 @@
-"""Every invariant of the scheduler and its pool, for tests and simulation: a function each, linear in what it looks at.
+"""The invariants of the scheduler and its pool, for tests and simulation. Each is a function of linear time.
 
-They hold between any two calls of the scheduler, whatever the calls were.
+They hold between any two calls of the scheduler.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from pagewire.engine.core.scheduler import Scheduler
 
 
 class Touched:
-    """What the plans and loads in flight do, request by request."""
+    """The work of the plans and loads in flight, by request."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.requests: dict[int, Request] = {}  # by id(): an ended request's rid may be in use again
@@ -27,8 +27,8 @@ class Touched:
                 self._add(request, count, sample)
         self.loading = {} if scheduler._loads is None else {id(r): r for r, _ in scheduler._loads._requests.values()}
         table = scheduler.table
-        everyone = (*table.requests.values(), *table.running, *self.requests.values(), *self.loading.values())
-        self.everyone = {id(r): r for r in everyone}.values()
+        all_requests = (*table.requests.values(), *table.running, *self.requests.values(), *self.loading.values())
+        self.all_requests = {id(r): r for r in all_requests}.values()
 
     def _add(self, request: Request, count: int, sample: int) -> None:
         key = id(request)
@@ -39,66 +39,68 @@ class Touched:
 
 
 def check(scheduler: Scheduler, num_rows: int | None = None) -> None:
-    """All of them. `num_rows`: how many there are, if the caller knows."""
+    """Asserts every invariant. `num_rows`: the number of rows, if the caller knows it."""
     touched = Touched(scheduler)
-    blocks_have_their_holders(scheduler, touched)
+    holder_counts_match_block_tables(scheduler, touched)
     rows_are_owned(scheduler, touched, num_rows)
-    only_what_is_in_flight_is_counted(touched)
-    nothing_is_let_go_in_flight(scheduler, touched)
-    states_hold_what_they_may(scheduler, touched)
+    in_flight_counts_match(touched)
+    rows_and_blocks_stay_while_in_flight(scheduler, touched)
+    states_match_what_requests_hold(scheduler, touched)
     positions_are_in_order(scheduler, touched)
-    tokens_in_flight_have_a_place(touched)
-    blocks_are_named_as_their_table(scheduler, touched)
-    lines_hold_who_waits(scheduler)
+    tokens_in_flight_are_counted(touched)
+    keys_of_blocks_match_block_tables(scheduler, touched)
+    waiting_requests_are_queued(scheduler)
 
 
-def blocks_have_their_holders(scheduler: Scheduler, touched: Touched) -> None:
-    """Each block is held, idle or empty, and its count is the number of tables that it is in."""
-    tables = [r.blocks for r in touched.everyone if r.row >= 0]
+def holder_counts_match_block_tables(scheduler: Scheduler, touched: Touched) -> None:
+    """Each block is held, idle or empty, and its count is the number of block tables that it is in."""
+    tables = [r.blocks for r in touched.all_requests if r.row >= 0]
     scheduler.pool.check([*tables, *scheduler.table.held.values()])
-    assert not any(r.blocks for r in touched.everyone if r.row < 0), "blocks without a row"
+    assert not any(r.blocks for r in touched.all_requests if r.row < 0), "blocks without a row"
 
 
 def rows_are_owned(scheduler: Scheduler, touched: Touched, num_rows: int | None) -> None:
     """Each row is free or has one owner."""
     free = scheduler.table.free_rows
-    rows = sorted([*free, *(r.row for r in touched.everyone if r.row >= 0)])
+    rows = sorted([*free, *(r.row for r in touched.all_requests if r.row >= 0)])
     assert rows == list(range(len(rows) if num_rows is None else num_rows)), "a row is lost or held twice"
 
 
-def only_what_is_in_flight_is_counted(touched: Touched) -> None:
-    """A request counts the plans and loads in flight that touch it."""
-    for request in touched.everyone:
-        due = touched.num_steps.get(id(request), 0) + (id(request) in touched.loading)
-        assert request.num_in_flight == due, f"in-flight count of {request.rid} is {request.num_in_flight}, not {due}"
+def in_flight_counts_match(touched: Touched) -> None:
+    """The in-flight count of a request is the number of plans and loads in flight that touch it."""
+    for request in touched.all_requests:
+        expected = touched.num_steps.get(id(request), 0) + (id(request) in touched.loading)
+        assert request.num_in_flight == expected, (
+            f"in-flight count of {request.rid} is {request.num_in_flight}, not {expected}"
+        )
 
 
-def nothing_is_let_go_in_flight(scheduler: Scheduler, touched: Touched) -> None:
+def rows_and_blocks_stay_while_in_flight(scheduler: Scheduler, touched: Touched) -> None:
     """Row and blocks stay while something in flight touches them."""
-    for request in touched.everyone:
-        assert request.num_in_flight == 0 or request.row >= 0, "a row was given back while in flight"
+    for request in touched.all_requests:
+        assert request.num_in_flight == 0 or request.row >= 0, "a row was freed while in flight"
         needed = request.num_computed + touched.num_positions.get(id(request), 0)
-        assert request.num_in_flight == 0 or len(request.blocks) * scheduler.block_size >= needed, "blocks were too"
+        assert request.num_in_flight == 0 or len(request.blocks) * scheduler.block_size >= needed, "blocks were freed"
 
 
-def states_hold_what_they_may(scheduler: Scheduler, touched: Touched) -> None:
-    """Waiting requests hold nothing; running, loading and leaving ones hold a row; ended ones are forgotten."""
+def states_match_what_requests_hold(scheduler: Scheduler, touched: Touched) -> None:
+    """Waiting requests hold nothing; running, loading and leaving ones hold a row; ended ones are not in the table."""
     table = scheduler.table
-    for request in touched.everyone:
-        assert (table.requests.get(request.rid) is request) == (request.state is not State.ENDED), "ended but kept"
+    for request in touched.all_requests:
+        assert (table.requests.get(request.rid) is request) == (request.state is not State.ENDED), "wrong in the table"
         if request.state is State.WAITING:
             assert request.row < 0 and not request.blocks, "a waiting request holds something"
         elif request.state is not State.ENDED:
             assert request.row >= 0, f"a {request.state.value} request has no row"
         if request.state is State.LOADING:
-            assert id(request) in touched.loading, "no load is under way for it"
+            assert id(request) in touched.loading, "a loading request has no load in flight"
             assert id(request) not in touched.requests, "a request is computed while it is loaded"
-    assert table.num_leaving == sum(r.state is State.LEAVING for r in touched.everyone), "who leaves is miscounted"
+    assert table.num_leaving == sum(r.state is State.LEAVING for r in touched.all_requests), "num_leaving is wrong"
 
 
 def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
-    """computed ≤ planned ≤ total ≤ what was asked for, and blocks for all that is planned, draft tokens included."""
-    for r in touched.everyone:
+    """computed ≤ planned ≤ total ≤ requested, and blocks for all planned positions, draft tokens included."""
+    for r in touched.all_requests:
         if r.state in (State.WAITING, State.ENDED):
             continue
         assert 0 <= r.num_computed <= r.num_planned <= r.num_total <= scheduler.max_model_len, r.rid
@@ -108,41 +110,41 @@ def positions_are_in_order(scheduler: Scheduler, touched: Touched) -> None:
         assert r.num_total <= r.max_len, "too many tokens sampled"
         assert r.num_total <= r.num_allowed, "a token was sampled before its grammar allowed one"
         if r.state is State.RUNNING and r.is_open and r.generates:
-            due = -1 if r.is_constrained else min(r.num_needed, len(r.blocks) * scheduler.block_size)
-            assert r.fast_limit == due, "its fast_limit is out of date"
+            expected = -1 if r.is_constrained else min(r.num_needed, len(r.blocks) * scheduler.block_size)
+            assert r.fast_limit == expected, "its fast_limit is out of date"
 
 
-def tokens_in_flight_have_a_place(touched: Touched) -> None:
+def tokens_in_flight_are_counted(touched: Touched) -> None:
     """A token that is still on the device was sampled by exactly one plan in flight."""
-    for r in touched.everyone:
+    for r in touched.all_requests:
         if r.state is not State.ENDED:
             sampled = touched.num_sampled.get(id(r), 0)
             assert r.num_total - len(r.ids) == sampled, (
-                f"{r.rid}: {r.num_total} ids, {len(r.ids)} here, {sampled} on the way"
+                f"{r.rid}: {r.num_total} ids, {len(r.ids)} here, {sampled} in flight"
             )
 
 
-def blocks_are_named_as_their_table(scheduler: Scheduler, touched: Touched) -> None:
-    """A key of a block in a table is the key of that place in that table, so it was never someone else's prefix."""
+def keys_of_blocks_match_block_tables(scheduler: Scheduler, touched: Touched) -> None:
+    """The key of a block is the key of its position in each block table, so no request reads another prefix."""
     size, key_of, is_full = scheduler.block_size, scheduler.pool._key, scheduler.pool._place
-    for r in touched.everyone:
+    for r in touched.all_requests:
         for i, block in enumerate(r.blocks):
             key = key_of[block]
             if key is not None and is_full[block] >= 0 and (i + 1) * size <= len(r.ids):
                 own = r.keys[i] if i < len(r.keys) else r.block_keys(i + 1, size)[i]
-                assert key == own, f"block {i} of {r.rid} has a foreign key"
+                assert key == own, f"block {i} of {r.rid} has the key of another prefix"
 
 
-def lines_hold_who_waits(scheduler: Scheduler) -> None:
-    """Every waiting request stands in a line, and their tokens are counted."""
+def waiting_requests_are_queued(scheduler: Scheduler) -> None:
+    """Every waiting request is in the queue, and the tokens of the queue are counted."""
     waiting, requests = scheduler.table.waiting, scheduler.table.requests.values()
-    assert {r.rid for r in waiting} == {r.rid for r in requests if r.state is State.WAITING}, "lost in line"
-    assert len(waiting) == sum(1 for _ in waiting), "the waiting are miscounted"
-    assert waiting.num_tokens == sum(r.max_len for r in waiting), "waiting tokens are miscounted"
+    assert {r.rid for r in waiting} == {r.rid for r in requests if r.state is State.WAITING}, "lost in the queue"
+    assert len(waiting) == sum(1 for _ in waiting), "the length of the queue is wrong"
+    assert waiting.num_tokens == sum(r.max_len for r in waiting), "the number of waiting tokens is wrong"
 
 
 def writes_are_exclusive(scheduler: Scheduler, copied_to: Iterable[int]) -> None:
-    """Nothing that the newest plan writes is in a second table, or holds a full block that can be found.
+    """No block that the newest plan writes is in a second block table or is a full block of the prefix cache.
 
     `copied_to`: the blocks that the plan copies to.
     """
@@ -152,14 +154,14 @@ def writes_are_exclusive(scheduler: Scheduler, copied_to: Iterable[int]) -> None
     known = Touched(scheduler)
     written: list[int] = []
     for request, count in rows:
-        # Guesses of plans in flight may all turn out wrong: each plan writes one position for certain.
+        # All draft tokens of plans in flight may be rejected: each plan writes at least one position.
         draft_tokens = known.num_draft_tokens.get(id(request), 0)
         written += request.blocks[
             (request.num_planned - count - draft_tokens) // size : (request.num_planned - 1) // size + 1
         ]
     assert len(set(written)) == len(written), "two rows write one block"
-    # Whose row the worker has dropped, and who does not come back to it, reads no more.
-    gone = [r for r in known.everyone if r.state in (State.LEAVING, State.ENDED) and not r.is_open]
+    # A leaving or ended request whose row is closed on the worker reads no more.
+    closed = [r for r in known.all_requests if r.state in (State.LEAVING, State.ENDED) and not r.is_open]
     for block in [*written, *copied_to]:
-        num = pool._holders[block] - sum(block in r.blocks for r in gone)
+        num = pool._holders[block] - sum(block in r.blocks for r in closed)
         assert num == 1, f"block {block} is written and has {num} holders"

@@ -1,4 +1,4 @@
-"""JSON schemas made at random of the keywords that people use. All that they allow is short."""
+"""Random JSON schemas of common keywords. All instances of a schema are short."""
 
 import random
 import re
@@ -15,19 +15,19 @@ WORDS = ("red", "green", "blau", "größe", "a b", 'q"t', "line\nend", "🙂", "
 
 
 def make_schema(seed: int) -> Schema:
-    """The schema of this number; the same every time."""
+    """The schema of this seed."""
     return _Maker(random.Random(seed)).root()
 
 
 def check_instance(schema: Schema, value: object) -> None:
-    """Raises unless `value` is an instance of `schema`, formats included, and has no property that is not named where
-    names are listed and nothing is said of others."""
+    """Raises unless `value` is an instance of `schema`, formats included. Properties that are not listed are forbidden
+    where the schema lists properties and does not mention others."""
     for one in (schema, closed(schema)):
         jsonschema.Draft202012Validator(one, format_checker=_FORMATS).validate(value)
 
 
 def closed(schema: Any, is_part: bool = False) -> Any:
-    """The schema with the same said in words. `is_part`: of allOf."""
+    """The schema with unlisted properties forbidden explicitly. `is_part`: the schema is a part of allOf."""
     if not isinstance(schema, dict):
         return schema
     found = dict(schema)

@@ -1,4 +1,4 @@
-"""A page of /metrics of a server that reports everything."""
+"""The /metrics page of a server that reports every metric."""
 
 from harness import CONFIG
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ MODEL = 'my "model"\\1'
 
 
 def page(prefix: str = "pagewire") -> str:
-    """What a server with everything says."""
+    """The page as text."""
     gateway = Gateway(lambda message: None)
     lag = Histogram(SECONDS)
     for value in (0.0, 0.0003, 0.5, 99.0):

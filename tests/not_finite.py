@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.messages import Constraint, Enqueue, Failed, Pooling, Sampling
 
-POISON = 7  # a token whose embedding is not a number
+POISON = 7  # a token whose embedding is NaN
 
 
 def poisoned(folder: Path, target: Path) -> Path:
@@ -31,7 +31,7 @@ def _prompt(first: int, length: int) -> list[int]:
 
 def good(num_tokens: int) -> list[Enqueue]:
     """Healthy requests; two of them share a prefix with bad ones."""
-    again = Sampling(temperature=0, logit_bias={40: 1e4})  # always the same token: it is guessed
+    again = Sampling(temperature=0, logit_bias={40: 1e4})  # always the same token, so it becomes a draft token
     plain: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
     return [
         enqueue(0, _prompt(1, 18), seed=1, **plain),
@@ -42,9 +42,9 @@ def good(num_tokens: int) -> list[Enqueue]:
 
 
 def bad(num_tokens: int) -> list[Enqueue]:
-    """Poison in a prompt that shares its beginning, at its end, in the middle of decoding, under a grammar, pooled."""
+    """POISON after a shared prefix, at the end of a prompt, during decoding, under a grammar, and pooled."""
     plain: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
-    forced = Sampling(temperature=0, logit_bias={POISON: 1e4})  # draws it, and has it behind it in the next step
+    forced = Sampling(temperature=0, logit_bias={POISON: 1e4})  # samples POISON, which is computed in the next step
     return [
         enqueue(10, [*_prompt(1, 17), POISON, 9, 9], seed=1, **plain),
         enqueue(11, [*_prompt(5, 4), POISON], seed=2, **plain),
@@ -62,10 +62,11 @@ def check(loop: Loop, num_tokens: int, most: int = 6) -> None:
     alone = loop.serve(healthy)
     assert all(isinstance(output, list) and len(output) == num_tokens for output in alone.values())
     loop.scheduler.pool.forget_all()
-    for _ in range(2):  # afresh, and with what is cached
+    for _ in range(2):  # without and with cached blocks
         pairs = zip_longest(sick, healthy)
         together = loop.serve([request for request in chain(*pairs) if request is not None])
         failed = {request.rid: together.pop(request.rid) for request in sick}
-        for rid, end in failed.items():
-            assert isinstance(end, Failed) and end.kind == "internal" and "not finite" in end.detail, (rid, end)
+        for rid, failure in failed.items():
+            assert isinstance(failure, Failed) and failure.kind == "internal", (rid, failure)
+            assert "not finite" in failure.detail, rid
         assert together == alone

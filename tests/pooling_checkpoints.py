@@ -1,5 +1,5 @@
-"""Makes tiny embedding models and cross-encoders with random weights and tokenizers of their own kinds, and says what
-transformers, with the formulae of sentence-transformers, makes of a text."""
+"""Makes tiny embedding models and cross-encoders with random weights and tokenizers of the usual kinds, and computes
+reference embeddings and scores with transformers and the formulae of sentence-transformers."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def make_decoder(
 
 
 def add_sentence_files(folder: Path, pooling: str, normalize: bool, **more: Any) -> None:
-    """What sentence-transformers writes beside a model."""
+    """Adds the files that sentence-transformers writes beside a model."""
     parts = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     paths = ["", "1_Pooling", "2_Normalize"]
     modules = [
@@ -100,7 +100,7 @@ def _make(folder: Path, kind: str, auto: Any, pooling: str | None, normalize: bo
     model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # zero by default, which would hide one in the wrong place
+            if name.endswith("bias"):  # zero by default, which would hide a bias in the wrong place
                 parameter.normal_(std=0.2)
     torch.set_rng_state(state)
     model.save_pretrained(folder)
@@ -110,7 +110,7 @@ def _make(folder: Path, kind: str, auto: Any, pooling: str | None, normalize: bo
 
 
 def _word_pieces(folder: Path) -> int:
-    """BERT's kind. Like many files of its kind it says to cut and pad, which is not for a server to follow."""
+    """A tokenizer as BERT's. Like many such files it enables truncation and padding, which a server must ignore."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     letters = [c for c in "abcdefghijklmnopqrstuvwxyz"]
     vocab = [*special, *letters, *(f"##{c}" for c in letters), *WORDS]
@@ -126,7 +126,7 @@ def _word_pieces(folder: Path) -> int:
 
 
 def _unigrams(folder: Path) -> int:
-    """XLM-RoBERTa's kind."""
+    """A tokenizer as XLM-RoBERTa's."""
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     pieces = [*special, *(f"▁{w}" for w in WORDS), *"▁abcdefghijklmnopqrstuvwxyz"]
     tokenizer = Tokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=3))

@@ -1,6 +1,6 @@
-"""Quantizes the projections of a float checkpoint with packing code of its own, and says what the result stands for.
+"""Quantizes the projections of a float checkpoint with independent packing code, and gives the dequantized weights.
 
-Rounding is plain; what matters is that the numbers in the files are those in the copy that holds them as floats.
+Rounding is simple. The quantized files and the float copy must hold the same numbers.
 """
 
 import json

@@ -13,12 +13,12 @@ from pagewire.api.http.server import HttpServer, UvicornConfig
 
 
 class Served:
-    """Ends with `stop`, or as a context."""
+    """Stops with `stop` or at the end of a `with` block."""
 
     def __init__(
         self, listener: socket.socket | None = None, *, engine: FakeEngine | None = None, **config: Any
     ) -> None:
-        """`listener`: bound; default: a free port. `config`: what differs from `CONFIG`."""
+        """`listener`: a bound socket; default: a free port. `config`: differences from `CONFIG`."""
         self.engine = engine or FakeEngine(["Hel", "lo ", "🙂"])
         self._socket = listener or socket.create_server(("127.0.0.1", 0))
         self._socket.listen()
@@ -28,7 +28,7 @@ class Served:
         self._server = HttpServer(self._config)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        # What connects before has nothing of what the server sets on its socket.
+        # Earlier connections would lack the options that the server sets on its socket.
         until(lambda: self._server.started or not self._thread.is_alive(), "the server has started")
         assert self._thread.is_alive()
 
@@ -55,7 +55,7 @@ class Served:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)
 
     def raw(self, data: bytes) -> bytes:
-        """Everything that comes back until the server closes."""
+        """Sends `data`; returns everything that arrives until the server closes the connection."""
         with self.connect() as connection:
             received = b""
             with contextlib.suppress(ConnectionResetError, BrokenPipeError):

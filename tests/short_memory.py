@@ -11,18 +11,18 @@ from pagewire.engine.extension import Options
 
 
 class ShortMemory:
-    calls = 0  # of attention, since a test reset it
+    calls = 0  # calls of attention since a test reset the count
 
     @staticmethod
-    def core(options: Options) -> "NothingToSay":
-        return NothingToSay()
+    def core(options: Options) -> "EmptyExtension":
+        return EmptyExtension()
 
     @staticmethod
     def wrap_attention(options: Options, backend: AttentionBackend, cache: KvCache) -> "ShortAttention":
         return ShortAttention(backend, every=int(options["every"]), cache=cache)
 
 
-class NothingToSay:
+class EmptyExtension:
     def extend(self, step: int, rids: Sequence[int], counts: Sequence[int], starts: Sequence[int]) -> bytes:
         return b""
 

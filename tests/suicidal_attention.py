@@ -1,4 +1,4 @@
-"""An extension whose attention kills its own process at a long context: a request that kills every engine.
+"""An extension whose attention kills its own process at a long context, to test a request that kills every engine.
 
 `--extension suicidal_attention:Suicidal,context=700`.
 """

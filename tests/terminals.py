@@ -33,7 +33,7 @@ class Terminal:
         )
         self.shown = ""  # everything so far
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._from = 0  # what `expect` has not looked at
+        self._from = 0  # start of the output that `expect` has not matched yet
 
     def type(self, text: str) -> None:
         os.write(self._own, text.encode())
@@ -41,12 +41,12 @@ class Terminal:
     def expect(self, text: str, timeout_s: float = 30.0) -> None:
         """Returns when `text` has been printed after the text that was expected before."""
 
-        def has_come() -> bool:
+        def is_shown() -> bool:
             self._read(0.1)
             return text in self.shown[self._from :]
 
         if text not in self.shown[self._from :]:
-            until(has_come, lambda: f"{text!r} in\n{self.shown}", timeout_s)
+            until(is_shown, lambda: f"{text!r} in\n{self.shown}", timeout_s)
         self._from = self.shown.index(text, self._from) + len(text)
 
     def wait(self, timeout_s: float = 30.0) -> int:

@@ -1,5 +1,5 @@
-"""What no shipped file may do: make code or objects of bytes, match text with a pattern that may take for ever, or tell
-a client what a library said."""
+"""What no shipped file may do: make code or objects from bytes, match text with a pattern that may never finish, or
+pass a library's error message on to a client."""
 
 import ast
 from collections.abc import Iterator
@@ -41,24 +41,24 @@ MODULES_BY_NAME = {
     "__init__": "our own, from a table",
     "engine.models.registry": "our own, from a table",
     "kernels.triton.compile": "our own, from a list",
-    "config.plugins": "what the operator's flags name",
-    "procs.grammar_sandbox": "what our own code names",
+    "config.plugins": "named by the operator's flags",
+    "procs.grammar_sandbox": "named by our own code",
 }
 PROCESSES = {
-    "kernels.triton.compile": "a tool for those who build a wheel; its processes are forks of itself",
-    "procs.killable": "a pipe, of which only send_bytes and recv_bytes are used",
+    "kernels.triton.compile": "a tool for building wheels; its processes are forks of itself",
+    "procs.killable": "a pipe of which only send_bytes and recv_bytes are used",
 }
 
 REGEX = {
     "config.access": "flags of the operator",
     "config.config": "flags of the operator",
-    "offline.sampling_params": "msgspec's own words",
+    "offline.sampling_params": "messages of msgspec",
     "commands.doctor": "files and tools of this machine",
     "engine.weights.loader": "names of tensors, one literal at their end",
     "engine.checkpoint.source": "a flag of the operator",
-    "engine.text.tokenizer": "a tree of literal texts: no repetition, so no going back",
-    "engine.text.grammar_text": "one look at each line's beginning; the library's complaint, which is short",
-    "engine.text.json_schema": "a look for a few literal beginnings",
+    "engine.text.tokenizer": "alternatives of literal texts: no repetition, so no backtracking",
+    "engine.text.grammar_text": "the beginning of each line; the library's error message, which is short",
+    "engine.text.json_schema": "a few literal beginnings",
     "kernels.triton.compile": "the compiler's output",
     "kernels.triton.cubins": "names within our own archive",
     "api.app": "one class of characters, of bounded length",
@@ -71,7 +71,7 @@ Finding = tuple[int, str]
 
 
 def banned(tree: ast.AST, module: str) -> Iterator[Finding]:
-    """What is wrong, and on which line."""
+    """(line, finding) of every banned use in a module."""
     for node in ast.walk(tree):
         match node:
             case ast.Import() | ast.ImportFrom(level=0):
@@ -108,7 +108,7 @@ def _banned_calls(node: ast.Call, module: str) -> Iterator[str]:
         if keyword.arg in KEYWORDS and not _is(keyword.value, False):
             yield f"passes {keyword.arg}"
         if keyword.arg == "trust_remote_code" and _is(keyword.value, True):
-            yield "trusts remote code whatever the operator says"
+            yield "trusts remote code regardless of the operator's flags"
         if keyword.arg == "weights_only" and _is(keyword.value, False):
             yield "unpickles weights"
 
@@ -119,7 +119,7 @@ def _is(node: ast.expr, value: bool) -> bool:
 
 @cache
 def trees() -> list[tuple[str, Path, ast.AST]]:
-    """Name, file and source of everything that is shipped."""
+    """(module, file, syntax tree) of everything that is shipped."""
     return [(module, path, ast.parse(path.read_text())) for module, path in sources()]
 
 
@@ -152,12 +152,12 @@ def test_nothing_is_unpickled_evaluated_or_run_in_a_shell() -> None:
         "AutoModel.from_pretrained(x, trust_remote_code=True)",
     ],
 )
-def test_each_of_them_would_be_seen(code: str) -> None:
+def test_each_banned_use_is_found(code: str) -> None:
     assert list(banned(ast.parse(code), "procs.api"))
 
 
-def test_patterns_are_matched_only_where_they_cannot_take_for_ever() -> None:
-    """Python's own go back and try again. Each use has a reason; parsers of what models write have none."""
+def test_regular_expressions_are_used_only_where_backtracking_is_bounded() -> None:
+    """Python's regular expressions backtrack. Each use has a reason; parsers of model output have no use at all."""
     using = set()
     for module, _, tree in trees():
         for node in ast.walk(tree):
@@ -168,9 +168,9 @@ def test_patterns_are_matched_only_where_they_cannot_take_for_ever() -> None:
     assert using == set(REGEX)
 
 
-# ── what clients are told ────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors for clients ───────────────────────────────────────────────────────────────────────────────────────────────
 
-CLIENTS_HEAR = {
+CALLS_FOR_CLIENTS = {
     "HttpError",
     "RequestError",
     "Failed",
@@ -182,24 +182,24 @@ CLIENTS_HEAR = {
     "refusal",
     "unsupported",
 }
-OURS = {"PagewireError", "HttpError", "RequestError", "ConfigError", "CheckpointError", "CannotSpell"}
-WORDS_ARE_KEPT = {
-    ("api.batches.runner", "ValueError"): "raised in our own words, a line above or by `read_request`",
-    ("client.engine_client", "*DecodeError"): "is heard by the program that it is a part of",
+OWN_ERRORS = {"PagewireError", "HttpError", "RequestError", "ConfigError", "CheckpointError", "CannotSpell"}
+ALLOWED_MESSAGES = {
+    ("api.batches.runner", "ValueError"): "our own message, raised a line above or by `read_request`",
+    ("client.engine_client", "*DecodeError"): "received by the program that uses the client",
     ("api.openai.translate", "ValidationError"): "names the field and what was expected, cut to 200 characters",
-    ("engine.text.chat_template", "TemplateError"): "what a template raises is meant for whoever wrote the chat",
-    ("engine.text.grammar_text", "Exception"): "what is wrong with the client's grammar, cut to 300 characters",
+    ("engine.text.chat_template", "TemplateError"): "a template raises errors for the author of the chat",
+    ("engine.text.grammar_text", "Exception"): "the error in the client's grammar, cut to 300 characters",
 }
 
 
-def retold(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Exceptions of others whose words go into something that a client hears."""
+def leaked_messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, kind) of exceptions of other libraries whose messages go into an error for a client."""
     for handler in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)):
         kinds = [] if handler.type is None else [
             ast.unparse(kind).rpartition(".")[2]
             for kind in (handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type])
         ]  # fmt: skip
-        foreign = [kind for kind in kinds if kind not in OURS]
+        foreign = [kind for kind in kinds if kind not in OWN_ERRORS]
         if handler.name is None or not foreign:
             continue
         tainted = {handler.name}
@@ -207,14 +207,14 @@ def retold(tree: ast.AST) -> Iterator[tuple[int, str]]:
             if isinstance(node, ast.Assign) and _mentions(node.value, tainted):
                 tainted |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         for node in ast.walk(handler):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in CLIENTS_HEAR:
-                said = [*node.args, *(keyword.value for keyword in node.keywords)]
-                if any(_mentions(value, tainted) for value in said):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in CALLS_FOR_CLIENTS:
+                arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+                if any(_mentions(value, tainted) for value in arguments):
                     yield handler.lineno, foreign[0]
 
 
 def _mentions(value: ast.AST, names: set[str]) -> bool:
-    """But for what type it is."""
+    """Whether `value` uses one of these names, except for its type."""
     if isinstance(value, ast.Call) and ast.unparse(value.func) in ("type", "isinstance"):
         return False
     if isinstance(value, ast.Name):
@@ -222,10 +222,10 @@ def _mentions(value: ast.AST, names: set[str]) -> bool:
     return any(_mentions(inner, names) for inner in ast.iter_child_nodes(value))
 
 
-def test_clients_are_told_in_our_own_words() -> None:
-    found = {(module, kind): f"{path}:{line}" for module, path, tree in trees() for line, kind in retold(tree)}
-    assert {place: found[place] for place in found.keys() - WORDS_ARE_KEPT.keys()} == {}
-    assert found.keys() == WORDS_ARE_KEPT.keys(), "an exception to the rule that is none any more"
+def test_errors_for_clients_do_not_contain_messages_of_libraries() -> None:
+    found = {(module, kind): f"{path}:{line}" for module, path, tree in trees() for line, kind in leaked_messages(tree)}
+    assert {place: found[place] for place in found.keys() - ALLOWED_MESSAGES.keys()} == {}
+    assert found.keys() == ALLOWED_MESSAGES.keys(), "remove these from ALLOWED_MESSAGES"
 
 
 LEAK = """
@@ -237,7 +237,7 @@ except (KeyError, OSError) as error:
 """
 
 
-def test_a_leak_would_be_seen() -> None:
-    assert list(retold(ast.parse(LEAK))) == [(4, "KeyError")]
-    assert not list(retold(ast.parse(LEAK.replace("(KeyError, OSError)", "RequestError"))))
-    assert not list(retold(ast.parse(LEAK.replace("str(error)", "type(error).__name__"))))
+def test_a_leaked_message_is_found() -> None:
+    assert list(leaked_messages(ast.parse(LEAK))) == [(4, "KeyError")]
+    assert not list(leaked_messages(ast.parse(LEAK.replace("(KeyError, OSError)", "RequestError"))))
+    assert not list(leaked_messages(ast.parse(LEAK.replace("str(error)", "type(error).__name__"))))

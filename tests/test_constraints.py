@@ -1,4 +1,4 @@
-"""Constrained requests through tokenizer, core, grammars and worker: what they draw, and that others do not notice."""
+"""Constrained requests through tokenizer, core, grammars and worker: their tokens, and no effect on other requests."""
 
 from array import array
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Service:
-    """An engine, and everything it says."""
+    """An engine in this process, and all of its output."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.ids: dict[int, array[int]] = {}
@@ -62,7 +62,7 @@ class Service:
         ignore_eos: bool = True,
         queue_timeout_s: float | None = None,
     ) -> int:
-        """Its first rid."""
+        """Submits a request. Returns the rid of its first sequence."""
         rid = self._next_rid
         self._next_rid += n
         limits = Limits(max_tokens, ignore_eos=ignore_eos, queue_timeout_s=queue_timeout_s)
@@ -89,7 +89,7 @@ class Service:
         self.failed[failed.rid] = failed
 
     def at_rest(self) -> bool:
-        """Nobody has anything left."""
+        """Whether no request, block or grammar is left."""
         scheduler = self.engine.scheduler
         grammar, core = self.engine._grammar, self.engine._core
         return (
@@ -115,7 +115,7 @@ def serve(folder: Path) -> Iterator[Callable[..., Service]]:
         service.engine.close()
 
 
-def test_all_that_is_drawn_obeys_and_nobody_else_notices(folder: Path, serve: Callable[..., Service]) -> None:
+def test_constrained_outputs_obey_and_other_outputs_are_unchanged(folder: Path, serve: Callable[..., Service]) -> None:
     service = serve()
     free = [service.ask(prompt) for prompt in PROMPTS]
     grammar = cycle(*SETS)
@@ -131,19 +131,20 @@ def test_all_that_is_drawn_obeys_and_nobody_else_notices(folder: Path, serve: Ca
     alone = serve()
     rid = alone.ask(PROMPTS[1], grammar, HOT)
     alone.run()
-    assert alone.output(rid) == outputs[3]  # the seed's own tokens, whoever is beside it
+    assert alone.output(rid) == outputs[3]  # the tokens depend on the seed and not on the batch
 
 
-def test_the_wait_for_a_grammar_is_a_wait(serve: Callable[..., Service]) -> None:
+def test_the_queue_timeout_includes_the_wait_for_a_grammar(serve: Callable[..., Service]) -> None:
     service = serve()
-    rid = service.ask(PROMPTS[0], cycle(*SETS), queue_timeout_s=0.01)  # it is tried out in a process that has to start
+    # The grammar is compiled in a sandbox process that has to start first.
+    rid = service.ask(PROMPTS[0], cycle(*SETS), queue_timeout_s=0.01)
     patient = service.ask(PROMPTS[0], cycle(*SETS), queue_timeout_s=600)
     service.run()
     assert service.failed[rid].kind == "unavailable" and "0.01 s" in service.failed[rid].detail
     assert len(service.output(patient)) == 16 and service.at_rest()
 
 
-def test_choices_and_prompts_in_pieces(serve: Callable[..., Service]) -> None:
+def test_constrained_choices_with_chunked_prefill(serve: Callable[..., Service]) -> None:
     service = serve(max_num_batched_tokens=16, max_num_seqs=4)
     grammar = cycle(*SETS)
     rid = service.ask(PROMPTS[1], grammar, HOT, n=3)
@@ -155,7 +156,7 @@ def test_choices_and_prompts_in_pieces(serve: Callable[..., Service]) -> None:
     assert not obeys(grammar, service.output(other)) and service.at_rest()
 
 
-def test_a_preempted_request_keeps_its_place_in_the_grammar(serve: Callable[..., Service]) -> None:
+def test_a_preempted_request_keeps_its_state_of_the_grammar(serve: Callable[..., Service]) -> None:
     roomy, tight = serve(), serve(kv_cache_memory=3 * 2**15, enable_prefix_caching=False)
     grammar = cycle(*SETS, free=3)
     outputs = []
@@ -168,57 +169,57 @@ def test_a_preempted_request_keeps_its_place_in_the_grammar(serve: Callable[...,
     assert outputs[0] == outputs[1]
 
 
-def test_it_ends_where_nothing_can_be_added(serve: Callable[..., Service]) -> None:
+def test_an_output_ends_when_its_grammar_is_complete(serve: Callable[..., Service]) -> None:
     service = serve()
-    some = service.ask(PROMPTS[0], cycle(*SETS, length=5))
-    none = service.ask(PROMPTS[0], cycle(*SETS, length=0))
+    five = service.ask(PROMPTS[0], cycle(*SETS, length=5))
+    empty = service.ask(PROMPTS[0], cycle(*SETS, length=0))
     service.run()
-    assert len(service.output(some)) == 5 and service.finish(some) == "stop"
-    usage = service.chunks[some][-1].usage
+    assert len(service.output(five)) == 5 and service.finish(five) == "stop"
+    usage = service.chunks[five][-1].usage
     assert usage is not None and usage.num_output == 5
-    assert service.output(none) == [] and service.finish(none) == "stop" and service.at_rest()
+    assert service.output(empty) == [] and service.finish(empty) == "stop" and service.at_rest()
 
 
-def test_an_eos_ends_it_where_the_grammar_allows_one(serve: Callable[..., Service]) -> None:
+def test_an_eos_ends_the_output_where_the_grammar_allows_it(serve: Callable[..., Service]) -> None:
     service = serve()
     rid = service.ask(PROMPTS[0], cycle([5, 6], [7], [2]), ignore_eos=False)
     service.run()
     assert service.output(rid)[1:] == [7, 2] and service.finish(rid) == "stop" and service.at_rest()
 
 
-def test_a_cancelled_one_is_forgotten(serve: Callable[..., Service]) -> None:
+def test_cancelled_constrained_requests_leave_nothing_behind(serve: Callable[..., Service]) -> None:
     service = serve()
-    gone = service.ask(PROMPTS[0], cycle(*SETS), max_tokens=200, n=2)
-    stays = service.ask(PROMPTS[1], cycle(*SETS, free=1))
-    service.run(until=lambda: len(service.ids.get(gone, ())) > 3)
-    service.engine.post("tokenizer", Cancel((gone,)))
-    early = service.ask(PROMPTS[2], cycle([8, 9], free=2))  # given up before its grammar is compiled
+    cancelled = service.ask(PROMPTS[0], cycle(*SETS), max_tokens=200, n=2)
+    other = service.ask(PROMPTS[1], cycle(*SETS, free=1))
+    service.run(until=lambda: len(service.ids.get(cancelled, ())) > 3)
+    service.engine.post("tokenizer", Cancel((cancelled,)))
+    early = service.ask(PROMPTS[2], cycle([8, 9], free=2))  # cancelled before its grammar is compiled
     service.engine.post("tokenizer", Cancel((early,)))
     service.run()
-    assert service.finish(gone) == "abort" and service.finish(early) == "abort"
-    assert 3 < len(service.output(gone)) < 10 and len(service.output(gone + 1)) == 200
-    assert len(service.output(stays)) == 16 and service.at_rest()
+    assert service.finish(cancelled) == "abort" and service.finish(early) == "abort"
+    assert 3 < len(service.output(cancelled)) < 10 and len(service.output(cancelled + 1)) == 200
+    assert len(service.output(other)) == 16 and service.at_rest()
 
 
-def test_what_goes_wrong_fails_its_own_request(serve: Callable[..., Service]) -> None:
+def test_a_failing_grammar_fails_only_its_own_request(serve: Callable[..., Service]) -> None:
     service = serve()
     faults = ["refused", "bug", "swells", "kills"]
     refused = {fault: service.ask(PROMPTS[0], cycle(*SETS, fault=fault), n=2) for fault in faults}
-    stumbles = service.ask(PROMPTS[1], cycle(*SETS, fault="stumble", fault_at=4))
+    failing = service.ask(PROMPTS[1], cycle(*SETS, fault="stumble", fault_at=4))
     stuck = service.ask(PROMPTS[1], cycle(*SETS, fault="dead end", fault_at=2))
     fine = [service.ask(PROMPTS[2], cycle(*SETS)), service.ask(PROMPTS[2])]
     service.run()
     for fault, rid in refused.items():
         assert service.failed[rid].kind == service.failed[rid + 1].kind
         assert rid not in service.chunks and (service.failed[rid].kind == "internal") == (fault == "bug")
-    assert service.failed[refused["refused"]].detail == "This grammar is none."
+    assert service.failed[refused["refused"]].detail == "This is not a grammar."
     assert all("too large" in service.failed[refused[fault]].detail for fault in ("kills", "swells"))
-    assert service.failed[stumbles].kind == service.failed[stuck].kind == "internal"
-    assert len(service.ids[stumbles]) == 4 and len(service.ids[stuck]) == 2
+    assert service.failed[failing].kind == service.failed[stuck].kind == "internal"
+    assert len(service.ids[failing]) == 4 and len(service.ids[stuck]) == 2
     assert [len(service.output(rid)) for rid in fine] == [16, 16] and service.at_rest()
 
 
-def test_a_grammar_that_takes_for_ever_is_refused_in_time(
+def test_a_grammar_over_the_time_limit_is_refused(
     serve: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_sandbox, "LIMIT_S", 0.3)
@@ -232,7 +233,7 @@ def test_a_grammar_that_takes_for_ever_is_refused_in_time(
 
 
 @pytest.mark.parametrize(("load", "detail"), [("load_nothing", "no vocabulary"), ("load_to_die", "ends at once")])
-def test_without_grammars_the_rest_works(
+def test_unconstrained_requests_work_if_the_grammar_library_cannot_be_loaded(
     serve: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, load: str, detail: str
 ) -> None:
     monkeypatch.setattr(grammars, "load", getattr(grammars, load))
@@ -242,7 +243,7 @@ def test_without_grammars_the_rest_works(
     assert detail in service.failed[rids[0]].detail and len(service.output(rids[1])) == 16 and service.at_rest()
 
 
-def test_log_probabilities_are_those_of_the_model(serve: Callable[..., Service]) -> None:
+def test_log_probabilities_do_not_depend_on_the_grammar(serve: Callable[..., Service]) -> None:
     service = serve()
     sampling = Sampling(temperature=0, logprobs=2)
     bound = service.ask(PROMPTS[0], cycle([5]), sampling, max_tokens=1)
@@ -278,7 +279,7 @@ def test_bad_words_name_tokens_of_the_vocabulary(serve: Callable[..., Service]) 
     assert all(service.failed[rid].detail.startswith("bad_words must hold") for rid in rids)
 
 
-def test_a_trace_of_it_is_replayed(serve: Callable[..., Service], tmp_path: Path) -> None:
+def test_a_trace_of_constrained_requests_can_be_replayed(serve: Callable[..., Service], tmp_path: Path) -> None:
     service = serve(record_trace=str(tmp_path / "steps"), pipeline_depth=3)
     for i, prompt in enumerate(PROMPTS):
         service.ask(prompt, cycle(*SETS, free=i, length=12) if i % 2 else None, HOT, n=2)

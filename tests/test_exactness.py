@@ -1,6 +1,6 @@
-"""Greedy tokens equal transformers' `generate`, whatever was batched, chunked, preempted or found in the prefix cache.
+"""Greedy tokens equal transformers' `generate` with batching, chunked prefill, preemption and prefix cache hits.
 
-The whole engine but HTTP and sockets (`LLM` runs the real actors in one process), on tiny random checkpoints in
+The whole engine except HTTP and sockets (`LLM` runs the real actors in one process), on tiny random checkpoints in
 float32: the native architectures, and two that only the transformers fallback knows.
 """
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 NATIVE = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 FALLBACK = ["gemma2", "gpt_neox"]
-EVERY_TIME = ["llama", "qwen3", "gpt_neox"]  # the others are for `make test-long`
+EVERY_TIME = ["llama", "qwen3", "gpt_neox"]  # the others run with `make test-long`
 NUM_PROMPTS = 64
 MAX_TOKENS = 36
 MAX_LEN = 640
@@ -26,7 +26,7 @@ MAX_LEN = 640
 
 @dataclass
 class Case:
-    """One checkpoint, its prompts, and what transformers makes of them."""
+    """A checkpoint, its prompts, and the outputs of transformers."""
 
     folder: Path
     prompts: list[list[int]]
@@ -34,7 +34,7 @@ class Case:
 
 
 def make_prompts(seed: int) -> list[list[int]]:
-    """64 prompts of 1 to 600 tokens; a fourth of them begin like another."""
+    """64 prompts of 1 to 600 tokens. A fourth of them share a prefix with another."""
     rng = random.Random(seed)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 600] + [rng.randint(1, 120) for _ in range(45)]
     lengths += [rng.randint(121, 600) for _ in range(NUM_PROMPTS - len(lengths))]
@@ -75,12 +75,12 @@ def check(case: Case, llm: LLM, *, alone: bool = False) -> None:
         assert output.outputs[0].token_ids == expected, f"prompt {i} of {len(case.prompts[i])} tokens"
 
 
-def test_alone(case: Case) -> None:
+def test_one_request_at_a_time(case: Case) -> None:
     check(case, load(case, enable_prefix_caching=False), alone=True)
 
 
 @pytest.mark.parametrize("chunk", [16, 64, 2048])
-def test_all_at_once_in_chunks(case: Case, chunk: int) -> None:
+def test_all_requests_at_once_with_chunked_prefill(case: Case, chunk: int) -> None:
     llm = load(case, enable_prefix_caching=False, max_num_batched_tokens=chunk, pipeline_depth=2)
     check(case, llm)
     assert llm._engine.scheduler.counters.num_preemptions == 0
@@ -99,10 +99,10 @@ def test_with_prefix_hits(case: Case) -> None:
     before = llm._engine.scheduler.counters.num_cached_tokens
     check(case, llm)
     hits = llm._engine.scheduler.counters.num_cached_tokens - before
-    assert hits >= sum((len(prompt) - 1) // 16 * 16 for prompt in case.prompts), "the second time, all is cached"
+    assert hits >= sum((len(prompt) - 1) // 16 * 16 for prompt in case.prompts), "all full blocks are cached"
 
 
 def _block_bytes(case: Case) -> int:
-    """Bytes of one block, from how many of them the engine makes of 16 MiB."""
+    """Bytes of one block, from the number of blocks that the engine gets from 16 MiB."""
     size = 16 * 2**20
     return size // load(case, kv_cache_memory=size)._engine.scheduler.pool.num_blocks

@@ -1,6 +1,6 @@
-"""What `serve` refuses, `doctor` and `serve --explain` refuse with the same sentence; what it serves, they approve.
+"""`serve`, `doctor` and `serve --explain` refuse the same models with the same sentence.
 
-A line of `families.py` is a family; the greedy tokens of those that are served equal transformers'.
+`families.py` lists the families. The greedy tokens of served families equal those of transformers.
 """
 
 import json
@@ -45,7 +45,7 @@ _EVERY_TIME: tuple[str, ...] = (
 _EVERY_TIME += ("qwen3_5_text", "gptj", "gemma3", "gemma4_text", "t5")  # the others are for `make test-long`
 
 
-def some(kinds: list[str]) -> list[object]:
+def with_marks(kinds: list[str]) -> list[object]:
     return [kind if kind in _EVERY_TIME else pytest.param(kind, marks=pytest.mark.long) for kind in kinds]
 
 
@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
 
 
 def serve(folder: Path, **flags: object) -> str | None:
-    """The sentence with which serve refuses the model, by the launcher or by the worker, or None."""
+    """The sentence with which `serve` refuses the model, in the launcher or in the worker, or None."""
     try:
         with torch.inference_mode():
             Runner.load(prepare(make_config(model=str(folder), **flags)))
@@ -68,14 +68,14 @@ def serve(folder: Path, **flags: object) -> str | None:
 
 
 def diagnose(folder: Path) -> str | None:
-    """The same of doctor."""
+    """The sentence with which `doctor` refuses the model, or None."""
     bad = [finding.found for finding in doctor.check_model(str(folder), machine_facts()) if finding.level == "bad"]
     assert len(bad) <= 1
     return bad[0] if bad else None
 
 
 def explain(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str | None:
-    """The same of serve --explain, which prints no settings then."""
+    """The sentence with which `serve --explain` refuses the model, or None. Checks that it prints no settings then."""
     capsys.readouterr()
     code = main(["serve", str(folder), "--explain", *flags])
     printed = capsys.readouterr()
@@ -87,7 +87,7 @@ def explain(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", some([*families.FAMILIES, *families.BY_CONFIG]))
+@pytest.mark.parametrize("kind", with_marks([*families.FAMILIES, *families.BY_CONFIG]))
 def test_serve_doctor_and_explain_agree(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = families.make_family(tmp_path, kind)
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
@@ -105,7 +105,7 @@ def test_serve_doctor_and_explain_agree(kind: str, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", some([kind for kind, (_, why) in families.FAMILIES.items() if not why]))
+@pytest.mark.parametrize("kind", with_marks([kind for kind, (_, why) in families.FAMILIES.items() if not why]))
 def test_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     folder = families.make_family(tmp_path, kind)
     generator = torch.Generator().manual_seed(5)
@@ -117,8 +117,8 @@ def test_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", some([kind for kind, (_, why) in families.FAMILIES.items() if not why]))
-def test_rounding_to_16_bits_is_no_reason_to_refuse(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", with_marks([kind for kind, (_, why) in families.FAMILIES.items() if not why]))
+def test_the_fallback_check_tolerates_rounding_to_16_bits(kind: str, tmp_path: Path) -> None:
     folder = families.make_family(tmp_path, kind)
     with torch.inference_mode():
         load_fallback(
@@ -133,7 +133,7 @@ def test_rounding_to_16_bits_is_no_reason_to_refuse(kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["llama", "olmo2"])
 def test_flags_and_files_that_serve_refuses(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A native model and one of the fallback: every question is asked by all three."""
+    """A native model and one of the fallback. All three commands check the same things."""
     folder = families.make_family(tmp_path, kind)
     for flags, options in (
         (["--tensor-parallel-size", "3"], {"tensor_parallel_size": 3}),
@@ -165,7 +165,7 @@ def test_flags_and_files_that_serve_refuses(kind: str, tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("kind", ["olmo2"])
-def test_what_only_the_native_families_have(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_features_of_native_families_only(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = families.make_family(tmp_path, kind)
     for flags, options in (
         (["--tensor-parallel-size", "2"], {"tensor_parallel_size": 2}),
@@ -182,7 +182,7 @@ def test_what_only_the_native_families_have(kind: str, tmp_path: Path, capsys: p
     assert diagnose(folder) == explain(folder, capsys) == sentence
 
 
-def test_a_folder_of_gguf_files(tmp_path: Path) -> None:
+def test_a_folder_of_gguf_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     sentence = serve(tmp_path)
     assert sentence is not None and "GGUF files; pagewire reads safetensors" in sentence
@@ -192,8 +192,8 @@ def test_a_folder_of_gguf_files(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["diffllama", "gemma3"])
-def test_real_processes_end_with_that_sentence(kind: str, tmp_path: Path) -> None:
-    """The first is refused by the worker, and the second before any process is started."""
+def test_a_real_server_ends_with_the_same_sentence(kind: str, tmp_path: Path) -> None:
+    """diffllama is refused by the worker, and gemma3 before any process starts."""
     folder = families.make_family(tmp_path, kind)
     environment = os.environ | {"PYTHONPATH": str(_ROOT / ".typing")}
     command = [sys.executable, "-m", "pagewire", "serve", str(folder), "--port", "0"]
@@ -202,8 +202,8 @@ def test_real_processes_end_with_that_sentence(kind: str, tmp_path: Path) -> Non
     assert served.returncode == 2 and sentence is not None and sentence in served.stderr
 
 
-def test_generative_classes_are_known_by_their_names() -> None:
-    """Against transformers' table, which takes too long to import for the launcher."""
+def test_generative_classes_are_recognized_by_name() -> None:
+    """Compared with transformers' table, which the launcher does not import because it takes too long."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names = {str(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()} | {"GPT2DoubleHeadsModel"}

@@ -1,5 +1,5 @@
-"""What can befall the memory of an engine: there is none for a step, it is given to others for a while, blocks of it
-are lost. Real models, in one process."""
+"""Faults of an engine's memory: a step has none, it is given back during a sleep, or blocks leak. Real models, in one
+process."""
 
 import mmap
 import random
@@ -59,7 +59,7 @@ def test_steps_without_memory_change_no_token(
     ShortMemory.calls = 0
     llm = engine(model, **options, **with_faults)
     assert tokens(llm) == expected
-    assert tokens(llm) == expected, "nothing bad was remembered"
+    assert tokens(llm) == expected, "the prefix cache holds no bad blocks"
     scheduler = llm._engine.scheduler
     assert scheduler.counters.num_out_of_memory > 5
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
@@ -68,14 +68,14 @@ def test_steps_without_memory_change_no_token(
 
 
 @pytest.mark.parametrize("options", [{"pipeline_depth": 2}, {"kv_connector": ["host,size=1M"]}])
-def test_who_is_served_goes_on_after_a_sleep(
+def test_open_requests_continue_after_a_sleep(
     model: Path,
     options: dict[str, Any],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Falls asleep in the middle of everything, twice; nothing is computed meanwhile, and every token is the same."""
+    """The engine sleeps twice with requests in progress. It computes nothing meanwhile, and no token changes."""
     expected = tokens(engine(model))
     llm = engine(model, record_trace=str(tmp_path / "trace"), **options)
     inline = llm._engine
@@ -84,7 +84,7 @@ def test_who_is_served_goes_on_after_a_sleep(
     def is_at(step: int) -> bool:
         return scheduler.step >= step
 
-    def run_with_naps(*, until: Callable[[], bool] = lambda: False) -> None:
+    def run_with_sleeps(*, until: Callable[[], bool] = lambda: False) -> None:
         for step in (7, 15):
             run(until=partial(is_at, step))
             inline.post("core", Sleep())
@@ -93,26 +93,24 @@ def test_who_is_served_goes_on_after_a_sleep(
             assert scheduler.pool.num_free == scheduler.pool.num_blocks
             runner = inline._worker._runner
             assert runner is not None and runner._cache is not None
-            kv, asleep = runner._cache.storage, scheduler.step
-            assert kv.count_nonzero() * kv.itemsize < 2 * mmap.PAGESIZE, (
-                "only pages that it shares with others are left"
-            )
+            kv, step_before = runner._cache.storage, scheduler.step
+            assert kv.count_nonzero() * kv.itemsize < 2 * mmap.PAGESIZE, "only pages shared with other tensors are left"
             inline.post("core", Ping())
             run()
-            assert scheduler.step == asleep
+            assert scheduler.step == step_before
             inline.post("core", Wake())
         run(until=until)
 
-    monkeypatch.setattr(inline, "run", run_with_naps)
+    monkeypatch.setattr(inline, "run", run_with_sleeps)
     assert tokens(llm) == expected
     llm.close()
     assert main(["replay", str(tmp_path / "trace")]) == 0, capsys.readouterr()
 
 
-def test_blocks_and_rows_that_were_lost_are_found_while_nobody_is_served(
+def test_leaked_blocks_and_rows_are_found_while_the_engine_is_idle(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Twice in a row idle, and it looks; a bug that leaks costs a line in the log and the prefix cache."""
+    """The engine checks at the second idle ping. A leak costs a log line and the prefix cache."""
     llm = engine(model)
     inline, scheduler = llm._engine, llm._engine.scheduler
     expected = tokens(llm)
@@ -128,4 +126,4 @@ def test_blocks_and_rows_that_were_lost_are_found_while_nobody_is_served(
     for _ in range(3):
         inline.post("core", Ping())
         inline.run()
-    assert scheduler.counters.num_mended == 1, "nothing is wrong any more"
+    assert scheduler.counters.num_mended == 1, "the leak is mended only once"

@@ -1,9 +1,9 @@
-"""Tokens stay what they are wherever the KV behind them comes from: shared, copied, swapped, read from a disk, fetched
-from another instance, or computed after all because what was kept is damaged.
+"""Tokens do not depend on the source of the KV: shared, copied, swapped, read from a disk, fetched from another
+instance, or computed again because the stored KV is damaged.
 
-The whole engine but HTTP and sockets, on a tiny random checkpoint in float32, against transformers' `generate`. How
-much is loaded and how much is computed depends on what either costs, which is measured; so these tests ask for some
-hits and not for all.
+The whole engine except HTTP and sockets, on a tiny random checkpoint in float32, against transformers' `generate`. The
+engine loads or computes depending on the measured costs of both, so these tests require some hits, but no number of
+them.
 """
 
 import random
@@ -44,7 +44,7 @@ GREEDY = Sampling(temperature=0)
 
 @dataclass
 class Case:
-    """A checkpoint, its prompts, and what transformers makes of them."""
+    """A checkpoint, its prompts, and the outputs of transformers."""
 
     folder: Path
     prompts: list[list[int]]
@@ -52,7 +52,7 @@ class Case:
 
 
 def make_prompts(rng: random.Random, num: int) -> list[list[int]]:
-    """Prompts of 1 to 300 tokens; half of them begin like another, so that there is something to share."""
+    """Prompts of 1 to 300 tokens. Half of them share a prefix with another."""
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 300] + [rng.randint(1, 160) for _ in range(num - 11)]
     prompts = [[rng.randrange(3, checkpoints.VOCAB_SIZE) for _ in range(n)] for n in lengths]
     for i in range(0, num, 2):
@@ -72,7 +72,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @dataclass
 class Engine:
-    """All actors in this process; the caller is the api."""
+    """All actors in this process. The caller takes the part of the API."""
 
     folder: Path
     flags: dict[str, object]
@@ -93,7 +93,7 @@ class Engine:
         priorities: Sequence[int] = (),
         tenants: Sequence[str] = (),
     ) -> list[list[int]]:
-        """The outputs, those of one prompt side by side."""
+        """The outputs; the choices of instance prompt are adjacent."""
         first = self.num_submitted
         for i, prompt in enumerate(prompts):
             submit = Submit(
@@ -133,8 +133,8 @@ def engine(case: Case) -> Iterator[Callable[..., Engine]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.inline.close()
+    for instance in started:
+        instance.inline.close()
 
 
 def check(case: Case, outputs: list[list[int]], prompts: range = range(128)) -> None:
@@ -143,7 +143,7 @@ def check(case: Case, outputs: list[list[int]], prompts: range = range(128)) -> 
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
-def test_every_policy_gives_the_reference(policy: str, case: Case, engine: Callable[..., Engine]) -> None:
+def test_every_policy_gives_the_reference_outputs(policy: str, case: Case, engine: Callable[..., Engine]) -> None:
     served = engine(scheduling_policy=policy, kv_cache_memory=60 * BLOCK_BYTES, pipeline_depth=2)
     rng = random.Random(policy)
     priorities = [rng.randrange(3) for _ in case.prompts]
@@ -161,10 +161,11 @@ def test_choices_share_their_prompt(blocks: int, case: Case, engine: Callable[..
         assert outputs[4 * i : 4 * i + 4] == [case.expected[i]] * 4, f"prompt {i} of {len(case.prompts[i])} tokens"
     if blocks == 4000:
         shared = sum(3 * (len(prompt) - 1) for prompt in case.prompts[:40])
-        assert served.inline.scheduler.counters.num_cached_tokens >= shared, "whole blocks, and the begun one by a copy"
+        # Full blocks are shared, and the last partial block is copied.
+        assert served.inline.scheduler.counters.num_cached_tokens >= shared
 
 
-def test_choices_are_drawn_with_seeds_of_their_own(case: Case, engine: Callable[..., Engine]) -> None:
+def test_each_choice_is_sampled_with_its_own_seed(case: Case, engine: Callable[..., Engine]) -> None:
     served = engine(pipeline_depth=2)
     prompts = case.prompts[8:24]
     samplings = [Sampling(temperature=1.5, seed=100 * i) for i in range(16)]
@@ -178,7 +179,7 @@ def test_choices_are_drawn_with_seeds_of_their_own(case: Case, engine: Callable[
     assert len({tuple(output) for output in outputs}) > 60, "the choices differ"
 
 
-def test_seeded_sampling_does_not_depend_on_the_company(case: Case, engine: Callable[..., Engine]) -> None:
+def test_seeded_sampling_does_not_depend_on_the_batch(case: Case, engine: Callable[..., Engine]) -> None:
     prompts = case.prompts[:64]
     samplings = [
         Sampling(temperature=0.5 + i % 3, seed=i, top_p=0.9 if i % 2 else 1.0, frequency_penalty=0.3 * (i % 4))
@@ -190,8 +191,8 @@ def test_seeded_sampling_does_not_depend_on_the_company(case: Case, engine: Call
 
 
 @pytest.mark.parametrize("eviction", ["lru", "cost"])
-def test_swapping_to_the_host(eviction: str, case: Case, engine: Callable[..., Engine]) -> None:
-    """So few blocks that requests are preempted: what they lose is found in the host's memory."""
+def test_preempted_requests_swap_to_host_memory(eviction: str, case: Case, engine: Callable[..., Engine]) -> None:
+    """There are so few blocks that requests are preempted. Their KV is found in host memory."""
     served = engine(
         kv_cache_memory=60 * BLOCK_BYTES, kv_connector=(f"host,size=16M,eviction={eviction}",), pipeline_depth=2
     )
@@ -202,7 +203,7 @@ def test_swapping_to_the_host(eviction: str, case: Case, engine: Callable[..., E
     assert host.num_stored > 0 and host.num_hit_tokens > 0 and host.num_failed == 0
 
 
-def test_a_disk_outlives_the_engine(case: Case, engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_kv_on_disk_is_used_by_the_next_engine(case: Case, engine: Callable[..., Engine], tmp_path: Path) -> None:
     spec = (f"disk,path={tmp_path},size=64M",)
     first = engine(kv_connector=spec, pipeline_depth=2)
     check(case, first.run(case.prompts))
@@ -214,7 +215,7 @@ def test_a_disk_outlives_the_engine(case: Case, engine: Callable[..., Engine], t
     assert disk.num_hit_tokens > 0 and disk.num_failed == 0
 
 
-def test_damaged_files_are_computed_again(case: Case, engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_damaged_blocks_are_computed_again(case: Case, engine: Callable[..., Engine], tmp_path: Path) -> None:
     spec = (f"disk,path={tmp_path},size=64M",)
     first = engine(kv_connector=spec)
     check(case, first.run(case.prompts[:40]), range(40))
@@ -230,7 +231,7 @@ def test_damaged_files_are_computed_again(case: Case, engine: Callable[..., Engi
         elif kind == 1:
             data = data[: rng.randrange(len(data))]
         else:
-            data = bytearray(rng.choice(files[1::3]).read_bytes())  # another block's, whole and sound
+            data = bytearray(rng.choice(files[1::3]).read_bytes())  # the undamaged content of another block
         path.write_bytes(data)
     second = engine(kv_connector=spec, pipeline_depth=2)
     check(case, second.run(case.prompts[:40]), range(40))
@@ -238,11 +239,12 @@ def test_damaged_files_are_computed_again(case: Case, engine: Callable[..., Engi
     assert disk.num_hit_tokens > 0 and disk.num_failed > 0
 
 
-def test_tiers_behind_each_other(case: Case, engine: Callable[..., Engine], tmp_path: Path) -> None:
+def test_a_host_tier_in_front_of_a_shared_tier(case: Case, engine: Callable[..., Engine], tmp_path: Path) -> None:
     spec = (f"host,size={100 * BLOCK_BYTES}", f"shared,path={tmp_path},size=64M")
     first = engine(kv_cache_memory=60 * BLOCK_BYTES, kv_connector=spec, pipeline_depth=2)
     check(case, first.run(case.prompts))
-    second = engine(kv_cache_memory=60 * BLOCK_BYTES, kv_connector=spec, pipeline_depth=2)  # both at once
+    # The first engine is still open.
+    second = engine(kv_cache_memory=60 * BLOCK_BYTES, kv_connector=spec, pipeline_depth=2)
     check(case, second.run(case.prompts))
     assert second.tier("shared").num_hit_tokens > 0
     assert second.tier("host").num_hit_tokens > 0
@@ -255,7 +257,7 @@ def socket_path() -> Iterator[str]:
     shutil.rmtree(folder)
 
 
-def test_prefill_here_and_decode_there(case: Case, engine: Callable[..., Engine], socket_path: str) -> None:
+def test_prefill_and_decode_on_two_instances(case: Case, engine: Callable[..., Engine], socket_path: str) -> None:
     """A proxy sends every prompt to the prefill instance first, and then to the decode instance."""
     prefill = engine(kv_connector=(f"p2p,serve={socket_path},size=64M",))
     decode = engine(kv_connector=(f"p2p,peer={socket_path},timeout_ms=10000,fetch_timeout_ms=60000",), pipeline_depth=2)
@@ -265,7 +267,7 @@ def test_prefill_here_and_decode_there(case: Case, engine: Callable[..., Engine]
     assert tier.num_hit_tokens > 0 and tier.num_failed == 0
 
 
-def test_decode_goes_on_without_its_peer(case: Case, engine: Callable[..., Engine], socket_path: str) -> None:
+def test_decode_goes_on_when_its_peer_closes(case: Case, engine: Callable[..., Engine], socket_path: str) -> None:
     prefill = engine(kv_connector=(f"p2p,serve={socket_path},size=64M",))
     decode = engine(kv_connector=(f"p2p,peer={socket_path},timeout_ms=50,fetch_timeout_ms=300",), pipeline_depth=2)
     check(case, prefill.run(case.prompts[:64]), range(64))
@@ -274,7 +276,7 @@ def test_decode_goes_on_without_its_peer(case: Case, engine: Callable[..., Engin
     check(case, decode.run(case.prompts[20:64]), range(20, 64))
 
 
-def test_the_example_of_a_connector(case: Case, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_connector(case: Case, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "docs" / "examples"))
     served = engine(
         kv_cache_memory=60 * BLOCK_BYTES, kv_connector=("dict_connector:DictConnector,blocks=500",), pipeline_depth=2

@@ -1,4 +1,4 @@
-"""The structure is what the documents say: packages, who imports whom, who needs torch, who talks to whom."""
+"""The structure is that of the documents: packages, imports between rooms, imports of torch, and the topology."""
 
 import ast
 import os
@@ -17,8 +17,8 @@ from pagewire.procs import topology
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SHIPPED = {"tests", "bench", "tools", "build"}
 
-# Who may import whom. A room is a folder, or a module of the root; every room stands below those that it imports, so no
-# import runs upward. `errors`, `version` and `config` carry no behaviour and are open to all rooms below them.
+# Room → the rooms that it may import. A room is a folder, or a module of the root. Every room comes after those that it
+# imports. `errors`, `version` and `config` have no behaviour, and all later rooms may import them.
 ROOMS: dict[str, str] = {
     "errors": "",
     "version": "",
@@ -89,7 +89,7 @@ def sources() -> list[tuple[str, Path]]:
 
 
 def imports_of_ours(name: str, path: Path) -> set[str]:
-    """What a module imports of ours, lazily or for types included."""
+    """Our own modules that a module imports, also lazily or for types."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     if name == "__init__":
         package = []
@@ -111,7 +111,7 @@ def imports_of_ours(name: str, path: Path) -> set[str]:
     return found
 
 
-def test_every_package_is_listed() -> None:
+def test_pyproject_lists_every_package() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = {"pagewire"} | {
         "pagewire." + name for name, path in sources() if path.name == "__init__.py" and path.parent != ROOT
@@ -129,7 +129,7 @@ def test_the_typing_folder_mirrors_the_root() -> None:
     assert all(path.exists() for path in links), "a dangling link"
 
 
-def test_the_makefile_names_programs_that_exist_and_every_stress_program() -> None:
+def test_the_makefile_names_existing_benchmarks_and_every_stress_program() -> None:
     loops = dict(re.findall(r"for (bench|program) in ([\w. \\\n\t]+); do", (ROOT / "Makefile").read_text()))
     benchmarks, programs = (loops[name].replace("\\", "").split() for name in ("bench", "program"))
     for name in benchmarks:
@@ -146,12 +146,12 @@ def imports() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """The folder that a module lies in; a module of the root is a room of its own."""
+    """The folder of a module. A module of the root is a room of its own."""
     is_folder = any(name == module and path.name == "__init__.py" for name, path in sources())
     return module if is_folder or "." not in module else module.rpartition(".")[0]
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Sets of nodes that reach each other (Tarjan's strongly connected components of more than one node)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -188,21 +188,21 @@ def imports_of_rooms() -> dict[str, set[str]]:
     return rooms
 
 
-def test_a_circle_is_found() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}}) == [["a", "b", "c"]]
-    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+def test_import_cycles_are_found() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}}) == [["a", "b", "c"]]
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-def test_no_file_and_no_room_imports_itself_through_others() -> None:
-    assert circles(imports()) == []
-    assert circles(imports_of_rooms()) == []
+def test_neither_modules_nor_rooms_have_import_cycles() -> None:
+    assert cycles(imports()) == []
+    assert cycles(imports_of_rooms()) == []
 
 
-def test_imports_go_only_where_they_may() -> None:
+def test_rooms_import_exactly_the_listed_rooms() -> None:
     assert imports_of_rooms() == {room: set(targets.split()) for room, targets in ROOMS.items()}
 
 
-def test_every_room_stands_below_those_it_imports() -> None:
+def test_every_room_comes_after_those_that_it_imports() -> None:
     order = {room: place for place, room in enumerate(ROOMS)}
     upward = [
         f"{room} imports {target}"
@@ -229,20 +229,20 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         "pagewire.procs.worker",
     ],
 )
-def test_only_a_started_worker_needs_torch(modules: str) -> None:
+def test_no_module_imports_torch_before_a_worker_starts(modules: str) -> None:
     code = f"import sys, {modules}; print(sorted({{'torch', 'transformers', 'triton'}} & set(sys.modules)))"
     result = run_python(code)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
-def test_grammars_cost_nothing_before_the_first() -> None:
-    late = "{'numpy', 'llguidance', 'pagewire.engine.text.grammar'}"
-    code = f"import sys, pagewire.procs.grammar; print(sorted({late} & set(sys.modules)))"
+def test_grammar_libraries_are_not_imported_before_the_first_grammar() -> None:
+    libraries = "{'numpy', 'llguidance', 'pagewire.engine.text.grammar'}"
+    code = f"import sys, pagewire.procs.grammar; print(sorted({libraries} & set(sys.modules)))"
     result = run_python(code)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
-def test_nothing_of_ours_is_imported_by_a_bare_name() -> None:
+def test_our_modules_are_imported_only_inside_the_package() -> None:
     code = (
         "import sys, pagewire.cli, pagewire.procs.core, pagewire.api.app;"
         "print(sorted({'engine', 'procs', 'kernels', 'ipc', 'api', 'config', 'errors'} & set(sys.modules)))"
@@ -250,9 +250,9 @@ def test_nothing_of_ours_is_imported_by_a_bare_name() -> None:
     assert run_python(code).stdout.strip() == "[]"
 
 
-def test_no_environment_variable_changes_what_is_served() -> None:
-    """Folders, the C compiler, and keys, which are nothing for a command line; the GPUs that CUDA may see; and facts
-    about the machine, which tests replace to get the defaults of another one. The rest is for flags and files."""
+def test_only_these_environment_variables_are_read() -> None:
+    """Exceptions: folders, the C compiler, API keys (which do not belong on a command line), the GPUs that CUDA may
+    use, and facts about the machine, which tests replace to get the defaults of another one."""
     read = set()
     for _, path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -273,11 +273,11 @@ def test_mailboxes_accept_exactly_what_the_topology_sends() -> None:
     assert set(topology.TO_SUPERVISOR) == set(messages.ToSupervisor.__args__)
 
 
-def test_every_rank_is_sent_the_plans_and_answers_nobody_but_the_core() -> None:
+def test_every_rank_gets_the_plans_and_answers_only_the_core() -> None:
     others = ("core", "grammar", "tokenizer", "detokenizer")
     assert topology.names(3, 2) == ("worker", "worker-1", "worker-2", *others, "api", "api-1")
-    told = ("worker", "grammar", "detokenizer", "api", "worker-1", "worker-2", "api-1", "supervisor")
-    assert topology.receivers("core", 3, 2) == told
+    receivers = ("worker", "grammar", "detokenizer", "api", "worker-1", "worker-2", "api-1", "supervisor")
+    assert topology.receivers("core", 3, 2) == receivers
     assert topology.receivers("worker-2", 3, 2) == ("core", "supervisor")
     assert [topology.index(name) for name in topology.workers(3)] == [0, 1, 2]
 

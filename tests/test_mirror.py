@@ -1,4 +1,4 @@
-"""Tests mirror the tree: `api/http/tls.py` is tested by `tests/api/http/test_tls.py`. What is otherwise stands here."""
+"""Tests mirror the tree: `api/http/tls.py` is tested by `tests/api/http/test_tls.py`. Exceptions are listed here."""
 
 import ast
 from pathlib import Path
@@ -18,16 +18,16 @@ _DECISION = (
     ast.BoolOp,
     ast.comprehension,
 )
-_MAX_WITHOUT_A_TEST = 5  # decisions; what only stores, describes and passes on has few
+_MAX_WITHOUT_A_TEST = 5  # decisions; a module without logic of its own has fewer
 
-# Module → the tests that it is covered by instead, and why there.
+# Module → the tests that cover it instead, and why they are there.
 ELSEWHERE = {
     "api.admin.about": "api/test_app.py: over the whole application",
     "api.admin.swapping": "e2e/test_model_swap.py: needs processes",
     "api.http.exchange": "api/http/test_server.py: needs a connection",
     "api.http.http_error": "api/test_bad_input.py: the shape of every refusal",
     "api.http.origins": "api/test_app.py: over the whole application",
-    "api.openai.conversation": "api/openai/test_chat.py: what chat makes of its messages",
+    "api.openai.conversation": "api/openai/test_chat.py: over the conversion of chat messages",
     "api.openai.endpoints": "api/openai/test_chat.py: over the whole application",
     "api.gateway.open_request": "api/gateway/test_gateway.py: with the gateway that owns it",
     "api.gateway.stream": "api/gateway/test_gateway.py: with the gateway that feeds it",
@@ -40,7 +40,7 @@ ELSEWHERE = {
     "api.output.parsers.registry": "api/output/parsers/test_lexer.py: cases of every family",
     "api.output.reply": "api/openai/test_completions.py: over the whole application",
     "api.output.service": "api/output/test_sse.py: over the whole application",
-    "api.output.turn": "api/responses/test_reply.py: its parts have no meaning alone",
+    "api.output.turn": "api/responses/test_reply.py: its parts are not useful alone",
     "cli": "e2e/test_own_code.py: needs processes",
     "commands.client": "commands/test_talk.py: with a server that answers",
     "commands.tokenize": "e2e/test_terminal.py: needs a server",
@@ -53,7 +53,7 @@ ELSEWHERE = {
     "engine.core.loads": "engine/kv_connector/test_chain.py: with real connectors",
     "engine.device.cpu": "engine/device/test_base.py: the devices, one protocol",
     "engine.device.sleep": "test_faults.py: needs an engine that serves",
-    "engine.gpu.decoder": "engine/gpu/test_exactness.py: its parts have no meaning alone",
+    "engine.gpu.decoder": "engine/gpu/test_exactness.py: its parts are not useful alone",
     "engine.gpu.products": "engine/gpu/test_quantized.py: with a model",
     "engine.gpu.state": "engine/gpu/test_device_steps.py: with its steps",
     "engine.kv_connector.block_copy": "engine/kv_connector/test_host_worker.py: with the tier that copies",
@@ -66,15 +66,15 @@ ELSEWHERE = {
     "engine.steps.encoder_steps": "test_pooling.py: against transformers",
     "engine.steps.host_steps": "engine/runner/test_runner.py: with a model",
     "engine.steps.pooling": "test_pooling.py: against transformers",
-    "engine.steps.rows": "engine/steps/test_ngram.py: with what reads the rows",
-    "engine.text.grammar_text": "engine/text/test_grammar.py: what the library makes of it",
-    "engine.text.thinking_budget": "engine/text/test_grammar.py: with what the masks allow",
+    "engine.steps.rows": "engine/steps/test_ngram.py: with the code that reads the rows",
+    "engine.text.grammar_text": "engine/text/test_grammar.py: with the real library",
+    "engine.text.thinking_budget": "engine/text/test_grammar.py: with the masks",
     "kernels.cpu.dense": "kernels/cpu/test_operations.py: the products of every kind",
     "kernels.triton.compile": "kernels/triton/test_compiled.py: the compiled kernels",
-    "procs.announcement": "e2e/test_lifecycle.py: what a start says",
+    "procs.announcement": "e2e/test_lifecycle.py: over the output of a start",
     "procs.core": "procs/test_client_port.py: the real core over a fake worker",
     "procs.grammar_sandbox": "procs/test_grammar.py: with the actor that owns it",
-    "procs.inline": "offline/test_llm.py: what LLM is made of",
+    "procs.inline": "offline/test_llm.py: through LLM",
     "procs.killable": "procs/test_grammar.py: processes that are killed",
     "procs.launch": "e2e/test_launches.py: needs processes",
     "procs.sleep": "e2e/test_sleep.py: needs processes",
@@ -89,7 +89,7 @@ ELSEWHERE = {
 
 
 def num_decisions(tree: ast.AST) -> int:
-    """Branches, loops and the like in the functions of a module."""
+    """Number of branches, loops and other decisions in the functions of a module."""
     inside = {id(node) for f in ast.walk(tree) if isinstance(f, _FUNCTION) for node in ast.walk(f)}
     return sum(isinstance(node, _DECISION) and id(node) in inside for node in ast.walk(tree))
 
@@ -99,17 +99,17 @@ def file_of_tests(module: str) -> Path:
     return TESTS / room.replace(".", "/") / f"test_{name}.py"
 
 
-def test_every_module_with_logic_has_its_tests_where_one_looks_for_them() -> None:
+def test_every_module_with_logic_has_a_test_file_at_the_mirrored_path() -> None:
     modules = {module: path for module, path in sources() if path.name != "__init__.py"}
     missing = {
         module
         for module, path in modules.items()
         if num_decisions(ast.parse(path.read_text())) > _MAX_WITHOUT_A_TEST and not file_of_tests(module).exists()
     }
-    assert not missing - ELSEWHERE.keys(), "write tests, or say where they are"
-    assert not ELSEWHERE.keys() - missing, "these need no line any more"
+    assert not missing - ELSEWHERE.keys(), "write tests, or add the tests that cover the module to ELSEWHERE"
+    assert not ELSEWHERE.keys() - missing, "remove these from ELSEWHERE"
 
 
-def test_what_is_tested_elsewhere_is_tested_there() -> None:
+def test_every_exception_names_an_existing_file_and_a_reason() -> None:
     assert not [where for where in ELSEWHERE.values() if not (TESTS / where.partition(":")[0]).exists()]
     assert all(where.partition(": ")[2] for where in ELSEWHERE.values())

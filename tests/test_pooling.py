@@ -30,17 +30,17 @@ def load(folder: Path, **options: Any) -> LLM:
 
 
 def check(llm: LLM, folder: Path, pooling: str, *, normalize: bool = True, texts: list[str] = TEXTS) -> None:
-    """All at once, and each as transformers has it."""
+    """Embeds all texts in one call and compares each with transformers."""
     for output in llm.embed(texts, use_tqdm=False):
-        wanted = made.reference_embedding(folder, output.prompt_token_ids, pooling, normalize=normalize)
-        np.testing.assert_allclose(output.outputs.embedding, wanted.numpy(), atol=TOLERANCE, rtol=0)
+        expected = made.reference_embedding(folder, output.prompt_token_ids, pooling, normalize=normalize)
+        np.testing.assert_allclose(output.outputs.embedding, expected.numpy(), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
 @pytest.mark.parametrize(
     ("pooling", "normalize"), [("cls", True), ("mean", True), ("mean", False), ("lasttoken", True)]
 )
-def test_an_encoder(tmp_path: Path, kind: str, pooling: str, normalize: bool) -> None:
+def test_embeddings_of_an_encoder(tmp_path: Path, kind: str, pooling: str, normalize: bool) -> None:
     folder = made.make_encoder(tmp_path / "m", kind, pooling=pooling, normalize=normalize)
     llm = load(folder, max_num_batched_tokens=130, max_num_seqs=3)
     check(llm, folder, pooling, normalize=normalize)
@@ -48,18 +48,18 @@ def test_an_encoder(tmp_path: Path, kind: str, pooling: str, normalize: bool) ->
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @pytest.mark.parametrize("pooling", ["lasttoken", "mean", "cls"])
-def test_a_decoder_in_pieces(tmp_path: Path, kind: str, pooling: str) -> None:
-    """Long prompts are computed in pieces of at most 16 tokens, and short of memory they are preempted."""
+def test_embeddings_of_a_decoder_with_chunked_prefill(tmp_path: Path, kind: str, pooling: str) -> None:
+    """Prompts are computed in chunks of at most 16 tokens, and there is so little memory that they are preempted."""
     folder = made.make_decoder(tmp_path / "m", kind, pooling=pooling)
     llm = load(folder, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=256, kv_cache_memory="220k")
     check(llm, folder, pooling)
-    check(llm, folder, pooling)  # from the prefix cache, where that tells enough
+    check(llm, folder, pooling)  # from the prefix cache, where the pooling needs only the last token
     scheduler = llm._engine.scheduler
     assert (scheduler.counters.num_cached_tokens > 0) == (pooling == "lasttoken")
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # with a page of its own, and without
-def test_a_generating_model_makes_embeddings_too(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # a native architecture and one of the fallback
+def test_a_generative_model_also_makes_embeddings(tmp_path: Path, kind: str) -> None:
     folder = made.make_decoder(tmp_path / "m", kind, pooling=None, bare=False)
     llm = load(folder)
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -67,12 +67,12 @@ def test_a_generating_model_makes_embeddings_too(tmp_path: Path, kind: str) -> N
     check(llm, folder, "lasttoken")
     assert [o.outputs for o in llm.generate(TEXTS, greedy, use_tqdm=False)] == [o.outputs for o in before]
     (states,) = llm.encode(TEXTS[2], use_tqdm=False)
-    wanted = made.reference_embedding(folder, states.prompt_token_ids, "all", normalize=False)
+    expected = made.reference_embedding(folder, states.prompt_token_ids, "all", normalize=False)
     assert states.outputs.data.shape == (len(TEXTS[2]), 64)
-    np.testing.assert_allclose(states.outputs.data, wanted.numpy(), atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(states.outputs.data, expected.numpy(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_checkpoint_with_its_head_and_the_files_of_sentence_transformers_makes_embeddings_only(
+def test_a_generative_checkpoint_with_sentence_transformers_files_only_embeds(
     tmp_path: Path,
 ) -> None:
     folder = made.make_decoder(tmp_path / "m", "qwen2", bare=False)
@@ -84,32 +84,32 @@ def test_a_checkpoint_with_its_head_and_the_files_of_sentence_transformers_makes
         llm.score("a", "b", use_tqdm=False)
 
 
-def test_a_body_under_the_name_of_the_whole(tmp_path: Path) -> None:
-    """As Qwen3-Embedding is published: its architecture has a head, and its tensors do not say `model.`."""
+def test_a_checkpoint_without_a_head_whose_architecture_has_one(tmp_path: Path) -> None:
+    """Qwen3-Embedding is published so: its architecture has a head, and its tensor names have no prefix `model.`."""
     folder = made.make_decoder(tmp_path / "m", "qwen3")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
     check(load(folder), folder, "lasttoken")
 
 
-def test_without_any_files_encoders_take_the_mean(tmp_path: Path) -> None:
+def test_encoders_without_sentence_transformers_files_use_mean_pooling(tmp_path: Path) -> None:
     folder = made.make_encoder(tmp_path / "m")
     check(load(folder), folder, "mean")
 
 
-def test_fewer_dimensions(tmp_path: Path) -> None:
+def test_embeddings_with_fewer_dimensions(tmp_path: Path) -> None:
     folder = made.make_encoder(tmp_path / "m", pooling="mean")
     llm = load(folder)
     for output in llm.embed(TEXTS, dimensions=7, use_tqdm=False):
-        wanted = made.reference_embedding(folder, output.prompt_token_ids, "mean", dimensions=7)
-        np.testing.assert_allclose(output.outputs.embedding, wanted.numpy(), atol=TOLERANCE, rtol=0)
+        expected = made.reference_embedding(folder, output.prompt_token_ids, "mean", dimensions=7)
+        np.testing.assert_allclose(output.outputs.embedding, expected.numpy(), atol=TOLERANCE, rtol=0)
     with pytest.raises(RequestError, match="dimensions must be at most 48"):
         llm.embed("a", dimensions=49, use_tqdm=False)
     with pytest.raises(ValueError, match=r"`int` >= 1"):
         llm.embed("a", dimensions=0)
 
 
-def test_what_is_too_long(tmp_path: Path) -> None:
+def test_texts_over_the_maximum_length_are_refused_or_truncated(tmp_path: Path) -> None:
     folder = made.make_encoder(tmp_path / "m", pooling="cls")
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
     llm = load(folder)
@@ -118,25 +118,25 @@ def test_what_is_too_long(tmp_path: Path) -> None:
         RequestError, match=r"maximum context length is 20 tokens. However, the prompt has 52 tokens. S"
     ):
         llm.embed([long, "a"], use_tqdm=False)
-    (cut,) = llm.embed(long, truncate_prompt_tokens=20, use_tqdm=False)
+    (truncated,) = llm.embed(long, truncate_prompt_tokens=20, use_tqdm=False)
     cat, cls, sep = (llm.embed("cat", use_tqdm=False)[0].prompt_token_ids[i] for i in (1, 0, 2))
-    assert cut.prompt_token_ids == [cls, *[cat] * 18, sep]
-    wanted = made.reference_embedding(folder, cut.prompt_token_ids, "cls")
-    np.testing.assert_allclose(cut.outputs.embedding, wanted.numpy(), atol=TOLERANCE, rtol=0)
-    (ids,) = llm.embed([cut.prompt_token_ids * 2], truncate_prompt_tokens=20, use_tqdm=False)
-    assert ids.prompt_token_ids == cut.prompt_token_ids
+    assert truncated.prompt_token_ids == [cls, *[cat] * 18, sep]
+    expected = made.reference_embedding(folder, truncated.prompt_token_ids, "cls")
+    np.testing.assert_allclose(truncated.outputs.embedding, expected.numpy(), atol=TOLERANCE, rtol=0)
+    (ids,) = llm.embed([truncated.prompt_token_ids * 2], truncate_prompt_tokens=20, use_tqdm=False)
+    assert ids.prompt_token_ids == truncated.prompt_token_ids
     with pytest.raises(RequestError, match="truncate_prompt_tokens must be more than 2"):
         llm.embed("a", truncate_prompt_tokens=2, use_tqdm=False)
-    assert len(llm.embed(long[:64], use_tqdm=False)[0].prompt_token_ids) == 18  # nothing was left switched on
+    assert len(llm.embed(long[:64], use_tqdm=False)[0].prompt_token_ids) == 18  # truncation does not stay enabled
 
 
-def test_positions_of_roberta_begin_after_the_padding_token(tmp_path: Path) -> None:
+def test_positions_of_roberta_start_after_the_padding_id(tmp_path: Path) -> None:
     folder = made.make_encoder(tmp_path / "m", "xlm-roberta")
     llm = load(folder)
     longest = [0, *[7] * 126, 2]
     (output,) = llm.embed([longest], use_tqdm=False)
-    wanted = made.reference_embedding(folder, longest, "mean")
-    np.testing.assert_allclose(output.outputs.embedding, wanted.numpy(), atol=TOLERANCE, rtol=0)
+    expected = made.reference_embedding(folder, longest, "mean")
+    np.testing.assert_allclose(output.outputs.embedding, expected.numpy(), atol=TOLERANCE, rtol=0)
     with pytest.raises(RequestError, match="128 tokens"):
         llm.embed([[*longest, 2]], use_tqdm=False)
 
@@ -155,15 +155,15 @@ def _sigmoid(x: float) -> float:
     ],
     ids=["sigmoid", "identity", "older identity"],
 )
-def test_a_cross_encoder(tmp_path: Path, kind: str, more: Any, activation: Callable[[float], float]) -> None:
+def test_scores_of_a_cross_encoder(tmp_path: Path, kind: str, more: Any, activation: Callable[[float], float]) -> None:
     folder = made.make_cross_encoder(tmp_path / "m", kind)
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | more))
     llm = load(folder)
     outputs = llm.score("capital of france", TEXTS, use_tqdm=False)
-    wanted = [activation(made.reference_score(folder, *pair)) for pair in PAIRS]
-    assert np.ptp(wanted) > 1e-3, "the pairs must be told apart"
-    np.testing.assert_allclose([o.outputs.score for o in outputs], wanted, atol=TOLERANCE, rtol=1e-5)
+    expected = [activation(made.reference_score(folder, *pair)) for pair in PAIRS]
+    assert np.ptp(expected) > 1e-3, "the scores must differ"
+    np.testing.assert_allclose([o.outputs.score for o in outputs], expected, atol=TOLERANCE, rtol=1e-5)
     (one,) = llm.score("dog", "cat", use_tqdm=False)
     np.testing.assert_allclose(one.outputs.score, activation(made.reference_score(folder, "dog", "cat")), atol=1e-5)
     with pytest.raises(ValueError, match="2 texts in text_1, but 3"):
@@ -172,24 +172,24 @@ def test_a_cross_encoder(tmp_path: Path, kind: str, more: Any, activation: Calla
         llm.embed("a", use_tqdm=False)
 
 
-def test_a_decoder_as_a_cross_encoder(tmp_path: Path) -> None:
-    """It finds the end of a text by its padding, or has none and takes texts of one length."""
+def test_scores_of_a_decoder(tmp_path: Path) -> None:
+    """With a padding token, which marks the end of a text in a batch, and without one."""
     import checkpoints
     import transformers
     import vocabulary
 
-    for name, pad in (("padded", 0), ("not", None)):
+    for name, pad in (("padded", 0), ("unpadded", None)):
         config = transformers.Qwen3Config(**{**checkpoints.COMMON, "pad_token_id": pad, "num_labels": 1})
         torch.manual_seed(1)
         model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
         model.save_pretrained(tmp_path / name)
         folder = vocabulary.add_tokenizer(tmp_path / name)
         outputs = load(folder).score("capital of france", TEXTS, use_tqdm=False)
-        wanted = [_sigmoid(made.reference_score(folder, *pair)) for pair in PAIRS]
-        np.testing.assert_allclose([o.outputs.score for o in outputs], wanted, atol=TOLERANCE, rtol=0)
+        expected = [_sigmoid(made.reference_score(folder, *pair)) for pair in PAIRS]
+        np.testing.assert_allclose([o.outputs.score for o in outputs], expected, atol=TOLERANCE, rtol=0)
 
 
-def test_numbers_that_are_none_fail_their_request(tmp_path: Path) -> None:
+def test_embeddings_that_are_not_finite_fail_their_request(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = made.make_encoder(tmp_path / "m", pooling="mean")
@@ -215,7 +215,7 @@ def test_numbers_that_are_none_fail_their_request(tmp_path: Path) -> None:
         ({"config_sentence_transformers.json": '{"prompts": {}, "default_prompt_name": "q"}'}, "default_prompt_name"),
     ],
 )
-def test_files_that_cannot_be_followed(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_damaged_or_unsupported_files_are_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
     folder = made.make_encoder(tmp_path / "m", pooling="mean")
     for name, content in files.items():
         (folder / name).write_text(content)
@@ -223,7 +223,7 @@ def test_files_that_cannot_be_followed(tmp_path: Path, files: dict[str, str], me
         load(folder)
 
 
-def test_models_that_are_not_served(tmp_path: Path) -> None:
+def test_unsupported_models_and_flags_are_refused(tmp_path: Path) -> None:
     folder = made.make_cross_encoder(tmp_path / "labels", num_labels=3)
     with pytest.raises(ConfigError, match=r"3 labels; .* pagewire serves only cross-encoders"):
         load(folder)

@@ -1,4 +1,4 @@
-"""Tests wait for events, and never for a time: where a clock or a pause stands in a test, and why it may."""
+"""Tests wait for events and not for fixed times. Uses of clocks and sleeps in tests are listed here with a reason."""
 
 import ast
 import asyncio
@@ -12,14 +12,14 @@ TESTS = Path(__file__).resolve().parent
 CLOCKS = re.compile(r"(time\.)?(monotonic|perf_counter|process_time|thread_time)(_ns)?|time\.time(_ns)?|datetime\.now")
 PAUSES = re.compile(r"(time|asyncio)\.sleep")
 
-# File → why it may pause or look at a clock. `asyncio.sleep(0)` is a turn of the loop and no pause.
+# File → why it may sleep or read a clock. `asyncio.sleep(0)` only yields to the loop and is allowed everywhere.
 ALLOWED = {
-    "waiting.py": "the one loop that asks again",
-    "bench/test_peers.py": "a benchmark's own time cannot be longer than what it is measured in",
-    "e2e/test_lifecycle.py": "two seconds of idling are what is measured, in CPU time",
-    "e2e/test_route.py": "reads streams until an engine has started, which needs the cores, too",
-    "engine/weights/test_copy_workers.py": "jobs that take differently long are the point",
-    "engine_clients.py": "the supervisor's beat, which a live core must hear",
+    "waiting.py": "the one loop that polls",
+    "bench/test_peers.py": "the time that a benchmark reports cannot exceed the time measured around it",
+    "e2e/test_lifecycle.py": "measures the CPU time of two idle seconds",
+    "e2e/test_route.py": "reads streams slowly until an engine has started, which needs the cores too",
+    "engine/weights/test_copy_workers.py": "needs jobs of different durations",
+    "engine_clients.py": "the supervisor's periodic ping, which a core expects",
 }
 
 
@@ -35,33 +35,33 @@ def clocks_and_pauses(path: Path) -> list[str]:
     return [text for _, text in sorted(found)]
 
 
-def test_clocks_and_pauses_stand_only_where_they_may() -> None:
+def test_clocks_and_sleeps_are_used_only_in_the_listed_files() -> None:
     found = {
         str(path.relative_to(TESTS)): clocks_and_pauses(path)
         for path in TESTS.rglob("*.py")
         if path.parent.name != "stress"
     }
     assert not [line for name, lines in found.items() if name not in ALLOWED for line in lines]
-    assert not [name for name in ALLOWED if not found[name]], "these need no reason any more"
+    assert not [name for name in ALLOWED if not found[name]], "remove these from ALLOWED"
 
 
-def test_what_is_looked_for_is_found(tmp_path: Path) -> None:
+def test_clocks_and_sleeps_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         "async def f():\n  await asyncio.sleep(0)\n  await asyncio.sleep(1)\n  time.time()\n"
     )
     assert clocks_and_pauses(tmp_path / "a.py") == ["a.py:3: asyncio.sleep(1)", "a.py:4: time.time()"]
 
 
-def test_what_comes_is_given_and_what_does_not_is_named() -> None:
-    answers = iter([0, "", "there"])
-    assert until(lambda: next(answers), "it comes") == "there"
+def test_until_returns_the_value_or_names_the_missing_event() -> None:
+    values = iter([0, "", "there"])
+    assert until(lambda: next(values), "a value") == "there"
     with pytest.raises(AssertionError, match="not within 0 s: a second moon"):
         until(lambda: False, "a second moon", 0)
     with pytest.raises(AssertionError, match="a third"):
         asyncio.run(until_async(lambda: False, lambda: "a third", 0))
 
 
-def test_what_computes_for_too_long_is_stopped() -> None:
+def test_cpu_deadline_stops_code_that_computes_for_too_long() -> None:
     with cpu_deadline(60):
         pass
     with pytest.raises(AssertionError, match="of CPU time"), cpu_deadline(0.05):

@@ -1,4 +1,4 @@
-"""Switches Triton to its interpreter, once per test process, for all folders that need it."""
+"""Switches Triton to its interpreter, once per test process."""
 
 from functools import cache
 
@@ -7,5 +7,5 @@ from pagewire.tools.triton_interpreter import interpret
 
 @cache
 def interpret_once() -> None:
-    """Call it before anything of `pagewire.kernels.triton` is imported."""
+    """Must be called before any module of `pagewire.kernels.triton` is imported."""
     interpret()

@@ -1,6 +1,6 @@
-"""How tests wait for what no event tells: they ask again and again, and a deadline says what did not come.
+"""How tests wait for a state that no event announces: they poll it, and the error at the deadline names it.
 
-No test sleeps a fixed time or compares clocks; `test_waiting.py` looks for it.
+No test sleeps a fixed time or compares clocks; `test_waiting.py` checks this.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _LONGEST_PAUSE_S = 0.02
 
 
 def until(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: float = 10.0) -> T:
-    """The first true value that `condition` gives. `what` is awaited, or what to say when it did not come."""
+    """The first true value of `condition`. `what`: names the awaited state in the error at the deadline."""
     for pause_s in _pauses(what, timeout_s):
         if answer := condition():
             return answer
@@ -25,7 +25,7 @@ def until(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: 
 
 
 async def until_async(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: float = 10.0) -> T:
-    """`until`, on a loop that goes on meanwhile."""
+    """`until` for an event loop, which keeps running."""
     for pause_s in _pauses(what, timeout_s):
         if answer := condition():
             return answer
@@ -35,8 +35,8 @@ async def until_async(condition: Callable[[], T], what: str | Callable[[], str],
 
 @contextlib.contextmanager
 def cpu_deadline(seconds: float) -> Iterator[None]:
-    """Fails when what stands within takes more time of this process's cores, which no other process makes longer. For
-    work that is done in C; `counting.lines_of` counts that of Python."""
+    """Fails if the block takes more CPU time of this process, which does not depend on other processes. For work in C;
+    `counting.lines_of` counts work in Python."""
 
     def fail(*_: object) -> None:
         raise AssertionError(f"not within {seconds} s of CPU time")
@@ -51,10 +51,10 @@ def cpu_deadline(seconds: float) -> Iterator[None]:
 
 
 def _pauses(what: str | Callable[[], str], timeout_s: float) -> Iterator[float]:
-    """Short at first, for what comes in microseconds; raises after the deadline."""
+    """Pauses, short at first for events that take microseconds. Raises after the deadline."""
     deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
     while time.monotonic() < deadline:
         yield pause_s
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    yield 0.0  # the last look is after the deadline, however late this process was
+    yield 0.0  # one last check after the deadline, even if this process did not run meanwhile
     raise AssertionError(f"not within {timeout_s} s: {what if isinstance(what, str) else what()}")

@@ -51,7 +51,7 @@ def test_clients_and_the_chain_of_processes_get_their_own_outputs(address: str) 
             await asyncio.gather(*map(use_client, range(5)))
             await until_async(lambda: engine.num_open == 0, "all requests end")
         chain_ids: dict[int, list[int]] = {}
-        for receiver, message in engine.told:
+        for receiver, message in engine.sent:
             assert getattr(message, "rid", 0) < 5, (receiver, message)
             for tokens in all_tokens(message) if isinstance(message, TokenBatch) else ():
                 chain_ids.setdefault(tokens.rid, []).extend(bytes_to_ids(tokens.ids))

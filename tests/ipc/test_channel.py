@@ -44,7 +44,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
 def receive(inbox: Inbox[object], num: int) -> list[object]:
     messages: list[object] = []
     while len(messages) < num:
-        assert inbox.wait(DEADLINE_S), f"only {len(messages)} of {num} messages came"
+        assert inbox.wait(DEADLINE_S), f"only {len(messages)} of {num} messages arrived"
         messages += inbox.drain()
     return messages
 
@@ -82,7 +82,7 @@ def test_bad_bytes_are_counted_logged_once_and_dropped(
     assert inbox.num_undecodable == 3 and len(caplog.records) == 1
 
 
-def test_a_message_of_another_mailbox_is_dropped(pair: Pair) -> None:
+def test_a_message_that_the_mailbox_does_not_accept_is_dropped(pair: Pair) -> None:
     from pagewire.ipc.messages import StopHit
 
     inbox, connect = pair
@@ -99,7 +99,7 @@ def test_a_loop_is_woken_for_every_batch(pair: Pair) -> None:
         messages: list[object] = []
         woken = asyncio.Event()
         outbox = connect()
-        outbox.send(Cancel((0,)))  # type: ignore[attr-defined]  # before anyone listens
+        outbox.send(Cancel((0,)))  # type: ignore[attr-defined]  # before the loop subscribes
         inbox.subscribe(asyncio.get_running_loop(), woken.set)
         for i in range(1, 6):
             while len(messages) < i:
@@ -122,6 +122,6 @@ def test_a_plain_loop_is_woken_by_another_thread(pair: Pair) -> None:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A folder whose name leaves room for a socket's; pytest's own may not."""
+    """A folder with a path short enough for a Unix socket; that of `tmp_path` may be too long."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)

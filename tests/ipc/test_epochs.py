@@ -1,4 +1,4 @@
-"""Frames of another epoch: old ones are dropped, early ones wait, and a `Reset` stands between."""
+"""Frames of another epoch: old ones are dropped, and early ones wait for the `Reset` to their epoch."""
 
 import tempfile
 import uuid
@@ -57,7 +57,7 @@ def ends(address: str) -> Iterator[Ends]:
     ends.close()
 
 
-def test_what_a_dead_process_sent_is_dropped_and_counted(ends: Ends) -> None:
+def test_frames_of_an_earlier_epoch_are_dropped_and_counted(ends: Ends) -> None:
     supervisor, old = ends.sender(Epochs(), Link.CONTROL), ends.sender(Epochs())
     supervisor.send(reset(2))
     assert ends.drain(1) == [reset(2)]
@@ -66,10 +66,10 @@ def test_what_a_dead_process_sent_is_dropped_and_counted(ends: Ends) -> None:
     new.send(Cancel((2,)))
     assert ends.drain(1) == [Cancel((2,))]
     # Each sender has a queue of its own: the old one's message may be the last to arrive.
-    until(lambda: ends.inbox.drain() == [] and ends.epochs.num_stale == 1, "it is counted")
+    until(lambda: ends.inbox.drain() == [] and ends.epochs.num_stale == 1, "the stale frame is counted")
 
 
-def test_what_comes_early_waits_for_its_epoch(ends: Ends) -> None:
+def test_a_frame_of_a_later_epoch_waits_for_its_reset(ends: Ends) -> None:
     early, supervisor = ends.sender(Epochs(3)), ends.sender(Epochs(), Link.CONTROL)
     early.send(Cancel((3,)))
     supervisor.send(Ping())
@@ -80,7 +80,7 @@ def test_what_comes_early_waits_for_its_epoch(ends: Ends) -> None:
     assert ends.drain(2) == [reset(3), Cancel((3,))]
 
 
-def test_a_reset_begins_a_list_of_its_own(ends: Ends) -> None:
+def test_a_reset_is_always_the_first_message_of_a_drain(ends: Ends) -> None:
     supervisor = ends.sender(Epochs(), Link.CONTROL)
     for message in (Ping(), reset(2), Ping(), reset(2), Ping()):
         supervisor.send(message)
@@ -90,12 +90,12 @@ def test_a_reset_begins_a_list_of_its_own(ends: Ends) -> None:
         if messages := ends.inbox.drain():
             lists.append(messages)
             assert reset(2) not in messages[1:]
-    # The second one says nothing new.
+    # The second reset is of the same epoch and is dropped.
     assert [message for messages in lists for message in messages] == [Ping(), reset(2), Ping(), Ping()]
     assert ends.epochs.chain == 2 and not ends.inbox.has_more
 
 
-def test_a_death_elsewhere_leaves_the_device_alone(address: str) -> None:
+def test_a_reset_of_the_chain_alone_keeps_frames_of_the_device(address: str) -> None:
     ends = Ends(address, ToWorker)
     try:
         plan = StepPlan(1, (), b"", b"", b"", b"", b"")
@@ -113,7 +113,7 @@ def test_a_death_elsewhere_leaves_the_device_alone(address: str) -> None:
         ends.close()
 
 
-def test_what_is_no_frame_is_counted(ends: Ends) -> None:
+def test_malformed_frames_are_counted(ends: Ends) -> None:
     sender = ends.sender(Epochs())
     for data in (b"", b"\1\2", b"\x63\0\0\0\0rest"):
         sender.send_bytes(data)

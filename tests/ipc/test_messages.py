@@ -1,4 +1,4 @@
-"""Messages survive the wire, and the wire refuses what a message may not be."""
+"""Messages survive encoding and decoding, and values out of bounds are refused."""
 
 import math
 from array import array
@@ -82,7 +82,7 @@ def test_columns_give_each_request_its_tokens() -> None:
     assert list(m.TokenBatch(()).columns()) == []
 
 
-def test_a_bias_has_room_on_every_device() -> None:
+def test_logit_bias_has_at_most_the_entries_that_every_device_has_room_for() -> None:
     assert m.Sampling(logit_bias=dict.fromkeys(range(m.MAX_BIASES), 1.0)).logit_bias
     with pytest.raises(ValueError, match="at most 1024 tokens"):
         m.Sampling(logit_bias=dict.fromkeys(range(m.MAX_BIASES + 1), 1.0))

@@ -1,4 +1,4 @@
-"""A watched mailbox: its process is killed, frozen, busy, or was never there."""
+"""Watching a mailbox whose process is killed, frozen or busy, or has not started."""
 
 import asyncio
 import subprocess
@@ -32,10 +32,10 @@ def context(tmp_path: Path) -> Iterator[ZmqContext]:
 
 @pytest.fixture(params=["ipc", "tcp with keys"])
 def peer(context: ZmqContext, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Peer]:
-    """Starts a process with a mailbox that does `what` over and over; gives the watch over it when it is up."""
+    """Starts a process that has a mailbox and repeats `statement`; returns the watch over it once the process is up."""
     with ExitStack() as stack:
 
-        def begin(what: str) -> tuple[ZmqWatch, psutil.Process]:
+        def begin(statement: str) -> tuple[ZmqWatch, psutil.Process]:
             port = free_port()
             address = f"ipc://{tmp_path}/{port}" if request.param == "ipc" else f"tcp://127.0.0.1:{port}"
             program = f"""
@@ -43,14 +43,14 @@ def peer(context: ZmqContext, tmp_path: Path, request: pytest.FixtureRequest) ->
                 from pagewire.ipc.messages import ToTokenizer
                 from pagewire.ipc.zmq_channel import ZmqContext, read_keys
                 inbox = ZmqContext(read_keys(Path({str(tmp_path / "key")!r}))).inbox({address!r}, ToTokenizer)
-                while True: {what}
+                while True: {statement}
             """
             process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
             stack.callback(process.wait)
             stack.callback(process.kill)
             watch = context.watch(address, SILENCE_S)
             stack.callback(watch.close)
-            until(lambda: looked(watch).is_up, "it is reached", 60)
+            until(lambda: looked(watch).is_up, "the process is up", 60)
             return watch, psutil.Process(process.pid)
 
         yield begin
@@ -64,29 +64,29 @@ def looked(watch: ZmqWatch) -> ZmqWatch:
 def received(inbox: ZmqInbox[object]) -> object:
     messages: list[object] = []
     while not messages:
-        assert inbox.wait(30), "nothing came"
+        assert inbox.wait(30), "no message arrived"
         messages = inbox.drain()
     (message,) = messages
     return message
 
 
-def test_who_is_killed_is_lost(peer: Peer) -> None:
+def test_a_killed_process_is_lost(peer: Peer) -> None:
     watch, process = peer(IDLE)
     process.kill()
-    until(lambda: looked(watch).is_lost, "the end is noticed", 30)
+    until(lambda: looked(watch).is_lost, "the killed process is lost", 30)
     assert not watch.is_up
 
 
-def test_who_is_frozen_is_lost_and_who_is_busy_is_not(peer: Peer) -> None:
+def test_a_frozen_process_is_lost_and_a_busy_one_is_not(peer: Peer) -> None:
     busy, _ = peer(BUSY)
     frozen, process = peer(IDLE)
     process.suspend()
-    until(lambda: looked(frozen).is_lost, "its silence is noticed", 30)
-    assert looked(busy).is_up, "it was as silent for as long"
+    until(lambda: looked(frozen).is_lost, "the frozen process is lost", 30)
+    assert looked(busy).is_up, "a busy process answers while it is busy"
     process.resume()
 
 
-def test_who_was_never_there_is_not_lost_and_who_comes_back_is(context: ZmqContext) -> None:
+def test_a_process_that_never_started_is_not_lost_and_one_that_restarts_stays_lost(context: ZmqContext) -> None:
     async def scenario() -> None:
         address = f"tcp://127.0.0.1:{free_port()}"
         watch = context.watch(address, SILENCE_S)
@@ -110,7 +110,7 @@ def test_who_was_never_there_is_not_lost_and_who_comes_back_is(context: ZmqConte
         await until(lambda: watch.is_lost)
         again: ZmqInbox[object] = context.inbox(address, ToTokenizer)
         watch.send(Leave(("core",)))
-        assert received(again) == Leave(("core",)), "there is a connection again"
+        assert received(again) == Leave(("core",)), "the socket connects again"
         assert looked(watch).is_lost and not watch.is_up
         again.close()
         watch.close()

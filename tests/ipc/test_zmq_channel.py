@@ -1,4 +1,4 @@
-"""What only sockets have: keys, addresses, folders."""
+"""Keys, addresses and folders, which only socket channels have."""
 
 import stat
 import tempfile
@@ -24,7 +24,7 @@ from .test_channel import receive
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A folder whose name leaves room for a socket's; pytest's own may not."""
+    """A folder with a path short enough for a Unix socket; that of `tmp_path` may be too long."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
@@ -40,7 +40,7 @@ def test_a_sender_may_start_first(tmp_path: Path) -> None:
     context.close()
 
 
-def test_a_peer_without_the_key_is_not_heard(tmp_path: Path) -> None:
+def test_messages_from_a_peer_without_the_key_are_not_received(tmp_path: Path) -> None:
     ours, theirs = ZmqContext(read_keys(tmp_path / "ours")), ZmqContext(read_keys(tmp_path / "theirs"))
     address = f"tcp://127.0.0.1:{free_port()}"
     inbox: ZmqInbox[object] = ours.inbox(address, ToTokenizer)
@@ -52,9 +52,7 @@ def test_a_peer_without_the_key_is_not_heard(tmp_path: Path) -> None:
     theirs.close()
 
 
-def test_a_runtime_folder_whose_path_is_too_long_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_runtime_folder_whose_path_is_too_long_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
@@ -80,12 +78,12 @@ def test_the_run_folder_is_private_and_removed(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "tcp://127.0.0.1", "nonsense", "ipc://" + "x" * 108])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError):
         check_address(address, None)
 
 
-def test_an_open_address_needs_keys(tmp_path: Path) -> None:
+def test_an_address_reachable_from_outside_needs_a_key_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--key-file"):
         check_address("tcp://0.0.0.0:5555", None)
     path = tmp_path / "key"

@@ -1,4 +1,4 @@
-"""The meaning of quantized weights, against explicit formulas and transformers."""
+"""Dequantized weights against explicit formulas and transformers."""
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ def _int4(n, k, group, order=None):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_blocks_as_in_transformers(dtype):
+def test_fp8_blocks_equal_those_of_transformers(dtype):
     weight = _fp8(96, 64, (32, 16))
     expected = Fp8Dequantize(None)._dequantize_one(weight.values, weight.scale, dtype)
     assert torch.equal(weight.dequantize(dtype), expected)
 
 
-def test_fp8_written_out():
+def test_fp8_equals_the_formula():
     ragged, rows = _fp8(40, 50, (32, 32)), _fp8(5, 7)
     for i in range(40):
         for j in range(50):
@@ -38,7 +38,7 @@ def test_fp8_written_out():
 
 
 @pytest.mark.parametrize(("k", "group", "half"), [(256, 128, 64), (192, 64, 32), (96, 32, 16), (256, 256, 64)])
-def test_int4_written_out(k, group, half):
+def test_int4_equals_the_formula(k, group, half):
     weight, numbers, zeros = _int4(24, k, group)
     assert weight.half == half and weight.shape == (24, k) and weight.group_size == group
     out = weight.dequantize(torch.float32)
@@ -50,7 +50,7 @@ def test_int4_written_out(k, group, half):
     assert (byte & 15, byte >> 4) == (int(numbers[3, 2 * half + 1]), int(numbers[3, 3 * half + 1]))
 
 
-def test_int4_in_another_order():
+def test_int4_columns_follow_the_order_of_the_weight():
     order = torch.randperm(64).int()
     weight, _, _ = _int4(8, 64, 32, order)
     straight = Int4Weight(weight.packed, weight.scales, weight.zeros, weight.half)
@@ -58,13 +58,13 @@ def test_int4_in_another_order():
     assert torch.equal(out[:, order.long()], straight.dequantize(torch.float32)) and out.shape == (8, 64)
 
 
-def test_groups_that_cannot_be_packed():
+def test_a_group_size_that_cannot_be_packed_is_refused():
     with pytest.raises(ValueError, match="48 columns in groups of 24"):
         _int4(8, 48, 24)
 
 
 @pytest.mark.parametrize("weight", [_fp8(96, 40), _fp8(96, 40, (16, 32)), _int4(96, 64, 32)[0]])
-def test_interleaved_gates_and_ups(weight):
+def test_interleaving_alternates_gates_and_ups(weight):
     before, after = (w.dequantize(torch.float32) for w in (weight, weight.interleave()))
     assert torch.equal(after[0::2], before[:48]) and torch.equal(after[1::2], before[48:])
     assert weight.interleave().nbytes == weight.nbytes
@@ -79,7 +79,7 @@ def test_interleaved_gates_and_ups(weight):
         [_int4(8, 64, 32)[0]],
     ],
 )
-def test_concatenated_weights(parts):
+def test_concatenation_keeps_all_weights(parts):
     whole = concatenate(parts).to(torch.device("cpu")).dequantize(torch.float32)
     assert torch.equal(whole, torch.cat([part.dequantize(torch.float32) for part in parts]))
 
@@ -94,6 +94,6 @@ def test_concatenated_weights(parts):
         ([_int4(8, 64, 32)[0], _int4(8, 64, 32, torch.arange(64).flip(0).int())[0]], "ordered differently"),
     ],
 )
-def test_weights_that_cannot_be_concatenated(parts, why):
+def test_weights_of_different_formats_cannot_be_concatenated(parts, why):
     with pytest.raises(ValueError, match=why):
         concatenate(parts)

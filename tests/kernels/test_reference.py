@@ -33,7 +33,7 @@ def test_silu_mul():
     torch.testing.assert_close(reference.silu_mul(x), x[:, :5] * torch.sigmoid(x[:, :5]) * x[:, 5:])
 
 
-def test_rotary_turns_pairs():
+def test_rotary_rotates_pairs():
     x, angles = torch.randn(3, 2, 8), torch.randn(3, 1, 4)
     cos, sin = angles.cos(), angles.sin()
     table = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -42,7 +42,7 @@ def test_rotary_turns_pairs():
     torch.testing.assert_close(reference.norm_rotary(x, 1, None, None, 0.0, *table), expected)
 
 
-def test_heads_are_normed_before_they_turn():
+def test_heads_are_normed_before_they_are_rotated():
     x, angles, q_norm, k_norm = torch.randn(3, 5, 8), torch.randn(3, 1, 4), torch.randn(8), torch.randn(8)
     table = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
     normed = torch.cat((reference.rms_norm(x[:, :3], q_norm, 1e-6), reference.rms_norm(x[:, 3:], k_norm, 1e-6)), 1)
@@ -50,7 +50,7 @@ def test_heads_are_normed_before_they_turn():
     torch.testing.assert_close(reference.norm_rotary(x, 3, q_norm, k_norm, 1e-6, *table), expected)
 
 
-def test_write_kv_fills_the_slots_and_no_others():
+def test_write_kv_writes_only_the_given_slots():
     k_pages, v_pages = torch.zeros(3, 4, 2, 6), torch.zeros(3, 4, 2, 6)
     key, value = torch.randn(2, 5, 6).transpose(0, 1)[:3], torch.randn(3, 2, 6)  # keys need not be contiguous
     reference.write_kv(key, value, k_pages, v_pages, torch.tensor([11, 0, 6]))
@@ -59,7 +59,7 @@ def test_write_kv_fills_the_slots_and_no_others():
     assert int(k_pages.view(12, -1).any(-1).sum()) == 3
 
 
-def test_attend_with_softcap_bends_scores():
+def test_attend_applies_the_softcap_to_scores():
     query, key, value = torch.randn(3, 1, 2, 4, 8).unbind(0)
     mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
     scores = torch.tanh(query @ key.transpose(-1, -2) * 0.5 / 3) * 3 + mask

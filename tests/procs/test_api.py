@@ -1,4 +1,4 @@
-"""The api actor: who is told of requests that have ended."""
+"""The API actor: its observers of ended requests, its check of the trace endpoint, and its health while stopping."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ def make_actor(tmp_path: Path, http_fd: int = -1, **settings: object) -> ApiActo
     return ApiActor(resolve(config, facts, MachineFacts(num_cores=1)), resolve_http(config, (), ()), http_fd=http_fd)
 
 
-def test_nobody_is_told_unless_asked(tmp_path: Path) -> None:
+def test_ended_requests_are_logged_only_if_enabled(tmp_path: Path) -> None:
     assert make_actor(tmp_path)._observers() == []
     assert make_actor(tmp_path, enable_log_requests=True)._observers() == [log_request]
 
@@ -39,12 +39,12 @@ def test_tracing_without_its_packages_says_what_to_install(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host", "http://", ""])
-def test_an_endpoint_must_be_an_address(tmp_path: Path, endpoint: str) -> None:
+def test_the_trace_endpoint_must_be_an_address(tmp_path: Path, endpoint: str) -> None:
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint must be an address"):
         make_actor(tmp_path, otlp_traces_endpoint=endpoint)
 
 
-def test_an_engine_that_has_failed_is_not_healthy_while_it_says_so(tmp_path: Path) -> None:
+def test_a_failed_engine_is_unhealthy_while_it_answers_its_last_requests(tmp_path: Path) -> None:
     async def scenario() -> None:
         actor = make_actor(tmp_path, socket.socket().detach())
         actor.start(lambda receiver, message: None)

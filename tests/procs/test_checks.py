@@ -1,4 +1,4 @@
-"""No index outside of the vocabulary passes any door of the engine, however it is wrapped."""
+"""No entry point of the engine accepts a token id outside of the vocabulary, in whichever field it stands."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ BOUNDED = settings(
 
 
 def mostly(good: st.SearchStrategy[T], bad: st.SearchStrategy[T]) -> st.SearchStrategy[T]:
-    """So seldom bad that what is wrong with a request is often one thing alone."""
+    """Bad one time in ten, so that a bad request often has a single fault."""
     return st.integers(0, 9).flatmap(lambda i: good if i else bad)
 
 
@@ -83,7 +83,7 @@ def wire(kind: type[msgspec.Struct], fields: dict[str, object]) -> list[object]:
 
 
 def indices(message: m.Enqueue) -> Iterator[int]:
-    """Whatever of a request is used to index something."""
+    """Every token id of a request that is used as an index."""
     for column in (
         message.prompt_ids,
         message.resume_ids,
@@ -106,22 +106,22 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def tokenizer(config: EngineConfig) -> Callable[[m.Submit], list[m.Message]]:
-    """The door of HTTP and of the offline API."""
+    """The entry point of requests from HTTP and from the offline API."""
     posted: list[m.Message] = []
     actor = TokenizerActor(config)
     actor.start(lambda receiver, message: posted.append(message))
 
-    def take(submit: m.Submit) -> list[m.Message]:
+    def enter(submit: m.Submit) -> list[m.Message]:
         posted.clear()
         actor.handle([submit])
         return posted
 
-    return take
+    return enter
 
 
 @given(prompt=ids32, sampling=sampling, limits=limits, constraint=constraint)
 @BOUNDED
-def test_of_the_tokenizer(
+def test_the_tokenizer_passes_only_ids_of_the_vocabulary(
     tokenizer: Callable[[m.Submit], list[m.Message]],
     prompt: bytes,
     sampling: dict[str, object],
@@ -134,15 +134,15 @@ def test_of_the_tokenizer(
         submit = Decoder[m.Submit](m.Submit).decode(msgspec.msgpack.encode([*fields, *rest]))
     except msgspec.ValidationError:
         return  # the mailbox drops it
-    (told,) = tokenizer(submit)
-    if isinstance(told, m.Enqueue):
-        assert all(0 <= index < VOCAB for index in indices(told))
+    (answer,) = tokenizer(submit)
+    if isinstance(answer, m.Enqueue):
+        assert all(0 <= index < VOCAB for index in indices(answer))
     else:
-        assert isinstance(told, m.Failed) and told.kind == "invalid_request", told
+        assert isinstance(answer, m.Failed) and answer.kind == "invalid_request", answer
 
 
-class _Door:
-    """A core's port, and a socket of a stranger's."""
+class _Connection:
+    """The core's client port, and the socket of a client that sends arbitrary messages."""
 
     def __init__(self, config: EngineConfig, address: str) -> None:
         self._port = ClientPort(config, address)
@@ -151,7 +151,7 @@ class _Door:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.connect(address)
-        self._hears = Decoder[ToClient](ToClient)
+        self._decoder = Decoder[ToClient](ToClient)
         self.say(encode(Hello(PROTOCOL)))
         while not self._socket.poll(1):
             self._port.drain()
@@ -160,17 +160,17 @@ class _Door:
         self._socket.send(data)
 
     def take(self) -> m.Enqueue | None:
-        """What becomes of the next message: a request, or None where the stranger is told that it is none."""
+        """The request that the next message becomes, or None if the client is told that it is invalid."""
         for _ in range(500):
-            for asked in self._port.drain():
-                assert isinstance(asked, m.Enqueue) and asked.rid >= CLIENT_RIDS
-                self._port.reply(m.Failed(asked.rid, "unavailable", ""))  # it ends here
-                return asked
+            for request in self._port.drain():
+                assert isinstance(request, m.Enqueue) and request.rid >= CLIENT_RIDS
+                self._port.reply(m.Failed(request.rid, "unavailable", ""))  # the core's answer, which ends the request
+                return request
             while self._socket.poll(1):
-                told = self._hears.decode(self._socket.recv())
-                if isinstance(told, News):
-                    self.say(encode(Ack(told.seq)))
-                    if told.failed[-1].kind == "invalid_request":
+                message = self._decoder.decode(self._socket.recv())
+                if isinstance(message, News):
+                    self.say(encode(Ack(message.seq)))
+                    if message.failed[-1].kind == "invalid_request":
                         return None
         raise AssertionError("neither a request nor an answer")
 
@@ -180,17 +180,17 @@ class _Door:
 
 
 @pytest.fixture(scope="module")
-def door(config: EngineConfig) -> Iterator[_Door]:
+def connection(config: EngineConfig) -> Iterator[_Connection]:
     with tempfile.TemporaryDirectory(prefix="pw-") as folder:
-        door = _Door(config, address_in(Path(folder)))
-        yield door
-        door.close()
+        connection = _Connection(config, address_in(Path(folder)))
+        yield connection
+        connection.close()
 
 
 @given(prompt=columns, resume=mostly(st.just(b""), columns), sampling=sampling, limits=limits, constraint=constraint)
 @BOUNDED
-def test_of_clients_that_speak_ids(
-    door: _Door,
+def test_the_client_port_passes_only_ids_of_the_vocabulary(
+    connection: _Connection,
     prompt: bytes,
     resume: bytes,
     sampling: dict[str, object],
@@ -198,15 +198,17 @@ def test_of_clients_that_speak_ids(
     constraint: dict[str, object] | None,
 ) -> None:
     fields = ["Generate", 1, 1, prompt, wire(m.Sampling, sampling), wire(m.Limits, limits), 0, b"", "", resume]
-    door.say(msgspec.msgpack.encode([*fields, None if constraint is None else wire(m.Constraint, constraint)]))
-    if (asked := door.take()) is not None:
-        assert all(0 <= index < VOCAB for index in indices(asked))
+    connection.say(msgspec.msgpack.encode([*fields, None if constraint is None else wire(m.Constraint, constraint)]))
+    if (request := connection.take()) is not None:
+        assert all(0 <= index < VOCAB for index in indices(request))
 
 
 @given(sampling=sampling, ends=st.lists(good_ids, max_size=3), seed=st.integers(0, 99))
 @BOUNDED
-def test_whatever_passes_draws_a_token(sampling: dict[str, object], ends: list[int], seed: int) -> None:
-    """And nothing else: no index error, no -1, no NaN."""
+def test_every_accepted_sampling_samples_a_token_of_the_vocabulary(
+    sampling: dict[str, object], ends: list[int], seed: int
+) -> None:
+    """Sampling raises no IndexError and never gives -1 or NaN."""
     try:
         checked = msgspec.convert(wire(m.Sampling, sampling), m.Sampling)
     except msgspec.ValidationError:
@@ -219,12 +221,12 @@ def test_whatever_passes_draws_a_token(sampling: dict[str, object], ends: list[i
     rows.mask(m.StepPlan(0, (), b"", b"", m.ids_to_bytes([0]), b"", b""))
     sampler = Sampler(vocab_size=VOCAB, device=torch.device("cpu"), ops=reference_ops())
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 10
-    (drawn,) = sampler.sample(logits, rows, np.arange(1), np.array([2]))
-    assert 0 <= drawn < VOCAB and (not allowed or drawn in allowed)
+    (sampled,) = sampler.sample(logits, rows, np.arange(1), np.array([2]))
+    assert 0 <= sampled < VOCAB and (not allowed or sampled in allowed)
 
 
-def test_the_bounds_of_requests_hold_in_every_decoder() -> None:
-    """The second look, for whoever reaches a mailbox past the api."""
+def test_every_decoder_checks_the_bounds_of_requests() -> None:
+    """A process that writes to a mailbox without the API's checks cannot exceed them either."""
     ids = m.ids_to_bytes([1])
     requests: dict[str, Callable[..., object]] = {
         "Submit": lambda **f: m.Submit(1, f.pop("n", 1), m.IdsPrompt(ids), **f),

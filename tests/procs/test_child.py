@@ -1,4 +1,4 @@
-"""What a process is given when it starts."""
+"""The configuration, secrets and environment that a child process gets."""
 
 import msgspec
 import pytest
@@ -32,10 +32,10 @@ LAUNCH = Launch(
 
 
 @pytest.mark.parametrize("name", names(2, 2))
-def test_only_api_processes_are_told_secrets(name: str) -> None:
+def test_only_api_processes_get_secrets(name: str) -> None:
     message = msgspec.json.encode(LAUNCH.part_of(name))
-    told = [secret for secret in SECRETS if secret.encode() in message]
-    assert told == (list(SECRETS) if kind(name) == "api" else [])
+    found = [secret for secret in SECRETS if secret.encode() in message]
+    assert found == (list(SECRETS) if kind(name) == "api" else [])
     launch = msgspec.json.decode(message, type=Launch)
     assert launch.config == CONFIG and launch.num_apis == 2
 

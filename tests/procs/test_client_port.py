@@ -1,4 +1,4 @@
-"""The core's door as clients of any language meet it: sessions, windows, slow and dead and hostile peers."""
+"""The core's client port over its wire protocol: sessions, windows, and slow, dead and hostile clients."""
 
 import asyncio
 import os
@@ -53,7 +53,7 @@ def generate(rid: int, prompt: list[int], limits: Limits = FOREVER, n: int = 1, 
 
 
 def outputs(news: News) -> dict[int, list[int]]:
-    """What each sequence got."""
+    """Token ids of each sequence."""
     found, ids = {}, bytes_to_ids(news.ids).tolist()
     for rid, count in zip(memoryview(news.rids).cast("q"), bytes_to_ids(news.counts), strict=True):
         found[rid], ids = ids[:count], ids[count:]
@@ -75,7 +75,7 @@ def test_a_session_message_by_message(address: str) -> None:
             news = await client.hear()
             assert isinstance(news, News) and news.seq == 1
             assert [(a.rid, a.num_prompt) for a in news.accepted] == [(2**53 - 2, 2), (2**53 - 1, 2)]
-            got: dict[int, list[int]] = {2**53 - 2: [], 2**53 - 1: []}
+            received: dict[int, list[int]] = {2**53 - 2: [], 2**53 - 1: []}
             ended: set[int] = set()
             seq = 1
             while len(ended) < 2:
@@ -83,48 +83,50 @@ def test_a_session_message_by_message(address: str) -> None:
                 seq += 1
                 assert isinstance(news, News) and news.seq == seq
                 for rid, ids in outputs(news).items():
-                    got[rid] += ids
+                    received[rid] += ids
                 ended |= {tokens.rid for tokens in news.tokens if tokens.finish}
             seed = (2**53 - 2) % 1000
-            assert list(got.values()) == [expected_output([1, 2], 6, MAX_LEN, seed + i, False) for i in range(2)]
+            assert list(received.values()) == [expected_output([1, 2], 6, MAX_LEN, seed + i, False) for i in range(2)]
             assert isinstance(await client.hear(beats=True), Snapshot)
             await client.say(generate(7, [3]), Bye())
-            await until_async(lambda: engine.num_open == 0 and engine.core._clients is not None, "it has left")
+            await until_async(
+                lambda: engine.num_open == 0 and engine.core._clients is not None, "the client's session ends"
+            )
             assert not engine.core._clients._owners  # type: ignore[union-attr]
-            for _ in range(8):  # what was sent before it had left
+            for _ in range(8):  # messages sent before the session ended may still arrive
                 if await client.silence(0.2):
                     break
             else:
-                raise AssertionError("it is told more and more")
+                raise AssertionError("messages keep arriving after Bye")
 
     run(scenario())
 
 
-def test_a_slow_client_gets_more_at_once_and_holds_up_nobody(address: str) -> None:
+def test_a_slow_client_gets_larger_messages_and_delays_no_other_client(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address), await EngineClient.connect(address) as quick, peer(address) as slow:
             await slow.say(Hello(PROTOCOL, window=2), generate(1, [1], Limits(max_tokens=150, ignore_eos=True)))
             assert isinstance(await slow.hear(), Welcome)
-            got, steps = [], 0
+            received, steps = [], 0
             for seq in (1, 2):
                 news = await slow.hear()
                 assert isinstance(news, News) and news.seq == seq
-                got += outputs(news).get(1, [])
+                received += outputs(news).get(1, [])
             assert await slow.silence(0.1)
             done = await quick.generate([2], Sampling(seed=1), Limits(max_tokens=200, ignore_eos=True)).ids()
             assert done == [expected_output([2], 200, MAX_LEN, 1, True)]
             await slow.say(Ack(1))
             news = await slow.hear()
             assert isinstance(news, News) and news.seq == 3
-            got += outputs(news)[1]
+            received += outputs(news)[1]
             steps += 1
             assert news.tokens[0].finish == "length"
-            assert got == expected_output([1], 150, MAX_LEN, 1, True)
+            assert received == expected_output([1], 150, MAX_LEN, 1, True)
 
     run(scenario())
 
 
-def test_who_takes_nothing_is_told_goodbye(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_takes_no_output_is_disconnected(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         monkeypatch.setattr(client_port, "STALL_LIMIT_S", 0.2)
         async with Engine(address) as engine, peer(address) as stalled:
@@ -147,29 +149,29 @@ def test_who_takes_nothing_is_told_goodbye(address: str, monkeypatch: pytest.Mon
     run(scenario())
 
 
-def test_who_dies_takes_along_only_what_was_its_own(address: str) -> None:
+def test_the_death_of_a_client_cancels_only_its_own_requests(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address) as engine, await EngineClient.connect(address) as other:
             staying = other.generate([2], Sampling(seed=1), Limits(max_tokens=400, ignore_eos=True))
             async with peer(address) as victim:
                 await victim.say(Hello(PROTOCOL), *(generate(rid, [rid]) for rid in range(8)))
                 await victim.hear()
-                await until_async(lambda: engine.num_open == 9, "all run")
-                at = engine.num_steps
+                await until_async(lambda: engine.num_open == 9, "all requests are open")
+                steps_before = engine.num_steps
             await until_async(lambda: engine.num_open == 1, "its sequences are cancelled")
-            assert engine.num_steps < at + 100
+            assert engine.num_steps < steps_before + 100
             assert await staying.ids() == [expected_output([2], 400, MAX_LEN, 1, True)]
-            async with peer(address) as waiting:  # nothing is computed for it when it leaves
+            async with peer(address) as waiting:  # its sequence has computed nothing when it disconnects
                 engine.held = True
                 await waiting.say(Hello(PROTOCOL), generate(1, [1]))
-                await until_async(lambda: engine.num_open == 1, "it waits")
-            await until_async(lambda: engine.num_open == 0, "the beat notices")
+                await until_async(lambda: engine.num_open == 1, "its request is open")
+            await until_async(lambda: engine.num_open == 0, "the next ping finds that the client has disconnected")
 
     run(scenario())
 
 
-def test_what_a_client_may_not_say(address: str) -> None:
-    async def told(*frames: bytes) -> str:
+def test_invalid_messages_get_a_goodbye_with_the_reason(address: str) -> None:
+    async def goodbye_reason(*frames: bytes) -> str:
         async with peer(address) as client:
             await client.say(Hello(PROTOCOL))
             assert isinstance(await client.hear(), Welcome)
@@ -181,15 +183,15 @@ def test_what_a_client_may_not_say(address: str) -> None:
     async def scenario() -> None:
         async with Engine(address) as engine:
             pack = msgspec.msgpack.encode
-            assert "is invalid" in await told(b"")
-            assert "is invalid" in await told(b"\xc1")
-            assert "is invalid" in await told(pack(["StepPlan", 1]))
-            assert "is invalid" in await told(b"\x91" * 100_000)
-            assert "2 frames" in await told(b"", encode(Bye()))
-            assert "sent twice" in await told(encode(Hello(PROTOCOL)))
-            assert "never sent" in await told(encode(Ack(5)))
-            assert "is invalid" in await told(pack(["Generate", -1, 1, b""]))
-            assert "is invalid" in await told(pack(["Generate", 1, 10**9, b""]))
+            assert "is invalid" in await goodbye_reason(b"")
+            assert "is invalid" in await goodbye_reason(b"\xc1")
+            assert "is invalid" in await goodbye_reason(pack(["StepPlan", 1]))
+            assert "is invalid" in await goodbye_reason(b"\x91" * 100_000)
+            assert "2 frames" in await goodbye_reason(b"", encode(Bye()))
+            assert "sent twice" in await goodbye_reason(encode(Hello(PROTOCOL)))
+            assert "never sent" in await goodbye_reason(encode(Ack(5)))
+            assert "is invalid" in await goodbye_reason(pack(["Generate", -1, 1, b""]))
+            assert "is invalid" in await goodbye_reason(pack(["Generate", 1, 10**9, b""]))
             async with peer(address) as client:
                 await client.say(generate(1, [1]))
                 goodbye = await client.hear()
@@ -201,7 +203,7 @@ def test_what_a_client_may_not_say(address: str) -> None:
                 while not isinstance(goodbye := await client.hear(), Goodbye):
                     pass
                 assert "open already" in goodbye.reason
-            await until_async(lambda: engine.num_open == 0, "nothing is left")
+            await until_async(lambda: engine.num_open == 0, "no request is open")
 
     run(scenario())
 
@@ -228,12 +230,12 @@ def test_a_value_out_of_bounds_fails_its_request_alone(address: str) -> None:
             await client.say(Cancel((9,)), generate(1, [1], Limits(max_tokens=1)))
             news = await client.hear()
             assert isinstance(news, News) and news.accepted[0].rid == 1
-            await until_async(lambda: engine.num_open == 0, "it ends")
+            await until_async(lambda: engine.num_open == 0, "the request ends")
 
     run(scenario())
 
 
-def test_no_bytes_end_the_core(address: str) -> None:
+def test_random_bytes_do_not_end_the_core(address: str) -> None:
     async def scenario() -> None:
         rng = random.Random(5)
         good = [
@@ -256,7 +258,7 @@ def test_no_bytes_end_the_core(address: str) -> None:
             assert await other.generate([2], Sampling(seed=1), Limits(max_tokens=30)).ids() == [
                 expected_output([2], 30, MAX_LEN, 1, False)
             ]
-            await until_async(lambda: engine.num_open == 0, "nothing is left")
+            await until_async(lambda: engine.num_open == 0, "no request is open")
             assert not engine.core._clients._owners  # type: ignore[union-attr]
 
     run(scenario())

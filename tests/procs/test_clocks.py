@@ -1,4 +1,4 @@
-"""Where steps' time goes and how late a loop is, by a clock of the test's own."""
+"""The histograms of step times, and the lag of an event loop, with a clock that the test sets."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from pagewire.procs.loop_lag import LoopLag
 from pagewire.procs.step_times import StepTimes
 
 
-def test_what_a_step_took_beyond_the_workers_pass_is_never_less_than_nothing() -> None:
+def test_the_wait_time_of_a_step_is_never_negative() -> None:
     times = StepTimes()
     times.answered(0.010, 0.014)
     times.answered(0.010, 0.0)  # its result came together with the one before
@@ -22,7 +22,7 @@ def test_what_a_step_took_beyond_the_workers_pass_is_never_less_than_nothing() -
 
 
 class Loop:
-    """A loop that does what is due when the test says so."""
+    """An event loop whose timers run when the test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +43,7 @@ class Loop:
             timer[1]()
 
 
-def test_a_busy_loop_comes_late() -> None:
+def test_the_lag_of_a_busy_loop_is_measured() -> None:
     loop = Loop()
     lag = LoopLag(cast(asyncio.AbstractEventLoop, loop))
     loop.run_at(0.1)

@@ -65,7 +65,7 @@ def batch(*tokens: m.Tokens) -> m.TokenBatch:
     return m.TokenBatch(tokens)
 
 
-def test_columns_come_before_the_other_tokens(actor: DetokenizerActor, sent: Sent) -> None:
+def test_tokens_in_columns_are_handled_before_the_others(actor: DetokenizerActor, sent: Sent) -> None:
     other = msgspec.structs.replace(opened(), rid=RID + 1)
     ids = ids_of("ab")
     columns = m.TokenBatch(
@@ -89,7 +89,7 @@ SPECS: tuple[dict[str, object], ...] = (
 
 
 def tokens_at_random(rng: random.Random, alphabet: list[bytes]) -> m.Tokens:
-    """One step of one request; the alphabet's entries are the ids of whole characters, and get torn apart here."""
+    """One step of one request. Entries of `alphabet` are the ids of whole characters; some are cut apart here."""
     ids = b"".join(rng.choices(alphabet, k=rng.choice((1, 1, 1, 2))))
     ids = ids[: 4 * rng.choice((1, 1, 1, 2, 5))]
     num = len(ids) // 4
@@ -112,8 +112,8 @@ def in_columns(tokens: m.Tokens) -> m.TokenBatch:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_fast_path_gives_what_the_general_one_gives(config: EngineConfig, seed: int) -> None:
-    """Tokens in columns may take the fast path, `Tokens` never do: one history both ways, with deaths in between."""
+def test_the_fast_path_and_the_general_path_post_the_same_messages(config: EngineConfig, seed: int) -> None:
+    """Tokens in columns may take the fast path, `Tokens` never do. Both get one history, with resets in between."""
     rng = random.Random(seed)
     alphabet = [ids_of(text) for text in ("a", "b", "c", " ", "é", "🙂")] + [
         m.ids_to_bytes([id]) for id in (0, 1, 2, 319)
@@ -125,17 +125,18 @@ def test_the_fast_path_gives_what_the_general_one_gives(config: EngineConfig, se
     for actor, sent in zip(actors, (fast, general), strict=True):
         actor.start(sent)
         actor.handle([opened(**spec)])
-    start = 0  # of the chunks that the client has, since the last replay
+    start = 0  # index of the first chunk since the last replay
     for step in range(60):
         if rng.random() < 0.05:
-            told = general.chunks()[start:]
-            chars = len("".join(chunk.text for chunk in told))
+            delivered = general.chunks()[start:]
+            chars = len("".join(chunk.text for chunk in delivered))
             is_replay = rng.random() < 0.5
-            start += len(told) * is_replay
+            start += len(delivered) * is_replay
             resumed = msgspec.structs.replace(
                 opened(**spec),
-                resume_ids=b"".join(chunk.ids for chunk in told),
-                resume_chars=-1 if is_replay else chars + rng.choice((0, 3)),  # it may hold back what was told
+                resume_ids=b"".join(chunk.ids for chunk in delivered),
+                # The new detokenizer may hold back text that was delivered.
+                resume_chars=-1 if is_replay else chars + rng.choice((0, 3)),
             )
             for actor in actors:
                 actor.handle([m.Reset(2, 1, ("core",), "It died."), resumed])
@@ -160,12 +161,12 @@ def test_a_split_character_waits_for_its_rest(actor: DetokenizerActor, sent: Sen
     assert [c.text for c in sent.chunks()] == ["", "é"]
 
 
-def test_everything_that_waited_goes_as_one_batch(actor: DetokenizerActor, sent: Sent) -> None:
+def test_all_tokens_of_one_call_are_posted_as_one_batch(actor: DetokenizerActor, sent: Sent) -> None:
     actor.handle([opened(), batch(m.Tokens(RID, ids_of("a"))), batch(m.Tokens(RID, ids_of("b")))])
     assert len(sent.posts) == 1 and [c.text for c in sent.chunks()] == ["a", "b"]
 
 
-def test_a_stop_string_ends_it_here_and_the_core_is_told(actor: DetokenizerActor, sent: Sent) -> None:
+def test_a_stop_string_ends_the_output_and_the_core_is_told(actor: DetokenizerActor, sent: Sent) -> None:
     actor.handle([opened(stop=("cd",)), batch(m.Tokens(RID, ids_of("abc")))])
     actor.handle([batch(m.Tokens(RID, ids_of("d")))])
     actor.handle([batch(m.Tokens(RID, ids_of("e")))])  # was in flight
@@ -174,23 +175,23 @@ def test_a_stop_string_ends_it_here_and_the_core_is_told(actor: DetokenizerActor
     assert "".join(c.text for c in sent.chunks()) == "ab"
     (last,) = [c for c in sent.chunks() if c.finish]
     assert last.stop_reason == "cd" and last.usage == m.Usage(3, 4, 0)
-    actor.handle([opened()])  # the rid is forgotten, nothing leaked
+    actor.handle([opened()])  # the rid can be used again, and no output leaked
     assert len(actor._outputs) == 1
 
 
-def test_the_stop_token_is_no_text_but_an_id(actor: DetokenizerActor, sent: Sent) -> None:
+def test_the_stop_token_is_among_the_ids_and_not_in_the_text(actor: DetokenizerActor, sent: Sent) -> None:
     final = m.Tokens(RID, ids_of("b"), finish="stop", stop_token_id=9, usage=m.Usage(3, 2, 0))
     actor.handle([opened(), batch(m.Tokens(RID, ids_of("a"))), batch(final)])
     assert [(c.text, c.ids) for c in sent.chunks()] == [("a", ids_of("a")), ("", ids_of("b"))]
     assert sent.chunks()[-1].stop_reason == 9
 
 
-def test_a_half_character_at_the_end_is_told_once(actor: DetokenizerActor, sent: Sent) -> None:
+def test_a_half_character_at_the_end_becomes_a_replacement_character(actor: DetokenizerActor, sent: Sent) -> None:
     actor.handle([opened(), batch(m.Tokens(RID, ids_of("é")[:4], finish="length", usage=m.Usage(3, 1, 0)))])
     assert sent.chunks()[-1].text == "\ufffd"
 
 
-def test_the_prompt_comes_back_once_with_its_logprobs(actor: DetokenizerActor, sent: Sent) -> None:
+def test_the_prompt_is_echoed_once_with_its_logprobs(actor: DetokenizerActor, sent: Sent) -> None:
     scored = m.RowLogprobs(1, ids_of("bc"), b"\0\0\x80\xbf" * 2)
     actor.handle(
         [
@@ -206,13 +207,13 @@ def test_the_prompt_comes_back_once_with_its_logprobs(actor: DetokenizerActor, s
     assert first.prompt.logprobs[1] is not None and first.prompt.logprobs[1].chosen.logprob == -1.0
 
 
-def test_what_was_never_opened_still_ends(actor: DetokenizerActor, sent: Sent) -> None:
+def test_an_output_that_was_never_opened_still_ends(actor: DetokenizerActor, sent: Sent) -> None:
     actor.handle([batch(m.Tokens(99, b"", finish="abort", usage=m.Usage(3, 0, 0)))])
     actor.handle([m.Failed(98, "internal", "why")])
     assert sent.chunks()[0].finish == "abort" and sent.posts[-1] == ("api", m.Failed(98, "internal", "why"))
 
 
-def test_a_failure_after_a_stop_is_not_told_again(actor: DetokenizerActor, sent: Sent) -> None:
+def test_a_failure_after_a_stop_string_is_not_posted(actor: DetokenizerActor, sent: Sent) -> None:
     actor.handle([opened(stop=("b",)), batch(m.Tokens(RID, ids_of("b"))), m.Failed(RID, "internal", "why")])
     assert not any(isinstance(message, m.Failed) for _, message in sent.posts) and not actor._outputs
 
@@ -224,14 +225,14 @@ def test_marks_are_shown_and_other_special_tokens_are_not(actor: DetokenizerActo
     assert [(c.text, c.prompt_end) for c in sent.chunks()] == [("a</s>", "abc"), ("b", None)]
 
 
-def test_the_end_of_the_prompt_has_its_special_tokens(actor: DetokenizerActor, sent: Sent) -> None:
+def test_prompt_end_includes_special_tokens(actor: DetokenizerActor, sent: Sent) -> None:
     prompt = msgspec.structs.replace(opened(prompt_end=True), prompt_ids=ids_of("x" * 20) + m.ids_to_bytes([2, 1]))
     actor.handle([prompt, batch(m.Tokens(RID, ids_of("a")))])
     assert sent.chunks()[0].prompt_end == "x" * 14 + "</s><s>"
 
 
-def test_a_lost_output_goes_on_after_what_was_told(config: EngineConfig) -> None:
-    """Lost inside a character, inside a partial stop string, or between."""
+def test_a_lost_output_is_resumed_after_the_text_that_was_delivered(config: EngineConfig) -> None:
+    """It may be lost inside a character, inside a partial stop string, or between."""
     ids = ids_of("aé🙂b stoc stop d")
     whole = play(config, [opened(stop=("stop",)), *batches(ids)])
     assert whole[0] == "aé🙂b stoc " and len(whole[1]) < len(ids)
@@ -242,13 +243,13 @@ def test_a_lost_output_goes_on_after_what_was_told(config: EngineConfig) -> None
         assert (before[0] + after[0], before[1] + after[1], after[2]) == whole, at
 
 
-def test_the_new_detokenizer_may_hold_back_what_was_told_before(actor: DetokenizerActor, sent: Sent) -> None:
+def test_the_new_detokenizer_may_hold_back_text_that_was_delivered_before(actor: DetokenizerActor, sent: Sent) -> None:
     resumed = msgspec.structs.replace(opened(stop=("abc",)), resume_ids=ids_of("xab"), resume_chars=3)
     actor.handle([resumed, *batches(ids_of("dy"))])
-    assert "".join(chunk.text for chunk in sent.chunks()) == "dy"  # of "abd" two characters were told
+    assert "".join(chunk.text for chunk in sent.chunks()) == "dy"  # of "abd" two characters were delivered
 
 
-def test_a_replay_tells_everything_again(actor: DetokenizerActor, sent: Sent) -> None:
+def test_a_replay_delivers_everything_again(actor: DetokenizerActor, sent: Sent) -> None:
     resumed = msgspec.structs.replace(opened(prompt=True), resume_ids=ids_of("xa"), resume_chars=-1)
     actor.handle([resumed, *batches(ids_of("b"))])
     first, second = sent.chunks()
@@ -256,7 +257,7 @@ def test_a_replay_tells_everything_again(actor: DetokenizerActor, sent: Sent) ->
     assert first.prompt is not None and second.prompt is None
 
 
-def test_after_a_reset_nothing_is_known(actor: DetokenizerActor, sent: Sent) -> None:
+def test_a_reset_forgets_all_outputs(actor: DetokenizerActor, sent: Sent) -> None:
     actor.handle([opened(), m.Reset(2, 1, ("core",), "It died.")])
     assert not actor._outputs
 
@@ -266,7 +267,7 @@ def batches(ids: bytes) -> list[m.TokenBatch]:
 
 
 def play(config: EngineConfig, messages: list[m.ToDetokenizer]) -> tuple[str, bytes, str | None]:
-    """Text, ids and the reason of the end that come of it."""
+    """The text, ids and finish reason that a detokenizer makes of `messages`."""
     sent = Sent()
     actor = DetokenizerActor(config)
     actor.start(sent)
@@ -279,7 +280,7 @@ def replayed(text: str, **spec: object) -> m.Opened:
     return msgspec.structs.replace(opened(**spec), resume_ids=ids_of(text), resume_chars=-1)
 
 
-def test_a_resumed_output_is_told_from_its_beginning(actor: DetokenizerActor, sent: Sent) -> None:
+def test_a_replayed_output_is_delivered_from_its_beginning(actor: DetokenizerActor, sent: Sent) -> None:
     actor.handle([replayed("aé🙂b")])
     (chunk,) = sent.chunks()
     assert (chunk.text, chunk.ids, chunk.finish) == ("aé🙂b", ids_of("aé🙂b"), None)
@@ -288,7 +289,7 @@ def test_a_resumed_output_is_told_from_its_beginning(actor: DetokenizerActor, se
     assert [c.text for c in sent.chunks()[1:]] == ["c"] and not sent.chunks()[1].lengths
 
 
-def test_a_resumed_output_ends_at_the_stop_string_that_is_in_it(actor: DetokenizerActor, sent: Sent) -> None:
+def test_a_replayed_output_ends_at_the_stop_string_in_it(actor: DetokenizerActor, sent: Sent) -> None:
     actor.handle([replayed("abcdef", stop=("cd",)), batch(m.Tokens(RID, ids_of("g")))])
     (chunk,) = sent.chunks()
     assert (chunk.text, chunk.ids, chunk.finish, chunk.stop_reason) == ("ab", ids_of("abcd"), "stop", "cd")
@@ -296,7 +297,7 @@ def test_a_resumed_output_ends_at_the_stop_string_that_is_in_it(actor: Detokeniz
     assert ("core", m.StopHit((RID,))) in sent.posts
 
 
-def test_a_stop_string_may_begin_in_what_was_resumed(actor: DetokenizerActor, sent: Sent) -> None:
+def test_a_stop_string_may_begin_in_the_replayed_text(actor: DetokenizerActor, sent: Sent) -> None:
     actor.handle([replayed("abc", stop=("cd",)), batch(m.Tokens(RID, ids_of("d")))])
-    told, last = sent.chunks()
-    assert (told.text, last.text, last.stop_reason) == ("ab", "", "cd")
+    delivered, last = sent.chunks()
+    assert (delivered.text, last.text, last.stop_reason) == ("ab", "", "cd")

@@ -1,4 +1,4 @@
-"""The parts of other launches, as one launch sees them: mailboxes that come and go on loopback."""
+"""How one launch watches the actors of other launches: mailboxes that open and close on loopback."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,7 +13,7 @@ from pagewire.tools.servers import free_port
 
 
 class Site:
-    """A launch of `here`, and the mailboxes of all others."""
+    """A launch of the actors `here`, and the mailboxes of all others."""
 
     def __init__(self, *here: str) -> None:
         self.context = ZmqContext()
@@ -45,7 +45,7 @@ class Site:
             self.context.close()
 
 
-def test_what_is_lost_is_named_with_its_address() -> None:
+def test_a_complaint_names_the_lost_actor_and_its_address() -> None:
     async def scenario(site: Site) -> None:
         assert site.elsewhere.complaint() is None
         site.inboxes["core"].close()
@@ -57,7 +57,7 @@ def test_what_is_lost_is_named_with_its_address() -> None:
     Site("worker").run(scenario)
 
 
-def test_what_is_nearer_to_the_door_ends_first_and_is_not_missed() -> None:
+def test_actors_nearer_to_the_network_end_first_without_a_complaint() -> None:
     async def scenario(site: Site) -> None:
         for name in ("api", "detokenizer", "tokenizer"):
             assert site.elsewhere.is_awaited
@@ -72,7 +72,7 @@ def test_what_is_nearer_to_the_door_ends_first_and_is_not_missed() -> None:
     Site("core", "grammar").run(scenario)
 
 
-def test_the_launch_with_the_door_waits_for_nobody_and_misses_everyone() -> None:
+def test_the_launch_with_the_api_awaits_no_other_and_complains_of_every_loss() -> None:
     async def scenario(site: Site) -> None:
         assert not site.elsewhere.is_awaited
         site.inboxes["tokenizer"].close()
@@ -81,7 +81,7 @@ def test_the_launch_with_the_door_waits_for_nobody_and_misses_everyone() -> None
     Site("worker", "api").run(scenario)
 
 
-def test_who_leaves_tells_all_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_that_leaves_tells_all_others(capsys: pytest.CaptureFixture[str]) -> None:
     async def scenario(site: Site) -> None:
         site.elsewhere.leave()
         for inbox in site.inboxes.values():
@@ -95,15 +95,15 @@ def test_who_leaves_tells_all_others(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == "pagewire: the launch of api, tokenizer ends, and with it the engine.\n"
 
 
-def test_one_launch_alone_has_nobody_elsewhere() -> None:
+def test_a_single_launch_watches_no_actors_elsewhere() -> None:
     assert not Elsewhere(ACTORS, {RENDEZVOUS: "tcp://127.0.0.1:1", "core": "ipc:///x"}, hang_timeout_s=10.0)
 
 
-def test_every_end_gets_round() -> None:
-    """Whoever sends to a part watches it; whoever ends for that is missed by others, until all have ended."""
+def test_the_end_of_any_actor_ends_all_others() -> None:
+    """An actor watches those that it sends to and ends when one ends; its own end is then noticed in the same way."""
     watches = {name: set(receivers(name, 2, 2)) for name in names(2, 2)}
     for first in watches:
         ended = {first}
         while more := {name for name, watched in watches.items() if watched & ended} - ended:
             ended |= more
-        assert ended == set(watches), f"{set(watches) - ended} do not hear of the end of {first}"
+        assert ended == set(watches), f"{set(watches) - ended} do not notice the end of {first}"

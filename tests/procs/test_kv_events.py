@@ -1,4 +1,4 @@
-"""KV events as a router sees them: real sockets, real batches, and what was missed asked for again."""
+"""KV events as a router gets them: real sockets, real batches, and replay of missed batches."""
 
 import asyncio
 import tempfile
@@ -93,7 +93,7 @@ def publishing() -> Iterator[tuple[str, Callable[[list[KvCacheEvent]], None]]]:
 
 
 def connected(subscriber: Router, publish: Callable[[list[KvCacheEvent]], None]) -> int:
-    """Publishes until the subscription has arrived. How many batches that took."""
+    """Publish until the subscription is established; return how many batches that took."""
     for number in range(100_000):
         publish([Cleared()])
         if subscriber.waits(1):
@@ -104,7 +104,7 @@ def connected(subscriber: Router, publish: Callable[[list[KvCacheEvent]], None])
     raise AssertionError("nothing arrives")
 
 
-def test_what_a_router_reads() -> None:
+def test_batches_have_the_documented_format() -> None:
     with publishing() as (folder, publish), router(folder) as subscriber:
         first = connected(subscriber, publish)
         ids = array("i", [5, -1, 2**31 - 1, 0])
@@ -125,26 +125,26 @@ def test_what_a_router_reads() -> None:
         assert events == [["BlockStored", [low], None, [], 16, None, "DISK", None]]
 
 
-def test_what_was_missed_is_repeated() -> None:
+def test_missed_batches_can_be_replayed() -> None:
     with publishing() as (folder, publish):
         for number in range(50):
             publish([stored(number)])
         with router(folder) as late:
             connected(late, publish)
-            got = list(late.replay(20))
-            assert [number for number, _ in got[:30]] == list(range(20, 50))
-            assert [batch[1][0][1] for _, batch in got[:30]] == [[number] for number in range(20, 50)]
+            replayed = list(late.replay(20))
+            assert [number for number, _ in replayed[:30]] == list(range(20, 50))
+            assert [batch[1][0][1] for _, batch in replayed[:30]] == [[number] for number in range(20, 50)]
             assert list(late.replay(10**6)) == []
             late.send_nonsense()
             assert next(late.replay(0))[0] == 0
 
 
-def test_only_the_last_batches_are_kept_and_nobody_is_waited_for() -> None:
+def test_only_the_last_batches_are_kept_and_a_slow_subscriber_is_not_awaited() -> None:
     with publishing() as (folder, publish), router(folder) as subscriber:
         connected(subscriber, publish)
-        for number in range(NUM_KEPT + 2):  # the subscriber takes none of them meanwhile
+        for number in range(NUM_KEPT + 2):  # the subscriber reads none of them meanwhile
             publish([stored(number)])
-        for _ in range(2):  # the second finds room as the first did
+        for _ in range(2):  # the first replay does not use up the second
             numbers = [number for number, _ in subscriber.replay(0)]
             assert numbers == list(range(numbers[0], numbers[0] + NUM_KEPT))
             assert numbers[0] > 0
@@ -168,13 +168,13 @@ def test_only_the_last_batches_are_kept_and_nobody_is_waited_for() -> None:
         ("ipc:///etc/passwd", "is not a socket"),
     ],
 )
-def test_addresses_that_make_no_sense(address: str, why: str) -> None:
+def test_invalid_addresses_are_refused(address: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as refused:
         KvEventPublisher(address=address)
     assert str(refused.value).startswith("--kv-events: ")
 
 
-def test_an_address_that_is_taken() -> None:
+def test_an_address_in_use_is_refused() -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as other:
         port = other.bind_to_random_port("tcp://127.0.0.1")
         with tempfile.TemporaryDirectory(prefix="pw-") as folder, pytest.raises(ConfigError, match="-replay: cannot"):
@@ -191,13 +191,13 @@ def engine_config(**flags: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     "flags", [{"kv_events_replay": "ipc:///tmp/x"}, {"kv_events": "ipc:///tmp/x", "enable_prefix_caching": False}]
 )
-def test_flags_that_do_not_fit_together(flags: dict[str, Any]) -> None:
+def test_flags_that_exclude_each_other_are_refused(flags: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--kv-events"):
         engine_config(**flags)
 
 
-def test_what_the_core_tells_of_its_cache() -> None:
-    """The real core over a fake worker: what a router has put together from the events is what the pool can find."""
+def test_the_events_of_the_core_describe_its_prefix_cache() -> None:
+    """The real core over a fake worker: a router that follows the events knows the blocks that the pool finds."""
     size, num_blocks = 4, 12
     with tempfile.TemporaryDirectory(prefix="pw-") as folder, router(folder) as subscriber:
         config = replace(
@@ -215,7 +215,7 @@ def test_what_the_core_tells_of_its_cache() -> None:
         core.start(post)
         core.handle([CacheOffer(0, num_blocks)])
         prompts = [[n] * 9 + [n + 1] * 10 for n in (1, 2, 3, 1)]
-        for rid, prompt in enumerate(prompts):  # more than the pool can keep
+        for rid, prompt in enumerate(prompts):  # more blocks than the pool has
             core.handle([enqueue(rid, prompt, max_tokens=3)])
             while plans:
                 core.handle([worker.run(plans.pop(0))])
@@ -242,6 +242,6 @@ def test_what_the_core_tells_of_its_cache() -> None:
             key = root
             for start in range(0, len(prompt) - size + 1, size):
                 key = block_key(key, array("i", prompt[start : start + size]).tobytes())
-                told = known.get(int.from_bytes(key[-8:], "big"))
-                assert told == (None if core.scheduler.pool.find(key) is None else prompt[: start + size])
+                tokens = known.get(int.from_bytes(key[-8:], "big"))
+                assert tokens == (None if core.scheduler.pool.find(key) is None else prompt[: start + size])
         asyncio.run(core.stop(0.0))

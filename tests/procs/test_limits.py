@@ -1,4 +1,4 @@
-"""Limits of time and memory, each in a process of its own: signals and limits would be pytest's."""
+"""Time and memory limits, each in a process of its own: signals and limits would otherwise apply to pytest."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def spin(seconds):
     until = time.process_time() + seconds
     while time.process_time() < until:
         pass
-def stuck():  # one call that looks at no signals
+def stuck():  # one call into C, which handles no signals
     one, other = ([[["x"] * 9999] * 9999] * 9999 for _ in range(2))
     return one == other
 """
@@ -30,7 +30,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_python_that_takes_too_long_is_stopped_and_the_process_goes_on() -> None:
+def test_python_code_over_its_cpu_limit_is_stopped_and_the_process_goes_on() -> None:
     result = run("""
 for _ in range(3):
     try:
@@ -38,7 +38,7 @@ for _ in range(3):
     except OutOfTime:
         print("stopped")
 print(limit.within(0.5, lambda: "done"))
-spin(0.7)  # nothing is left of the limits
+spin(0.7)  # no limit is left behind
 time.sleep(0.2)
 try:
     limit.within(0.5, lambda: 1 / 0)
@@ -48,16 +48,16 @@ except ZeroDivisionError:
     assert result.stdout.split("\n") == ["stopped"] * 3 + ["done", "as it is", ""], result.stderr
 
 
-def test_waiting_is_no_crime() -> None:
+def test_waiting_does_not_count_against_the_cpu_limit() -> None:
     assert run("print(limit.within(0.1, lambda: time.sleep(0.4) or 'awake'))").stdout == "awake\n"
 
 
-def test_what_is_stuck_in_one_call_is_killed_by_the_kernel() -> None:
+def test_a_process_stuck_in_one_call_is_killed_by_the_kernel() -> None:
     assert run("limit.within(0.1, stuck)").returncode == -signal.SIGXCPU
 
 
 @pytest.mark.parametrize("code", ["'x' * 10**9", "[0] * 10**9", "'%0999999999d' % 1", "list(range(10**9))"])
-def test_memory_has_a_limit(code: str) -> None:
+def test_an_allocation_over_the_memory_limit_raises_memory_error(code: str) -> None:
     result = run(f"""
 limit_memory(64 << 20)
 try:

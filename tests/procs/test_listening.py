@@ -1,4 +1,4 @@
-"""The socket of the door: whose it is, who may connect, and what is left of it."""
+"""The listening socket: its permissions, a path that exists already, and its removal."""
 
 import os
 import socket
@@ -27,12 +27,12 @@ def test_only_its_owner_may_connect(path: Path) -> None:
     listening = Listening(config(uds="s"))
     assert stat.S_ISSOCK(path.stat().st_mode) and stat.S_IMODE(path.stat().st_mode) == 0o600
     with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
-        client.connect(str(path))  # nobody is ready yet
+        client.connect(str(path))  # nothing listens yet
     listening.close()
     assert not path.exists()
 
 
-def test_what_a_killed_server_left_is_taken_over(path: Path) -> None:
+def test_the_socket_of_a_killed_server_is_replaced(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     listening = Listening(config(uds=str(path)))
@@ -41,18 +41,18 @@ def test_what_a_killed_server_left_is_taken_over(path: Path) -> None:
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_what_a_living_server_has_is_left_alone(path: Path, listens: bool) -> None:
+def test_the_socket_of_a_running_server_is_left_alone(path: Path, listens: bool) -> None:
     first = Listening(config(uds=str(path)))
     if listens:
-        with socket.socket(fileno=os.dup(first.fd)) as of_the_api:
-            of_the_api.listen()
+        with socket.socket(fileno=os.dup(first.fd)) as api_socket:
+            api_socket.listen()
     with pytest.raises(ConfigError, match=r"Cannot listen on --uds .*: Address already in use"):
         Listening(config(uds=str(path)))
     assert path.exists()
     first.close()
 
 
-def test_the_file_of_a_later_server_stays(path: Path) -> None:
+def test_closing_keeps_the_socket_of_a_later_server(path: Path) -> None:
     first = Listening(config(uds=str(path)))
     path.unlink()
     second = Listening(config(uds=str(path)))
@@ -69,12 +69,12 @@ def test_other_files_are_not_touched(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 200, "no/such/folder/s"])
-def test_paths_that_cannot_be(path: Path, name: str) -> None:
+def test_invalid_paths_are_refused(path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="Cannot listen on --uds"):
         Listening(config(uds=str(path.parent / name)))
 
 
-def test_a_port(path: Path) -> None:
+def test_a_port_in_use_is_refused_and_a_free_one_is_bound(path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"Cannot listen on 127.0.0.1:{port}"):

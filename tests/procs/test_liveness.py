@@ -1,4 +1,4 @@
-"""Who counts as hung or dead too often: silence, a step without an end, and what is only work."""
+"""When a process counts as hung (silence, a step that never ends) and when deaths are a storm; work is neither."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from pagewire.ipc.messages import Pong
 from pagewire.procs.liveness import STEP_LIMIT_S, STORM_DEATHS, STORM_S, Deaths, Liveness
 
 
-def test_silence_is_a_complaint_and_an_answer_ends_it() -> None:
+def test_silence_gives_a_complaint_until_the_next_answer() -> None:
     liveness = Liveness(os.getpid(), may_be_busy=False, now=0.0)
     assert liveness.complaint(2.0, 1.9) is None
     assert "has said nothing for 2.5 s" in str(liveness.complaint(2.0, 2.5))
@@ -20,7 +20,7 @@ def test_silence_is_a_complaint_and_an_answer_ends_it() -> None:
     assert liveness.complaint(2.0, 4.0) is None
 
 
-def test_nobody_is_blamed_when_the_supervisor_was_away() -> None:
+def test_silence_while_the_supervisor_did_not_run_gives_no_complaint() -> None:
     liveness = Liveness(os.getpid(), may_be_busy=False, now=0.0)
     liveness.excuse(100.0)
     assert liveness.complaint(2.0, 101.0) is None
@@ -30,12 +30,12 @@ def test_a_worker_that_computes_is_busy_and_one_that_is_stopped_is_not() -> None
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         liveness = Liveness(process.pid, may_be_busy=True, now=0.0)
-        for now in range(1, 5):  # each look finds that it has used more of its core
+        for now in range(1, 5):  # each check finds that it has used more CPU time
             before = process_ticks(process.pid)
-            until(lambda before=before: process_ticks(process.pid) != before, "it computes")  # type: ignore[misc]
+            until(lambda before=before: process_ticks(process.pid) != before, "the process uses CPU time")  # type: ignore[misc]
             assert liveness.complaint(2.0, 10.0 * now) is None
         process.send_signal(signal.SIGSTOP)
-        until(lambda: state(process.pid) == "T", "it is stopped")
+        until(lambda: state(process.pid) == "T", "the process is stopped")
         liveness.complaint(2.0, 50.0)
         assert "has said nothing" in str(liveness.complaint(2.0, 53.0))
     finally:
@@ -43,7 +43,7 @@ def test_a_worker_that_computes_is_busy_and_one_that_is_stopped_is_not() -> None
         process.wait()
 
 
-def test_a_worker_that_answers_and_completes_nothing_is_stuck() -> None:
+def test_a_worker_that_answers_but_completes_no_step_is_stuck() -> None:
     liveness = Liveness(os.getpid(), may_be_busy=True, now=0.0)
     for now in range(0, int(STEP_LIMIT_S) + 1):
         liveness.heard(Pong("worker", 1, 7, is_busy=True), now)
@@ -56,7 +56,7 @@ def test_a_worker_that_answers_and_completes_nothing_is_stuck() -> None:
         assert liveness.complaint(10.0, now) is None
 
 
-def test_a_storm_is_more_deaths_than_accidents() -> None:
+def test_more_deaths_than_the_limit_within_the_window_are_a_storm() -> None:
     deaths = Deaths()
     for i in range(STORM_DEATHS):
         deaths.add("core", "was killed", float(i))
@@ -64,7 +64,7 @@ def test_a_storm_is_more_deaths_than_accidents() -> None:
     deaths.add("worker", "has said nothing for 10 s", STORM_DEATHS)
     assert deaths.are_a_storm
     assert "worker has said nothing" in deaths.summary() and len(deaths.summary().splitlines()) == STORM_DEATHS + 2
-    deaths.add("core", "was killed", STORM_DEATHS + STORM_S + 1)  # the others are long ago
+    deaths.add("core", "was killed", STORM_DEATHS + STORM_S + 1)  # the others are older than the window
     assert len(deaths) == 1 and not deaths.are_a_storm
 
 

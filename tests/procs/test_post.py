@@ -1,4 +1,4 @@
-"""With several api processes everyone gets what is theirs."""
+"""With several API processes, each gets the messages of its own requests."""
 
 import tempfile
 import uuid
@@ -10,13 +10,13 @@ from pagewire.ipc.zmq_channel import ZmqContext, ZmqInbox
 from pagewire.procs.post import Mailman, api_index, api_of
 
 
-def test_a_rid_leads_to_its_process_whatever_the_epoch() -> None:
+def test_a_request_id_names_its_api_process_in_every_epoch() -> None:
     indices = {api_index(index, epoch, 3) for index in range(3) for epoch in range(1, 50)}
     assert len(indices) == 3 * 49
     assert all(api_of(api_index(i, epoch, 3) << 40 | 12345, 3) == i for i in range(3) for epoch in (1, 2, 49))
 
 
-def test_news_are_dealt_out_and_reports_go_to_all() -> None:
+def test_output_goes_to_the_api_of_its_request_and_reports_go_to_all() -> None:
     context = ZmqContext()
     addresses = {
         name: f"ipc://{tempfile.gettempdir()}/pw-{uuid.uuid4().hex[:8]}"
@@ -30,15 +30,15 @@ def test_news_are_dealt_out_and_reports_go_to_all() -> None:
         post("api", TextBatch((Chunk(rids[0], "a", b""), Chunk(rids[1], "b", b""), Chunk(rids[0], "c", b""))))
         post("api", Accepted(rids[1], 3))
         post("api", pulse)
-        heard: list[list[object]] = []
+        received: list[list[object]] = []
         for inbox, num in zip(inboxes, (2, 3), strict=True):
             messages: list[object] = []
             while len(messages) < num:
                 assert inbox.wait(5.0)
                 messages += inbox.drain()
-            heard.append(messages)
-        assert heard[0] == [TextBatch((Chunk(rids[0], "a", b""), Chunk(rids[0], "c", b""))), pulse]
-        assert heard[1] == [TextBatch((Chunk(rids[1], "b", b""),)), Accepted(rids[1], 3), pulse]
+            received.append(messages)
+        assert received[0] == [TextBatch((Chunk(rids[0], "a", b""), Chunk(rids[0], "c", b""))), pulse]
+        assert received[1] == [TextBatch((Chunk(rids[1], "b", b""),)), Accepted(rids[1], 3), pulse]
     finally:
         context.close()
         for address in addresses.values():

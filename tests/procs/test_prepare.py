@@ -1,4 +1,4 @@
-"""What is refused before any process starts and before anything is downloaded."""
+"""Configurations that are refused before any process starts and before anything is downloaded."""
 
 import pytest
 
@@ -18,6 +18,6 @@ from pagewire.procs.prepare import prepare
         (make_config(extension="no_such_module:Extension"), "no_such_module cannot be imported"),
     ],
 )
-def test_connectors_and_extensions_that_cannot_be(config: Config, sentence: str) -> None:
+def test_invalid_connectors_and_extensions_are_refused(config: Config, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         prepare(config)

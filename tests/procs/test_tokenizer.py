@@ -1,4 +1,4 @@
-"""The tokenizer actor: what goes to the core, and what is refused with which words."""
+"""The tokenizer actor: the messages that it sends to the core, and the errors with which it refuses requests."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -63,10 +63,10 @@ def test_a_chat_is_rendered(actor: TokenizerActor, posts: Posts) -> None:
         ),
     ],
 )
-def test_every_overflow_begins_alike(
+def test_every_prompt_that_is_too_long_gets_an_error_with_the_same_first_words(
     actor: TokenizerActor, posts: Posts, prompt: m.TextPrompt | m.ChatPrompt, why: str, is_counted: bool
 ) -> None:
-    """Clients know it by its first words."""
+    """Clients recognize the error by its first words."""
     actor.handle([submit(prompt)])
     ((_, failed),) = posts
     assert isinstance(failed, m.Failed) and failed.kind == "context_length_exceeded"
@@ -91,7 +91,7 @@ def test_every_overflow_begins_alike(
         (submit(m.ChatPrompt(b"[", b"")), "invalid_request", "messages"),
     ],
 )
-def test_a_refusal_goes_to_the_api_for_each_choice(
+def test_a_refusal_is_sent_to_the_api_for_each_choice(
     actor: TokenizerActor, posts: Posts, bad: m.Submit, kind: str, words: str
 ) -> None:
     actor.handle([m.Submit(*cast(Any, [getattr(bad, f) if f != "n" else 2 for f in m.Submit.__struct_fields__]))])
@@ -101,23 +101,25 @@ def test_a_refusal_goes_to_the_api_for_each_choice(
 
 
 @pytest.mark.parametrize("text", [" ", "x", "🙂"])
-def test_what_cannot_fit_is_refused_before_it_is_encoded(actor: TokenizerActor, posts: Posts, text: str) -> None:
-    """Encoding takes microseconds a byte, and meanwhile everyone waits."""
-    most = actor._tokenizer.most_bytes(64)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(actor: TokenizerActor, posts: Posts, text: str) -> None:
+    """Encoding takes microseconds a byte, and all other requests wait meanwhile."""
+    max_bytes = actor._tokenizer.most_bytes(64)
     whole = text * ((1 << 24) // len(text.encode()))
     chat = m.ChatPrompt(b'[{"role": "user", "content": "' + whole.encode() + b'"}]')
     prompts: tuple[m.TextPrompt | m.ChatPrompt, ...] = m.TextPrompt(whole), chat
-    with cpu_deadline(2):  # it would be a minute
+    with cpu_deadline(2):  # encoding would take a minute
         actor.handle([*(submit(prompt) for prompt in prompts), *(m.Tokenize(1, prompt) for prompt in prompts)])
     for _, failed in posts:
         assert isinstance(failed, m.Failed) and failed.kind == "context_length_exceeded"
-        assert "context" in failed.detail and str(most) in failed.detail
+        assert "context" in failed.detail and str(max_bytes) in failed.detail
     posts.clear()
-    actor.handle([m.Tokenize(1, m.TextPrompt("x" * most)), m.Tokenize(2, m.TextPrompt("x" * (most + 1)))])
+    actor.handle([m.Tokenize(1, m.TextPrompt("x" * max_bytes)), m.Tokenize(2, m.TextPrompt("x" * (max_bytes + 1)))])
     assert [type(message) for _, message in posts] == [m.Tokenized, m.Failed]
 
 
-def test_long_tokens_are_no_way_around_it(actor: TokenizerActor, posts: Posts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_bytes_holds_for_vocabularies_with_long_tokens(
+    actor: TokenizerActor, posts: Posts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizer, "_ALWAYS_ENCODED_BYTES", 100)
     monkeypatch.setattr(tokenizer, "_BYTES_A_TOKEN", 2)
     actor.handle([m.Tokenize(1, m.TextPrompt("x" * size)) for size in (2 * 64, 2 * 64 + 1)])
@@ -136,7 +138,7 @@ def test_a_long_text_is_cut_before_it_is_encoded(actor: TokenizerActor, posts: P
     assert m.bytes_to_ids(start.prompt_ids).tolist() == m.bytes_to_ids(expected.ids).tolist()[::-1]
 
 
-def test_a_full_prompt_may_be_scored(actor: TokenizerActor, posts: Posts) -> None:
+def test_a_prompt_of_the_whole_context_may_be_scored(actor: TokenizerActor, posts: Posts) -> None:
     actor.handle([submit(m.TextPrompt("x" * 64), limits=m.Limits(0))])
     assert posts[0][0] == "core"
 
@@ -151,7 +153,7 @@ def test_a_full_prompt_may_be_scored(actor: TokenizerActor, posts: Posts) -> Non
         (-1, m.Limits(1000), "9"),
     ],
 )
-def test_a_prompt_is_cut_at_its_beginning(
+def test_truncation_cuts_the_beginning_of_a_prompt(
     actor: TokenizerActor, posts: Posts, truncate: int, limits: m.Limits, left: str
 ) -> None:
     actor.handle(
@@ -161,7 +163,7 @@ def test_a_prompt_is_cut_at_its_beginning(
     assert isinstance(enqueue, m.Enqueue) and isinstance(expected, m.Tokenized) and enqueue.prompt_ids == expected.ids
 
 
-def test_a_template_of_the_request(actor: TokenizerActor, posts: Posts) -> None:
+def test_a_request_may_bring_its_own_chat_template(actor: TokenizerActor, posts: Posts) -> None:
     chat = m.ChatPrompt(b'[{"role": "user", "content": "hi"}]', template="{{ bos_token }}{{ messages[0].content }}!")
     actor.handle([m.Tokenize(1, chat, True), m.Tokenize(2, replace(chat, template=""), True)])
     (_, own), (_, models) = posts
@@ -169,8 +171,8 @@ def test_a_template_of_the_request(actor: TokenizerActor, posts: Posts) -> None:
     assert "".join(own.pieces) == "<s>hi!" and "assistant" in "".join(models.pieces)
 
 
-def test_more_tokens_than_a_row_has_places_for(tmp_path: Path, posts: Posts) -> None:
-    """Until `min_tokens` are there, the ends stand among the row's biases."""
+def test_more_biases_and_stop_tokens_than_a_row_has_room_for_are_refused(tmp_path: Path, posts: Posts) -> None:
+    """Until `min_tokens` are generated, the stop tokens take entries of the row's biases."""
     facts = ModelFacts(path=str(vocabulary.add_tokenizer(tmp_path)), name="m", max_position=64, vocab_size=5000,
                        eos_token_ids=(2,), checkpoint_dtype="float32")  # fmt: skip
     actor = TokenizerActor(resolve(Config(), facts, MachineFacts(num_cores=1)))
@@ -182,8 +184,8 @@ def test_more_tokens_than_a_row_has_places_for(tmp_path: Path, posts: Posts) -> 
         assert posts.pop()[0] == receiver
 
 
-def test_a_tokenizer_with_more_tokens_than_its_model(tmp_path: Path, posts: Posts) -> None:
-    """Such as a padding token that was added later: its id would lie behind the embeddings."""
+def test_ids_beyond_the_vocabulary_of_the_model_are_refused(tmp_path: Path, posts: Posts) -> None:
+    """A tokenizer may have more tokens than its model, such as a padding token added later, which has no embedding."""
     size = load_tokenizer(vocabulary.add_tokenizer(tmp_path)).encode("z", False)[0]
     facts = ModelFacts(path=str(tmp_path), name="m", max_position=64, vocab_size=size, eos_token_ids=(2,),
                        checkpoint_dtype="float32")  # fmt: skip
@@ -195,13 +197,13 @@ def test_a_tokenizer_with_more_tokens_than_its_model(tmp_path: Path, posts: Post
     assert isinstance(posts[0][1], m.Failed) and "prompt must hold token ids" in posts[0][1].detail
 
 
-def test_what_the_tokenizer_is(actor: TokenizerActor, posts: Posts) -> None:
+def test_describe_gives_the_special_tokens_and_the_chat_template(actor: TokenizerActor, posts: Posts) -> None:
     actor.handle([m.Describe(1)])
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     assert posts == [("api", m.Described(1, tokens, vocabulary.CHAT_TEMPLATE))]
 
 
-def test_questions_are_answered_without_the_core(actor: TokenizerActor, posts: Posts) -> None:
+def test_tokenize_and_detokenize_are_answered_without_the_core(actor: TokenizerActor, posts: Posts) -> None:
     chat = m.ChatPrompt(b'[{"role": "user", "content": "hi"}]')
     actor.handle([m.Tokenize(1, m.TextPrompt("hi <s>", False), True), m.Tokenize(2, chat), submit(chat)])
     (_, text), (_, rendered), (_, enqueue) = posts
@@ -215,13 +217,13 @@ def test_questions_are_answered_without_the_core(actor: TokenizerActor, posts: P
     assert posts[-1] == ("api", m.Detokenized(5, "hi "))
 
 
-def test_questions_are_refused_too(actor: TokenizerActor, posts: Posts) -> None:
+def test_invalid_tokenize_and_detokenize_requests_are_refused(actor: TokenizerActor, posts: Posts) -> None:
     actor.handle([m.Tokenize(1, m.ChatPrompt(b"{}")), m.Detokenize(2, m.ids_to_bytes([320])), m.Detokenize(3, b"x")])
     kinds = [(message.rid, message.kind) for _, message in posts if isinstance(message, m.Failed)]
     assert kinds == [(1, "invalid_request"), (2, "invalid_request"), (3, "internal")]
 
 
-def test_cancel_follows_its_submit(actor: TokenizerActor, posts: Posts) -> None:
+def test_a_cancel_is_forwarded_after_its_request(actor: TokenizerActor, posts: Posts) -> None:
     actor.handle([submit(m.TextPrompt("x")), m.Cancel((10,))])
     assert [type(message) for _, message in posts] == [m.Enqueue, m.Cancel]
 

@@ -1,4 +1,4 @@
-"""The worker's plain loop with KV transfers under way."""
+"""The worker's loop while KV transfers are in flight."""
 
 import queue
 import threading
@@ -29,29 +29,29 @@ TIMEOUT_S = 30.0
 
 
 @pytest.mark.slow
-def test_transfers_are_told_when_they_are_over_and_not_with_the_next_step(tmp_path: Path) -> None:
+def test_finished_transfers_are_reported_at_once_and_not_with_the_next_step(tmp_path: Path) -> None:
     checkpoints.make_checkpoint(tmp_path, "llama")
     config = prepare(make_config(model=str(tmp_path), threads=1, kv_connector=("recording_connector:Recording",)))
     inbox: MemoryChannel[ToWorker] = MemoryChannel(ToWorker)
-    told: queue.Queue[object] = queue.Queue()
+    posted: queue.Queue[object] = queue.Queue()
     thread = threading.Thread(
         target=run,
-        args=(Worker(config), inbox, lambda _, message: told.put(message), told.put, lambda: told.put("pong")),
+        args=(Worker(config), inbox, lambda _, message: posted.put(message), posted.put, lambda: posted.put("pong")),
     )
     thread.start()
     try:
-        offer = told.get(timeout=TIMEOUT_S)
+        offer = posted.get(timeout=TIMEOUT_S)
         assert isinstance(offer, CacheOffer) and offer.block_bytes == 12_288
         inbox.send(OpenCache(8))
-        told.get(timeout=TIMEOUT_S)  # its facts
+        posted.get(timeout=TIMEOUT_S)  # the worker's facts
         connector = Recording.workers[-1]
         metadata = msgspec.msgpack.encode(UnderWay(((7, ids_to_bytes([3])),), (), b"x"))
         connector.keep_pending = 1
         inbox.send(StepPlan(1, (), b"", b"", b"", b"", b"", kv=metadata))
-        result = told.get(timeout=TIMEOUT_S)
+        result = posted.get(timeout=TIMEOUT_S)
         assert isinstance(result, StepResult) and result.step == 1
-        connector.finished = (set(), {7})  # no message comes, and the worker looks all the same
-        assert told.get(timeout=TIMEOUT_S) == Transferred((7,), b"", (), 2, 1.5)
+        connector.finished = (set(), {7})  # no message arrives, and the worker polls the connector anyway
+        assert posted.get(timeout=TIMEOUT_S) == Transferred((7,), b"", (), 2, 1.5)
     finally:
         inbox.send(Stop(0.0, "the test is over"))
         thread.join(TIMEOUT_S)

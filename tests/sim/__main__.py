@@ -1,4 +1,4 @@
-"""See the head of the package."""
+"""The command line of the simulation, described in the package's docstring."""
 
 import argparse
 import os
@@ -12,28 +12,28 @@ from tqdm import tqdm
 
 from .history import History
 
-_BATCH = 100  # seeds that a process plays before it reports
+_BATCH = 100  # seeds that a process runs before it reports
 
 
 def replay_line(seed: int) -> str:
-    """The command that plays a seed again and tells its events."""
+    """The command that runs a seed again and prints its events."""
     return f"PYTHONPATH=.typing python -m tests.sim --seed {seed}"
 
 
 def play(seeds: range) -> tuple[Counter[str], int | None]:
-    """(what happened in these histories, the first that failed)."""
-    seen: Counter[str] = Counter()
+    """(event counts of these histories, the first seed that failed or None)."""
+    counts: Counter[str] = Counter()
     for seed in seeds:
         try:
-            seen += History(seed).run()
+            counts += History(seed).run()
         except Exception:
-            return seen, seed
-    return seen, None
+            return counts, seed
+    return counts, None
 
 
 def play_many(num: int, first: int, jobs: int) -> int:
-    """Plays `num` seeds in `jobs` processes. Returns the exit status."""
-    seen: Counter[str] = Counter()
+    """Runs `num` seeds in `jobs` processes. Returns the exit status."""
+    counts: Counter[str] = Counter()
     todo: Iterator[range] = (range(i, min(i + _BATCH, first + num)) for i in range(first, first + num, _BATCH))
     failed: list[int] = []
     with ProcessPoolExecutor(jobs) as pool, tqdm(total=num, unit=" histories", disable=None) as bar:
@@ -46,10 +46,10 @@ def play_many(num: int, first: int, jobs: int) -> int:
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 bar.update(len(running.pop(future)))
-                what, bad = future.result()
-                seen += what
+                new_counts, bad = future.result()
+                counts += new_counts
                 failed += [] if bad is None else [bad]
-    print(", ".join(f"{count:,} {name}" for name, count in sorted(seen.items())))
+    print(", ".join(f"{count:,} {name}" for name, count in sorted(counts.items())))
     if failed:
         print(f"history {min(failed)} failed. To see it: {replay_line(min(failed))}")
         return 1
@@ -57,23 +57,23 @@ def play_many(num: int, first: int, jobs: int) -> int:
 
 
 def play_one(seed: int) -> int:
-    """Tells everything that happens. Returns the exit status."""
+    """Runs one history and prints every event. Returns the exit status."""
     try:
-        History(seed, tell=print).run()
+        History(seed, log=print).run()
     except Exception:
         traceback.print_exc(file=sys.stdout)
         return 1
-    print("everything held")
+    print("every invariant held")
     return 0
 
 
 def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.sim", description="Plays random histories of an engine.")
-    parser.add_argument("--seeds", type=int, default=10_000, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--seed", type=int, help="only this one, told event by event")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    """Parses the flags and runs the histories. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description="Runs random histories of an engine.")
+    parser.add_argument("--seeds", type=int, default=10_000, help="number of histories")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="run only this seed and print every event")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of processes")
     options = parser.parse_args()
     if options.seed is not None:
         return play_one(options.seed)

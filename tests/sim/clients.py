@@ -1,6 +1,6 @@
-"""The clients of a simulated engine, and the journal that lets them outlive its core.
+"""The clients of a simulated engine, and the journal from which their requests are sent again to a new core.
 
-A client knows what it must get, compares every message with it, and wants exactly one terminal message.
+A client knows its expected output, compares every message with it, and needs exactly one terminal message.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from .oracle import Oracle
 
 
 class Ask:
-    """What the sequences of one prompt have in common."""
+    """The parameters of a request, which all of its sequences share."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Ask:
         self.constraint = constraint
 
     def message(self, rid: int, n: int = 1, resume_ids: Sequence[int] = ()) -> Enqueue:
-        """As the tokenizer sends it. The seed of a sequence is its rid."""
+        """The message that the tokenizer sends. The seed of a sequence is its rid."""
         return enqueue(
             rid,
             self.prompt,
@@ -67,7 +67,7 @@ class Ask:
 
 
 class Client:
-    """One sequence: what it asked for, what it has been told."""
+    """One sequence: its request, its expected output and the output received so far."""
 
     def __init__(
         self,
@@ -77,15 +77,15 @@ class Client:
         max_len: int,
         fails: bool,
         stop_after: int | None,
-        stumbles: bool,
+        grammar_fails: bool,
         may_be_too_large: bool,
     ) -> None:
-        """`fails`: its logits are not finite. `stop_after`: output after which its text holds a stop string.
-        `stumbles`: its grammar may fail. `may_be_too_large`: for the memory that there is at a time."""
+        """`fails`: its logits are not finite. `stop_after`: the output length at which its text has a stop string.
+        `grammar_fails`: its grammar may fail. `may_be_too_large`: its steps may not fit into the memory."""
         self.rid = rid
         self.ask = ask
         self.fails = fails
-        self.stumbles = stumbles
+        self.grammar_fails = grammar_fails
         self.may_be_too_large = may_be_too_large
         self.stop_after = stop_after
         room = max_len - len(ask.prompt)
@@ -102,31 +102,31 @@ class Client:
             grammar,
         )
         self.output: list[int] = []
-        self.prompt_scored: list[int] = []  # the prompt positions whose log-probabilities came, by their ids
-        self.has_prompt_scores = False  # it had all of them before the core was lost
+        self.prompt_scored: list[int] = []  # ids of the prompt positions whose log-probabilities arrived
+        self.has_prompt_scores = False  # all of them arrived before the core was lost
         self.opened = False
         self.accepted = False
         self.resumed = 0
         self.end: str | None = None  # its terminal message
-        self.is_gone = False  # it has cancelled, or a stop string has ended it: what still comes is dropped
+        self.has_left = False  # cancelled, or ended by a stop string: further output is dropped
 
     @property
     def is_open(self) -> bool:
-        """It waits for output."""
+        """Whether it waits for output."""
         return self.end is None
 
     @property
     def is_complete(self) -> bool:
-        """Its grammar allows nothing more."""
+        """Whether its grammar allows no further token."""
         return self.ask.constraint is not None and allowed_after(self.rid, self.output) == ()
 
     @property
     def size(self) -> int:
-        """Positions and tokens that serving it takes at most, for the bound on its waiting."""
+        """The most positions and tokens that serving it takes, for the bound on its wait."""
         return len(self.ask.prompt) + self.max_tokens + 1
 
     def hear_tokens(self, tokens: Tokens) -> None:
-        """News of the core, in full."""
+        """Output of the core with its log-probabilities and end."""
         self.hear_ids(bytes_to_ids(tokens.ids))
         if tokens.logprobs is not None:
             assert tokens.logprobs.ids == tokens.ids, f"{self.rid}: log-probabilities of other tokens"
@@ -138,31 +138,31 @@ class Client:
             return
         self.end = tokens.finish
         assert tokens.usage is not None and tokens.usage.num_output == len(self.output), f"{self.rid}: usage is wrong"
-        if not self.is_gone:
-            assert tokens.finish != "abort", f"{self.rid}: aborted although nobody asked"
+        if not self.has_left:
+            assert tokens.finish != "abort", f"{self.rid}: aborted without a cancel"
             assert self.output == self.expected, f"{self.rid}: ended with {self.output}, not {self.expected}"
             is_stop = bool(self.output) and (
                 self.output[-1] in self.ask.stop_token_ids
                 or (self.output[-1] == EOS and not self.ask.ignore_eos)
                 or (self.is_complete and len(self.output) < self.max_tokens)
             )
-            assert (tokens.finish == "stop") == is_stop, f"{self.rid}: {tokens.finish} is not why it ended"
+            assert (tokens.finish == "stop") == is_stop, f"{self.rid}: {tokens.finish} is the wrong finish reason"
             if self.ask.prompt_logprobs is not None and not self.has_prompt_scores:
                 assert self.prompt_scored == self.ask.prompt[1:], f"{self.rid}: prompt log-probabilities are missing"
 
     def hear_ids(self, ids: Sequence[int]) -> None:
-        """The next tokens."""
+        """The next output tokens."""
         assert self.is_open, f"{self.rid}: a message after the terminal message"
         assert self.opened or not ids, f"{self.rid}: tokens before it was opened"
         self.output += ids
         assert self.output == self.expected[: len(self.output)], f"{self.rid}: got {self.output}, not {self.expected}"
 
     def hear_failed(self, failed: Failed) -> None:
-        """It has failed. Reasons that a client may be given are few."""
+        """The request has failed. Only some reasons are allowed."""
         assert self.is_open, f"{self.rid}: failed after the terminal message"
         is_too_large = "memory" in failed.detail
         kinds = {"queue_full": True, "unavailable": self.ask.queue_timeout_s is not None}
-        kinds |= {"internal": self.fails or self.stumbles, "invalid_request": not self.accepted}
+        kinds |= {"internal": self.fails or self.grammar_fails, "invalid_request": not self.accepted}
         if is_too_large:
             kinds = {"unavailable": self.may_be_too_large}
         assert failed.kind != "unavailable" or not self.opened or is_too_large, (
@@ -173,21 +173,21 @@ class Client:
 
 
 class Journal:
-    """Every client, by rid. It hears what the core says and knows what to ask of a new one."""
+    """Every client, by rid. Takes the core's messages, and knows the requests that a new core must resume."""
 
     def __init__(self, oracle: Oracle) -> None:
         self.clients: dict[int, Client] = {}
         self._oracle = oracle
 
     def add(self, client: Client) -> None:
-        """A client that is about to ask."""
+        """Adds a client whose request is about to be sent."""
         self.clients[client.rid] = client
         self._oracle.learn(client.ask.prompt + client.expected, client.ask.salt)
-        if client.fails:  # what is computed after the bad step, before the core knows, is never offered to anybody
+        if client.fails:  # no KV computed after the bad step may be cached
             client.expected = []
 
     def hear_answers(self, answers: list[Accepted | Failed]) -> None:
-        """What the core says to an `Enqueue`."""
+        """The core's answers to an `Enqueue`."""
         for answer in answers:
             client = self.clients[answer.rid]
             if isinstance(answer, Accepted):
@@ -198,7 +198,7 @@ class Journal:
                 client.hear_failed(answer)
 
     def hear(self, item: Opened | TokenBatch | Failed) -> list[int]:
-        """News. Returns the rids that got tokens."""
+        """One message of output. Returns the rids that got tokens."""
         if isinstance(item, Opened):
             client = self.clients[item.rid]
             assert not client.opened, f"{item.rid}: opened twice"
@@ -209,7 +209,7 @@ class Journal:
             self.clients[item.rid].hear_failed(item)
             return []
         rids: list[int] = []
-        assert 2 * len(item.ids) == len(item.rids), "the columns are not of one length"
+        assert 2 * len(item.ids) == len(item.rids), "the columns differ in length"
         for rid, data in item.columns():
             self.clients[rid].hear_ids(bytes_to_ids(data))
             rids.append(rid)
@@ -220,12 +220,12 @@ class Journal:
         return rids
 
     def resume(self) -> list[Enqueue]:
-        """The core is new: what must be asked of it again. Whoever had gone gets no second answer."""
+        """The requests that a new core must resume. A client that has left is not among them."""
         messages = []
         for client in self.clients.values():
             if not client.is_open:
                 continue
-            if client.is_gone:
+            if client.has_left:
                 client.end = "abort"
                 continue
             client.opened = False

@@ -1,4 +1,4 @@
-"""The grammar process of a simulated engine: what may follow an output is a hash of all of it."""
+"""The grammar process of a simulated engine: the allowed tokens are a hash of the whole output."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from pagewire.ipc.messages import Masks, Sampled, bytes_to_ids
 
 
 class FakeGrammar:
-    """Answers as the process does. A sequence that stumbles fails once its output is so long."""
+    """Answers as the process does. `fails_at`: rid → output length at which its grammar fails."""
 
-    def __init__(self, stumbles: dict[int, int]) -> None:
+    def __init__(self, fails_at: dict[int, int]) -> None:
         self.outputs: dict[int, list[int]] = {}  # of the sequences that have not ended
-        self._stumbles = stumbles
+        self._fails_at = fails_at
 
     def open(self, rids: Sequence[int], output: Sequence[int]) -> Masks:
-        """These sequences follow a grammar from here on."""
+        """Starts a grammar for each of these sequences. Returns their first masks."""
         for rid in rids:
             self.outputs[rid] = list(output)
         return self._masks(rids)
 
     def hear(self, sampled: Sampled) -> Masks:
-        """What the core tells."""
+        """Takes the tokens that the core has sampled. Returns the next masks."""
         for rid in memoryview(sampled.ended).cast("q"):
             self.outputs.pop(rid, None)
         rids = memoryview(sampled.rids).cast("q").tolist()
@@ -37,8 +37,8 @@ class FakeGrammar:
         for rid in rids:
             output = self.outputs[rid]
             allowed = allowed_after(rid, output)
-            if len(output) >= self._stumbles.get(rid, 1000):
-                failed.append((rid, "internal", "It stumbled."))
+            if len(output) >= self._fails_at.get(rid, 1000):
+                failed.append((rid, "internal", "The grammar failed."))
             elif allowed is None:
                 free.append(rid)
             elif allowed:

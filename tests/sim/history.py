@@ -1,9 +1,9 @@
-"""One random history of an engine, played event by event under a virtual clock.
+"""One random history of an engine, run event by event under a virtual clock.
 
-The core is driven as its process drives it: it takes what is in its mailbox, plans as long as there is something to
-plan, and sends the outputs. Results and transfers come back late and in order; clients arrive, cancel and are ended by
-stop strings; workers and cores are replaced. After each event every invariant is asserted. When faults have stopped
-and nothing is left to happen, everybody must have been answered and everything must be free.
+The core is driven as its process drives it: it takes the messages of its mailbox, plans as long as there is something
+to plan, and sends the outputs. Results and transfers come back late and in order. Requests arrive, are cancelled, and
+are ended by stop strings. Workers and cores are replaced. After each event every invariant is asserted. When no event
+is left, every request must have been answered, and every block and row must be free.
 
 Longer than 500 lines, because all kinds of events share one state and one clock.
 """
@@ -37,7 +37,7 @@ from pagewire.ipc.messages import (
 from .clients import Ask, Client, Journal
 from .grammar import FakeGrammar
 from .oracle import Oracle
-from .patience import Fairness, Firsts, Patience
+from .patience import Fairness, FirstInQueue, Patience
 from .setting import BLOCK_SIZE, Setting
 from .stores import Address, WorkerHalf, core_half, keys_of
 
@@ -48,53 +48,53 @@ Mail = Enqueue | Cancel | StopHit | StepResult | Transferred | Masks
 
 
 class History:
-    """A setting, and everything that happens in it."""
+    """A setting, and the events in it."""
 
-    def __init__(self, seed: int, tell: Callable[[str], None] | None = None) -> None:
-        """`tell`: gets a line for each event."""
+    def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
+        """`log`: gets a line for each event."""
         self.rng = Random(seed)
         self.now = 0.0
-        self.seen: Counter[str] = Counter()
-        self._tell = tell
+        self.counts: Counter[str] = Counter()
+        self._log = log
         self._setting = Setting(self.rng)
         self._oracle = Oracle(BLOCK_SIZE)
         self._journal = Journal(self._oracle)
-        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when, tie, what
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: (time, number of the event, call)
         self._num_events = 0
         self._stores: list[dict[Address, bytes]] = [
             {} for _ in (self._setting.tier.kinds if self._setting.tier else ())
         ]
         self._mail: list[Mail] = []
-        self._is_awake = False  # the core has a wake-up coming
-        self._routed: set[tuple[str, bytes]] = set()  # what a router believes to be cached where
+        self._is_awake = False  # a wake-up of the core is scheduled
+        self._routed: set[tuple[str, bytes]] = set()  # (tier, key) that a router believes to be cached
         self._fail_seeds: set[int] = set()
-        self._faults: set[int] = set()  # steps that had no memory, of which the core does not know
-        self._num_short = 0  # steps until there is memory again
-        self._memory = 0  # positions that a step may have until then
-        self._stumbles: dict[int, int] = {}  # rid → output after which its grammar fails
+        self._faults: set[int] = set()  # steps without memory whose results the core has not had
+        self._shortage_left = 0  # steps until the shortage of memory ends
+        self._shortage_positions = 0  # the most positions of a step during the shortage
+        self._grammar_fails_at: dict[int, int] = {}  # rid → output length at which its grammar fails
         setting = self._setting
         stem = [self.rng.randrange(VOCAB) for _ in range(30)]
         self._stems = [stem, stem[:BLOCK_SIZE] + stem[2 * BLOCK_SIZE :]]  # equal blocks after unequal prefixes
         self._new_core()
-        for i in range(setting.num_asks):
-            self._later(self.rng.random() * setting.span_s, lambda rid=i * 8 + 1: self._arrive(rid))
+        for i in range(setting.num_prompts):
+            self._later(self.rng.random() * setting.arrival_span_s, lambda rid=i * 8 + 1: self._arrive(rid))
         for _ in range(setting.worker_losses):
             self._later(self.rng.random() * 0.1, self._lose_worker)
-        for _ in range(setting.naps):
-            self._later(self.rng.random() * 0.1, self._tire)
+        for _ in range(setting.num_sleeps):
+            self._later(self.rng.random() * 0.1, self._request_sleep)
         for _ in range(setting.core_losses):
             self._later(self.rng.random() * 0.1, self._lose_core)
 
     def run(self) -> Counter[str]:
-        """Plays it to its end. Returns what happened in it. AssertionError: something is wrong."""
+        """Runs the history to its end. Returns the number of each event. Raises AssertionError if a check fails."""
         self._say(f"{vars(self._setting)}")
         with patch.object(policy, "FAIR_QUANTUM", self._setting.quantum):
             while self._events:
-                assert self._num_events < MAX_EVENTS, "it never ends"
+                assert self._num_events < MAX_EVENTS, "the history never ends"
                 self.now, _, happen = heappop(self._events)
                 happen()
         self._check_the_end()
-        return self.seen
+        return self.counts
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -103,13 +103,13 @@ class History:
         heappush(self._events, (self.now + delay_s, self._num_events, call))
 
     def _on_worker(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Later, unless this worker is gone by then."""
+        """Schedules a call, unless the worker has been replaced by then."""
         worker = self._worker
         self._later(delay_s, lambda: call() if worker is self._worker else None)
 
     def _say(self, text: str) -> None:
-        if self._tell is not None:
-            self._tell(f"{self.now * 1000:9.3f} ms  {text}")
+        if self._log is not None:
+            self._log(f"{self.now * 1000:9.3f} ms  {text}")
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,34 +142,34 @@ class History:
         for choice in range(n):
             fails = rng.random() < 0.03
             stop_after = rng.randint(1, 6) if rng.random() < setting.stop_rate else None
-            stumbles = ask.constraint is not None and rng.random() < 0.1
+            grammar_fails = ask.constraint is not None and rng.random() < 0.1
             client = Client(
                 rid + choice,
                 ask,
                 max_len=setting.max_len,
                 fails=fails,
                 stop_after=stop_after,
-                stumbles=stumbles,
+                grammar_fails=grammar_fails,
                 may_be_too_large=setting.shortage_rate > 0,
             )
-            if stumbles:
-                self._stumbles[client.rid] = rng.randint(0, 10)
+            if grammar_fails:
+                self._grammar_fails_at[client.rid] = rng.randint(0, 10)
             if fails:
                 self._fail_seeds.add(client.rid)
             self._journal.add(client)
             if rng.random() < setting.cancel_rate:
                 self._later(rng.random() * 0.05, lambda client=client: self._cancel(client))
-        self.seen["several choices"] += n > 1
-        self.seen["constrained"] += n * (ask.constraint is not None)
+        self.counts["several choices"] += n > 1
+        self.counts["constrained"] += n * (ask.constraint is not None)
         self._post(ask.message(rid, n))
 
     def _cancel(self, client: Client) -> None:
-        if client.is_open and not client.is_gone:
-            client.is_gone = True
+        if client.is_open and not client.has_left:
+            client.has_left = True
             request = self._scheduler.table.requests.get(client.rid)
-            self.seen["cancelled"] += request is not None
-            self.seen["cancelled while loading"] += request is not None and request.state is State.LOADING
-            self.seen["cancelled in flight"] += request is not None and request.num_in_flight > 0
+            self.counts["cancelled"] += request is not None
+            self.counts["cancelled while loading"] += request is not None and request.state is State.LOADING
+            self.counts["cancelled in flight"] += request is not None and request.num_in_flight > 0
             self._post(Cancel((client.rid,)))
 
     # ── the core ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -199,12 +199,12 @@ class History:
         self._patience = Patience(self._scheduler, setting.policy != "fair", setting.policy == "priority")
         self._fairness = Fairness(self._scheduler, setting.quantum) if setting.policy == "fair" else None
         self._routed.clear()
-        self._grammar = FakeGrammar(self._stumbles)
+        self._grammar = FakeGrammar(self._grammar_fails_at)
         self._masked_until = self.now
         self._new_worker()
 
     def _post(self, message: Mail) -> None:
-        """Into the core's mailbox; it wakes soon and may find more there."""
+        """Puts a message into the core's mailbox and wakes the core soon, when there may be more messages."""
         self._mail.append(message)
         self._wake(self.rng.choice([0.0, 0.0, 0.0005, 0.002]))
 
@@ -214,7 +214,7 @@ class History:
             self._later(delay_s, self._work)
 
     def _work(self) -> None:
-        """As the core's process does when it has mail."""
+        """Does what the core's process does when it has messages."""
         self._is_awake = False
         scheduler = self._scheduler
         mail, self._mail = self._mail, []
@@ -225,7 +225,7 @@ class History:
         if (sampled := scheduler.constraints.take()) is not None:
             self._ask_grammar(lambda: self._grammar.hear(sampled))
         while self._plan():
-            if self.rng.random() < self._setting.laziness:
+            if self.rng.random() < self._setting.pause_rate:
                 self._wake(0.001)
                 break
         else:
@@ -233,7 +233,7 @@ class History:
                 self._sleep()
         check(scheduler, self._setting.max_num_seqs)
         self._check_content()
-        self._hear_news()
+        self._take_outputs()
         if scheduler.deadlines:
             self._later(max(0.0, scheduler.deadlines.next - self.now), lambda: self._wake(0.0))
         if scheduler.asks_again:
@@ -248,11 +248,11 @@ class History:
                 self._say(f"{message.rid} arrives, {len(message.prompt_ids) // 4} ids, n = {message.n}: {answers}")
                 self._journal.hear_answers(answers)
                 if scheduler.num_waiting > before:
-                    assert scheduler.num_waiting <= self._setting.max_queued_requests, "too many wait"
-                    assert scheduler.table.waiting.num_tokens <= self._setting.max_queued_tokens, "too much waits"
+                    assert scheduler.num_waiting <= self._setting.max_queued_requests, "too many requests wait"
+                    assert scheduler.table.waiting.num_tokens <= self._setting.max_queued_tokens, "too many tokens wait"
                 for answer in answers:
                     client = self._journal.clients[answer.rid]
-                    self.seen["refused"] += not client.is_open
+                    self.counts["refused"] += not client.is_open
                     if client.is_open:
                         self._patience.arrive(client)
                 if message.constraint is not None and scheduler.num_waiting > before:
@@ -279,8 +279,8 @@ class History:
             case Masks():
                 nums = [len(part) // 8 for part in (message.rids, message.free, message.complete)]
                 self._say(f"{nums} may sample some, any and no token, {message.failed} failed")
-                self.seen["masks"] += len(message.rids) // 8
-                self.seen["grammars that are complete"] += len(message.complete) // 8
+                self.counts["masks"] += len(message.rids) // 8
+                self.counts["completed grammars"] += len(message.complete) // 8
                 scheduler.allow(message)
             case Transferred():
                 self._say(
@@ -289,7 +289,7 @@ class History:
                 scheduler.transferred(message)
 
     def _ask_grammar(self, ask: Callable[[], Masks]) -> None:
-        """The process answers later, one question after another, and not to a core that is gone."""
+        """The grammar process answers later, one query after another, and not to a core that was replaced."""
         scheduler = self._scheduler
         self._masked_until = max(self._masked_until, self.now) + self.rng.random() * self._setting.mask_s
 
@@ -302,40 +302,40 @@ class History:
         self._later(self._masked_until - self.now, answer)
 
     def _plan(self) -> bool:
-        """Makes the next plan and has the worker carry it out; the result is on its way. False: there is none."""
+        """Makes the next plan, runs it on the worker and schedules its result. False: there is no plan."""
         scheduler = self._scheduler
         if scheduler.num_in_flight == self._setting.depth:
             assert scheduler.plan() is None, "more plans than may be in flight"
             return False
-        firsts = Firsts(scheduler)
+        first = FirstInQueue(scheduler)
         before = scheduler.counters.num_preemptions
         plan = scheduler.plan()
-        if self._tell is not None and (plan is not None or scheduler.counters.num_preemptions > before):
+        if self._log is not None and (plan is not None or scheduler.counters.num_preemptions > before):
             self._say(self._describe(plan))
         if not scheduler.is_paused:
-            firsts.check(plan is not None)
+            first.check(plan is not None)
         if plan is None:
             return False
         assert scheduler.num_running <= self._setting.max_num_seqs, "more rows than there are"
         copies = bytes_to_ids(plan.copies)
         writes_are_exclusive(scheduler, copies[1::2])
-        knew = not self._worker.is_faulted or plan.after_fault
+        core_knew = not self._worker.is_faulted or plan.after_fault
         result = self._worker.run(plan)
         if self._worker.is_faulted:
-            self.seen["steps without memory" if knew else "steps after one without memory"] += 1
-            if knew:
+            self.counts["steps without memory" if core_knew else "steps after one without memory"] += 1
+            if core_knew:
                 self._faults.add(plan.step)
         check(scheduler, self._setting.max_num_seqs)
         self._check_content()
-        self.seen["copies"] += len(copies) // 2
+        self.counts["copies"] += len(copies) // 2
         if plan.rows:
             self._patience.plan()
             if self._fairness is not None:
                 self._fairness.plan()
         else:
-            self.seen["plans without rows"] += 1
+            self.counts["plans without rows"] += 1
         for request in scheduler.table.running:
-            if request.state is State.LOADING and self.rng.random() < self._setting.ambush_rate:
+            if request.state is State.LOADING and self.rng.random() < self._setting.cancel_loading_rate:
                 client = self._journal.clients[request.rid]
                 self._later(self.rng.random() * 0.01, lambda client=client: self._cancel(client))
                 if self.rng.random() < 0.3:
@@ -346,38 +346,38 @@ class History:
 
     def _describe(self, plan: StepPlan | None) -> str:
         scheduler = self._scheduler
-        who = " ".join(
+        requests = " ".join(
             f"{r.rid}{'' if r.state.value == 'running' else '(' + r.state.value + ')'}:{r.num_computed}/{r.num_planned}"
             f"/{r.num_total}{r.blocks}"
             for r in scheduler.table.running
         )
-        what = "no plan"
+        summary = "no plan"
         if plan is not None:
             flight = scheduler._in_flight[-1]
             rows = [f"{r.rid}+1" for r in flight.decodes]
             rows[: flight.num_speculative] = [f"{row}?{flight.speculate}" for row in rows[: flight.num_speculative]]
             rows += [f"{r.rid}+{count}" for r, count in zip(flight.others, flight.counts, strict=True)]
             copies = list(bytes_to_ids(plan.copies))
-            what = f"plan {plan.step} computes {' '.join(rows)} copies {copies} tells the tier {len(plan.kv)} bytes"
-        return f"{what} | {who} | {scheduler.pool.num_free} blocks free, {scheduler.num_waiting} wait"
+            summary = f"plan {plan.step} computes {' '.join(rows)} copies {copies} tells the tier {len(plan.kv)} bytes"
+        return f"{summary} | {requests} | {scheduler.pool.num_free} blocks free, {scheduler.num_waiting} wait"
 
-    def _hear_news(self) -> None:
+    def _take_outputs(self) -> None:
         journal = self._journal
         for item in self._scheduler.take_outputs():
             for rid in journal.hear(item):
                 client = journal.clients[rid]
-                if client.is_open and not client.is_gone and len(client.output) >= (client.stop_after or 1000):
-                    client.is_gone = True
-                    self.seen["stop strings"] += 1
+                if client.is_open and not client.has_left and len(client.output) >= (client.stop_after or 1000):
+                    client.has_left = True
+                    self.counts["stop strings"] += 1
                     self._later(self.rng.random() * 0.01, lambda rid=rid: self._post(StopHit((rid,))))
         for rid, client in journal.clients.items():
             if not client.is_open:
                 self._patience.leave(rid)
         if self._setting.kv_events:
-            self._hear_kv_events()
+            self._take_kv_events()
 
-    def _hear_kv_events(self) -> None:
-        """A router that has heard every event knows exactly what can be found."""
+    def _take_kv_events(self) -> None:
+        """Asserts that a router that follows every event knows exactly the blocks that can be found."""
         routed = self._routed
         for event in self._scheduler.take_kv_events():
             if isinstance(event, Cleared):
@@ -390,8 +390,8 @@ class History:
         known = {("device", key) for key, block in pool._by_key.items() if pool._place[block] != _PARTIAL}
         if self._connector is not None:
             known |= keys_of(self._connector)
-        assert routed <= known, "a router believes what is not so"
-        assert routed == known, "a router does not know all"
+        assert routed <= known, "a router believes that a block is cached which is not"
+        assert routed == known, "a router does not know of a cached block"
 
     # ── the worker ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -412,7 +412,7 @@ class History:
         self._worker_half: WorkerHalf | None = None
         if setting.tier is not None:
             for kind, store in zip(setting.tier.kinds, self._stores, strict=True):
-                if kind == "host":  # new memory holds anything, and whoever reads it is not told
+                if kind == "host":  # new memory holds any bytes, and reading it gives no error
                     store.update((place, self.rng.randbytes(len(content))) for place, content in store.items())
                 elif kind != "disk":
                     store.clear()
@@ -423,27 +423,27 @@ class History:
                 oracle=self._oracle,
                 rng=self.rng,
                 schedule=self._transfer,
-                seen=self._count,
+                count=self._count,
             )
         self._busy_until = self.now
 
     def _fits(self, num: int) -> bool:
-        """Now and then there is memory for a few positions only, or for none."""
+        """At random, there is memory for only a few positions or none for some steps."""
         rng = self.rng
-        if self._num_short:
-            self._num_short -= 1
+        if self._shortage_left:
+            self._shortage_left -= 1
         elif rng.random() < self._setting.shortage_rate:
-            self._num_short, self._memory = rng.randint(0, 8), rng.choice([0, 1, 2, 5, 9])
+            self._shortage_left, self._shortage_positions = rng.randint(0, 8), rng.choice([0, 1, 2, 5, 9])
         else:
             return True
-        return num <= self._memory
+        return num <= self._shortage_positions
 
     def _draft(self, row: FakeRow, num: int) -> list[int]:
-        """What comes next in a row, as far as luck has it."""
+        """Draft tokens of a row, each right with probability `draft_accuracy`."""
         rng, ids = self.rng, list(row.ids)
         for _ in range(rng.randint(0, num)):
             ids.append(next_token(kv_of(ids), row.sampling.seed))
-            if rng.random() >= self._setting.luck:
+            if rng.random() >= self._setting.draft_accuracy:
                 ids[-1] = rng.randrange(VOCAB)
         return ids[len(row.ids) :]
 
@@ -451,35 +451,35 @@ class History:
         assert self._worker_half is not None, "metadata without a connector"
         self._worker_half.carry_out(metadata)
 
-    def _count(self, what: str, how_often: int) -> None:
-        self.seen[what] += how_often
+    def _count(self, event: str, number: int) -> None:
+        self.counts[event] += number
 
     def _finish(self, result: StepResult) -> None:
         self._post(result)
         self._poll()
 
     def _transfer(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Part of a transfer happens after so long, while the worker does what else it has to do."""
+        """Schedules a part of a transfer, which goes on while the worker does other work."""
         self._on_worker(delay_s, call)
         self._on_worker(delay_s + 0.001, self._poll)
 
     def _poll(self) -> None:
-        """The worker tells what its transfers have come to, after each step and while it is idle."""
+        """The worker reports its finished transfers, after each step and while it is idle."""
         if self._worker_half is not None and (message := self._worker_half.take_finished()) is not None:
             self._post(message)
 
-    def _tire(self) -> None:
-        """Somebody wants it to sleep."""
-        self._say("it is to fall asleep")
+    def _request_sleep(self) -> None:
+        """A request for sleep arrives."""
+        self._say("sleep is requested")
         self._scheduler.is_paused = True
         self._wake(0.0)
 
     def _sleep(self) -> None:
-        """Nothing is in flight: the memory goes to others, and comes back with anything in it."""
+        """Nothing is in flight: the memory is given back, and holds any bytes afterwards."""
         scheduler = self._scheduler
-        self.seen["naps"] += 1
-        self.seen["naps at work"] += scheduler.num_running > 0
-        self._say("it sleeps")
+        self.counts["sleeps"] += 1
+        self.counts["sleeps with running requests"] += scheduler.num_running > 0
+        self._say("the engine sleeps")
         scheduler.empty()
         self._worker.memory[:] = self.rng.randbytes(len(self._worker.memory))
         self._worker.rows = [None] * self._setting.max_num_seqs
@@ -491,11 +491,11 @@ class History:
         self._wake(self.rng.random() * 0.01)
 
     def _lose_worker(self) -> None:
-        """It dies and is replaced, with all its memory; what it had sent is thrown away with it."""
-        self.seen["workers lost"] += 1
+        """The worker dies and is replaced, with all its memory. The messages that it sent are dropped."""
+        self.counts["workers lost"] += 1
         loads = self._scheduler._loads
-        self.seen["workers lost while loading"] += loads is not None and len(loads) > 0
-        self.seen["workers lost at work"] += self._scheduler.num_in_flight > 0
+        self.counts["workers lost while loading"] += loads is not None and len(loads) > 0
+        self.counts["workers lost at work"] += self._scheduler.num_in_flight > 0
         self._say("the worker is lost")
         self._mail = [m for m in self._mail if not isinstance(m, StepResult | Transferred)]
         self._new_worker()
@@ -506,19 +506,19 @@ class History:
         self._wake(0.0)
 
     def _lose_core(self) -> None:
-        """It dies with its worker and its mail; the journal asks its successor for all that is open."""
-        self.seen["cores lost"] += 1
+        """The core dies with its worker and its messages. The journal resumes all open requests on the new core."""
+        self.counts["cores lost"] += 1
         self._say("the core is lost")
         self._mail.clear()
         self._new_core()
         for message in self._journal.resume():
-            self.seen["resumed with output"] += bool(message.resume_ids)
+            self.counts["resumed with output"] += bool(message.resume_ids)
             self._post(message)
 
-    # ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── invariants ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_content(self) -> None:
-        """Every block with a key holds what its key names, as far as the core can know."""
+        """Every block with a key has the content that its key names. Not checked after a step without memory."""
         worker = self._worker
         if self._faults:
             return
@@ -527,20 +527,20 @@ class History:
 
     def _check_the_end(self) -> None:
         scheduler, setting = self._scheduler, self._setting
-        still = [rid for rid, client in self._journal.clients.items() if client.is_open]
-        assert not still, f"nothing is left to happen and {still} were not answered"
+        unanswered = [rid for rid, client in self._journal.clients.items() if client.is_open]
+        assert not unanswered, f"no event is left and {unanswered} were not answered"
         assert scheduler.num_in_flight == scheduler.num_running == scheduler.num_waiting == 0
-        assert not scheduler.table.held, "blocks are held for nobody"
-        assert not self._grammar.outputs, "grammars are followed for nobody"
+        assert not scheduler.table.held, "blocks are held for no request"
+        assert not self._grammar.outputs, "grammars are open for no request"
         assert scheduler.pool.num_free == setting.num_blocks, "blocks leaked"
         assert len(scheduler.table.free_rows) == setting.max_num_seqs, "rows leaked"
-        assert scheduler.mend() is None, "something would have been mended"
+        assert scheduler.mend() is None, "the check for leaks finds one"
         if self._fairness is not None:
-            self.seen["tenants far ahead"] += self._fairness.num_ahead
+            self.counts["tenants far ahead"] += self._fairness.num_ahead
         counters = scheduler.counters
-        self.seen["preempted"] += counters.num_preemptions
-        self.seen["cached tokens"] += counters.num_cached_tokens
-        self.seen["draft tokens"] += counters.num_draft_tokens
-        self.seen["draft tokens accepted"] += counters.num_accepted_tokens
+        self.counts["preempted"] += counters.num_preemptions
+        self.counts["cached tokens"] += counters.num_cached_tokens
+        self.counts["draft tokens"] += counters.num_draft_tokens
+        self.counts["draft tokens accepted"] += counters.num_accepted_tokens
         for client in self._journal.clients.values():
-            self.seen[f"ended by {client.end}"] += 1
+            self.counts[f"ended by {client.end}"] += 1

@@ -1,4 +1,4 @@
-"""What could be wrong with the engine: each a small change to the real classes that some history must notice."""
+"""Possible faults of the engine: each is a small change to the real classes that must make some history fail."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -56,7 +56,7 @@ def _leak_a_block(self: BlockPool, blocks: list[int]) -> None:
 
 
 def _hold_nothing(self: BlockPool, blocks: list[int]) -> None:
-    """A hit that forgets to take its reference."""
+    """A hit does not count its reference."""
 
 
 def _release_in_flight(self: RequestTable, request: Request, terminal: Tokens | Failed) -> None:
@@ -136,7 +136,7 @@ def _compute_while_loading(self: Loads, request: Request) -> None:
 
 
 def _read_too_late(self: HostCore) -> bytes:
-    """The blocks that it keeps are read with the plan after the one that gives them away."""
+    """Saved blocks are read one plan later than the plan in which the pool gives them away."""
     saves, self._saves = self._saves, getattr(self, "late", {})
     self.late = saves  # type: ignore[attr-defined]
     return _host_meta(self)
@@ -154,7 +154,7 @@ def _resume_as_prompt(self: Request, message, **more) -> None:
     self.num_needed += self.num_resumed
 
 
-def _choices_alike(self: Request, message, **more) -> None:
+def _same_sampling_for_all_choices(self: Request, message, **more) -> None:
     _request_init(self, message, **more)
     self.asked = replace(self.asked, sampling=message.sampling)
 
@@ -165,7 +165,7 @@ def _one_token_more(self: Request, message, **more) -> None:
     self.max_len += 1
 
 
-def _deaf_to_stops(self: Request, message, **more) -> None:
+def _ignore_stops(self: Request, message, **more) -> None:
     _request_init(self, message, **more)
     self.stops = self.stops - set(self.asked.limits.stop_token_ids)
 
@@ -182,7 +182,7 @@ def _by_arrival(self: Waiting) -> Request | None:
     return min(self, key=lambda r: r.arrival, default=None)
 
 
-def _take_everybody(self: Scheduler, message):
+def _take_every_request(self: Scheduler, message):
     refusal = _refusal(self, message)
     return None if refusal is not None and refusal.kind == "queue_full" else refusal
 
@@ -231,7 +231,7 @@ def _apply_each_and_more(requests, tokens):
 
 def _apply_without_check(self: Request, num: int, tokens) -> None:
     _request_apply(self, num, tokens)
-    self.next_check = self.num_needed + 1  # it never ends
+    self.next_check = self.num_needed + 1  # the request never ends
 
 
 def _discard_nothing(self: Request, num: int = 0, num_sampled: int = 0) -> None:
@@ -256,13 +256,13 @@ def _set_back_but_open(self: Request, num: int) -> None:
 
 
 def _preempt_but_run(self: Request) -> None:
-    """It is preempted, and planned all the same."""
+    """A preempted request is still planned."""
     _request_preempt(self)
     self.state = State.RUNNING
 
 
 def _end_unnoticed(self: Request) -> None:
-    self.state = State.ENDED  # its row keeps what `_settle` computed
+    self.state = State.ENDED  # its row keeps the values that `_settle` computed
 
 
 def _forget_but_row(self: Request) -> None:
@@ -288,7 +288,7 @@ def _open_again(self: Request) -> bool:
 
 def _offer_draft_tokens(self: RequestTable, request: Request) -> None:
     if request.row >= 0 and request.num_computed < min(len(request.ids), len(request.blocks) * request.block_size):
-        request.num_computed += 1  # there is no KV of its last id, but perhaps of a draft token
+        request.num_computed += 1  # its last id has no KV, but a rejected draft token may have some
         request.num_planned = max(request.num_planned, request.num_computed)
     _table_release(self, request)
 
@@ -316,12 +316,12 @@ def _sample_without_a_mask(self: Request, message, **more) -> None:
 
 
 def _any_mask_for_any_token(self: Request, mask: bytes) -> None:
-    self.num_allowed = 10**9  # what came once holds for ever
+    self.num_allowed = 10**9  # one mask holds for all later tokens
     self.mask = mask
 
 
 def _nothing(*_: object) -> None:
-    """Not done."""
+    """Replaces a method by nothing."""
 
 
 Patch = tuple[object, str, Callable[..., object]]
@@ -349,15 +349,15 @@ MUTANTS: dict[str, Patch] = {
     "the prefix cache outlives its worker": (BlockPool, "forget_all", _nothing),
     "the host tier outlives its worker": (HostCore, "reset", _nothing),
     "resumed output becomes prompt": (Request, "__init__", _resume_as_prompt),
-    "all choices are the same": (Request, "__init__", _choices_alike),
+    "all choices are the same": (Request, "__init__", _same_sampling_for_all_choices),
     "one token too many": (Request, "__init__", _one_token_more),
-    "a stop token is not heard": (Request, "__init__", _deaf_to_stops),
+    "a stop token is ignored": (Request, "__init__", _ignore_stops),
     "prompt log-probabilities come twice": (Request, "take_undelivered", lambda self, start, logprobs: logprobs),
-    "the first in line is preempted": (planner, "choose_victim", _preempt_the_first),
-    "the last in line is admitted first": (Waiting, "first", _last_comes_first),
-    "tenants are served as they come": (Waiting, "first", _by_arrival),
-    "the queue has no bound": (Scheduler, "refusal", _take_everybody),
-    "a router is told too little": (PrefixCache, "take_events", _never_removed),
+    "the first of the queue is preempted": (planner, "choose_victim", _preempt_the_first),
+    "the last of the queue is admitted first": (Waiting, "first", _last_comes_first),
+    "tenants are served in the order of arrival": (Waiting, "first", _by_arrival),
+    "the queue has no bound": (Scheduler, "refusal", _take_every_request),
+    "a router is not told of removed blocks": (PrefixCache, "take_events", _never_removed),
     "a wrong draft token is accepted": (FakeWorker, "_speculate", _accept_one_too_many),
     "the bound of rejected draft tokens stays": (Request, "apply_drafted", staticmethod(_keep_the_bound)),
     "a plan in flight is not counted": (Request, "plan", _plan_uncounted),
@@ -372,26 +372,26 @@ MUTANTS: dict[str, Patch] = {
     "an ended request is planned": (Request, "end", _end_unnoticed),
     "a waiting request keeps its row": (Request, "_forget", _forget_but_row),
     "plans of a lost worker stay in flight": (Request, "reset", _reset_but_flights),
-    "a load that is over stays in flight": (Request, "loaded", _loaded_but_in_flight),
+    "a finished load stays in flight": (Request, "loaded", _loaded_but_in_flight),
     "a row is opened with every chunk": (Request, "open", _open_again),
-    "tokens after the end are told": (scheduler, "num_until_end", lambda tokens, stops: len(tokens)),
-    "the KV of a rejected draft token is offered": (RequestTable, "release", _offer_draft_tokens),
+    "tokens after the end are delivered": (scheduler, "num_until_end", lambda tokens, stops: len(tokens)),
+    "the KV of a rejected draft token is cached": (RequestTable, "release", _offer_draft_tokens),
     "draft tokens cost no budget": (Planner, "_plan_speculative", _speculate_for_free),
     "draft tokens have no blocks": (Planner, "_plan_speculative", _speculate_without_blocks),
     "a constrained request samples while it is in flight": (Request, "__init__", _sample_without_a_mask),
     "a mask holds for more than one token": (Request, "allow", _any_mask_for_any_token),
     "a grammar is not told what was sampled": (Constraints, "sampled", _nothing),
     "a grammar is followed after the end": (Constraints, "end", _nothing),
-    "what a step without memory computes is found": (BlockPool, "forget", _nothing),
-    "a step without memory has computed": (InFlight, "emptied", lambda self: self),
-    "plans go on from a step without memory": (PlanBuilder, "finish", _know_every_fault),
+    "blocks of a step without memory are found": (BlockPool, "forget", _nothing),
+    "a step without memory counts as computed": (InFlight, "emptied", lambda self: self),
+    "plans continue after a step without memory": (PlanBuilder, "finish", _know_every_fault),
     "a row with log-probabilities gets draft tokens": (Request, "__init__", _speculate_for_all),
 }
 
 
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
-    """The engine with this fault."""
+    """Runs the block with this fault in the engine."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(*MUTANTS[name]))
         yield

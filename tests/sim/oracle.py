@@ -1,4 +1,4 @@
-"""What every key of the prefix cache must stand for, worked out from what clients ask for and nothing else."""
+"""The content that every key of the prefix cache must name, computed from the clients' requests alone."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from pagewire.engine.core.block_hash import root_key
 
 
 class Oracle:
-    """Key → the KV that a block with this key begins with."""
+    """Maps each key to the KV with which a block of this key begins."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._kv: dict[bytes, bytes] = {}
 
     def learn(self, ids: Sequence[int], salt: bytes) -> None:
-        """These ids may be computed for an owner with this salt: all blocks of them, and all beginnings of blocks."""
+        """Adds the keys of a sequence with this salt: of its full blocks, and of every beginning of a block."""
         size, known = self._block_size, self._kv
         kv, data = kv_of(ids), array("i", ids).tobytes()
         parent = root_key(b"", salt)
@@ -29,7 +29,7 @@ class Oracle:
             parent = digest.digest()
 
     def expect(self, key: bytes, content: bytes) -> None:
-        """Asserts that a block with this content may have this key."""
+        """Asserts that this content matches the key."""
         kv = self._kv.get(key)
-        assert kv is not None, "a key that names nothing that anybody asked for"
-        assert content[: len(kv)] == kv, "a block does not hold what its key names"
+        assert kv is not None, "a key of tokens that no request has"
+        assert content[: len(kv)] == kv, "the content of a block does not match its key"

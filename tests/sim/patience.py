@@ -1,9 +1,9 @@
-"""How long a request may wait: the bounds that no plan may break.
+"""How long a request may wait: the bounds that hold for every history.
 
-Under `fcfs` and `priority` the first in line has a position in every plan, or is blocked only by what is in flight. A
-request that is first therefore ends within `depth + 1` plans for each of its positions and tokens, and one that is not
-waits for those before it to do the same. Plans that are made while a load, a question to a connector or a mask is under
-way are not counted, and whoever loses its KV with a worker starts again.
+Under `fcfs` and `priority` the first request of the order has a position in every plan, or is blocked only by what is
+in flight. It therefore ends within `depth + 1` plans for each of its positions and tokens, and each other request waits
+for those before it to do the same. Plans made during a load, a query to a connector or the wait for a mask are not
+counted. A request that loses its KV with a worker starts again.
 """
 
 from invariants import Touched
@@ -16,18 +16,18 @@ from .clients import Client
 
 
 class Wait:
-    """One request's."""
+    """The wait of one request."""
 
-    __slots__ = ("limit", "place", "since", "tenant")
+    __slots__ = ("limit", "rank", "since", "tenant")
 
-    def __init__(self, place: tuple[int, int], limit: int, since: int) -> None:
-        self.place = place  # its rank among all
+    def __init__(self, rank: tuple[int, int], limit: int, since: int) -> None:
+        self.rank = rank  # its position in the order of all requests
         self.limit = limit  # plans
-        self.since = since  # which plan was the last before it
+        self.since = since  # number of plans before it
 
 
 class Patience:
-    """Counts plans for everyone that is open."""
+    """Counts the plans during which each request is open."""
 
     def __init__(self, scheduler: Scheduler, is_ranked: bool, by_priority: bool) -> None:
         self._scheduler = scheduler
@@ -40,21 +40,21 @@ class Patience:
         self.longest = 0.0  # the largest part of a limit that was used
 
     def arrive(self, client: Client) -> None:
-        """It was accepted."""
+        """The request was accepted."""
         self._num_arrived += 1
-        place = (client.ask.priority if self._by_priority else 0, self._num_arrived)
+        rank = (client.ask.priority if self._by_priority else 0, self._num_arrived)
         cost = (self._scheduler.depth + 1) * client.size
         before = 0
         for rid, wait in self._waits.items():
-            if wait.place < place:
+            if wait.rank < rank:
                 before += self._sizes[rid]
             else:
                 wait.limit += cost
         self._sizes[client.rid] = cost
-        self._waits[client.rid] = Wait(place, before + cost, self._num_plans)
+        self._waits[client.rid] = Wait(rank, before + cost, self._num_plans)
 
     def leave(self, rid: int) -> None:
-        """It has ended."""
+        """The request has ended."""
         wait = self._waits.pop(rid, None)
         if wait is not None and self._is_ranked:
             num = self._num_plans - wait.since
@@ -68,30 +68,30 @@ class Patience:
         if scheduler.asks_again or (loads is not None and len(loads)):
             return
         if any(r.num_total >= r.num_allowed for r in scheduler.table.requests.values()):
-            return  # somebody's mask is on its way, or will be
+            return  # a request waits for its mask
         self._num_plans += 1
 
     def start_again(self) -> None:
-        """All KV is lost."""
+        """All KV was lost, so every wait starts again."""
         for wait in self._waits.values():
             wait.since = self._num_plans
 
 
 class Fairness:
-    """Of `fair`: whoever is further ahead than the quantum of a tenant that only waits may finish what it has running,
-    and gets nothing new."""
+    """The bound of `fair`: a tenant that is ahead of a waiting tenant by more than the quantum may finish its running
+    requests, and no new request of it is admitted."""
 
     def __init__(self, scheduler: Scheduler, quantum: int) -> None:
         self._scheduler = scheduler
         self._quantum = quantum
-        self._left: dict[tuple[str, str], int] = {}  # who waits, who is ahead → positions that the latter may compute
-        self.num_ahead = 0  # how often that was so
+        self._left: dict[tuple[str, str], int] = {}  # (waiting, ahead) → positions that the latter may still compute
+        self.num_ahead = 0  # how often a tenant was ahead by more than the quantum
 
     def plan(self) -> None:
         """A plan with rows was made."""
         scheduler = self._scheduler
         if any(r.num_total >= r.num_allowed for r in scheduler.table.waiting):
-            self._left.clear()  # whoever is first may have to wait for its mask, and the others for it
+            self._left.clear()  # the first request may wait for its mask, and the others for that request
             return
         flight = scheduler._in_flight[-1]
         served: dict[str, int] = {}
@@ -107,24 +107,24 @@ class Fairness:
         rank = scheduler._policy.rank
         for a, b in pairs:
             if (a, b) in self._left and rank(b) - served.get(b, 0) - rank(a) <= self._quantum:
-                del self._left[a, b]  # it had gone, and came anew
+                del self._left[a, b]  # the tenant had no requests for a while
             elif (a, b) in self._left:
                 self._left[a, b] -= served.get(b, 0)
-                assert self._left[a, b] >= 0, f"{b} is served although {a} waits and is far behind"
+                assert self._left[a, b] >= 0, f"{b} is served although {a} waits and is behind by more than the quantum"
             elif rank(b) - rank(a) > self._quantum:
                 self.num_ahead += 1
-                draft_tokens = Touched(scheduler).num_draft_tokens  # they may turn out wrong
+                draft_tokens = Touched(scheduler).num_draft_tokens  # they may be rejected
                 self._left[a, b] = sum(
                     max(0, r.num_needed - r.num_planned + draft_tokens.get(id(r), 0)) for r in running[b]
                 )
 
     def start_again(self) -> None:
-        """What runs has to be computed again."""
+        """All running requests have to be computed again."""
         self._left.clear()
 
 
-class Firsts:
-    """Who comes first of those that run, before a plan is made."""
+class FirstInQueue:
+    """The first running request in the order of the policy, before a plan is made."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         running = sorted((r for r in scheduler.table.running if r.state is State.RUNNING), key=order(scheduler._policy))
@@ -138,27 +138,27 @@ class Firsts:
             for r in scheduler.table.waiting
             if self._working
         )
-        self._may_go = any(
+        self._may_be_preempted = any(
             interrupts(r.queue_key, self._first.queue_key, len(r.ids)) for r in scheduler.table.waiting if self._first
         )
 
     def check(self, was_planned: bool) -> None:
-        """Asserts that the first of them was not preempted for the others, and that the first who has something to
+        """Asserts that the first request was not preempted for others, and that the first request with something to
         compute is in the plan, unless it waits for blocks in flight. `was_planned`: whether there is a plan."""
         scheduler, table = self._scheduler, self._scheduler.table
         first, working = self._first, self._working
         if first is not None and first.state in (State.LEAVING, State.WAITING):
             others = [r for r in table.running if r.state is State.RUNNING]
-            assert self._may_go or not others, f"{first.rid} was preempted, who was first in line"
+            assert self._may_be_preempted or not others, f"{first.rid} was preempted although it was the first"
         if working is None or working.state is not State.RUNNING:
             return
         flights = scheduler._in_flight
         if was_planned and working in flights[-1].decodes + flights[-1].others:
             return
         if self._may_wait and was_planned and any(id(r) not in self._known for r in flights[-1].others):
-            return  # who may interrupt it was admitted ahead of it
+            return  # a request that may interrupt it was admitted first
         coming = [r for r in table.running if r.blocks and (r.state is not State.RUNNING or not r.has_work)]
         loads = () if scheduler._loads is None else scheduler._loads._requests.values()
         ended = [r for flight in flights for r in flight.decodes + flight.others if r.state is State.ENDED]
         ended += [r for r, _ in loads if r.state is State.ENDED]
-        assert coming or ended or table.held, f"{working.rid} is first in line and not in the plan"
+        assert coming or ended or table.held, f"{working.rid} is the first and not in the plan"

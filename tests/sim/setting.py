@@ -1,4 +1,4 @@
-"""What a simulated engine and its clients are like, drawn at random."""
+"""The random configuration of a simulated engine and its clients."""
 
 from random import Random
 
@@ -12,7 +12,7 @@ _TIERS = [("free",), ("free",), ("host",), ("disk",), ("host", "disk"), ("free",
 
 
 class Setting:
-    """What an engine and its clients are like."""
+    """The configuration of an engine and its clients."""
 
     def __init__(self, rng: Random) -> None:
         self.num_blocks = rng.randint(4, 24)
@@ -27,22 +27,22 @@ class Setting:
         self.itl_target_ms = rng.choice([None, None, 1.1, 5.0])
         self.kv_events = rng.random() < 0.5
         self.max_queued_requests, self.max_queued_tokens = rng.choice([(1000, 10**6)] * 3 + [(3, 10**6), (1000, 150)])
-        self.num_asks = rng.randint(1, 12)
-        self.span_s = rng.choice([0.0, 0.02, 0.1, 0.3])  # in which clients arrive
+        self.num_prompts = rng.randint(1, 12)
+        self.arrival_span_s = rng.choice([0.0, 0.02, 0.1, 0.3])  # requests arrive within this time
         self.cancel_rate = rng.choice([0.0, 0.1, 0.4])
-        self.ambush_rate = rng.choice([0.0, 0.3])  # how likely something befalls a request that is being loaded
-        self.laziness = rng.choice([0.0, 0.0, 0.2])  # how likely the core plans no further although it could
+        self.cancel_loading_rate = rng.choice([0.0, 0.3])  # interruption of a load by a cancel or worker loss
+        self.pause_rate = rng.choice([0.0, 0.0, 0.2])  # how likely the core stops planning although it could go on
         self.stop_rate = rng.choice([0.0, 0.2])
         self.stem_share = rng.choice([0.0, 0.7, 1.0])
         self.turn_share = rng.choice([0.0, 0.3, 0.7])
         self.worker_losses = rng.choice([0, 0, 0, 1, 2])
         self.core_losses = rng.choice([0, 0, 0, 1])
         self.speculate = rng.choice([0, 1, 2, BLOCK_SIZE - 1])  # draft tokens of a row in a step
-        self.luck = rng.choice([0.0, 0.5, 0.9, 1.0])  # how likely a draft token is right
+        self.draft_accuracy = rng.choice([0.0, 0.5, 0.9, 1.0])  # probability that a draft token is right
         self.constrained_share = rng.choice([0.0, 0.0, 0.4, 1.0])
-        self.mask_s = rng.choice([0.0, 0.0002, 0.01])  # what a mask takes at most
-        self.shortage_rate = rng.choice([0.0, 0.0, 0.03, 0.2])  # how likely memory runs short with a step
-        self.naps = rng.choice([0, 0, 0, 1, 2])
+        self.mask_s = rng.choice([0.0, 0.0002, 0.01])  # the most time that a mask takes
+        self.shortage_rate = rng.choice([0.0, 0.0, 0.03, 0.2])  # how likely a step starts a shortage of memory
+        self.num_sleeps = rng.choice([0, 0, 0, 1, 2])
         self.tier: TierOptions | None = None
         if rng.random() < 0.7:
             kinds = rng.choice(_TIERS)
@@ -52,7 +52,7 @@ class Setting:
                 keeps_evicted=rng.random() < 0.8,
                 saves_ended=rng.random() < 0.7,
                 delays_sends=rng.random() < 0.5,
-                hesitation=rng.choice([0.0, 0.0, 0.3]),
+                defer_rate=rng.choice([0.0, 0.0, 0.3]),
                 eviction=rng.choice(["lru", "lfu", "cost"]),
                 fault_rate=rng.choice([0.0, 0.1, 0.5]),
                 latency_s=rng.choice([0.0001, 0.003, 0.03]),

@@ -1,7 +1,7 @@
-"""The tiers of a simulated engine: real core halves, and worker halves whose clock is virtual.
+"""The tiers of a simulated engine: real core halves, and worker halves under the virtual clock.
 
-What is stored is a dict, transfers take their time, and faults come from the seed: a block cannot be read or written,
-or was lost, and is reported like that. One that were wrong without a word would show in the tokens.
+A store is a dict. Transfers take time, and faults come from the seed: a block that cannot be read or written, or was
+lost, is reported as such. A wrong block that is not reported would change the tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,22 +30,22 @@ _FILE_BYTES = 100
 
 
 class TierOptions(NamedTuple):
-    """What kind of tiers an engine has."""
+    """The tiers of an engine."""
 
-    kinds: tuple[str, ...]  # of free, host and disk, nearest first
+    kinds: tuple[str, ...]  # each "free", "host" or "disk"; nearest first
     capacities: tuple[int, ...]  # blocks
     keeps_evicted: bool  # for these four see `FreeTier`
     saves_ended: bool
     delays_sends: bool
-    hesitation: float
+    defer_rate: float
     eviction: str
-    fault_rate: float  # transfers in which something fails
-    latency_s: float  # of a transfer, at most
-    block_ms: float  # what loading a block is said to cost
+    fault_rate: float  # share of transfers in which something fails
+    latency_s: float  # the most that a transfer takes
+    block_ms: float  # reported cost of loading a block
 
 
 class MemoryFiles:
-    """What `DiskCore` asks of its folder, over a dict."""
+    """The folder of `DiskCore`, over a dict."""
 
     file_bytes = _FILE_BYTES
 
@@ -61,19 +61,19 @@ class MemoryFiles:
             yield Found(str(name), _FILE_BYTES, i, bytes.fromhex(key), int(place))
 
 
-class Orders(NamedTuple):
-    """What a part of the worker half is told, whatever its core half calls it."""
+class Tasks(NamedTuple):
+    """The tasks of one tier's worker half, in one form for all kinds of tier."""
 
     drops: list[Address]
-    saves: list[tuple[int, Address, bytes | None]]  # block, where to, its key if that is known
-    loads: list[tuple[int, list[tuple[Address, int]]]]  # rid, from where to which blocks
+    saves: list[tuple[int, Address, bytes | None]]  # block, target address, its key if known
+    loads: list[tuple[int, list[tuple[Address, int]]]]  # rid, (source address, block) pairs
     sends: list[tuple[int, list[tuple[int, Address, bytes | None]]]]  # ended rid, as in saves
 
 
-def free_orders(data: bytes) -> Orders:
-    """Of `FreeTier`."""
+def free_tasks(data: bytes) -> Tasks:
+    """Decodes the metadata of `FreeTier`."""
     meta = msgpack.decode(data, type=Metadata)
-    return Orders(
+    return Tasks(
         list(meta.dropped),
         [(block, key, key) for block, key in meta.saves],
         [(load.rid, list(zip(load.keys, load.blocks, strict=True))) for load in meta.loads],
@@ -81,11 +81,11 @@ def free_orders(data: bytes) -> Orders:
     )
 
 
-def host_orders(data: bytes) -> Orders:
-    """Of `HostCore`."""
+def host_tasks(data: bytes) -> Tasks:
+    """Decodes the metadata of `HostCore`."""
     meta = msgpack.decode(data, type=HostMeta)
     saves = zip(bytes_to_ids(meta.save_blocks), bytes_to_ids(meta.save_slots), strict=True)
-    return Orders(
+    return Tasks(
         [],
         [(block, slot, None) for block, slot in saves],
         [(x.rid, list(zip(bytes_to_ids(x.slots), bytes_to_ids(x.blocks), strict=True))) for x in meta.loads],
@@ -93,11 +93,11 @@ def host_orders(data: bytes) -> Orders:
     )
 
 
-def disk_orders(data: bytes) -> Orders:
-    """Of `DiskCore`."""
+def disk_tasks(data: bytes) -> Tasks:
+    """Decodes the metadata of `DiskCore`."""
     meta = msgpack.decode(data, type=FileMeta)
     saves = zip(bytes_to_ids(meta.save.blocks), meta.save.files(), strict=True)
-    return Orders(
+    return Tasks(
         list(meta.remove),
         [(block, f"{key.hex()}.{place}", key) for block, (key, place) in saves],
         [
@@ -115,11 +115,11 @@ def disk_orders(data: bytes) -> Orders:
 
 
 class StoreWorker:
-    """The worker half of one tier. See `WorkerConnector`; it has no layers to wait for."""
+    """A `WorkerConnector` of one tier, which has no layers to wait for."""
 
     def __init__(
         self,
-        orders: Callable[[bytes], Orders],
+        decode: Callable[[bytes], Tasks],
         *,
         store: dict[Address, bytes],
         worker: FakeWorker,
@@ -127,18 +127,18 @@ class StoreWorker:
         options: TierOptions,
         rng: Random,
         schedule: Callable[[float, Callable[[], None]], None],
-        seen: Callable[[str, int], None],
+        count: Callable[[str, int], None],
     ) -> None:
-        """`schedule(delay_s, call)`: the clock. `seen(what, how often)`: is told what happens."""
-        self._orders = orders
+        """`schedule(delay_s, call)`: the clock. `count(event, number)`: counts events."""
+        self._decode = decode
         self._store = store
         self._worker = worker
         self._oracle = oracle
         self._options = options
         self._rng = rng
         self._schedule = schedule
-        self._seen = seen
-        self._bound: Orders | None = None
+        self._count = count
+        self._metadata: Tasks | None = None
         self._loaded: set[int] = set()
         self._sent: set[int] = set()
         self._failed: dict[int, set[int]] = {}  # rid → blocks that could not be filled
@@ -147,19 +147,19 @@ class StoreWorker:
         self.num_pending = 0
 
     def bind_connector_metadata(self, metadata: bytes) -> None:
-        self._bound = self._orders(metadata)
+        self._metadata = self._decode(metadata)
 
     def start_load_kv(self) -> None:
-        """See `WorkerConnector`. Blocks to be kept are read now; sends and loads take their time."""
-        orders, self._bound = self._bound, None
-        assert orders is not None
-        for address in orders.drops:
+        """Blocks to save are read now. Sends and loads happen later."""
+        tasks, self._metadata = self._metadata, None
+        assert tasks is not None
+        for address in tasks.drops:
             self._store.pop(address, None)
-        self._save(orders.saves)
-        for rid, pairs in orders.loads:
-            self._schedule(0.0, lambda pairs=pairs: self._scribble(pairs))
+        self._save(tasks.saves)
+        for rid, pairs in tasks.loads:
+            self._schedule(0.0, lambda pairs=pairs: self._overwrite(pairs))
             self._begin(lambda rid=rid, pairs=pairs: self._load(rid, pairs))
-        for rid, saves in orders.sends:
+        for rid, saves in tasks.sends:
             self._begin(lambda rid=rid, saves=saves: self._send(rid, saves))
 
     def get_finished(self) -> tuple[set[int], set[int]]:
@@ -180,7 +180,7 @@ class StoreWorker:
         self.num_pending += 1
         self._schedule(self._rng.random() * self._options.latency_s, call)
 
-    def _goes_wrong(self) -> bool:
+    def _fails(self) -> bool:
         return self._options.fault_rate > 0 and self._rng.random() < self._options.fault_rate
 
     def _save(self, saves: Iterable[tuple[int, Address, bytes | None]]) -> None:
@@ -189,36 +189,36 @@ class StoreWorker:
             if key is not None:
                 self._oracle.expect(key, content)
             self._store.pop(address, None)
-            if not self._goes_wrong():
+            if not self._fails():
                 self._store[address] = content
-                self._seen("stored blocks", 1)
+                self._count("stored blocks", 1)
 
-    def _scribble(self, pairs: list[tuple[Address, int]]) -> None:
-        """While it is being loaded, a block holds anything."""
+    def _overwrite(self, pairs: list[tuple[Address, int]]) -> None:
+        """During a load, a block may hold any bytes."""
         for _, block in pairs:
             self._worker.write_block(block, self._rng.randbytes(self._worker.block_bytes))
 
     def _load(self, rid: int, pairs: list[tuple[Address, int]]) -> None:
-        wrong = self._goes_wrong()
+        fails = self._fails()
         for address, block in pairs:
             content = self._store.get(address)
-            if content is None or (wrong and self._rng.random() < 0.5):
+            if content is None or (fails and self._rng.random() < 0.5):
                 self._failed.setdefault(rid, set()).add(block)
             else:
                 self._worker.write_block(block, content)
                 self._num_loaded += 1
-        self._seen("loads", 1)
-        self._seen("loads that failed", rid in self._failed)
+        self._count("loads", 1)
+        self._count("failed loads", rid in self._failed)
         self._loaded.add(rid)
 
     def _send(self, rid: int, saves: list[tuple[int, Address, bytes | None]]) -> None:
         self._save(saves)
         self._sent.add(rid)
-        self._seen("sends", 1)
+        self._count("sends", 1)
 
 
 def core_half(options: TierOptions, stores: list[dict[Address, bytes]], block_size: int, rng: Random) -> CoreConnector:
-    """Of an engine that starts over what is stored."""
+    """The core half of a new engine over these stores."""
     parts: list[CoreConnector] = []
     for kind, capacity, store in zip(options.kinds, options.capacities, stores, strict=True):
         ranking = {"lru": Lru, "lfu": Lfu, "cost": CostAware}[options.eviction]()
@@ -235,7 +235,7 @@ def core_half(options: TierOptions, stores: list[dict[Address, bytes]], block_si
                     keeps_evicted=options.keeps_evicted,
                     saves_ended=options.saves_ended,
                     delays_sends=options.delays_sends,
-                    hesitation=options.hesitation,
+                    defer_rate=options.defer_rate,
                     block_size=block_size,
                     rng=rng,
                 )
@@ -244,7 +244,7 @@ def core_half(options: TierOptions, stores: list[dict[Address, bytes]], block_si
 
 
 def keys_of(connector: CoreConnector) -> set[tuple[str, bytes]]:
-    """(tier, key) of all that it believes to have."""
+    """(tier, key) of all blocks in the connector's index."""
     if isinstance(connector, ChainCore):
         return set().union(*map(keys_of, connector._parts))
     if isinstance(connector, HostCore):
@@ -267,9 +267,9 @@ class WorkerHalf:
         oracle: Oracle,
         rng: Random,
         schedule: Callable[[float, Callable[[], None]], None],
-        seen: Callable[[str, int], None],
+        count: Callable[[str, int], None],
     ) -> None:
-        decoders = {"free": free_orders, "host": host_orders, "disk": disk_orders}
+        decoders = {"free": free_tasks, "host": host_tasks, "disk": disk_tasks}
         parts = [
             StoreWorker(
                 decoders[kind],
@@ -279,19 +279,19 @@ class WorkerHalf:
                 options=options,
                 rng=rng,
                 schedule=schedule,
-                seen=seen,
+                count=count,
             )
             for kind, store in zip(options.kinds, stores, strict=True)
         ]
         self._connector = parts[0] if len(parts) == 1 else ChainWorker(parts)  # type: ignore[arg-type]
 
     def carry_out(self, metadata: bytes) -> None:
-        """What a plan tells it, before the plan's pass."""
+        """Runs the metadata of a plan, before the plan's pass."""
         self._connector.bind_connector_metadata(metadata)
         self._connector.start_load_kv()
 
     def take_finished(self) -> Transferred | None:
-        """What has come to its end since the last call."""
+        """The transfers that have finished since the last call."""
         sent, loaded = self._connector.get_finished()
         failed = self._connector.get_block_ids_with_load_errors()
         if not sent and not loaded:

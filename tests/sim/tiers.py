@@ -1,6 +1,6 @@
-"""The core half of a KV connector that uses every freedom that the protocol leaves it.
+"""The core half of a KV connector that uses everything the protocol allows.
 
-It does not know yet, keeps the blocks of ended requests until they are read, and drops what was stored longest ago.
+It defers its answers, keeps the blocks of ended requests until they are read, and drops the blocks stored longest ago.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ NAME = "free"
 
 
 class Load(Struct, array_like=True):
-    """Fill these blocks for a request."""
+    """The blocks to fill for a request, and their keys."""
 
     rid: int
     keys: list[bytes]
@@ -23,12 +23,12 @@ class Load(Struct, array_like=True):
 
 
 class Metadata(Struct, array_like=True):
-    """What the worker half does with a plan, in this order."""
+    """The worker half's tasks with a plan, in this order."""
 
     dropped: list[bytes]
     saves: list[tuple[int, bytes]]  # (block, key), to be read before the plan's pass
     loads: list[Load]
-    sends: list[tuple[int, list[int], list[bytes]]]  # (ended rid, blocks, keys), to be read some time
+    sends: list[tuple[int, list[int], list[bytes]]]  # (ended rid, blocks, keys), to be read at any later time
 
 
 _encode = msgpack.Encoder().encode
@@ -42,17 +42,18 @@ class FreeTier:
         keeps_evicted: bool,
         saves_ended: bool,
         delays_sends: bool,
-        hesitation: float,
+        defer_rate: float,
         block_size: int,
         rng: Random,
     ) -> None:
-        """`keeps_evicted`: of the device's prefix cache; `saves_ended`: the full blocks of ended requests, read only
-        after the plan if `delays_sends`; `hesitation`: how likely it is not to know yet."""
+        """`keeps_evicted`: stores blocks evicted from the device's prefix cache. `saves_ended`: stores the full blocks
+        of ended requests, which are read only after the plan if `delays_sends`. `defer_rate`: how likely the answer
+        to a query is not known yet."""
         self._capacity = capacity
         self._keeps_evicted = keeps_evicted
         self._saves_ended = saves_ended
         self._delays_sends = delays_sends
-        self._hesitation = hesitation
+        self._defer_rate = defer_rate
         self._block_size = block_size
         self._rng = rng
         self._index: dict[bytes, int] = {}  # key → loads that read it, in the order of eviction
@@ -61,7 +62,7 @@ class FreeTier:
         self._events: list[KvEvent] = []
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._rng.random() < self._hesitation:
+        if self._rng.random() < self._defer_rate:
             return None, True
         size = self._block_size
         keys = request.block_keys((len(request.ids) - 1) // size, size)[num_computed_tokens // size :]
@@ -95,14 +96,14 @@ class FreeTier:
         return False
 
     def blocks_evicted(self, evicted: Sequence[Evicted]) -> None:
-        for given in evicted:
-            if self._keeps_evicted and given.key not in self._index and self._make_room(1):
-                self._store([given.key])
-                self._metadata.saves.append((given.block, given.key))
+        for entry in evicted:
+            if self._keeps_evicted and entry.key not in self._index and self._make_room(1):
+                self._store([entry.key])
+                self._metadata.saves.append((entry.block, entry.key))
 
     def update_connector_output(self, output: Transferred) -> None:
         for rid in output.loaded:
-            for key in self._loading.pop(rid, ()):  # else a load of another tier
+            for key in self._loading.pop(rid, ()):  # nothing, if another tier loads for it
                 self._index[key] -= 1
 
     def take_events(self) -> list[KvEvent]:
@@ -115,15 +116,15 @@ class FreeTier:
     def reset(self) -> None:
         self._metadata = Metadata([], [], [], [])
         self._loading.clear()
-        self._tell(False, list(self._index))
+        self._add_event(False, list(self._index))
         self._index.clear()
 
     def close(self) -> None:
-        """See `CoreConnector`."""
+        pass
 
     @property
     def keys(self) -> set[bytes]:
-        """What it believes to have."""
+        """The keys of all blocks in the index."""
         return set(self._index)
 
     def _make_room(self, num: int) -> bool:
@@ -133,13 +134,13 @@ class FreeTier:
                 return False
             del self._index[victim]
             self._metadata.dropped.append(victim)
-            self._tell(False, [victim])
+            self._add_event(False, [victim])
         return True
 
     def _store(self, keys: list[bytes]) -> None:
         self._index.update(dict.fromkeys(keys, 0))
-        self._tell(True, keys)
+        self._add_event(True, keys)
 
-    def _tell(self, stored: bool, keys: list[bytes]) -> None:
+    def _add_event(self, stored: bool, keys: list[bytes]) -> None:
         if keys:
             self._events.append(KvEvent(stored, tuple(keys), NAME))

@@ -52,7 +52,7 @@ def test_out_of_memory_steps_and_sleep_change_no_token(checkpoint):
     expected = loop.serve(requests())
     assert len({tuple(ids) for ids in expected.values()}) == 2
     loop.scheduler.pool.forget_all()
-    loop.naps, loop.nap = [loop.scheduler.step + 3], lambda: _sleep(loop.runner)
+    loop.sleeps, loop.sleep = [loop.scheduler.step + 3], lambda: _sleep(loop.runner)
     assert loop.serve(requests()) == expected
     assert loop.scheduler.counters.num_out_of_memory == 0
 

@@ -19,7 +19,7 @@ def seeded():
 @pytest.mark.parametrize("rows", [1, 2, 5, 11, 12, 13, 30, 150])
 def test_products(level, dtype, shape, rows):
     weight = torch.randn(shape, dtype=dtype)
-    x = torch.randn(rows, 2 * shape[1])[:, : shape[1]]  # rows need not follow one another
+    x = torch.randn(rows, 2 * shape[1])[:, : shape[1]]  # rows need not be contiguous
     matrix = NativeMatrix(level, weight)
     for bias in (None, torch.randn(shape[0])):
         expected = x.double() @ weight.double().t() + (0 if bias is None else bias)
@@ -27,8 +27,8 @@ def test_products(level, dtype, shape, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_is_the_same_in_any_batch(level, dtype):
-    """Bit for bit, so that a request's tokens do not depend on what it is batched with."""
+def test_a_row_has_the_same_bits_in_any_batch(level, dtype):
+    """Bit for bit, so that a request's tokens do not depend on its batch."""
     matrix = NativeMatrix(level, torch.randn(200, 96, dtype=dtype))
     x = torch.randn(40, 96)
     together = matrix.product(x, None)
@@ -38,7 +38,7 @@ def test_a_row_is_the_same_in_any_batch(level, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_ids", [1, 3, 40])
-def test_lookup_gives_the_rows_that_were_packed(level, dtype, num_ids):
+def test_lookup_returns_rows_of_the_packed_weight(level, dtype, num_ids):
     weight = torch.randn(70, 36, dtype=dtype)
     ids = torch.randint(0, 70, (num_ids,))
     assert torch.equal(NativeMatrix(level, weight).lookup(ids), weight[ids].float())
@@ -47,7 +47,7 @@ def test_lookup_gives_the_rows_that_were_packed(level, dtype, num_ids):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 4), (16, 48), (100, 34), (129, 288), (48, 7)])
 @pytest.mark.parametrize("rows", [1, 5, 13, 30])
-def test_products_of_8_bits_are_those_of_the_reference(level, dtype, shape, rows):
+def test_int8_products_equal_the_reference(level, dtype, shape, rows):
     weight, x, bias = torch.randn(shape, dtype=dtype), torch.randn(rows, shape[1]), torch.randn(shape[0])
     x[0] *= 1000
     x[rows // 2, 0] = float("inf")
@@ -61,7 +61,7 @@ def test_products_of_8_bits_are_those_of_the_reference(level, dtype, shape, rows
     torch.testing.assert_close(ours.lookup(ids), weight[ids].float(), atol=0.05, rtol=0)
 
 
-def test_products_of_8_bits_are_near_the_exact_ones(level):
+def test_int8_products_are_close_to_exact_products(level):
     weight, x = torch.randn(300, 512), torch.randn(20, 512)
     exact = x @ weight.t()
     assert (NativeInt8Matrix(level, weight).product(x, None) - exact).norm() < 0.015 * exact.norm()
@@ -130,27 +130,27 @@ def test_write_kv(level, dtype):
 def test_greedy(level, vocab):
     logits = torch.randn(9, vocab)
     logits[2, vocab // 2] = float("nan")
-    logits[3] = 1.0  # the first of equals
+    logits[3] = 1.0  # equal logits: the first one counts
     logits[4, -1] = float("inf")
     logits[5] = float("-inf")
-    most, ids = native_ops(level).greedy(logits)
-    expected, places = reference.greedy(logits)
-    torch.testing.assert_close(most, expected, equal_nan=True, atol=0, rtol=0)
+    maxima, ids = native_ops(level).greedy(logits)
+    expected, expected_ids = reference.greedy(logits)
+    torch.testing.assert_close(maxima, expected, equal_nan=True, atol=0, rtol=0)
     finite = ~expected.isnan()
-    assert torch.equal(ids[finite], places[finite]) and ids[2] == -1 and ids[3] == 0
+    assert torch.equal(ids[finite], expected_ids[finite]) and ids[2] == -1 and ids[3] == 0
 
 
 @pytest.mark.parametrize("kind", [NativeMatrix, NativeInt8Matrix])
 @pytest.mark.parametrize("n", [1, 15, 16, 33, 1000])
 @pytest.mark.parametrize("rows", [1, 3, 12, 40])
-def test_the_greatest_of_a_product_without_the_product(level, kind, n, rows):
+def test_greedy_equals_the_argmax_of_the_product(level, kind, n, rows):
     weight, x = torch.randn(n, 64), torch.randn(rows, 64)
-    weight[n // 3 :: 7] = weight[n // 3].clone()  # equals, of which the first counts
+    weight[n // 3 :: 7] = weight[n // 3].clone()  # equal rows: the first one counts
     x[rows // 2] = weight[n // 3] * 3
     matrix = kind(level, weight)
-    most, ids = matrix.greedy(x)
-    expected, places = reference.greedy(matrix.product(x, None))
-    assert torch.equal(most, expected) and torch.equal(ids, places) and ids[rows // 2] == n // 3
+    maxima, ids = matrix.greedy(x)
+    expected, expected_ids = reference.greedy(matrix.product(x, None))
+    assert torch.equal(maxima, expected) and torch.equal(ids, expected_ids) and ids[rows // 2] == n // 3
     x[0, 5] = float("nan")
-    most, ids = matrix.greedy(x)
-    assert most[0].isnan() and ids[0] == -1 and torch.equal(ids[1:], places[1:])
+    maxima, ids = matrix.greedy(x)
+    assert maxima[0].isnan() and ids[0] == -1 and torch.equal(ids[1:], expected_ids[1:])

@@ -1,4 +1,4 @@
-"""The kernels' tests run them natively where there is a GPU, and else in Triton's interpreter."""
+"""The tests run kernels natively if there is a GPU, and otherwise in Triton's interpreter."""
 
 import importlib.util
 
@@ -21,8 +21,8 @@ def device() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _seeded_and_as_quiet_as_a_gpu():
-    """The same numbers in every run, and no warnings of infinities and NaN in masked lanes."""
+def _seeded_and_without_numpy_warnings():
+    """Every run has the same random numbers, and NumPy does not warn of infinities and NaN in masked lanes."""
     torch.manual_seed(0)
     with np.errstate(all="ignore"):
         yield

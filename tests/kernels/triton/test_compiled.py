@@ -1,8 +1,8 @@
-"""Every variant compiles, for both architectures, to what was planned: see `kernels/triton/compile.py`.
+"""Every variant compiles for both architectures as planned: see `kernels/triton/compile.py`.
 
-All of them are a minute of work, and nothing but a changed source or another Triton changes what comes out. So only a
-sample is compiled, and the golden numbers are looked through, until one of these is not what the numbers were taken of.
-`python -m pagewire.kernels.triton.compile --write tests/kernels/triton/golden.json` takes them anew.
+Compiling all variants takes a minute, and the result changes only with the source or the version of Triton. So only a
+sample is compiled, and the golden numbers are checked, as long as source and Triton are those of the golden numbers.
+`python -m pagewire.kernels.triton.compile --write tests/kernels/triton/golden.json` writes new numbers.
 """
 
 import os
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).with_name("golden.json")
 @pytest.mark.long
 @pytest.mark.slow
 def test_no_variant_is_worse_than_its_golden_numbers():
-    """In a process of its own, because this one interprets its kernels."""
+    """In a process of its own, because this one runs Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT / ".typing")
     command = [sys.executable, "-m", "pagewire.kernels.triton.compile", "--check", str(GOLDEN), "--sample"]
@@ -31,17 +31,17 @@ def test_no_variant_is_worse_than_its_golden_numbers():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_worse_kernels_are_reported():
+def test_kernels_worse_than_the_golden_numbers_are_reported():
     plan = Plan(sm_80=("HMMA",), sm_90=("HGMMA", "LDGSTS"), buffers=2)
     good = Report(registers=100, stack=0, shared=232448, buffers=2, opcodes={"HGMMA": 4, "LDGSTS": 8})
 
-    def said(architecture=90, same_compiler=True, **changes):
+    def found(architecture=90, same_compiler=True, **changes):
         return failures(plan, architecture, replace(good, **changes), good, same_compiler=same_compiler)
 
-    assert said() == said(registers=110) == []
-    assert said(architecture=80) == ["no HMMA", "232448 bytes of shared memory, more than sm_80 has"]
-    assert said(stack=8) == ["8 bytes of stack"]
-    assert said(registers=111) == ["111 registers, 100 before"]
-    assert said(buffers=1, opcodes={}) == ["no HGMMA", "no LDGSTS", "1 buffers, 2 planned"]
-    assert said(shared=232449) == ["232449 bytes of shared memory, more than sm_90 has"]
-    assert said(registers=111, stack=8, same_compiler=False) == []
+    assert found() == found(registers=110) == []
+    assert found(architecture=80) == ["no HMMA", "232448 bytes of shared memory, more than sm_80 has"]
+    assert found(stack=8) == ["8 bytes of stack"]
+    assert found(registers=111) == ["111 registers, 100 before"]
+    assert found(buffers=1, opcodes={}) == ["no HGMMA", "no LDGSTS", "1 buffers, 2 planned"]
+    assert found(shared=232449) == ["232449 bytes of shared memory, more than sm_90 has"]
+    assert found(registers=111, stack=8, same_compiler=False) == []

@@ -1,4 +1,4 @@
-"""The folder of compiled kernels, and the archives that fill it."""
+"""The cache folder of compiled kernels, and the archives of shipped kernels."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 KEY = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
 
 
-def test_workers_share_a_folder_of_the_operators_choice():
+def test_workers_share_the_cache_folder_that_the_operator_chooses():
     environ = {"XDG_CACHE_HOME": "/of/user"}
     assert share_cache(environ) == Path("/of/user/pagewire/triton") == Path(environ["TRITON_CACHE_DIR"])
     environ = {"XDG_CACHE_HOME": "/of/user", "TRITON_CACHE_DIR": "/chosen"}
@@ -25,7 +25,7 @@ def test_workers_share_a_folder_of_the_operators_choice():
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Path:
-    """Of one kernel, with a file beside that is none."""
+    """An archive of one kernel, and a file outside of the kernel's folder."""
     made = tmp_path / "cache" / KEY
     made.mkdir(parents=True)
     for suffix in (".cubin", ".json", ".ttgir"):
@@ -36,7 +36,7 @@ def archive(tmp_path: Path) -> Path:
     return tmp_path / "new" / "sm_90.zip"
 
 
-def test_only_the_files_that_run_a_kernel_are_shipped(archive, tmp_path):
+def test_only_the_files_needed_to_run_a_kernel_are_installed(archive, tmp_path):
     folder = tmp_path / "folder"
     assert install_shipped(archive, folder) == 1
     listed = json.loads((folder / KEY / "__grp___kernel.json").read_text())["child_paths"]
@@ -47,13 +47,13 @@ def test_only_the_files_that_run_a_kernel_are_shipped(archive, tmp_path):
     assert [path.name for path in folder.iterdir()] == [KEY] and len(list((folder / KEY).iterdir())) == 3
 
 
-def test_present_kernels_are_kept(archive, tmp_path):
+def test_kernels_in_the_cache_are_kept_unless_incomplete(archive, tmp_path):
     entry = tmp_path / "folder" / KEY
     install_shipped(archive, entry.parent)
     (entry / "_kernel.cubin").write_text("compiled here")
     assert install_shipped(archive, entry.parent) == 0
     assert (entry / "_kernel.cubin").read_text() == "compiled here"
-    (entry / "__grp___kernel.json").unlink()  # as after a process that died while it wrote
+    (entry / "__grp___kernel.json").unlink()  # as left by a process that died while writing
     assert install_shipped(archive, entry.parent) == 1
     assert (entry / "_kernel.cubin").read_text() == ".cubin"
 
@@ -77,8 +77,8 @@ for architecture in (90, 80):
 
 @pytest.mark.slow
 def test_a_launch_finds_shipped_kernels(tmp_path):
-    """The keys of a compilation without a device are those of a launch, as far as there can be one without a device. In
-    a process of its own, because this one interprets its kernels."""
+    """A compilation without a device makes the same cache keys as a launch, as far as this can be tested without a
+    device. In a process of its own, because this one runs Triton's interpreter."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / ".typing")}
     command = [sys.executable, "-c", LAUNCH, str(tmp_path)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Paged decode attention against float64, over odd lengths; no position that is not the row's own is a number."""
+"""Paged decode attention against float64, over odd lengths. Every position that a row may not read is NaN."""
 
 import pytest
 import torch
@@ -29,24 +29,24 @@ OPTIONS = [{}, {"window": 20}, {"window": 64, "softcap": 3.0}, {"sinks": True}]
 
 
 def lengths(block_size: int) -> list[int]:
-    """Around the edges of blocks and, with chunks of two blocks, of chunks."""
+    """Lengths around the edges of blocks and, with chunks of two blocks, of chunks."""
     edges = [0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size, 2 * block_size + 1, 5 * block_size + 7]
     return edges + ([1000, 4096, 10_001] * 4 if BIG else [])
 
 
 def pages_of(contexts, case, device, *, window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(k_pages, v_pages, block_table): NaN wherever no row may look, beyond its end and before its window."""
+    """(k_pages, v_pages, block_table): NaN where no row may read, beyond its end and before its window."""
     dtype, _, kv_heads, head_dim, block_size = case
     blocks = [-(-context // block_size) for context in contexts]
-    nobody = sum(blocks)
-    table = torch.full((len(contexts), max(blocks) + 1), nobody, dtype=torch.int32)
-    hidden = torch.ones(nobody + 1, block_size, dtype=torch.bool)
-    shuffled = torch.randperm(nobody, dtype=torch.int32).split(blocks)
+    unused_block = sum(blocks)
+    table = torch.full((len(contexts), max(blocks) + 1), unused_block, dtype=torch.int32)
+    hidden = torch.ones(unused_block + 1, block_size, dtype=torch.bool)
+    shuffled = torch.randperm(unused_block, dtype=torch.int32).split(blocks)
     for row, (context, own) in enumerate(zip(contexts, shuffled, strict=True)):
         table[row, : len(own)] = own
-        seen = torch.arange(0 if window is None else max(0, context - window), context)
-        hidden[own[seen // block_size].long(), seen % block_size] = False
-    pages = torch.randn(2, nobody + 1, kv_heads, block_size, head_dim)
+        visible = torch.arange(0 if window is None else max(0, context - window), context)
+        hidden[own[visible // block_size].long(), visible % block_size] = False
+    pages = torch.randn(2, unused_block + 1, kv_heads, block_size, head_dim)
     pages = pages.masked_fill_(hidden[:, None, :, None], torch.nan).to(dtype).to(device)
     return pages[0], pages[1], table.to(device)
 
@@ -63,15 +63,15 @@ def expected_of(query, k_pages, v_pages, table, contexts, *, window=None, softca
     group = query.shape[1] // k_pages.shape[1]
     exact = k_pages.double(), v_pages.double()
     for row, context in enumerate(contexts):
-        seen = torch.arange(0 if window is None else max(0, context - window), context, device=query.device)
-        blocks = table[row, seen // block_size].long()
-        keys, values = (pages[blocks, :, seen % block_size].repeat_interleave(group, 1) for pages in exact)
+        visible = torch.arange(0 if window is None else max(0, context - window), context, device=query.device)
+        blocks = table[row, visible // block_size].long()
+        keys, values = (pages[blocks, :, visible % block_size].repeat_interleave(group, 1) for pages in exact)
         scores = torch.einsum("hd,khd->hk", query[row].double(), keys) * scales["scale"] * scales.get("k_scale", 1)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None].double()), dim=1)
-        weights = scores.softmax(dim=1)[:, : len(seen)]
+        weights = scores.softmax(dim=1)[:, : len(visible)]
         out[row] = torch.einsum("hk,khd->hd", weights, values) * scales.get("v_scale", 1)
     return out
 
@@ -95,13 +95,13 @@ def attend(query, pages, contexts, case, *, window=None, num_programs=7, workspa
 
 
 def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Every row by itself, so that no long one hides a short one; rows of zeros exactly."""
+    """Compares each row alone, so that a long row cannot hide a short one. Rows of zeros must be exact."""
     distance, norm = (out.double() - expected).flatten(1).norm(dim=1), expected.flatten(1).norm(dim=1)
     assert (distance <= TOLERANCE[dtype] * norm).all(), (distance / norm).tolist()
 
 
 def options_of(option, case, device):
-    """Arguments that the kernel and the reference understand alike."""
+    """Arguments that both the kernel and the reference take."""
     dtype, heads, _, head_dim, _ = case
     options = {"scale": head_dim**-0.5 * 1.5, **option}
     if "sinks" in option:
@@ -112,7 +112,7 @@ def options_of(option, case, device):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_length(case, device):
+def test_every_context_length(case, device):
     contexts = lengths(case[-1])
     query, pages = queries_of(len(contexts), case, device), pages_of(contexts, case, device)
     options = options_of({}, case, device)
@@ -123,7 +123,7 @@ def test_every_length(case, device):
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("case", CASES[1:4:2] + CASES[6:])
-def test_windows_caps_and_sinks(case, option, device):
+def test_windows_softcaps_and_sinks(case, option, device):
     contexts = lengths(case[-1])
     query = queries_of(len(contexts), case, device)
     pages = pages_of(contexts, case, device, window=option.get("window"))
@@ -146,7 +146,7 @@ def test_a_row_has_the_same_bits_in_any_batch(window, device):
 
 
 def test_one_workspace_serves_many_steps_and_layers(device):
-    """Whose rows grow, and which may be fewer than it has room for."""
+    """The rows grow, and may be fewer than the workspace has room for."""
     case = CASES[3]
     workspace = workspace_of(8, 200, case, device)
     first = None
@@ -161,7 +161,7 @@ def test_one_workspace_serves_many_steps_and_layers(device):
             assert torch.equal(first, outs[0])
 
 
-def test_rows_of_queries_and_outputs_may_lie_apart(device):
+def test_rows_of_queries_and_outputs_need_not_be_contiguous(device):
     case = CASES[0]
     contexts = [20, 5]
     pages = pages_of(contexts, case, device)
@@ -184,7 +184,7 @@ def test_a_very_long_row_takes_longer_chunks(device):
 
 
 def chunks_of(context: int, window: int | None, chunk: int) -> list[tuple[int, int]]:
-    """Where `plan_decode` has to cut a row."""
+    """(start, end) of the chunks into which `plan_decode` must split a row."""
     start = 0 if window is None else max(0, context - window)
     size = chunk
     while -(-context // size) - start // size > MAX_CHUNKS:
@@ -194,7 +194,7 @@ def chunks_of(context: int, window: int | None, chunk: int) -> list[tuple[int, i
 
 
 @pytest.mark.parametrize("window", [None, 1, 300, 40_000])
-def test_plans(window, device):
+def test_plan_decode_splits_rows_into_chunks(window, device):
     edge = MAX_CHUNKS * 256
     contexts = [0, 1, 255, 256, 257, 300, 301, 5000, 0, edge, edge + 1, 2 * edge + 1, 131_072, 7]
     workspace = workspace_decode(

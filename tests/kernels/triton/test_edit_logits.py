@@ -1,4 +1,4 @@
-"""Edited logits against those of the CPU's sampler, and the tokens sampled from them."""
+"""Edited logits, and the tokens sampled from them, against those of the CPU's sampler."""
 
 import random
 
@@ -26,7 +26,7 @@ def _rows(samplings, prompts, outputs):
 
 
 def _columns(rows, device):
-    """What a host would have written, rows with penalties in places of their own, in reverse."""
+    """The columns that a host writes. Rows with penalties have histories of their own, in reverse order."""
     samplings = rows.sampling
     penalised = [i for i, s in enumerate(samplings) if s.repetition_penalty != 1 or _counts(s)]
     history = np.full(len(samplings), -1, np.int32)
@@ -64,7 +64,7 @@ def _counts(sampling):
 
 
 def _edit(logits, rows, columns, *, places, grammars=None, grammar_bits=None):
-    """[places, vocab], NaN where nothing was written."""
+    """The edited logits [places, vocab], NaN where nothing was written."""
     device, picks = logits.device, logits.shape[0]
     edited = torch.full((picks + 1, VOCAB + 3), torch.nan, device=device)[:, :VOCAB]
     if grammars is None:
@@ -106,7 +106,7 @@ def case(device):
     return torch.randn(12, VOCAB + 9, device=device)[:, :VOCAB] * 5, rows, _columns(rows, device)
 
 
-def test_edited_logits_are_those_of_the_cpu(case):
+def test_edited_logits_equal_those_of_the_cpu(case):
     logits, rows, columns = case
     places = [5, 3, -1, 0, 1, 2, 4, 6, 7, 8, 9, 10]
     edited = _edit(logits, rows, columns, places=places)
@@ -118,7 +118,7 @@ def test_edited_logits_are_those_of_the_cpu(case):
     assert edited[11:].isnan().all(), "rows without a place are not written"
 
 
-def test_tokens_sampled_from_edited_logits_are_those_of_the_cpu(case):
+def test_tokens_sampled_from_edited_logits_equal_those_of_the_cpu(case):
     logits, rows, columns = case
     device, picked = logits.device, np.arange(12)
     sampler = cpu.Sampler(vocab_size=VOCAB, device=torch.device("cpu"), ops=reference_ops())
@@ -151,7 +151,7 @@ def test_tokens_sampled_from_edited_logits_are_those_of_the_cpu(case):
     assert out.tolist() == expected.tolist()
 
 
-def test_a_grammar_forbids_tokens(device):
+def test_tokens_that_a_grammar_forbids_get_minus_infinity(device):
     logits = torch.randn(3, VOCAB, device=device)
     samplings = [Sampling(), Sampling(logit_bias={40: 100.0, 41: 50.0}), Sampling()]
     rows = _rows(samplings, [[1]] * 3, [[]] * 3)
@@ -167,8 +167,8 @@ def test_a_grammar_forbids_tokens(device):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_row_that_is_not_finite_stays_so(device, value):
-    """Even if the bias and the grammar are about that very token."""
+def test_a_logit_that_is_not_finite_becomes_nan(device, value):
+    """Even if the bias and the grammar apply to that token."""
     logits = torch.randn(1, VOCAB, device=device)
     logits[0, 2500] = value
     rows = _rows([Sampling(logit_bias={2500: -1e300})], [[1]], [[]])
@@ -177,7 +177,7 @@ def test_a_row_that_is_not_finite_stays_so(device, value):
     assert edited[0].isnan().nonzero().tolist() == [[2500]]
 
 
-def test_raw_logits_of_minus_infinity_stay(device):
+def test_logits_of_minus_infinity_stay(device):
     logits = torch.full((1, VOCAB), -torch.inf, device=device)
     logits[0, 9] = 1.0
     rows = _rows([Sampling(logit_bias={9: -5.0, 10: 100.0}, presence_penalty=1.0)], [[1]], [[9, 9]])
@@ -185,10 +185,10 @@ def test_raw_logits_of_minus_infinity_stay(device):
     assert edited[0, 9] == -5 and edited[0].isneginf().sum() == VOCAB - 1
 
 
-def test_counts_sampled_tokens(device):
+def test_sampled_tokens_are_counted(device):
     samplings = [Sampling(presence_penalty=1.0), Sampling(), Sampling(frequency_penalty=1.0)]
     rows = _rows(samplings, [[1]] * 3, [[4], [], [4, 4]])
-    columns = _columns(rows, device)  # places: row 0 has 1, row 2 has 0
+    columns = _columns(rows, device)  # histories: row 0 has 1, row 2 has 0
     columns.output_counts[0, 8] = 2**15 - 1
 
     def count(ids, picked):
@@ -198,5 +198,5 @@ def test_counts_sampled_tokens(device):
     count([-1, VOCAB - 1], [0, 2])
     counts = columns.output_counts
     assert counts[1, 4] == 2 and counts[0, 4] == 2 and counts[0, VOCAB - 1] == 1
-    assert counts[0, 8] == 2**15 - 1, "does not turn negative"
+    assert counts[0, 8] == 2**15 - 1, "the count does not overflow"
     assert counts.sum() == 2 + 2 + 1 + 2**15 - 1 and (counts[2] == 0).all()

@@ -32,7 +32,7 @@ OPTIONS = [{"window": 20}, {"window": 70, "softcap": 3.0}, {"sinks": True}]
 
 
 def steps_of(block_size: int) -> tuple[list[int], list[int]]:
-    """(query_lens, context_lens): prompts, prefix hits, draft tokens, decode rows and a row with nothing to do."""
+    """(query_lens, context_lens): prompts, prefix hits, draft tokens, decode rows and a row without tokens."""
     rows = [
         (1, 1),
         (block_size - 1, block_size - 1),
@@ -54,16 +54,16 @@ def pages_of(counts, contexts, case, device, *, window: int | None = None) -> tu
     """(k_pages, v_pages, block_table): NaN beyond the end of each row and in pages that lie before its windows."""
     dtype, _, kv_heads, head_dim, block_size, _ = case
     blocks = [-(-context // block_size) for context in contexts]
-    nobody = sum(blocks)
-    table = torch.full((len(contexts), max(blocks) + 1), nobody, dtype=torch.int32)
-    hidden = torch.ones(nobody + 1, block_size, dtype=torch.bool)
-    shuffled = torch.randperm(nobody, dtype=torch.int32).split(blocks)
+    unused_block = sum(blocks)
+    table = torch.full((len(contexts), max(blocks) + 1), unused_block, dtype=torch.int32)
+    hidden = torch.ones(unused_block + 1, block_size, dtype=torch.bool)
+    shuffled = torch.randperm(unused_block, dtype=torch.int32).split(blocks)
     for row, (count, context, own) in enumerate(zip(counts, contexts, shuffled, strict=True)):
         table[row, : len(own)] = own
         first = 0 if window is None else max(0, context - count + 1 - window)
         held = torch.arange(first // block_size * block_size, context)
         hidden[own[held // block_size].long(), held % block_size] = False
-    pages = torch.randn(2, nobody + 1, kv_heads, block_size, head_dim)
+    pages = torch.randn(2, unused_block + 1, kv_heads, block_size, head_dim)
     pages = pages.masked_fill_(hidden[:, None, :, None], torch.nan).to(dtype).to(device)
     return pages[0], pages[1], table.to(device)
 
@@ -90,8 +90,8 @@ def expected_of(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         position = torch.arange(contexts[row] - counts[row], contexts[row], device=query.device)[:, None]
-        seen = (key <= position) & (key > position - (window or 1 << 30))
-        scores = scores.masked_fill(~seen, -torch.inf)
+        visible = (key <= position) & (key > position - (window or 1 << 30))
+        scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, counts[row], 1)), dim=2)
         weights = scores.softmax(dim=2)[:, :, : len(key)]
@@ -112,13 +112,13 @@ def attend(query, pages, counts, contexts, case, *, out=None, spare_tiles=2, **o
 
 
 def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Every token by itself, so that none hides another."""
+    """Compares each token alone, so that no token hides another."""
     distance, norm = (out.double() - expected).flatten(1).norm(dim=1), expected.flatten(1).norm(dim=1)
     assert (distance <= TOLERANCE[dtype] * norm).all(), (distance / norm).max()
 
 
 def options_of(option, case, device):
-    """Arguments that the kernel and the reference understand alike."""
+    """Arguments that both the kernel and the reference take."""
     dtype, heads, _, head_dim, _, _ = case
     options: dict[str, Any] = {"scale": head_dim**-0.5 * 1.5, **option}
     if "sinks" in option:
@@ -139,7 +139,7 @@ def test_every_kind_of_row(case, device):
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("case", CASES[1:4:2] + CASES[6:])
-def test_windows_caps_and_sinks(case, option, device):
+def test_windows_softcaps_and_sinks(case, option, device):
     counts, contexts = steps_of(case[-2])
     query = queries_of(sum(counts), case, device)
     pages = pages_of(counts, contexts, case, device, window=option.get("window"))
@@ -149,7 +149,7 @@ def test_windows_caps_and_sinks(case, option, device):
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_token_has_the_same_bits_however_its_prompt_is_cut(window, device):
+def test_a_token_has_the_same_bits_with_any_chunks_of_its_prompt(window, device):
     case = CASES[3]
     prompt = 75
     query, pages = queries_of(prompt, case, device), pages_of([prompt], [prompt], case, device)
@@ -170,7 +170,7 @@ def test_a_token_has_the_same_bits_however_its_prompt_is_cut(window, device):
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]])
-def test_decode_rows_are_those_of_decode_attention(case, device):
+def test_decode_rows_equal_those_of_decode_attention(case, device):
     dtype, heads, kv_heads, head_dim, block_size, _ = case
     contexts = [1, block_size, 4 * block_size + 3]
     query, pages = queries_of(3, case, device), pages_of([1, 1, 1], contexts, case, device)
@@ -185,23 +185,23 @@ def test_decode_rows_are_those_of_decode_attention(case, device):
     assert_near(decoded, out.double(), dtype)
 
 
-def test_a_row_without_context_gives_zeros_and_tokens_of_no_row_stay(device):
-    """A row that ended on the device before the host knew, and the padding of a captured graph."""
+def test_a_row_without_context_gives_zeros_and_padding_is_not_written(device):
+    """The row has ended on the device before the host knows. The padding is that of a captured graph."""
     case = CASES[0]
     query, pages = queries_of(40, case, device), pages_of([37], [37], case, device)
     work = torch.from_numpy(extend_work(np.array([37]), np.array([37]), 16)).to(device)
     out = torch.full_like(query, torch.nan)
-    none = torch.zeros(1, dtype=torch.int32, device=device)
-    extend_attention(out, query, *pages, none, work, scale=0.2, tile_rows=16)
+    no_context = torch.zeros(1, dtype=torch.int32, device=device)
+    extend_attention(out, query, *pages, no_context, work, scale=0.2, tile_rows=16)
     assert not out[:37].any() and out[37:].isnan().all()
 
 
-def test_a_row_may_be_shorter_on_the_device(device):
-    """The host assumed 3 tokens more; pages beyond the length on the device hold NaN."""
+def test_a_row_may_be_shorter_on_the_device_than_the_host_assumes(device):
+    """The host assumes 3 tokens more. Pages beyond the length on the device hold NaN."""
     case = CASES[3]
-    counts, contexts, believed = [4, 20], [36, 47], [39, 50]
+    counts, contexts, assumed = [4, 20], [36, 47], [39, 50]
     query, pages = queries_of(24, case, device), pages_of(counts, contexts, case, device)
-    work = torch.from_numpy(extend_work(np.array(counts), np.array(believed), tile_tokens(4, 64))).to(device)
+    work = torch.from_numpy(extend_work(np.array(counts), np.array(assumed), tile_tokens(4, 64))).to(device)
     out = torch.full_like(query, torch.nan)
     lens = torch.tensor(contexts, dtype=torch.int32, device=device)
     extend_attention(out, query, *pages, lens, work, scale=0.2, tile_rows=64)

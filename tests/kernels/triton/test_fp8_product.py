@@ -7,7 +7,7 @@ from pagewire.kernels.quantized_weight import Fp8Weight
 from pagewire.kernels.triton.fp8_product import fp8_product
 
 BIG = torch.cuda.is_available()
-EVEN, UNEVEN = ((6144, 4096), (4868, 888)) if BIG else ((96, 256), (84, 152))  # n, k; the last divided by no tile
+EVEN, UNEVEN = ((6144, 4096), (4868, 888)) if BIG else ((96, 256), (84, 152))  # n, k; no tile divides those of UNEVEN
 BLOCK = (128, 128) if BIG else (32, 32)
 MAX = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
 
@@ -17,9 +17,9 @@ def error(out, exact):
 
 
 def codes(n, k, device):
-    """Every number that e4m3 has, subnormal ones and both zeros included."""
-    every = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
-    return every[torch.randint(len(every), (n, k))].to(device).view(torch.float8_e4m3fn)
+    """Random values among all finite e4m3 numbers, with subnormal numbers and both zeros."""
+    finite = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    return finite[torch.randint(len(finite), (n, k))].to(device).view(torch.float8_e4m3fn)
 
 
 def fp8_weight(device, shape, block):
@@ -48,8 +48,8 @@ def test_product(device, dtype, block, shape, rows):
 
 
 @pytest.mark.parametrize("dtype", list(MAX))
-def test_widening_is_exact(device, dtype):
-    """Each code alone, read off by a row of the identity."""
+def test_every_fp8_value_is_widened_exactly(device, dtype):
+    """A product with the identity gives each value by itself."""
     values = torch.arange(256, dtype=torch.uint8, device=device).view(1, 256).repeat(16, 1).view(torch.float8_e4m3fn)
     values.view(torch.uint8)[:, [0x7F, 0xFF]] = 0
     x = torch.eye(256, device=device).to(dtype)
@@ -68,7 +68,7 @@ def test_bias(device, rows):
 
 @pytest.mark.parametrize("block", [None, BLOCK])
 @pytest.mark.parametrize("rows", [3, 20])
-def test_residual_in_place(device, block, rows):
+def test_residual_is_added_in_place(device, block, rows):
     weight = fp8_weight(device, EVEN, block)
     x, out = (torch.randn(rows, size, device=device).bfloat16() for size in reversed(EVEN))
     exact = ((x.double() @ weight.dequantize(torch.float64).t()).bfloat16() + out).double()
@@ -77,7 +77,7 @@ def test_residual_in_place(device, block, rows):
 
 @pytest.mark.parametrize("block", [None, (16, 128)])
 @pytest.mark.parametrize("rows", [3, 20])
-def test_gates_beside_ups(device, block, rows):
+def test_gated_product_of_interleaved_gates_and_ups(device, block, rows):
     weight = fp8_weight(device, EVEN, block)
     x = torch.randn(rows, EVEN[1], device=device).bfloat16()
     gate, up = (x.double() @ weight.dequantize(torch.float64).t()).chunk(2, dim=-1)
@@ -86,7 +86,7 @@ def test_gates_beside_ups(device, block, rows):
     assert error(run(weight.interleave(), x, out, is_gated=True), exact) < 2 * MAX[torch.bfloat16]
 
 
-def test_logits_are_not_rounded(device):
+def test_float32_outputs_are_not_rounded(device):
     weight = fp8_weight(device, EVEN, None)
     x = torch.randn(3, EVEN[1], device=device).bfloat16()
     out = run(weight, x, torch.empty(3, EVEN[0], device=device))
@@ -95,7 +95,7 @@ def test_logits_are_not_rounded(device):
 
 @pytest.mark.parametrize("block", [None, BLOCK])
 @pytest.mark.parametrize(("total", "parts"), [(16, ((0, 1), (3, 9))), (64, ((7, 17),)), (200, ((70, 129),))])
-def test_a_row_is_the_same_among_rows_of_its_tile(device, block, total, parts):
+def test_a_row_has_the_same_bits_in_any_batch_with_the_same_tile(device, block, total, parts):
     weight = fp8_weight(device, UNEVEN, block)
     x = torch.randn(total, UNEVEN[1], device=device).bfloat16()
     together = run(weight, x, torch.empty(total, UNEVEN[0], dtype=torch.bfloat16, device=device))

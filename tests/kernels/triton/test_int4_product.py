@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits, against `Int4Weight.dequantize`."""
+"""Products with 4-bit weights, against `Int4Weight.dequantize`."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from pagewire.kernels.quantized_weight import int4_weight
 from pagewire.kernels.triton.int4_product import int4_product
 
 BIG = torch.cuda.is_available()
-EVEN, UNEVEN = ((6144, 4096), (4868, 896)) if BIG else ((96, 256), (84, 192))  # n, k; the last divided by no tile of n
+EVEN, UNEVEN = ((6144, 4096), (4868, 896)) if BIG else ((96, 256), (84, 192))  # n, k; no tile divides the n of UNEVEN
 MAX = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
 
 
@@ -18,7 +18,7 @@ def error(out, exact):
 def make(device, shape, group, order=None):
     n, k = shape
     numbers = torch.randint(0, 16, shape, dtype=torch.uint8)
-    zeros = torch.randint(0, 17, (k // group, n), dtype=torch.uint8)  # 16 is there in checkpoints of gptq
+    zeros = torch.randint(0, 17, (k // group, n), dtype=torch.uint8)  # GPTQ checkpoints have zero points of 16
     scales = (0.5 + torch.rand(k // group, n)).half() / 8
     return int4_weight(numbers, scales, zeros, order).to(torch.device(device))
 
@@ -43,8 +43,8 @@ def test_product(device, dtype, shape, group, half, rows):
     assert rows == 0 or error(out, x.double() @ weight.dequantize(torch.float64).t()) < MAX[dtype]
 
 
-def test_groups_of_three_halves(device):
-    """Tiles that lie in one group and tiles that lie in two."""
+def test_a_group_of_one_and_a_half_tiles(device):
+    """Some tiles lie in one group, and some in two."""
     weight = make(device, (32, 384), 192)
     assert weight.half == 64
     x = torch.randn(3, 384, device=device).bfloat16()
@@ -53,8 +53,8 @@ def test_groups_of_three_halves(device):
 
 
 @pytest.mark.parametrize("dtype", list(MAX))
-def test_widening_is_exact(device, dtype):
-    """Each number with each zero, read off by a row of the identity."""
+def test_every_int4_value_is_widened_exactly(device, dtype):
+    """A product with the identity gives each number with each zero point by itself."""
     numbers = torch.arange(16, dtype=torch.uint8).repeat(32, 2)
     zeros = torch.arange(32, dtype=torch.uint8)[None, :] % 17
     weight = int4_weight(numbers, torch.ones(1, 32).half(), zeros).to(torch.device(device))
@@ -64,7 +64,7 @@ def test_widening_is_exact(device, dtype):
 
 
 @pytest.mark.parametrize("rows", [3, 20])
-def test_columns_in_another_order(device, rows):
+def test_columns_follow_the_order_of_the_weight(device, rows):
     weight = make(device, EVEN, 64, torch.randperm(EVEN[1]).int())
     x = torch.randn(rows, EVEN[1], device=device).bfloat16()
     out = run(weight, x, torch.empty(rows, EVEN[0], device=device))
@@ -80,7 +80,7 @@ def test_bias(device, rows):
 
 
 @pytest.mark.parametrize("rows", [3, 20])
-def test_residual_in_place(device, rows):
+def test_residual_is_added_in_place(device, rows):
     weight = make(device, EVEN, 64)
     x, out = (torch.randn(rows, size, device=device).bfloat16() for size in reversed(EVEN))
     exact = ((x.double() @ weight.dequantize(torch.float64).t()).bfloat16() + out).double()
@@ -88,7 +88,7 @@ def test_residual_in_place(device, rows):
 
 
 @pytest.mark.parametrize("rows", [3, 20])
-def test_gates_beside_ups(device, rows):
+def test_gated_product_of_interleaved_gates_and_ups(device, rows):
     weight = make(device, EVEN, 32)
     x = torch.randn(rows, EVEN[1], device=device).bfloat16() / 8
     gate, up = (x.double() @ weight.dequantize(torch.float64).t()).chunk(2, dim=-1)
@@ -98,7 +98,7 @@ def test_gates_beside_ups(device, rows):
 
 
 @pytest.mark.parametrize(("total", "parts"), [(16, ((0, 1), (3, 9))), (64, ((7, 17),)), (200, ((70, 129),))])
-def test_a_row_is_the_same_among_rows_of_its_tile(device, total, parts):
+def test_a_row_has_the_same_bits_in_any_batch_with_the_same_tile(device, total, parts):
     weight = make(device, UNEVEN, 64)
     x = torch.randn(total, UNEVEN[1], device=device).bfloat16()
     together = run(weight, x, torch.empty(total, UNEVEN[0], dtype=torch.bfloat16, device=device))

@@ -1,4 +1,4 @@
-"""The interpreter as fixed by `conftest.py`, against torch; on a GPU, that the device does the same."""
+"""The patched interpreter against torch; on a GPU, the device against torch."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def _sum(x, out, BLOCK: tl.constexpr):
 
 
 def numbers(count, device):
-    """Of all sizes, with ties between two numbers of bf16, zeroes, infinities, and what is too great for 8 bits."""
+    """Random numbers of all magnitudes, with ties between bf16 numbers, zeros, and numbers out of the range of fp8."""
     x = torch.randn(count, device=device) * torch.logspace(-10, 6, count, device=device)
     x[:4] = torch.tensor([0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8])
     return x
@@ -58,8 +58,8 @@ def test_casts_round_to_nearest_even(device, dtype):
     x = numbers(4096, device)
     small = torch.zeros(4096, dtype=dtype, device=device)
     _cast[1,](x, small, 4096)
-    most = torch.finfo(dtype).max
-    assert torch.equal(small.float(), x.clamp(-most, most).to(dtype).float())
+    max_value = torch.finfo(dtype).max
+    assert torch.equal(small.float(), x.clamp(-max_value, max_value).to(dtype).float())
     again = torch.zeros(4096, device=device)
     _cast[1,](small, again, 4096)
     assert torch.equal(again, small.float())
@@ -84,6 +84,6 @@ def test_products_of_matrices(device, dtype):
 
 def test_sums_in_bf16_are_refused(device):
     if device == "cuda":
-        pytest.skip("the interpreter's rule")
+        pytest.skip("a rule of the interpreter")
     with pytest.raises(Exception, match="cast to float32 first"):
         _sum[1,](torch.ones(16, dtype=torch.bfloat16), torch.zeros(1), 16)

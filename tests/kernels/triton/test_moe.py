@@ -12,7 +12,7 @@ CLOSE = 6e-3  # gate, up, silu, their product, the part and the sum are each rou
 
 def _case(device, *, tokens, num_experts, top_k, hidden, inter, max_tokens=None, dtype=torch.bfloat16):
     """Activations, router logits, weights, and a workspace full of NaN."""
-    x = torch.randn(tokens, hidden + 8, device=device).to(dtype)[:, :hidden]  # rows need not follow one another
+    x = torch.randn(tokens, hidden + 8, device=device).to(dtype)[:, :hidden]  # rows need not be contiguous
     logits = torch.randn(tokens, num_experts, device=device)
     gate_up = (torch.randn(num_experts, 2 * inter, hidden, device=device) * hidden**-0.5).to(dtype)
     down = (torch.randn(num_experts, hidden, inter, device=device) * inter**-0.5).to(dtype)
@@ -52,9 +52,9 @@ def _error(out, expected):
 
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (60, 4), (128, 8), (3, 3), (5, 1)])
-def test_routes(device, num_experts, top_k, renormalize):
+def test_routing_equals_the_reference(device, num_experts, top_k, renormalize):
     logits = torch.randn(9, num_experts + 4, device=device)[:, :num_experts]
-    logits[3] = 0.5  # the first of equals
+    logits[3] = 0.5  # equal logits: the first experts count
     workspace = _case(device, tokens=9, num_experts=num_experts, top_k=top_k, hidden=32, inter=32)[-1]
     num_tokens = torch.tensor([8], dtype=torch.int32, device=device)
     moe.route(logits, num_tokens, workspace, top_k=top_k, renormalize=renormalize)
@@ -63,36 +63,36 @@ def test_routes(device, num_experts, top_k, renormalize):
     distinct = [i for i in range(8) if i != 3]
     assert torch.equal(workspace.experts[distinct].long(), experts[distinct])
     assert workspace.experts[3].tolist() == list(range(top_k))
-    assert (workspace.experts[8] == -1).all(), "a token that pads the batch has no expert"
+    assert (workspace.experts[8] == -1).all(), "a padding token has no expert"
 
 
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "top_k"), [(1, 8, 2), (3, 6, 4), (40, 5, 2), (300, 3, 4), (290, 1, 1)]
 )
-def test_lines_assignments_up_by_expert(device, tokens, num_experts, top_k):
+def test_assignments_are_sorted_by_expert_and_padded_to_blocks(device, tokens, num_experts, top_k):
     workspace = _case(device, tokens=tokens, num_experts=num_experts, top_k=top_k, hidden=32, inter=32)[-1]
     num_assigned = tokens * top_k
     rows = moe._tiles(num_assigned, num_experts).rows
     experts = torch.randint(-1, num_experts, (num_assigned,), dtype=torch.int32)
-    experts[experts == num_experts - 2] = -1  # an expert without any
+    experts[experts == num_experts - 2] = -1  # an expert without assignments
     workspace.experts.copy_(experts.view(tokens, top_k))
     moe.align(workspace, num_assigned=num_assigned, num_experts=num_experts)
     num_blocks = workspace.num_blocks.item()
-    lined_up, of = [], []
+    expected_assignments, expected_experts = [], []
     for expert in range(num_experts):
         own = (experts == expert).nonzero()[:, 0].tolist()
-        lined_up += own + [num_assigned] * (-len(own) % rows)
-        of += [expert] * -(-len(own) // rows)
-    assert num_blocks == len(of) <= moe._max_blocks(num_assigned, num_experts, rows)
-    assert workspace.block_experts[:num_blocks].tolist() == of
-    assert workspace.assignments[: num_blocks * rows].tolist() == lined_up
+        expected_assignments += own + [num_assigned] * (-len(own) % rows)
+        expected_experts += [expert] * -(-len(own) // rows)
+    assert num_blocks == len(expected_experts) <= moe._max_blocks(num_assigned, num_experts, rows)
+    assert workspace.block_experts[:num_blocks].tolist() == expected_experts
+    assert workspace.assignments[: num_blocks * rows].tolist() == expected_assignments
 
 
-def test_there_is_room_for_the_worst_case():
+def test_max_blocks_holds_in_the_worst_case():
     for num_experts in (1, 8, 60):
         for num_assigned in range(1, 3000, 7):
             rows = moe._tiles(num_assigned, num_experts).rows
-            used = min(num_experts, num_assigned)  # all but one of them with one row more than whole blocks
+            used = min(num_experts, num_assigned)  # all but one have one row more than whole blocks
             worst = used + (num_assigned - used) // rows
             assert worst <= moe._max_blocks(num_assigned, num_experts, rows), (num_experts, num_assigned)
 
@@ -118,14 +118,14 @@ def test_moe(device, tokens, num_experts, top_k, hidden, inter):
     assert _error(out, _expected(x, logits, gate_up, down, top_k)) < CLOSE
 
 
-def test_half_precision_with_weights_as_the_router_has_them(device):
+def test_float16_without_renormalized_router_weights(device):
     sizes = {"num_experts": 4, "top_k": 2, "hidden": 64, "inter": 64}
     x, logits, gate_up, down, workspace = _case(device, tokens=5, dtype=torch.float16, **sizes)
     out = _moe(x, logits, gate_up, down, workspace, renormalize=False)
     assert _error(out, _expected(x, logits, gate_up, down, 2, renormalize=False)) < 1e-3
 
 
-def test_padding_tokens_are_not_computed_and_change_no_other(device):
+def test_padding_tokens_are_not_computed_and_change_no_other_token(device):
     sizes = {"num_experts": 6, "top_k": 2, "hidden": 64, "inter": 64}
     x, logits, gate_up, down, workspace = _case(device, tokens=9, max_tokens=20, **sizes)
     x[6:] = torch.nan
@@ -133,10 +133,10 @@ def test_padding_tokens_are_not_computed_and_change_no_other(device):
     out = _moe(x, logits, gate_up, down, workspace, num_tokens=6)
     assert _error(out[:6], _expected(x[:6], logits[:6], gate_up, down, 2)) < CLOSE
     assert (out[6:] == 0).all()
-    assert (workspace.gated.isnan().sum(dim=1) == 64).sum() == 40 - 12, "only their assignments are written"
+    assert (workspace.gated.isnan().sum(dim=1) == 64).sum() == 40 - 12, "only assignments of real tokens are written"
 
 
-def test_a_token_of_nan_changes_no_other(device):
+def test_a_nan_token_changes_no_other_token(device):
     sizes = {"num_experts": 5, "top_k": 2, "hidden": 64, "inter": 64}
     x, logits, gate_up, down, workspace = _case(device, tokens=8, **sizes)
     expected = _moe(x, logits, gate_up, down, workspace).clone()
@@ -147,8 +147,8 @@ def test_a_token_of_nan_changes_no_other(device):
     assert out[2].isnan().all() and torch.equal(out[others], expected[others])
 
 
-def test_a_token_is_the_same_in_any_batch(device):
-    """Bit for bit, among launches whose blocks have as many rows."""
+def test_a_token_has_the_same_bits_in_any_batch(device):
+    """Among launches with the same number of rows per block."""
     sizes = {"num_experts": 8, "top_k": 2, "hidden": 64, "inter": 64}
     x, logits, gate_up, down, workspace = _case(device, tokens=24, **sizes)
     together = _moe(x, logits, gate_up, down, workspace).clone()

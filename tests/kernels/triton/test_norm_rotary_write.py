@@ -26,7 +26,7 @@ def expected(x, norm, rotary, positions):
 
 
 def gathered(pages, slots):
-    """The heads at these slots: [tokens, kv_heads, dim] float32."""
+    """The stored heads at these slots: [tokens, kv_heads, dim] float32."""
     slots = slots.long()
     return pages.float()[slots // PAGE, :, slots % PAGE]
 
@@ -63,33 +63,33 @@ class Case:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float16, 5e-4), (torch.bfloat16, 3e-3)])
+@pytest.mark.parametrize(("dtype", "max_error"), [(torch.float32, 1e-6), (torch.float16, 5e-4), (torch.bfloat16, 3e-3)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-def test_states_are_normed_rotated_and_stored(device, dtype, most, heads, kv_heads, dim, normed):
+def test_states_are_normed_rotated_and_stored(device, dtype, max_error, heads, kv_heads, dim, normed):
     case = Case(device, dtype, heads, kv_heads, dim, normed=normed)
     case.run()
     query, key, value = case.expected()
     stored = case.slots >= 0
-    assert error(case.q_out, query) < most
-    assert error(gathered(case.pages[0], case.slots)[stored], key[stored]) < most
+    assert error(case.q_out, query) < max_error
+    assert error(gathered(case.pages[0], case.slots)[stored], key[stored]) < max_error
     assert torch.equal(gathered(case.pages[1], case.slots)[stored].double(), value[stored])
 
 
-def test_nothing_is_written_beside_the_slots(device):
+def test_only_the_given_slots_are_written(device):
     case = Case(device, torch.bfloat16, *HEADS[0], normed=True)
     case.run()
     written = ~case.pages.float().isnan().any(-1).transpose(2, 3).flatten(1, 2)  # [2, slots, kv_heads]
-    meant = torch.zeros_like(written)
-    meant[:, case.slots[case.slots >= 0].long()] = True
-    assert torch.equal(written, meant)
+    expected_written = torch.zeros_like(written)
+    expected_written[:, case.slots[case.slots >= 0].long()] = True
+    assert torch.equal(written, expected_written)
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_pages_of_8_bits(device, normed):
+def test_fp8_pages_hold_scaled_and_clamped_states(device, normed):
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("a type of sm_89")
     case = Case(device, torch.bfloat16, *HEADS[0], normed=normed, page_dtype=torch.float8_e4m3fn)
-    case.qkv[0, -1] = 3000.0  # too great for its scale
+    case.qkv[0, -1] = 3000.0  # out of range at its scale
     scales = 0.01, 0.02
     case.run(scales)
     stored = case.slots >= 0
@@ -100,7 +100,7 @@ def test_pages_of_8_bits(device, normed):
         assert error(out, rounded.double()) < 0.02
 
 
-def test_a_query_and_a_key_only_know_their_distance(device):
+def test_rotated_scores_depend_only_on_the_distance(device):
     """The table and the rotation together: q(m) · k(n) depends on m - n."""
     case = Case(device, torch.float32, *HEADS[0], normed=False)
     case.qkv[:] = case.qkv[0]

@@ -1,4 +1,4 @@
-"""Histories of steps against a plain model of them, which keeps lists of ids and blocks."""
+"""Random sequences of steps against a plain model that keeps lists of ids and blocks."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ class Device:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_history_of_steps(device, seed):
+def test_random_steps_equal_the_model(device, seed):
     random = np.random.default_rng(seed)
     ours = Device(device)
     num_computed = np.zeros(NUM_ROWS, np.int64)
@@ -103,14 +103,14 @@ def test_a_whole_prompt_then_one_token_a_step(device):
         assert ours.context_lens.tolist() == [position + 1] + [0] * (MAX_ROWS - 1)
 
 
-def test_a_step_without_rows(device):
+def test_a_step_without_rows_writes_only_padding(device):
     ours = Device(device)
     ours.step(rows=[], counts=[], starts=[], ids=[], places=[], num_new=[], blocks=[])
     assert not ours.context_lens.any()
     assert (ours.slots == -1).all()
 
 
-def test_sampled_ids_are_remembered(device):
+def test_sampled_ids_become_the_last_ids_of_their_rows(device):
     last_ids = torch.full((600,), 7, dtype=torch.int32, device=device)
     rows = torch.randperm(600, dtype=torch.int32, device=device)[:300]
     sampled = torch.arange(-1, 299, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The product of `--deterministic`: what it computes, and that a row's bits are its own."""
+"""The product of `--deterministic`: its error, and the same bits of a row in any batch."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from pagewire.kernels.triton.product import product
 
 BIG = torch.cuda.is_available()
-EVEN, UNEVEN = ((6144, 4096), (4868, 888)) if BIG else ((64, 128), (50, 88))  # n, k; the last divided by no tile
+EVEN, UNEVEN = ((6144, 4096), (4868, 888)) if BIG else ((64, 128), (50, 88))  # n, k; no tile divides those of UNEVEN
 MAX = {torch.float32: 1e-5, torch.float16: 6e-4, torch.bfloat16: 4e-3}
 
 
@@ -46,15 +46,15 @@ def test_bias(device, shape):
 
 
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
-def test_residual_in_place(device, shape):
+def test_residual_is_added_in_place(device, shape):
     case = Case(device, shape, torch.bfloat16, 66)
     case.out = torch.randn(66, shape[0], device=device).bfloat16()
     exact = (case.exact().bfloat16() + case.out).double()
     assert error(case.run(residual=case.out), exact) < MAX[torch.bfloat16]
 
 
-def test_the_product_is_rounded_before_it_is_added(device):
-    """Of whole numbers the sums are exact, so every bit is known."""
+def test_the_product_is_rounded_before_the_residual_is_added(device):
+    """Sums of whole numbers are exact, so every bit is known."""
     case = Case(device, EVEN, torch.bfloat16, 5)
     for tensor in (case.x, case.weight):
         tensor.copy_(torch.randint(-8, 9, tensor.shape))
@@ -64,7 +64,7 @@ def test_the_product_is_rounded_before_it_is_added(device):
 
 
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
-def test_gates_beside_ups(device, shape):
+def test_gated_product_of_interleaved_gates_and_ups(device, shape):
     case = Case(device, shape, torch.bfloat16, 3)
     case.weight *= 3
     case.out = case.out[:, : shape[0] // 2].contiguous()
@@ -73,15 +73,15 @@ def test_gates_beside_ups(device, shape):
     assert error(case.run(is_gated=True), exact) < 2 * MAX[torch.bfloat16]
 
 
-def test_logits_are_not_rounded(device):
+def test_float32_outputs_are_not_rounded(device):
     case = Case(device, EVEN, torch.bfloat16, 3)
     case.out = case.out.float()
     assert error(case.run(), case.exact()) < 1e-6
 
 
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
-def test_a_row_is_the_same_in_any_batch(device, shape):
-    """Bit for bit, at whatever place among however many."""
+def test_a_row_has_the_same_bits_in_any_batch(device, shape):
+    """At any position of a batch of any size."""
     case = Case(device, shape, torch.bfloat16, 1000)
     together = case.run().clone()
     x = case.x
@@ -90,9 +90,9 @@ def test_a_row_is_the_same_in_any_batch(device, shape):
         assert torch.equal(case.run(), together[first : first + count])
 
 
-def test_nothing_else_is_written(device):
+def test_nothing_beside_the_output_is_written(device):
     case = Case(device, UNEVEN, torch.bfloat16, 3)
-    room = torch.full((5, UNEVEN[0] + 7), 7.0, dtype=torch.bfloat16, device=device)
-    case.out = room[1:4, 3:-4]
+    area = torch.full((5, UNEVEN[0] + 7), 7.0, dtype=torch.bfloat16, device=device)
+    case.out = area[1:4, 3:-4]
     case.run()
-    assert (room[0] == 7).all() and (room[4] == 7).all() and (room[:, :3] == 7).all() and (room[:, -4:] == 7).all()
+    assert (area[0] == 7).all() and (area[4] == 7).all() and (area[:, :3] == 7).all() and (area[:, -4:] == 7).all()

@@ -23,30 +23,30 @@ def transformers_norm(x, weight):
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+@pytest.mark.parametrize(("dtype", "max_error"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_norm(device, dtype, most, shape):
+def test_norm(device, dtype, max_error, shape):
     wide = (torch.randn(shape[0], shape[1] + 32, device=device) * 30).to(dtype)
     x, weight = wide[:, : shape[1]], torch.randn(shape[1], device=device).to(dtype)
     out = torch.full(shape, torch.nan, dtype=dtype, device=device)
     rms_norm(x, weight, EPS, out)
-    assert error(out, exact_norm(x, weight)) < most
+    assert error(out, exact_norm(x, weight)) < max_error
     rms_norm(x, weight, EPS, x)
     assert torch.equal(x, out)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+@pytest.mark.parametrize(("dtype", "max_error"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_norm_of_the_residual_sum(device, dtype, most, shape):
+def test_norm_of_the_residual_sum(device, dtype, max_error, shape):
     x, residual, weight = (torch.randn(size, device=device).to(dtype) for size in (shape, shape, shape[1]))
     total = x + residual
     out = torch.full(shape, torch.nan, dtype=dtype, device=device)
     rms_norm(x, weight, EPS, out, residual)
     assert torch.equal(residual, total)
-    assert error(out, exact_norm(total, weight)) < most
+    assert error(out, exact_norm(total, weight)) < max_error
 
 
-def test_it_rounds_as_transformers_does(device):
+def test_rounding_is_that_of_transformers(device):
     x = torch.randn(64, 256, device=device).bfloat16()
     weight = torch.randn(256, device=device).bfloat16()
     out = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""Sampling on the device: the tokens are those that the CPU's sampler gives for the same logits."""
+"""Sampling on the device gives the same tokens as the CPU's sampler for the same logits."""
 
 import random
 
@@ -41,11 +41,11 @@ def _columns(rows, device):
     )
 
 
-def _apart(values, device):
-    """The same logits, in rows that lie apart with NaN between them."""
-    room = torch.full((values.shape[0], values.shape[1] + 13), torch.nan, device=device)
-    room[:, : values.shape[1]] = values
-    return room[:, : values.shape[1]]
+def _with_gaps(values, device):
+    """The same logits in rows that are not contiguous, with NaN between them."""
+    padded = torch.full((values.shape[0], values.shape[1] + 13), torch.nan, device=device)
+    padded[:, : values.shape[1]] = values
+    return padded[:, : values.shape[1]]
 
 
 def _workspace(rows, vocab, device):
@@ -71,7 +71,7 @@ def _sample(logits, samplings, kind, device, *, outputs=None, picked=None, ends=
     out = torch.full((len(picked),), -7, dtype=torch.int32, device=device)
     sample(
         out,
-        _apart(logits, device),
+        _with_gaps(logits, device),
         torch.full((1, logits.shape[1]), torch.nan, device=device),
         int32(np.full(len(picked), -1)),
         int32(picked),
@@ -90,7 +90,7 @@ def _exponential_kernel(out, seeds, positions, vocab, BLOCK: tl.constexpr):
     tl.store(out + row * vocab + tokens, exponential(key, tokens), mask=tokens < vocab)
 
 
-def test_noise_is_that_of_the_cpu(device):
+def test_noise_equals_that_of_the_cpu(device):
     seeds = torch.tensor([0, 1, 12345678901, 2**63 - 1, 2**62 + 7], dtype=torch.int64)
     positions = torch.tensor([0, 5, 0, 131071, 2**31 - 2], dtype=torch.int32)
     vocab = 4000
@@ -99,14 +99,14 @@ def test_noise_is_that_of_the_cpu(device):
     keys = torch.from_numpy(cpu._keys(seeds.numpy().astype(np.uint64), positions.numpy().astype(np.int64)))
     steps = torch.arange(1, vocab + 1, dtype=torch.int64) * cpu._signed(cpu._STEP)
     expected = cpu._exponential(keys[:, None] + steps)
-    torch.testing.assert_close(out.cpu(), expected, atol=0, rtol=4e-7)  # two or three units of the last place
+    torch.testing.assert_close(out.cpu(), expected, atol=0, rtol=4e-7)  # two or three ulps
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("vocab", [1, 100, 2048, VOCAB])
 def test_greedy_rows(device, kind, vocab):
     logits = torch.randn(6, vocab)
-    logits[1] = 3.0  # the first of equals
+    logits[1] = 3.0  # equal logits: the first token counts
     logits[2, vocab // 2 :] = 7.0
     logits[3] = -torch.inf
     logits[3, vocab - 1] = -5.0
@@ -119,9 +119,9 @@ def test_greedy_rows(device, kind, vocab):
 def test_rows_with_a_temperature(device, kind):
     logits = torch.randn(12, VOCAB) * 3
     logits[3] = 0.0
-    logits[4] = (logits[4] / 2).to(torch.bfloat16)  # many equals
-    heats = [0.0, 1.0, 0.6, 1.0, 1.3, 1e-7, 1e-5, 0.01, 100.0, 2.0, 1e-30, 0.3]
-    samplings = [Sampling(temperature=heat, seed=i * 2**59 + 3) for i, heat in enumerate(heats)]
+    logits[4] = (logits[4] / 2).to(torch.bfloat16)  # many equal logits
+    temperatures = [0.0, 1.0, 0.6, 1.0, 1.3, 1e-7, 1e-5, 0.01, 100.0, 2.0, 1e-30, 0.3]
+    samplings = [Sampling(temperature=temperature, seed=i * 2**59 + 3) for i, temperature in enumerate(temperatures)]
     ours, expected = _sample(logits, samplings, kind, device, outputs=[[5] * i for i in range(12)])
     assert ours == expected
     assert ours[5] == logits[5].argmax() and len(set(ours)) > 6
@@ -142,7 +142,7 @@ def test_filtered_rows(device, scale):
     rng = random.Random(int(2 * scale))
     count = 100 if BIG else 9
     logits = torch.randn(count + 2, VOCAB) * scale
-    logits[2:6] = logits[2:6].to(torch.bfloat16)  # many equals, also where the tail is cut
+    logits[2:6] = logits[2:6].to(torch.bfloat16)  # many equal logits, also where the tail is cut
     samplings = [_filtered(rng, rng.randrange(2**63)) for _ in range(count)]
     samplings += [Sampling(temperature=0), Sampling(seed=9)]
     ours, expected = _sample(logits, samplings, "filtered", device)
@@ -150,9 +150,9 @@ def test_filtered_rows(device, scale):
 
 
 @pytest.mark.parametrize(
-    ("others", "sampling"),
+    ("other_logits", "sampling"),
     [
-        # Most of the mass is far below the greatest logit: 8, 16, 32 and beyond.
+        # Most of the mass is far below the maximum: by 8, 16, 32 and more.
         (-9.0, Sampling(top_p=0.9)),
         (-17.0, Sampling(top_p=0.99999)),
         (-40.0, Sampling(top_p=0.9999999)),
@@ -163,15 +163,15 @@ def test_filtered_rows(device, scale):
         (-torch.inf, Sampling(top_k=VOCAB - 5)),
         (-torch.inf, Sampling(top_k=5, top_p=0.7, min_p=0.1)),
         (-torch.inf, Sampling(top_p=0.7)),
-        (0.0, Sampling(top_k=5)),  # all are equal, so all stay
+        (0.0, Sampling(top_k=5)),  # all logits are equal, so all tokens stay
         (0.0, Sampling(top_p=0.05)),
         (-0.001, Sampling(top_p=0.999)),
         (-1.0, Sampling(min_p=0.99)),
         (-1.0, Sampling(min_p=0.3)),
     ],
 )
-def test_flat_and_steep_tails(device, others, sampling):
-    logits = torch.full((2, VOCAB), others)
+def test_flat_and_steep_distributions(device, other_logits, sampling):
+    logits = torch.full((2, VOCAB), other_logits)
     logits[:, [77, VOCAB - 1]] = 0.0
     samplings = [Sampling(**{**_fields(sampling), "seed": seed}) for seed in range(2)]
     ours, expected = _sample(logits, samplings, "filtered", device)
@@ -182,8 +182,8 @@ def _fields(sampling):
     return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
 
 
-def test_every_parameter_is_seen(device):
-    """Rows that differ in a single parameter give different tokens."""
+def test_every_sampling_parameter_has_an_effect(device):
+    """Changing a single parameter changes the tokens."""
     logits = (torch.randn(1, VOCAB) * 2).expand(5, -1).contiguous()
     base = [Sampling(seed=seed) for seed in range(5)]
     sampled = [_sample(logits, base, "filtered", device)[0]]
@@ -204,11 +204,11 @@ def test_a_row_is_picked_for_several_positions_and_in_any_order(device):
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "filtered"])
-def test_rows_that_are_not_finite(device, kind):
+def test_rows_with_logits_that_are_not_finite_give_minus_one(device, kind):
     logits = torch.randn(8, VOCAB)
     logits[0, 3] = torch.nan
     logits[1, VOCAB - 1] = torch.inf
-    logits[2, 0] = -torch.inf  # is never sampled, but is no error
+    logits[2, 0] = -torch.inf  # is never sampled and is not an error
     logits[3] = -torch.inf
     logits[4] = torch.nan
     logits[5, [2, 2100]] = torch.tensor([torch.inf, torch.nan])
@@ -216,13 +216,13 @@ def test_rows_that_are_not_finite(device, kind):
         if kind == "greedy" and sampling.temperature > 0:
             continue
         ours, expected = _sample(logits, [sampling] * 8, kind, device)
-        bad = [0, 1, 3, 4, 5]
-        assert all(ours[i] == -1 for i in bad) and all(ours[i] >= 0 for i in (2, 6, 7))
+        not_finite = [0, 1, 3, 4, 5]
+        assert all(ours[i] == -1 for i in not_finite) and all(ours[i] >= 0 for i in (2, 6, 7))
         if kind == "filtered" or not sampling.top_k:
             assert ours == expected
 
 
-def test_rows_with_a_place_sample_from_their_edited_logits(device):
+def test_rows_with_edited_logits_sample_from_them(device):
     logits = torch.randn(3, VOCAB, device=device)
     edited = torch.full((2, VOCAB), -torch.inf, device=device)
     edited[0, 123], edited[1, 4567] = 1.0, 2.0

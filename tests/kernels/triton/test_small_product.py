@@ -4,7 +4,7 @@ import torch
 from pagewire.kernels.triton.small_product import MAX_ROWS, small_product, tiling, workspace_small_product
 
 BIG = torch.cuda.is_available()
-# n, k of a weight; whether its sum is split
+# n, k of each weight; the sums of SPLIT are split
 WIDE, SPLIT, UNEVEN = ((6144, 4096), (1024, 3072), (4864, 896)) if BIG else ((64, 256), (32, 1024), (48, 160))
 EPS = 1e-6
 MAX = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
@@ -25,14 +25,14 @@ class Case:
 
     def run(self, **options):
         small_product(self.x, self.weight, self.out, self.workspace, **options)
-        assert not self.workspace.arrivals.any(), "the next product would not know its last program"
+        assert not self.workspace.arrivals.any(), "arrivals must be zero for the next product"
         return self.out
 
     def exact(self, x=None):
         return (self.x if x is None else x).double() @ self.weight.double().t()
 
 
-def test_the_shapes_are_what_their_names_say():
+def test_the_tested_shapes_have_split_and_uneven_tilings():
     assert tiling(*WIDE).splits == 1 and tiling(*SPLIT).splits > 1
     assert UNEVEN[1] % tiling(*UNEVEN).block_k
 
@@ -65,7 +65,7 @@ def test_product(device, dtype, shape, rows):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [WIDE, SPLIT, UNEVEN])
-def test_norm_before_it(device, dtype, shape):
+def test_norm_before_the_product(device, dtype, shape):
     case = Case(device, shape, dtype, 3)
     case.x *= 30
     weight = torch.randn(shape[1], device=device).to(dtype)
@@ -76,7 +76,7 @@ def test_norm_before_it(device, dtype, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [WIDE, SPLIT])
-def test_residual_in_place(device, dtype, shape):
+def test_residual_is_added_in_place(device, dtype, shape):
     case = Case(device, shape, dtype, 4)
     case.out = torch.randn(4, shape[0], device=device).to(dtype)
     exact = case.exact() + case.out.double()
@@ -92,7 +92,7 @@ def test_bias(device, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [WIDE, SPLIT])
-def test_gates_beside_ups(device, dtype, shape):
+def test_gated_product_of_interleaved_gates_and_ups(device, dtype, shape):
     case = Case(device, shape, dtype, 3)
     case.weight *= 3
     case.out = case.out[:, : shape[0] // 2].contiguous()
@@ -101,15 +101,15 @@ def test_gates_beside_ups(device, dtype, shape):
     assert error(case.run(is_gated=True), exact) < 2 * MAX[dtype]
 
 
-def test_logits_are_not_rounded(device):
+def test_float32_outputs_are_not_rounded(device):
     case = Case(device, WIDE, torch.bfloat16, 3)
     case.out = case.out.float()
     assert error(case.run(), case.exact()) < 1e-6
 
 
 @pytest.mark.parametrize("shape", [WIDE, SPLIT])
-def test_a_row_is_the_same_in_any_batch(device, shape):
-    """Bit for bit, and run after run, whichever program was the last."""
+def test_a_row_has_the_same_bits_in_any_batch(device, shape):
+    """And in every run, whichever program finishes last."""
     case = Case(device, shape, torch.bfloat16, 16)
     together = case.run().clone()
     assert torch.equal(case.run(), together)
