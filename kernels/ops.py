@@ -1,6 +1,6 @@
 """The table of kernels: chosen once in the worker and passed down, so that layers do not know their device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,16 @@ class Matrix(Protocol):
         """Rows of the weight. ids: [tokens] int64 → [tokens, k], of the activations' type."""
 
 
+class Experts(Protocol):
+    """The experts of a layer, and how they are chosen."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def forward(self, x: Tensor, router_logits: Tensor) -> Tensor:
+        """The weighted sum over each token's experts. x: [tokens, hidden]; router_logits: [tokens, experts] → as x."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """One implementation of every operation. `reference.py` specifies what each computes."""
@@ -35,6 +45,7 @@ class Ops:
     matrix: Callable[[Tensor], Matrix]  # only for products
     gated: Callable[[Tensor], Matrix]  # only for `silu_mul`: the first half of the rows are gates, the second ups
     table: Callable[[Tensor], Matrix]  # for lookups, and for products if it is also the head
+    experts: Callable[[Sequence[tuple[Matrix, Matrix]], int, bool, bool], Experts]  # see `reference.TorchExperts`
     router: Callable[[Tensor], Matrix]  # for products that keep the weight's precision
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -50,6 +61,7 @@ def reference_ops(*, int8: bool = False) -> Ops:
         matrix=table,
         gated=table,
         table=table,
+        experts=reference.TorchExperts,
         router=reference.TorchMatrix,
         rms_norm=reference.rms_norm,
         add_rms_norm=reference.add_rms_norm,

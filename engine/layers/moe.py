@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
-from ...kernels import reference
-from ...kernels.ops import Matrix, Ops
+from ...kernels.ops import Experts, Matrix, Ops
 from ..parallel.collectives import Group
 from .linear import Linear, parameter
 
@@ -47,17 +45,23 @@ class MoeMlp(nn.Module):
         self.top_k = top_k
         self.renormalize = renormalize
         self._rounds_weights = rounds_weights
-        self._experts: list[tuple[Matrix, Matrix]] = []  # gate_up and down of each
+        self._experts: Experts | None = None
         self._group = group
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed experts."""
-        return sum(matrix.nbytes for expert in self._experts for matrix in expert)
+        return self.experts.nbytes
+
+    @property
+    def experts(self) -> Experts:
+        assert self._experts is not None, "used before `pack`"
+        return self._experts
 
     def pack(self, ops: Ops) -> None:
         """Packs the experts' weights for the kernels; the router packs itself. Two copies exist for a moment."""
-        self._experts = [(ops.gated(gate_up), ops.matrix(down)) for gate_up, down in zip(*self.take(), strict=True)]
+        matrices = [(ops.gated(gate_up), ops.matrix(down)) for gate_up, down in zip(*self.take(), strict=True)]
+        self._experts = ops.experts(matrices, self.top_k, self.renormalize, self._rounds_weights)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The stacks; the module gives them up."""
@@ -67,26 +71,6 @@ class MoeMlp(nn.Module):
         return stacks
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self._experts, "used before `pack`"
-        weights, experts = reference.route(self.gate(x), self.top_k, self.renormalize)
-        if self._rounds_weights:
-            weights = weights.to(x.dtype)
-        # A token and one of its experts are an assignment; `order` sorts the assignments by expert.
-        order = experts.view(-1).argsort()
-        counts = experts.view(-1).bincount(minlength=self.num_experts).tolist()
-        states = x.index_select(0, order // self.top_k)
-        first = 0
-        for (gate_up, down), count in zip(self._experts, counts, strict=True):
-            if count:
-                rows = states[first : first + count]
-                rows.copy_(down.product(gate_up.silu_mul(rows, None), None))
-                first += count
-        parts = torch.empty_like(states).index_copy_(0, order, states).view(-1, self.top_k, x.shape[1])
-        # Added one choice after another, the best first, in float32 as transformers does, so that a token's bits do not
-        # depend on the batch.
-        total = (parts[:, 0] * weights[:, :1]).float()
-        for choice in range(1, self.top_k):
-            total += parts[:, choice] * weights[:, choice, None]
-        out = total.to(x.dtype)
+        out = self.experts.forward(x, self.gate(x))
         self._group.all_reduce(out)
         return out

@@ -173,7 +173,6 @@ class Decoder(nn.Module):
             ),
             "gate_up_proj": (("gate_proj", spec.intermediate_size), ("up_proj", spec.intermediate_size)),
         }
-        self.has_experts = spec.moe is not None
         self.renamed: dict[str, str] = {}  # our module → the checkpoint's name, where they differ
         if spec.moe is not None:
             assert experts is not None, f"{spec.architecture} has no ExpertNames"

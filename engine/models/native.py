@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu.dense import NativeMatrix
+from ...kernels.cpu.experts import NativeExperts
 from ...kernels.cpu.library import Kernels
 from ...kernels.cpu.structs import DecoderFields, LayerFields
 from ..attention.base import AttentionBackend
@@ -18,7 +19,7 @@ from .decoder import Decoder, DecoderLayer
 
 class NativeDecoder:
     """Gives the same bits as the decoder it wraps. The wrapped decoder runs itself if attention is wrapped, because
-    then every layer must call it. For decoders without experts."""
+    then every layer must call it."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels) -> None:
         self.kv_shape = decoder.kv_shape
@@ -54,12 +55,17 @@ class NativeDecoder:
         """The addresses of all weights and pages. Called once, when the cache is open."""
         body = self._decoder.model
         layers = [cast(DecoderLayer, layer) for layer in body.layers]
-        self._layers = (LayerFields * len(layers))()
+        self._layers, inner = (LayerFields * len(layers))(), 0
         for fields, (index, layer) in zip(self._layers, enumerate(layers), strict=True):
             part, mlp = layer.self_attn, layer.mlp
-            assert isinstance(mlp, GatedMlp), f"layer {index} has experts"
             fields.qkv, fields.o = _matrix(part.qkv_proj), _matrix(part.o_proj)
-            fields.gate_up, fields.down = _matrix(mlp.gate_up_proj), _matrix(mlp.down_proj)
+            if isinstance(mlp, GatedMlp):
+                fields.gate_up, fields.down = _matrix(mlp.gate_up_proj), _matrix(mlp.down_proj)
+                inner = max(inner, fields.down.k)
+            else:
+                experts = cast(NativeExperts, mlp.experts)
+                fields.router, fields.experts = _matrix(mlp.gate), ctypes.addressof(experts.fields)
+                inner = max(inner, mlp.num_experts + 2 * mlp.top_k)
             fields.input_norm = layer.input_layernorm.weight.data_ptr()
             fields.post_norm = layer.post_attention_layernorm.weight.data_ptr()
             if part.q_norm is not None and part.k_norm is not None:
@@ -68,7 +74,7 @@ class NativeDecoder:
         first, embed = self._layers[0], _matrix(body.embed_tokens)
         cos, sin = self._decoder.rotary_table
         self._heads, self._hidden = first.pages.heads, embed.k
-        self._per_token = 2 * embed.k + first.qkv.n + first.o.k + first.down.k
+        self._per_token = 2 * embed.k + first.qkv.n + first.o.k + inner
         return DecoderFields(
             embed=embed,
             layers=ctypes.addressof(self._layers),
@@ -77,7 +83,6 @@ class NativeDecoder:
             sin=sin.data_ptr(),
             num_layers=len(layers),
             hidden=embed.k,
-            intermediate=first.down.k,
             eps=body.norm.eps,
         )
 

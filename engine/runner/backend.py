@@ -71,7 +71,7 @@ def _compiled(weights: str, *, int8: bool, rounds: bool) -> Backend:
         return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, is_deterministic=True)
 
     def model(decoder: Decoder) -> Model:
-        return decoder if decoder.has_experts or int8 else NativeDecoder(decoder, kernels)
+        return decoder if int8 else NativeDecoder(decoder, kernels)
 
     return Backend(
         ops=ops,

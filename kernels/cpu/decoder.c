@@ -2,7 +2,7 @@
  * order, so that both give the same bits. It saves the time between the operations: about a hundred calls per layer
  * from Python, which is most of a small model's step.
  */
-#include "product.h"
+#include "experts.h"
 
 void pagewire_rms_norm(const float *, const float *, const float *, float, float *, float *, long, long);
 void pagewire_rotary(float *, long, const float *, const float *, float, const float *, const float *, const int64_t *,
@@ -15,6 +15,8 @@ void pagewire_extend(const Pages *, const float *, long, const int32_t *, long, 
 
 typedef struct {
     Matrix qkv, o, gate_up, down;
+    Matrix router;
+    const Experts *experts; /* instead of gate_up and down; or 0 */
     const float *input_norm, *post_norm, *q_norm, *k_norm;
     Pages pages;
 } Layer;
@@ -23,7 +25,7 @@ typedef struct {
     Matrix embed;
     const Layer *layers;
     const float *norm, *cos, *sin;
-    long num_layers, hidden, intermediate;
+    long num_layers, hidden;
     float eps;
 } Decoder;
 
@@ -32,7 +34,7 @@ typedef struct {
     const int32_t *table;
     const int64_t *contexts, *counts; /* [rows]; the first num_decode rows have one token each */
     long tokens, rows, num_decode, table_stride, score_stride, work_stride, num_works;
-    float *work;      /* tokens · (2 · hidden + qkv.n + heads · dim + intermediate) */
+    float *work;      /* tokens · (2 · hidden + qkv.n + heads · dim + the widest of a feed-forward part) */
     float *attention; /* scratch of `pagewire_decode` and `pagewire_extend` */
 } Step;
 
@@ -66,8 +68,17 @@ void pagewire_decoder(const Decoder *d, const Step *s, float *out)
                             s->work_stride, s->num_works, s->rows - token);
         pagewire_product(&l->o, attended, attended_stride, residual, h, m, ADD);
         pagewire_rms_norm(residual, 0, l->post_norm, d->eps, 0, normed, m, h);
-        pagewire_product(&l->gate_up, normed, h, gated, d->intermediate, m, SILU_MUL);
-        pagewire_product(&l->down, gated, d->intermediate, residual, h, m, ADD);
+        if (l->experts) {
+            const Experts *e = l->experts;
+            float *weights = gated + m * e->num_experts;
+            int32_t *ids = (int32_t *)(weights + m * e->top_k);
+            pagewire_product(&l->router, normed, h, gated, e->num_experts, m, STORE);
+            pagewire_route(gated, weights, ids, m, e->num_experts, e->top_k, e->renormalize);
+            pagewire_experts(e, weights, ids, normed, h, residual, h, m, 1);
+        } else {
+            pagewire_product(&l->gate_up, normed, h, gated, l->down.k, m, SILU_MUL);
+            pagewire_product(&l->down, gated, l->down.k, residual, h, m, ADD);
+        }
     }
     pagewire_rms_norm(residual, 0, d->norm, d->eps, 0, out, m, h);
 }

@@ -32,6 +32,8 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "rms_norm": (_P, _P, _P, _F, _P, _P, _L, _L),
     "silu_mul": (_P, _P, _L, _L),
     "rotary": (_P, _L, _P, _P, _F, _P, _P, _P, _L, _L, _L, _L),
+    "route": (_P, _P, _P, _L, _L, _L, _L),
+    "experts": (_P, _P, _P, _P, _L, _P, _L, _L, _L),
     "decoder": (_P, _P, _P),
     "write_kv": (_P, _L, _P, _L, _P, _P, _P, _L, _L, _I),
     "greedy": (_P, _P, _P, _L, _L),
@@ -67,6 +69,8 @@ class Kernels:
         self.rms_norm = function("rms_norm")
         self.silu_mul = function("silu_mul")
         self.rotary = function("rotary")
+        self.route = function("route")
+        self.experts = function("experts")
         self.decoder = function("decoder")
         self.write_kv = function("write_kv")
         self.greedy = function("greedy")

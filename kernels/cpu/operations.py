@@ -1,13 +1,15 @@
 """The table of operations for float32 activations on a CPU, by the C kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..ops import Matrix, Ops
+from .. import reference
+from ..ops import Experts, Matrix, Ops
 from .dense import NativeMatrix
+from .experts import NativeExperts
 from .library import Kernels
 from .quantized import NativeInt8Matrix
 
@@ -18,6 +20,18 @@ def native_ops(kernels: Kernels, *, int8: bool = False, rounds: bool = False) ->
         partial(NativeInt8Matrix, kernels) if int8 else partial(NativeMatrix, kernels, rounds=rounds)
     )
     gated: Callable[[Tensor], Matrix] = matrix if int8 else partial(NativeMatrix, kernels, rounds=rounds, is_gated=True)
+
+    def experts(
+        matrices: Sequence[tuple[Matrix, Matrix]], top_k: int, renormalize: bool, rounds_weights: bool
+    ) -> Experts:
+        native = [
+            (gate_up, down)
+            for gate_up, down in matrices
+            if isinstance(gate_up, NativeMatrix) and isinstance(down, NativeMatrix)
+        ]
+        if len(native) < len(matrices):
+            return reference.TorchExperts(matrices, top_k, renormalize, rounds_weights)
+        return NativeExperts(kernels, native, top_k=top_k, renormalize=renormalize)
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -62,6 +76,7 @@ def native_ops(kernels: Kernels, *, int8: bool = False, rounds: bool = False) ->
     return Ops(
         matrix=matrix,
         gated=gated,
+        experts=experts,
         table=matrix,
         router=partial(NativeMatrix, kernels),
         rms_norm=rms_norm,

@@ -25,12 +25,21 @@ class MatrixFields(ctypes.Structure):
     )
 
 
+class ExpertsFields(ctypes.Structure):
+    """`Experts` of experts.h."""
+
+    _fields_ = (
+        *((name, _P) for name in ("gate_up", "down")),
+        *((name, _L) for name in ("num_experts", "top_k", "renormalize")),
+    )
+
+
 class LayerFields(ctypes.Structure):
     """`Layer` of decoder.c."""
 
     _fields_ = (
-        *((name, MatrixFields) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, MatrixFields) for name in ("qkv", "o", "gate_up", "down", "router")),
+        *((name, _P) for name in ("experts", "input_norm", "post_norm", "q_norm", "k_norm")),
         ("pages", Pages),
     )
 
@@ -41,7 +50,7 @@ class DecoderFields(ctypes.Structure):
     _fields_ = (
         ("embed", MatrixFields),
         *((name, _P) for name in ("layers", "norm", "cos", "sin")),
-        *((name, _L) for name in ("num_layers", "hidden", "intermediate")),
+        *((name, _L) for name in ("num_layers", "hidden")),
         ("eps", _F),
     )
 

@@ -14,7 +14,7 @@ from pagewire.procs.prepare import prepare
 pytestmark = pytest.mark.usefixtures("c_kernels")
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe-sparse", "mixtral"])
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "bfloat16"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_c_call_gives_the_bits_of_single_ops(kind, options, dtype, tmp_path):
@@ -49,11 +49,3 @@ def test_one_c_call_gives_the_bits_of_single_ops(kind, options, dtype, tmp_path)
     assert len(hidden_states[True]) == 3
     for native, by_ops in zip(hidden_states[True], hidden_states[False], strict=True):
         assert torch.equal(native, by_ops) and native.isfinite().all()
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_a_decoder_with_experts_runs_op_by_op(kind, tmp_path):
-    folder = checkpoints.make_checkpoint(tmp_path, kind)
-    config = prepare(make_config(model=str(folder), dtype="float32", max_model_len=96))
-    runner = Runner.load(config)
-    assert isinstance(runner._model.model, Decoder) and "C kernels for" in runner.notes[0]
