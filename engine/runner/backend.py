@@ -46,13 +46,13 @@ def choose_backend(config: EngineConfig, device: torch.device, checkpoint_dtype:
     if device.type == "cpu" and config.kernels == "compiled" and dtype == torch.float32:
         try:
             weights = "bfloat16" if "bfloat16" in (checkpoint_dtype, config.dtype) else "float32"
-            return _compiled(weights, int8=int8, is_deterministic=config.deterministic)
+            return _compiled(weights, int8=int8)
         except BuildError as error:
             why = f", because {error}; tokens may depend on what else is served where two are almost equally likely"
     return Backend.reference(dtype, int8=int8, why=why)
 
 
-def _compiled(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
+def _compiled(weights: str, *, int8: bool) -> Backend:
     from ...kernels.cpu.library import LANES, Kernels
     from ...kernels.cpu.operations import native_ops
     from ..attention.native import NativePagedAttention
@@ -64,7 +64,7 @@ def _compiled(weights: str, *, int8: bool, is_deterministic: bool) -> Backend:
     def attention(cache: KvCache) -> AttentionBackend:
         if cache.pages[0][0].shape[-1] % LANES:
             return TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32)
-        return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, is_deterministic=is_deterministic)
+        return NativePagedAttention(cache=cache, ops=ops, kernels=kernels)
 
     def model(decoder: Decoder) -> Model:
         return decoder if decoder.has_experts or int8 else NativeDecoder(decoder, kernels)
