@@ -27,7 +27,7 @@ class NativeDecoder:
         self._kernels = kernels
         self._fields: DecoderFields | None = None
         self._layers: ctypes.Array[LayerFields] | None = None
-        self._heads = self._per_token = self._hidden = 0
+        self._per_token = self._hidden = 0
         self._work = torch.empty(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class NativeDecoder:
         tokens = ids.shape[0]
         if self._work.numel() < tokens * self._per_token:
             self._work = torch.empty(tokens * self._per_token)
-        step = attention.step_fields(self._heads)
+        step = attention.step_fields()
         step.ids, step.positions = ids.data_ptr(), positions.data_ptr()
         step.work = self._work.data_ptr()
         out = torch.empty((tokens, self._hidden))
@@ -73,7 +73,7 @@ class NativeDecoder:
             fields.pages = attention.pages(index, part.heads, part.scale, part.window, None)
         first, embed = self._layers[0], _matrix(body.embed_tokens)
         cos, sin = self._decoder.rotary_table
-        self._heads, self._hidden = first.pages.heads, embed.k
+        self._hidden = embed.k
         self._per_token = 2 * embed.k + first.qkv.n + first.o.k + inner
         return DecoderFields(
             embed=embed,

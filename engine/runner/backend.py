@@ -68,7 +68,7 @@ def _compiled(weights: str, *, int8: bool, rounds: bool) -> Backend:
     def attention(cache: KvCache) -> AttentionBackend:
         if cache.pages[0][0].shape[-1] % LANES:
             return TorchPagedAttention(cache=cache, ops=reference_ops(), dtype=torch.float32)
-        return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, is_deterministic=True)
+        return NativePagedAttention(cache=cache, ops=ops, kernels=kernels, rounds=rounds)
 
     def model(decoder: Decoder) -> Model:
         return decoder if int8 else NativeDecoder(decoder, kernels)

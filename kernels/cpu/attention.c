@@ -1,252 +1,663 @@
 /* Attention over paged keys and values, [blocks][block_size][kv_heads][dim] in float32 or bfloat16; dim is a multiple
- * of 16. All arithmetic is float32: the scores, their maximum, the exponentials and their sum.
+ * of 16.
+ *
+ * Every query takes the same steps in the same order, whatever else is computed with it, so its bits depend on nothing
+ * but itself and the keys and values that it sees. Positions are cut at multiples of SPLIT and inside a split at
+ * multiples of CHUNK. A split has a running maximum, a sum of weights (by 16 lanes) and an output per query ("online"
+ * softmax); its chunks are added in ascending order. The splits are merged in ascending order too, whether they were
+ * computed in one task or in many. What a query does not see has the weight zero, which changes no bits, so queries
+ * that see different positions share a tile. Values that are not finite are the exception, since zero times infinity
+ * is no zero; `add_masked` handles them.
+ *
+ * With a float32 cache, and with a bfloat16 cache unless `rounds`, all arithmetic is float32. With `rounds` queries and
+ * weights are rounded to bfloat16 before their products; sums are float32, and the denominator sums rounded weights.
+ *
+ * A task computes some query heads × tokens of some KV heads of one row, over some splits. The rows of a tile are the
+ * queries of one KV head, all heads of one token next to each other. A chunk of keys is transposed once per task, so
+ * that a vector holds one dimension of 16 keys.
  */
-#include "product.h"
+#include "attention.h"
 
-static inline float sum16(vf x)
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include <math.h>
+#include <stdatomic.h>
+
+enum { SPLIT = 1024 };
+enum { TASK_ROWS = 192 }; /* most queries of a task, unless the group is larger: their sums stay in the L2 cache */
+enum { PACK_ROWS = 8 };   /* reading and transposing a key takes about as long as this many queries */
+#define LEAST_WORK 1e6    /* of a task: keys · queries · dim, about 20 µs */
+
+/* A part of one row's attention; tasks are made of them. Parts that differ in their splits only share `rest`. */
+typedef struct {
+    int32_t row, head, end_head; /* KV heads */
+    int32_t split, end_split;
+    long start;          /* the row's first token in the batch */
+    long first, end;     /* tokens of the row */
+    float *records;      /* where to leave the results of the splits: [splits][heads][queries][dim + LANES]; or 0 */
+    _Atomic int *rest;   /* parts that are not done yet; the last one merges all records */
+    long first_split, num_splits; /* of the records */
+} Part;
+
+typedef struct {
+    const Pages *p;
+    const float *query;
+    long query_stride;
+    const int32_t *table;
+    long table_stride;
+    const int64_t *contexts, *counts;
+    float *out;
+    enum Mode mode;
+    long num_parts;
+    const Part *parts;
+} Attend;
+
+/* The queries and running results of the heads of a part. A tile begins at a multiple of tile_rows. */
+typedef struct {
+    long rows, tiles, tile_rows, padded_rows; /* of a head */
+    long words, padded_words;                 /* of a key */
+    char *queries;                            /* [heads][tiles][tile_rows · padded_words] words */
+    float *sums;                              /* [heads][padded_rows][dim] */
+    vf *totals;                               /* [heads][padded_rows] */
+    float *most;                              /* [heads][padded_rows] */
+    float *merged;                            /* [heads][rows][dim + LANES] */
+    char *keys;                               /* [padded_words][CHUNK] words */
+    char *values;                             /* a chunk of packed values, where they are packed */
+    char *masked;                             /* as values, for `add_masked` */
+    float *scores;                            /* [tile_rows][CHUNK] */
+    uint16_t *weights;                        /* the same in bfloat16 */
+    float *spare;                             /* [tile_rows][dim] */
+    char *zeros;                              /* a key or value of zeros */
+} Work;
+
+static inline long least(long a, long b)
 {
-    typedef float v8 __attribute__((vector_size(32)));
-    typedef float v4 __attribute__((vector_size(16)));
-    v8 a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-           __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-    v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-    return (b[0] + b[2]) + (b[1] + b[3]);
+    return a < b ? a : b;
 }
 
-static inline const char *at(const Pages *p, const char *pages, const int32_t *table, long position, long head)
+static inline long greatest(long a, long b)
 {
-    long slot = table[position / p->block_size] * p->block_size + position % p->block_size;
-    return pages + (slot * p->kv_heads + head) * p->dim * (p->bf16 ? 2 : 4);
+    return a > b ? a : b;
 }
 
-/* Turns scores in place into weights that sum to 1. Those outside [from, to) become 0. n: a multiple of 16. */
-static void softmax(float *scores, long from, long to, long n, float softcap)
+static inline long up(long a, long b)
 {
-    if (softcap > 0)
-        for (long i = from; i < to; i++)
-            scores[i] = softcap * __builtin_tanhf(scores[i] / softcap);
-    for (long i = 0; i < from; i++)
-        scores[i] = -__builtin_inff();
-    for (long i = to; i < n; i++)
-        scores[i] = -__builtin_inff();
-    vf most = *(vf_any *)scores, sum = {0};
-    for (long i = LANES; i < n; i += LANES)
-        most = max16(*(vf_any *)(scores + i), most);
-    float top = most[0];
+    return (a + b - 1) / b;
+}
+
+/* The greatest of 16 numbers, none of which is NaN. */
+static inline float max_of(vf x)
+{
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
     for (int l = 1; l < LANES; l++)
-        top = most[l] > top ? most[l] : top;
-    for (long i = 0; i < n; i += LANES) {
-        vf e = exp16(*(vf_any *)(scores + i) - top);
-        *(vf_any *)(scores + i) = e;
-        sum += e;
-    }
-    vf inverse = (vf){0} + 1 / sum16(sum);
-    for (long i = 0; i < n; i += LANES)
-        *(vf_any *)(scores + i) *= inverse;
+        most = x[l] > most ? x[l] : most;
+    return most;
+#endif
 }
 
-/* Rows of keys are kv_heads apart, so a block is read at once for all heads of a task, and the same part of the next
- * block is prefetched: the hardware prefetcher does not follow from one block to the next. */
-/* G queries that share a key head, and the positions [first, last) of one block. scores: [G][stride]. */
-#define SHARED(G)                                                                                                      \
-    static void scores_##G(const Pages *p, const char *key, const float *q, float *scores, long stride, long first,   \
-                           long last)                                                                                 \
-    {                                                                                                                  \
-        for (long i = first; i < last; i++, key += p->kv_heads * p->dim * (p->bf16 ? 2 : 4)) {                         \
-            vf sum[G] = {{0}};                                                                                         \
-            for (long d = 0; d < p->dim; d += LANES) {                                                                 \
-                vf k = load16(key, d, p->bf16);                                                                        \
-                UNROLL for (int g = 0; g < G; g++)                                                                     \
-                    sum[g] += k * *(const vf_any *)(q + g * p->dim + d);                                               \
-            }                                                                                                          \
-            UNROLL for (int g = 0; g < G; g++)                                                                         \
-                scores[g * stride + i] = sum16(sum[g]) * p->scale;                                                     \
-        }                                                                                                              \
-    }                                                                                                                  \
-    static void values_##G(const Pages *p, const char *value, float *out, const float *weights, long stride,          \
-                           long first, long last)                                                                     \
-    {                                                                                                                  \
-        long next = p->kv_heads * p->dim * (p->bf16 ? 2 : 4);                                                          \
-        for (long d = 0; d < p->dim; d += LANES) {                                                                     \
-            vf sum[G];                                                                                                 \
-            UNROLL for (int g = 0; g < G; g++)                                                                         \
-                sum[g] = *(vf_any *)(out + g * p->dim + d);                                                            \
-            vf more[G][3] = {{{0}}}; /* four sums hide each other's latency */                                         \
-            long i = first;                                                                                            \
-            for (; i + 4 <= last; i += 4)                                                                              \
-                UNROLL for (int j = 0; j < 4; j++) {                                                                   \
-                    vf v = load16(value + (i + j - first) * next, d, p->bf16);                                         \
-                    UNROLL for (int g = 0; g < G; g++)                                                                 \
-                        *(j ? &more[g][j - 1] : &sum[g]) += v * weights[g * stride + i + j];                           \
-                }                                                                                                      \
-            for (; i < last; i++) {                                                                                    \
-                vf v = load16(value + (i - first) * next, d, p->bf16);                                                 \
-                UNROLL for (int g = 0; g < G; g++)                                                                     \
-                    sum[g] += v * weights[g * stride + i];                                                             \
-            }                                                                                                          \
-            UNROLL for (int g = 0; g < G; g++)                                                                         \
-                sum[g] += more[g][0] + more[g][1] + more[g][2];                                                        \
-            UNROLL for (int g = 0; g < G; g++)                                                                         \
-                *(vf_any *)(out + g * p->dim + d) = sum[g];                                                            \
-        }                                                                                                              \
-    }
-SHARED(1)
-SHARED(2)
-SHARED(4)
-
-/* Folds two vectors into one: adds neighbouring groups of W lanes, a's into the even groups and b's into the odd. */
-#define LANE(l, w) ((l) / (w) % 2 * 16 + (l) / (w) / 2 * 2 * (w) + (l) % (w))
-#define FOUR(l, w, more) LANE(l, w) + more, LANE((l) + 1, w) + more, LANE((l) + 2, w) + more, LANE((l) + 3, w) + more
-#define HALF(a, b, w, more)                                                                                            \
-    __builtin_shufflevector(a, b, FOUR(0, w, more), FOUR(4, w, more), FOUR(8, w, more), FOUR(12, w, more))
-#define FOLD(a, b, w) (HALF(a, b, w, 0) + HALF(a, b, w, w))
-
-/* As `scores_1`, for 16 positions: one tree sums all their lanes, with a quarter of the shuffles. */
-static void scores_16(const Pages *p, const char *key, const float *q, float *scores)
+static inline float sum_of(vf x)
 {
-    long next = p->kv_heads * p->dim * (p->bf16 ? 2 : 4);
-    vf sum[16] = {{0}};
-    for (long d = 0; d < p->dim; d += LANES) {
-        vf query = *(const vf_any *)(q + d);
+    float sum[LANES];
+    memcpy(sum, &x, sizeof sum);
+    for (int n = LANES / 2; n; n /= 2)
+        for (int l = 0; l < n; l++)
+            sum[l] += sum[l + n];
+    return sum[0];
+}
+
+/* The numbers as bfloat16 in the upper half of a word, to nearest with ties to even. */
+static inline vu rounded16(vf x)
+{
+    vu bits = (vu)x;
+    return (vu)select16(x != x, (vf)((vu){0} + 0x7fc00000u), (vf)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u));
+}
+
+static inline vf softcapped(vf x, float cap)
+{
+    vf capped = cap - 2 * cap / (exp16(x * (2 / cap)) + 1.0f); /* cap · tanh(x / cap) */
+    return select16(x != x, x, capped);
+}
+
+/* Turns the scores of a tile into weights and updates the queries' maxima and sums of weights. Query i sees the keys
+ * [low[i], high[i]) of the chunk; only the groups [from, to) are read, the weights of the others become zero.
+ * weights: where to leave them in bfloat16, or 0. factors: what the sums so far have to be multiplied with. A NaN
+ * among the scores makes weights and sums NaN, but not the maximum. */
+static void soften(const Pages *p, int rounds, long rows, long from, long to, const int *low, const int *high,
+                   float *scores, uint16_t *weights, float *most, vf *totals, float *factors)
+{
+    const vf none = (vf){0} - INFINITY;
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    _Alignas(64) float tops[MAX_TILE], bases[MAX_TILE];
+    for (long i = 0; i < (rows + LANES - 1) / LANES; i++)
+        ((vf *)tops)[i] = none;
+    for (long i = 0; i < rows; i++) {
+        vf *row = (vf *)(scores + i * CHUNK), top = none;
+        int sees_all = low[i] <= from * LANES && high[i] >= to * LANES;
+        for (long g = from; g < to; g++) {
+            vf s = row[g] * p->scale;
+            if (p->softcap > 0)
+                s = softcapped(s, p->softcap);
+            if (!sees_all) {
+                vi key = lane + (int32_t)(g * LANES);
+                s = select16((key >= low[i]) & (key < high[i]), s, none);
+            }
+            row[g] = s;
+            top = max16(s, top);
+        }
+        tops[i] = max_of(top);
+    }
+    for (long i = 0; i < rows; i += LANES) {
+        vf old = *(vf *)(most + i), new = max16(*(vf *)(tops + i), old);
+        vf base = select16(new == none, (vf){0}, new); /* where nothing is seen yet */
+        *(vf *)(most + i) = new;
+        *(vf *)(bases + i) = base;
+        *(vf *)(factors + i) = exp16(old - base);
+    }
+    for (long i = 0; i < rows; i++) {
+        vf *row = (vf *)(scores + i * CHUNK), sum = {0};
+        for (long g = from; g < to; g++) {
+            vf x = row[g] - bases[i], e = exp16(x);
+            e = select16(x != x, x, e);
+            if (rounds) {
+                vu half = rounded16(e);
+                e = (vf)half;
+                if (weights) {
+                    typedef uint16_t vh __attribute__((vector_size(32), may_alias));
+                    ((vh *)(weights + i * CHUNK))[g] = __builtin_convertvector(half >> 16, vh);
+                }
+            }
+            row[g] = e;
+            sum += e;
+        }
+        totals[i] = totals[i] * factors[i] + sum;
+        if (weights) {
+            memset(weights + i * CHUNK, 0, from * LANES * 2);
+            memset(weights + i * CHUNK + to * LANES, 0, (CHUNK_GROUPS - to) * LANES * 2);
+        }
+    }
+}
+
+/* Words [at, at + 16) of 16 rows, of which only the first 8 are there if is_half: 16 rows of 16 words, CHUNK apart. */
+static inline void transpose(const char *const *rows, long at, int is_half, char *to)
+{
+#ifdef __AVX512F__
+    typedef double vd __attribute__((vector_size(64), may_alias));
+    vf a[16], b[16];
+    vd c[16], d[4];
+    if (is_half)
         UNROLL for (int i = 0; i < 16; i++)
-            sum[i] += query * load16(key + i * next, d, p->bf16);
+            a[i] = (vf)_mm512_castsi512_ps(_mm512_zextsi256_si512(_mm256_loadu_si256((const void *)(rows[i] + at * 4))));
+    else
+        UNROLL for (int i = 0; i < 16; i++)
+            a[i] = *(const vf_any *)(rows[i] + at * 4);
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
     }
-    UNROLL for (int i = 0; i < 8; i++)
-        sum[i] = FOLD(sum[i], sum[i + 8], 8);
-    UNROLL for (int i = 0; i < 4; i++)
-        sum[i] = FOLD(sum[i], sum[i + 4], 4);
-    UNROLL for (int i = 0; i < 2; i++)
-        sum[i] = FOLD(sum[i], sum[i + 2], 2);
-    *(vf_any *)scores = FOLD(sum[0], sum[1], 1) * p->scale;
+    UNROLL for (int i = 0; i < 16; i += 4)
+        UNROLL for (int j = 0; j < 2; j++) {
+            vd x = (vd)b[i + j], y = (vd)b[i + 2 + j];
+            c[i + 2 * j] = __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14);
+            c[i + 2 * j + 1] = __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15);
+        }
+    UNROLL for (int w = 0; w < 4; w++) {
+        d[0] = __builtin_shufflevector(c[w], c[w + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        d[1] = __builtin_shufflevector(c[w], c[w + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+        d[2] = __builtin_shufflevector(c[w + 8], c[w + 12], 0, 1, 2, 3, 8, 9, 10, 11);
+        d[3] = __builtin_shufflevector(c[w + 8], c[w + 12], 4, 5, 6, 7, 12, 13, 14, 15);
+        UNROLL for (int h = 0; h < 2; h++) {
+            vd x = d[h], y = d[h + 2];
+            *(vd *)(to + (8 * h + w) * CHUNK * 4) = __builtin_shufflevector(x, y, 0, 1, 4, 5, 8, 9, 12, 13);
+            *(vd *)(to + (8 * h + 4 + w) * CHUNK * 4) = __builtin_shufflevector(x, y, 2, 3, 6, 7, 10, 11, 14, 15);
+        }
+    }
+#else
+    typedef float v4 __attribute__((vector_size(16), may_alias));
+    typedef float v4_any __attribute__((vector_size(16), aligned(2), may_alias));
+    typedef double v2 __attribute__((vector_size(16)));
+    for (int w = 0; w < 16; w += 4)
+        UNROLL for (int i = 0; i < 16; i += 4) {
+            v4 a[4] = {{0}};
+            if (!(is_half && w >= 8))
+                UNROLL for (int j = 0; j < 4; j++)
+                    a[j] = *(const v4_any *)(rows[i + j] + (at + w) * 4);
+            v2 b0 = (v2)__builtin_shufflevector(a[0], a[1], 0, 4, 1, 5);
+            v2 b1 = (v2)__builtin_shufflevector(a[0], a[1], 2, 6, 3, 7);
+            v2 c0 = (v2)__builtin_shufflevector(a[2], a[3], 0, 4, 1, 5);
+            v2 c1 = (v2)__builtin_shufflevector(a[2], a[3], 2, 6, 3, 7);
+            char *out = to + w * CHUNK * 4 + i * 4;
+            *(v4 *)out = (v4)__builtin_shufflevector(b0, c0, 0, 2);
+            *(v4 *)(out + CHUNK * 4) = (v4)__builtin_shufflevector(b0, c0, 1, 3);
+            *(v4 *)(out + 2 * CHUNK * 4) = (v4)__builtin_shufflevector(b1, c1, 0, 2);
+            *(v4 *)(out + 3 * CHUNK * 4) = (v4)__builtin_shufflevector(b1, c1, 1, 3);
+        }
+#endif
 }
 
-/* One query of a row and the heads [head, end) of its positions [from, to); see `pagewire_decode`. is_value: the second
- * pass, over values. then: memory that is read afterwards, to be prefetched. */
-static void pass(const Pages *p, int is_value, const int32_t *table, long head, long end, const float *q, float *out,
-                 float *scores, long stride, long from, long to, const char *then)
+/* The groups [from, to) of a chunk's keys, transposed. */
+static void pack_keys(const char *const *rows, long words, long from, long to, char *keys)
 {
-    long group = p->heads / p->kv_heads, bytes = p->dim * (p->bf16 ? 2 : 4), next = p->kv_heads * bytes;
-    const char *pages = is_value ? p->values : p->keys;
-    for (long first = from; first < to;) {
-        long last = (first / p->block_size + 1) * p->block_size;
-        last = last < to ? last : to;
-        const char *ahead = last < to ? at(p, pages, table, last, head) : then;
-        const char *block = at(p, pages, table, first, head);
-        for (long h = head; h < end; h++, block += bytes) {
-            if (ahead) { /* one head at a time, during the arithmetic */
-                for (const char *line = ahead, *stop = ahead + p->block_size * next; line < stop; line += next)
-                    for (long offset = 0; offset < bytes; offset += 64)
-                        __builtin_prefetch(line + offset);
-                ahead += bytes;
-            }
-            for (long g = 0; g < group;) {
-                long query = h * group + g, left = group - g, row = query - head * group;
-                float *s = scores + row * stride;
-                if (is_value)
-                    (left >= 4 ? values_4 : left >= 2 ? values_2 : values_1)(p, block, out + query * p->dim, s, stride,
-                                                                              first, last);
-                else if (left == 1 && last - first == 16)
-                    scores_16(p, block, q + query * p->dim, s + first);
+    for (long g = from; g < to; g++)
+        for (long w = 0; w < words; w += 16)
+            transpose(rows + g * LANES, w, words - w < 16, keys + (w * CHUNK + g * LANES) * 4);
+}
+
+/* A chunk's values in the layout of `pagewire_values`; float32 in all modes but MODE_DOT. */
+static void pack_values(enum Mode mode, const char *const *rows, long dim, char *values)
+{
+    if (mode == MODE_DOT)
+        for (long i = 0; i < CHUNK; i += 2)
+            for (long d = 0; d < dim; d += LANES, values += 64)
+                *(vu *)values = (vu)load16(rows[i], d, 1) >> 16 | (vu)load16(rows[i + 1], d, 1);
+    else
+        for (long i = 0; i < CHUNK; i++)
+            for (long d = 0; d < dim; d += LANES, values += 64)
+                *(vf *)values = load16(rows[i], d, mode == MODE_WIDE);
+}
+
+static int are_finite(const char *const *rows, long dim, int bf16)
+{
+    vi odd = {0};
+    for (long i = 0; i < CHUNK; i++)
+        for (long d = 0; d < dim; d += LANES)
+            odd |= ((vi)load16(rows[i], d, bf16) & 0x7f800000) == 0x7f800000;
+    int any = 0;
+    for (int l = 0; l < LANES; l++)
+        any |= odd[l];
+    return !any;
+}
+
+/* A tile's queries in the layout of `pagewire_scores`. */
+static void pack_queries(const Attend *a, const Part *t, const Work *w, long head, long first, long rows, char *to)
+{
+    const Pages *p = a->p;
+    long group = p->heads / p->kv_heads, dim = p->dim;
+    const float *pointers[MAX_TILE];
+    _Alignas(64) char line[MAX_TILE * dim * 4];
+    for (long i = 0; i < rows; i++) {
+        long token = t->start + t->first + (first + i) / group;
+        const float *q = a->query + token * a->query_stride + (head * group + (first + i) % group) * dim;
+        pointers[i] = q;
+        if (p->bf16 && p->rounds) {
+            char *rounded = line + i * dim * 4;
+            for (long d = 0; d < dim; d += LANES)
+                if (a->mode == MODE_DOT)
+                    store_bf16(*(const vf_any *)(q + d), rounded + 2 * d);
                 else
-                    (left >= 4 ? scores_4 : left >= 2 ? scores_2 : scores_1)(p, block, q + query * p->dim, s, stride,
-                                                                              first, last);
-                g += left >= 4 ? 4 : left >= 2 ? 2 : 1;
+                    *(vu *)(rounded + 4 * d) = rounded16(*(const vf_any *)(q + d));
+            pointers[i] = (const float *)rounded;
+        }
+    }
+#ifdef PAGEWIRE_AMX
+    if (a->mode == MODE_DOT) {
+        memset(to, 0, up(rows, TILE_ROWS) * w->padded_words * 64);
+        for (long i = 0; i < rows; i++)
+            for (long k = 0; k < w->words; k += 16) {
+                char *tile = to + (i / TILE_ROWS * w->padded_words / 16 + k / 16) * TILE_BYTES;
+                memcpy(tile + i % TILE_ROWS * 64, pointers[i] + k, least(16, w->words - k) * 4);
+            }
+        return;
+    }
+#endif
+    long words = a->mode == MODE_DOT ? w->words : dim;
+    pagewire_interleave(pointers, rows, words, words, (float *)to);
+}
+
+/* `pagewire_values` for queries that see different keys of a chunk with values that are not finite: one by one, with
+ * zeros in place of what a query does not see. */
+static void add_masked(const Attend *a, const Work *w, long rows, const int *low, const int *high, long from, long to,
+                       const char *const *raw, const void *weights, float *sums, const float *factors)
+{
+    long dim = a->p->dim, bytes = a->mode == MODE_DOT ? 2 : 4;
+    for (long i = 0; i < rows; i++) {
+        const char *seen[CHUNK], *packed[CHUNK];
+        for (long k = 0; k < CHUNK; k++)
+            seen[k] = k >= low[i] && k < high[i] ? raw[k] : w->zeros;
+        pack_values(a->mode, seen, dim, w->masked);
+        for (long k = 0; k < CHUNK; k++)
+            packed[k] = w->masked + k * dim * 4;
+        memcpy(w->spare, sums + i * dim, dim * 4);
+        pagewire_values(a->mode == MODE_DOT ? MODE_DOT : MODE_F32, (const char *)weights + i * CHUNK * bytes, 1, packed,
+                        from, to, dim, w->spare, factors + i);
+        memcpy(sums + i * dim, w->spare, dim * 4);
+    }
+}
+
+/* Merges the result of a later split into that of the earlier ones. Both are [dim] sums, the maximum, the total. */
+static __attribute__((noinline)) void merge(float *to, const float *from, long dim)
+{
+    float most = to[dim] > from[dim] ? to[dim] : from[dim], base = most == -INFINITY ? 0 : most;
+    vf factors = exp16((vf){to[dim] - base, from[dim] - base});
+    float mine = factors[0], theirs = factors[1];
+    for (long d = 0; d < dim; d += LANES)
+        *(vf_any *)(to + d) = *(vf_any *)(to + d) * mine + *(const vf_any *)(from + d) * theirs;
+    to[dim] = most;
+    to[dim + 1] = to[dim + 1] * mine + from[dim + 1] * theirs;
+}
+
+static void clear(float *record, long dim)
+{
+    memset(record, 0, (dim + 2) * 4);
+    record[dim] = -INFINITY;
+}
+
+/* Divides by the total, with the sink's part of it. */
+static __attribute__((noinline)) void finish(const Pages *p, const float *record, long head, float *out)
+{
+    long dim = p->dim;
+    float most = record[dim], total = record[dim + 1], factor = 1;
+    if (p->sinks) {
+        float sink = p->sinks[head], base = most > sink ? most : sink;
+        vf e = exp16((vf){most - base, sink - base});
+        factor = e[0];
+        total = total * factor + e[1];
+    }
+    factor = factor / total;
+    for (long d = 0; d < dim; d += LANES) /* + 0: no negative zeros, whose sign may depend on what is not seen */
+        *(vf_any *)(out + d) = *(const vf_any *)(record + d) * factor + 0.0f;
+}
+
+static float *output(const Attend *a, const Part *t, long head, long query, long *query_head)
+{
+    long group = a->p->heads / a->p->kv_heads;
+    *query_head = head * group + query % group;
+    return a->out + ((t->start + t->first + query / group) * a->p->heads + *query_head) * a->p->dim;
+}
+
+/* The keys of a part: what its first query sees first, and its last one last. */
+static void seen(const Attend *a, const Part *t, long *from, long *to)
+{
+    long past = a->contexts[t->row] - a->counts[t->row], window = a->p->window;
+    *to = past + t->end;
+    *from = window && past + t->first + 1 > window ? past + t->first + 1 - window : 0;
+}
+
+static void merge_records(const Attend *a, const Part *t)
+{
+    const Pages *p = a->p;
+    long rows = (t->end - t->first) * (p->heads / p->kv_heads), heads = t->end_head - t->head;
+    long width = p->dim + LANES, query_head;
+    for (long h = 0; h < heads; h++)
+        for (long i = 0; i < rows; i++) {
+            float record[width];
+            clear(record, p->dim);
+            for (long s = 0; s < t->num_splits; s++)
+                merge(record, t->records + ((s * heads + h) * rows + i) * width, p->dim);
+            float *out = output(a, t, t->head + h, i, &query_head);
+            finish(p, record, query_head, out);
+        }
+}
+
+static char *take(char **memory, long bytes)
+{
+    char *taken = *memory;
+    *memory += padded(bytes, 64);
+    return taken;
+}
+
+/* One chunk of one head of a part, for all its queries. keys, values: CHUNK rows, zeros where nobody sees them; position:
+ * of the first. */
+static void chunk(const Attend *a, const Part *t, const Work *w, long h, long position, const char *const *keys,
+                  const char *const *values)
+{
+    const Pages *p = a->p;
+    long group = p->heads / p->kv_heads, dim = p->dim, past = a->contexts[t->row] - a->counts[t->row], from, to;
+    int rounds = p->bf16 && p->rounds;
+    seen(a, t, &from, &to);
+    from = from > position ? (from - position) / LANES : 0;
+    to = least(up(to - position, LANES), CHUNK_GROUPS);
+    pack_keys(keys, w->words, from, to, w->keys);
+    enum Mode mode = a->mode;
+    const char *rows[CHUNK], *const *packed = values;
+    if (mode == MODE_DOT || w->tiles > 1) {
+        pack_values(mode, values, dim, w->values);
+        for (long k = 0; k < CHUNK; k++)
+            rows[k] = w->values + k * dim * 4;
+        packed = rows;
+        mode = mode == MODE_DOT ? MODE_DOT : MODE_F32;
+    }
+    int is_known = 0, is_finite = 1;
+    for (long tile = 0; tile < w->tiles; tile++) {
+        long begin = tile * w->rows / w->tiles, num = (tile + 1) * w->rows / w->tiles - begin;
+        long place = h * w->padded_rows + tile * w->tile_rows, lowest = CHUNK, highest = 0;
+        int low[MAX_TILE], high[MAX_TILE], differ = 0;
+        for (long i = 0; i < num; i++) {
+            long end = past + t->first + (begin + i) / group + 1;
+            long start = p->window && end > p->window ? end - p->window : 0;
+            low[i] = greatest(0, least(start - position, CHUNK));
+            high[i] = greatest(0, least(end - position, CHUNK));
+            if (low[i] < high[i]) {
+                lowest = least(lowest, low[i]);
+                highest = greatest(highest, high[i]);
+            }
+            differ |= low[i] != low[0] || high[i] != high[0];
+        }
+        if (lowest >= highest)
+            continue;
+        long first = lowest / LANES, last = up(highest, LANES);
+        _Alignas(64) float factors[MAX_TILE];
+        const char *queries = w->queries + (h * w->tiles + tile) * w->tile_rows * w->padded_words * 4;
+        float *sums = w->sums + place * dim;
+        uint16_t *weights = mode == MODE_DOT ? w->weights : 0;
+        pagewire_scores(a->mode, queries, num, w->keys, w->words, first, last, w->scores);
+        soften(p, rounds, num, first, last, low, high, w->scores, weights, w->most + place, w->totals + place, factors);
+        long unit = mode == MODE_DOT ? 2 : 1;
+        const void *used = weights ? (const void *)weights : w->scores;
+        if (differ && !is_known) {
+            is_finite = are_finite(values, dim, p->bf16);
+            is_known = 1;
+        }
+        if (differ && !is_finite)
+            add_masked(a, w, num, low, high, lowest / unit, up(highest, unit), values, used, sums, factors);
+        else
+            pagewire_values(mode, used, num, packed, lowest / unit, up(highest, unit), dim, sums, factors);
+    }
+}
+
+static void run_part(const void *about, long i)
+{
+    const Attend *a = about;
+    const Pages *p = a->p;
+    const Part *t = a->parts + (a->num_parts - 1 - i); /* the longest rows come last: start with them */
+    const enum Mode mode = a->mode;
+    long group = p->heads / p->kv_heads, dim = p->dim, heads = t->end_head - t->head, size = p->bf16 ? 2 : 4;
+    long from, to, width = dim + LANES;
+    seen(a, t, &from, &to);
+    int is_merged = t->end_split - t->split > 1 || t->records;
+    Work w = {.rows = (t->end - t->first) * group, .words = dim * size / 4};
+    w.padded_words = padded(mode == MODE_DOT ? w.words : dim, 16);
+    w.tile_rows = mode == MODE_DOT ? DOT_ROWS : MR;
+    w.tiles = up(w.rows, w.tile_rows);
+    w.tile_rows = padded(w.tile_rows, LANES); /* so that vectors of maxima are aligned */
+    w.padded_rows = w.tiles * w.tile_rows;
+    for (int is_sized = 0; is_sized < 2; is_sized++) { /* first counts the bytes, then takes them */
+        char *base = is_sized ? w.queries : 0, *memory = base;
+        w.queries = take(&memory, heads * w.padded_rows * w.padded_words * 4);
+        w.sums = (float *)take(&memory, heads * w.padded_rows * dim * 4);
+        w.totals = (vf *)take(&memory, heads * w.padded_rows * sizeof(vf));
+        w.most = (float *)take(&memory, heads * w.padded_rows * 4);
+        w.merged = (float *)take(&memory, is_merged ? heads * w.rows * width * 4 : 0);
+        w.keys = take(&memory, padded(w.words, 16) * CHUNK * 4);
+        w.values = take(&memory, CHUNK * dim * 4);
+        w.masked = take(&memory, CHUNK * dim * 4);
+        w.scores = (float *)take(&memory, w.tile_rows * CHUNK * 4);
+        w.weights = (uint16_t *)take(&memory, w.tile_rows * CHUNK * 2);
+        w.spare = (float *)take(&memory, w.tile_rows * dim * 4);
+        w.zeros = take(&memory, dim * 4);
+        if (!is_sized)
+            w.queries = pagewire_scratch(SLOT_ATTENTION, memory - (char *)0);
+    }
+    memset(w.zeros, 0, dim * 4);
+#ifdef PAGEWIRE_AMX
+    if (mode == MODE_DOT)
+        tiles_begin();
+#endif
+    for (long h = 0; h < heads; h++)
+        for (long tile = 0; tile < w.tiles; tile++) {
+            long begin = tile * w.rows / w.tiles, num = (tile + 1) * w.rows / w.tiles - begin;
+            pack_queries(a, t, &w, t->head + h, begin, num,
+                         w.queries + (h * w.tiles + tile) * w.tile_rows * w.padded_words * 4);
+        }
+    if (is_merged && !t->records)
+        for (long j = 0; j < heads * w.rows; j++)
+            clear(w.merged + j * width, dim);
+
+    const int32_t *table = a->table + t->row * a->table_stride;
+    long position_bytes = p->kv_heads * dim * size;
+    for (long split = t->split; split < t->end_split; split++) {
+        memset(w.sums, 0, heads * w.padded_rows * dim * 4);
+        memset(w.totals, 0, heads * w.padded_rows * sizeof(vf));
+        for (long j = 0; j < heads * w.padded_rows; j++)
+            w.most[j] = -INFINITY;
+        long stop = least((split + 1) * SPLIT, to);
+        for (long c = greatest(split * SPLIT, from / CHUNK * CHUNK); c < stop; c += CHUNK) {
+            long places[CHUNK];
+            for (long k = greatest(c, from), end = least(c + CHUNK, stop); k < end;) {
+                long block = k / p->block_size, offset = k % p->block_size, slot = table[block] * p->block_size;
+                for (; offset < p->block_size && k < end; offset++, k++)
+                    places[k - c] = (slot + offset) * position_bytes;
+            }
+            for (long h = 0; h < heads; h++) {
+                const char *keys[CHUNK], *values[CHUNK];
+                for (long k = 0; k < CHUNK; k++) {
+                    int is_seen = c + k >= from && c + k < stop;
+                    long place = is_seen ? places[k] + (t->head + h) * dim * size : 0;
+                    keys[k] = is_seen ? p->keys + place : w.zeros;
+                    values[k] = is_seen ? p->values + place : w.zeros;
+                }
+                chunk(a, t, &w, h, c, keys, values);
             }
         }
-        first = last;
+        for (long h = 0; h < heads; h++)
+            for (long j = 0; j < w.rows; j++) {
+                long tile = ((j + 1) * w.tiles - 1) / w.rows; /* the tile of query j */
+                long place = h * w.padded_rows + tile * w.tile_rows + j - tile * w.rows / w.tiles, query_head;
+                float alone[width], *record = alone;
+                if (t->records)
+                    record = t->records + (((split - t->first_split) * heads + h) * w.rows + j) * width;
+                memcpy(record, w.sums + place * dim, dim * 4);
+                record[dim] = w.most[place];
+                record[dim + 1] = sum_of(w.totals[place]);
+                if (is_merged && !t->records)
+                    merge(record = w.merged + (h * w.rows + j) * width, alone, dim);
+                if (!t->records && split == t->end_split - 1) {
+                    float *out = output(a, t, t->head + h, j, &query_head);
+                    finish(p, record, query_head, out);
+                }
+            }
     }
+#ifdef PAGEWIRE_AMX
+    if (mode == MODE_DOT)
+        tiles_end();
+#endif
+    if (t->records && atomic_fetch_sub(t->rest, 1) == 1)
+        merge_records(a, t);
 }
 
-/* One query per row, which sees the `context` positions of its blocks. query: rows of [heads][dim], query_stride apart;
- * out: [rows][heads][dim]; scores: [threads][heads][score_stride]; score_stride: a multiple of 16, at least the longest
- * context. */
-void pagewire_decode(const Pages *p, const float *query, long query_stride, const int32_t *table, long table_stride,
-                     const int64_t *context, float *out, float *scores, long score_stride, long rows)
+static double work_of(const Attend *a, long row)
 {
-    long group = p->heads / p->kv_heads, threads = omp_get_max_threads();
-    long parts = rows >= 4 * threads ? 1 : threads < p->kv_heads ? threads : p->kv_heads; /* parts of a row's heads */
-#pragma omp parallel for schedule(dynamic, 1)
-    for (long task = rows * parts - 1; task >= 0; task--) { /* the longest rows come last: start with them */
-        long row = task / parts, part = task % parts, to = context[row];
-        long head = part * p->kv_heads / parts, end = (part + 1) * p->kv_heads / parts;
-        long from = p->window && to > p->window ? to - p->window : 0, n = (to + LANES - 1) / LANES * LANES;
-        float *s = scores + omp_get_thread_num() * p->heads * score_stride;
-        float *o = out + row * p->heads * p->dim;
-        memset(o + head * group * p->dim, 0, (end - head) * group * p->dim * 4);
-        const float *q = query + row * query_stride;
-        const int32_t *blocks = table + row * table_stride;
-        pass(p, 0, blocks, head, end, q, o, s, score_stride, from, to, at(p, p->values, blocks, from, head));
-        for (long i = 0; i < (end - head) * group; i++)
-            softmax(s + i * score_stride, from, to, n, p->softcap);
-        pass(p, 1, blocks, head, end, q, o, s, score_stride, from, to, 0);
-    }
+    double group = a->p->heads / a->p->kv_heads, count = a->counts[row], keys = a->contexts[row] - count / 2;
+    if (a->p->window && keys > a->p->window + count)
+        keys = a->p->window + count;
+    return a->p->kv_heads * a->p->dim * keys * (count * group + PACK_ROWS);
 }
 
-/* One head and the queries [begin, end) of a row's `count`, which are the last of its `context` positions. */
-static void extend(const Pages *p, const float *query, long query_stride, const int32_t *table, long context, long count,
-                   long head, long begin, long end, float *out, float *work)
+/* Memory that the parts of a step share; counted first, then used. */
+typedef struct {
+    Part *parts;
+    long num_parts, num_records, num_rests;
+    float *records;
+    _Atomic int *rests;
+} Plan;
+
+/* Cuts a row, whose first token is `start`, into `wanted` parts or somewhat more. Many queries are cut by heads, tokens
+ * and at last keys; few by keys first, so that a task reads whole rows of the cache. */
+static void plan_row(const Attend *a, long row, long start, long wanted, Plan *plan)
 {
-    long dim = p->dim, group = p->heads / p->kv_heads, past = context - count;
-    long seen = past + end, n = (seen + LANES - 1) / LANES * LANES; /* positions that any of the queries sees */
-    long first_seen = p->window && past + begin + 1 > p->window ? (past + begin + 1 - p->window) / LANES * LANES : 0;
-    float *keys = work, *values = keys + n * dim, *panel = values + n * dim, *scores = panel + MR * n;
-    float *queries = scores + MR * n, *sums = queries + MR * dim;
-    for (long i = first_seen; i < n; i++) { /* packed like weights: keys and valuesᵀ */
-        const char *key = i < seen ? at(p, p->keys, table, i, head) : 0;
-        const char *value = i < seen ? at(p, p->values, table, i, head) : 0;
-        for (long d = 0; d < dim; d += LANES) {
-            vf k = key ? load16(key, d, p->bf16) : (vf){0};
-            for (int j = 0; j < LANES; j++)
-                keys[i / LANES * LANES * dim + (d + j) * LANES + i % LANES] = k[j];
-            *(vf *)(values + d * n + i * LANES) = value ? load16(value, d, p->bf16) : (vf){0};
+    const Pages *p = a->p;
+    long group = p->heads / p->kv_heads, count = a->counts[row], queries = count * group;
+    long by_tokens = up(queries, TASK_ROWS), by_heads, is_many = queries >= 2 * MR;
+    by_tokens = least(count, by_tokens);
+    if (is_many) {
+        by_heads = p->kv_heads;
+        by_tokens = greatest(by_tokens, least(up(wanted, by_heads), least(count, queries / (2 * MR))));
+    } else {
+        by_heads = up(p->kv_heads, greatest(1, TASK_ROWS / queries));
+    }
+    for (long i = 0; i < by_tokens; i++) {
+        Part t = {.row = row, .start = start, .first = i * count / by_tokens, .end = (i + 1) * count / by_tokens};
+        long from, to;
+        seen(a, &t, &from, &to);
+        t.first_split = from / SPLIT;
+        t.num_splits = up(to, SPLIT) - t.first_split;
+        long by_keys = least(t.num_splits, is_many ? up(wanted, by_heads * by_tokens) : wanted);
+        long parts = is_many ? by_heads : greatest(by_heads, least(p->kv_heads, up(wanted, by_keys)));
+        for (long h = 0; h < parts; h++) {
+            t.head = h * p->kv_heads / parts;
+            t.end_head = (h + 1) * p->kv_heads / parts;
+            t.records = 0;
+            t.rest = 0;
+            if (by_keys > 1) {
+                t.records = plan->records + plan->num_records;
+                t.rest = plan->rests + plan->num_rests++;
+                if (plan->parts)
+                    atomic_init(t.rest, by_keys);
+                plan->num_records +=
+                    t.num_splits * (t.end_head - t.head) * (t.end - t.first) * group * (p->dim + LANES);
+            }
+            for (long k = 0; k < by_keys; k++, plan->num_parts++) {
+                t.split = t.first_split + k * t.num_splits / by_keys;
+                t.end_split = t.first_split + (k + 1) * t.num_splits / by_keys;
+                if (plan->parts)
+                    plan->parts[plan->num_parts] = t;
+            }
         }
     }
-    long tiles = (end - begin + MR - 1) / MR;
-    for (long task = 0; task < tiles * group; task++) {
-        long tile = task / group, q_head = head * group + task % group;
-        long row = begin + tile * (end - begin) / tiles, size = begin + (tile + 1) * (end - begin) / tiles - row;
-        long to = past + row + size, from = 0; /* what any query of the tile sees */
-        if (p->window && past + row + 1 > p->window)
-            from = (past + row + 1 - p->window) / LANES * LANES;
-        long width = (to + LANES - 1) / LANES * LANES - from;
-        for (long i = 0; i < size; i++)
-            for (long d = 0; d < dim; d++)
-                queries[d * size + i] = query[(row + i) * query_stride + q_head * dim + d] * p->scale;
-        pagewire_dense_sums(queries, size, (char *)(keys + from * dim), dim, dim * LANES * 4, 0, width / LANES,
-                            (vf *)scores, 0);
-        for (long i = 0; i < size; i++) {
-            long stop = past + row + i + 1, start = p->window && stop > p->window ? stop - p->window : 0;
-            softmax(scores + i * width, start > from ? start - from : 0, stop - from, width, p->softcap);
-            for (long j = 0; j < width; j++)
-                panel[j * size + i] = scores[i * width + j];
-        }
-        pagewire_dense_sums(panel, size, (char *)(values + from * LANES), width, n * LANES * 4, 0, dim / LANES,
-                            (vf *)sums, 0);
-        for (long i = 0; i < size; i++)
-            memcpy(out + ((row + i) * p->heads + q_head) * dim, sums + i * dim, dim * 4);
-    }
 }
 
-/* Rows with several queries each, the last counts[row] of their contexts[row] positions; a query sees itself and the
- * positions before it. query, out: as above, row after row; work: [num_works][work_stride] for as many threads, each at
- * least (2 · dim + 2 · MR) · n + 2 · MR · dim numbers, where n is the longest context rounded up to 16. */
-void pagewire_extend(const Pages *p, const float *query, long query_stride, const int32_t *table, long table_stride,
-                     const int64_t *contexts, const int64_t *counts, float *out, float *work, long work_stride,
-                     long num_works, long rows)
+static void plan_rows(const Attend *a, long rows, double task, Plan *plan)
 {
-    /* Each head of a row packs its own keys; if there are few heads, their queries are divided among threads too. */
-    long threads = omp_get_max_threads() < num_works ? omp_get_max_threads() : num_works;
-    long parts = (2 * threads + rows * p->kv_heads - 1) / (rows * p->kv_heads);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (long task = 0; task < rows * p->kv_heads * parts; task++) {
-        long row = task / (p->kv_heads * parts), head = task / parts % p->kv_heads, token = 0;
-        for (long i = 0; i < row; i++)
-            token += counts[i];
-        long begin = task % parts * counts[row] / parts, end = (task % parts + 1) * counts[row] / parts;
-        if (begin < end)
-            extend(p, query + token * query_stride, query_stride, table + row * table_stride, contexts[row], counts[row],
-                   head, begin, end, out + token * p->heads * p->dim, work + omp_get_thread_num() * work_stride);
-    }
+    plan->num_parts = plan->num_records = plan->num_rests = 0;
+    for (long row = 0, start = 0; row < rows; start += a->counts[row++])
+        if (a->counts[row] > 0)
+            plan_row(a, row, start, 1 + (long)(work_of(a, row) / task), plan);
+}
+
+/* The last counts[row] of each row's contexts[row] positions are its queries; each sees itself and the positions before
+ * it, with a window w only the last w of them. query: tokens of [heads][dim], row after row, query_stride apart; out:
+ * [tokens][heads][dim]; table: [rows][table_stride] blocks. */
+void pagewire_attend(const Pages *p, const float *query, long query_stride, const int32_t *table, long table_stride,
+                     const int64_t *contexts, const int64_t *counts, float *out, long rows)
+{
+    enum Mode mode = !p->bf16 ? MODE_F32 : p->rounds && CAN_DOT ? MODE_DOT : MODE_WIDE;
+    Attend a = {p, query, query_stride, table, table_stride, contexts, counts, out, mode};
+    double work = 0;
+    for (long row = 0; row < rows; row++)
+        work += work_of(&a, row);
+    double task = work / (6 * pagewire_num_threads());
+    task = task < LEAST_WORK ? LEAST_WORK : task;
+    if (work < 2 * LEAST_WORK || pagewire_num_threads() == 1)
+        task = work + 1; /* no more parts than memory demands */
+    Plan plan = {0};
+    plan_rows(&a, rows, task, &plan);
+    long parts = padded(plan.num_parts * sizeof(Part), 64), rests = padded(plan.num_rests * sizeof(int), 64);
+    char *memory = pagewire_scratch(SLOT_PARTS, parts + rests + plan.num_records * 4 + 64);
+    plan.parts = (Part *)memory;
+    plan.rests = (_Atomic int *)(memory + parts);
+    plan.records = (float *)(memory + parts + rests);
+    plan_rows(&a, rows, task, &plan);
+    a.parts = plan.parts;
+    a.num_parts = plan.num_parts;
+    if (work < 2 * LEAST_WORK)
+        for (long i = 0; i < a.num_parts; i++)
+            run_part(&a, i);
+    else
+        pagewire_run(a.num_parts, run_part, &a);
 }
 
 /* Sets the number of threads that share the caller's work; returns their maximum. torch may bring its own OpenMP, whose

@@ -8,10 +8,6 @@ void pagewire_rms_norm(const float *, const float *, const float *, float, float
 void pagewire_rotary(float *, long, const float *, const float *, float, const float *, const float *, const int64_t *,
                      long, long, long, long);
 void pagewire_write_kv(const float *, long, const float *, long, char *, char *, const int64_t *, long, long, int);
-void pagewire_decode(const Pages *, const float *, long, const int32_t *, long, const int64_t *, float *, float *, long,
-                     long);
-void pagewire_extend(const Pages *, const float *, long, const int32_t *, long, const int64_t *, const int64_t *, float *,
-                     float *, long, long, long);
 
 typedef struct {
     Matrix qkv, o, gate_up, down;
@@ -32,10 +28,9 @@ typedef struct {
 typedef struct {
     const int64_t *ids, *positions, *slots; /* [tokens] */
     const int32_t *table;
-    const int64_t *contexts, *counts; /* [rows]; the first num_decode rows have one token each */
-    long tokens, rows, num_decode, table_stride, score_stride, work_stride, num_works;
-    float *work;      /* tokens · (2 · hidden + qkv.n + heads · dim + the widest of a feed-forward part) */
-    float *attention; /* scratch of `pagewire_decode` and `pagewire_extend` */
+    const int64_t *contexts, *counts; /* [rows] */
+    long tokens, rows, table_stride;
+    float *work; /* tokens · (2 · hidden + qkv.n + heads · dim + the widest of a feed-forward part) */
 } Step;
 
 /* out: [tokens][hidden], after the last norm. */
@@ -58,14 +53,7 @@ void pagewire_decoder(const Decoder *d, const Step *s, float *out)
         const float *key = states + attended_stride, *value = key + kv_heads * dim;
         pagewire_write_kv(key, stride, value, stride, (char *)p->keys, (char *)p->values, s->slots, m, kv_heads * dim,
                           p->bf16);
-        if (s->num_decode)
-            pagewire_decode(p, states, stride, s->table, s->table_stride, s->contexts, attended, s->attention,
-                            s->score_stride, s->num_decode);
-        long token = s->num_decode; /* tokens and rows so far, which are equal */
-        if (s->rows > token)
-            pagewire_extend(p, states + token * stride, stride, s->table + token * s->table_stride, s->table_stride,
-                            s->contexts + token, s->counts + token, attended + token * attended_stride, s->attention,
-                            s->work_stride, s->num_works, s->rows - token);
+        pagewire_attend(p, states, stride, s->table, s->table_stride, s->contexts, s->counts, attended, s->rows);
         pagewire_product(&l->o, attended, attended_stride, residual, h, m, ADD);
         pagewire_rms_norm(residual, 0, l->post_norm, d->eps, 0, normed, m, h);
         if (l->experts) {

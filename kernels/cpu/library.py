@@ -13,8 +13,6 @@ from . import build
 
 LANES = 16
 """Floats in a vector: the head dimension must be a multiple of it."""
-MAX_ROWS = 12
-"""At least the MR of product.h."""
 
 Call = Callable[..., None]
 _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
@@ -27,8 +25,7 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "linear_greedy_int8": (_P, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L),
     "pack_int8": (_P, _P, _P, _P, _L, _L, _I),
     "lookup_int8": (_P, _P, _P, _P, _L, _L),
-    "decode": (_P, _P, _L, _P, _L, _P, _P, _P, _L, _L),
-    "extend": (_P, _P, _L, _P, _L, _P, _P, _P, _P, _L, _L, _L),
+    "attend": (_P, _P, _L, _P, _L, _P, _P, _P, _L),
     "rms_norm": (_P, _P, _P, _F, _P, _P, _L, _L),
     "silu_mul": (_P, _P, _L, _L),
     "rotary": (_P, _L, _P, _P, _F, _P, _P, _P, _L, _L, _L, _L),
@@ -64,8 +61,7 @@ class Kernels:
         self.linear_greedy_int8 = function("linear_greedy_int8")
         self.pack_int8 = function("pack_int8")
         self.lookup_int8 = function("lookup_int8")
-        self.decode = function("decode")
-        self.extend = function("extend")
+        self.attend = function("attend")
         self.rms_norm = function("rms_norm")
         self.silu_mul = function("silu_mul")
         self.rotary = function("rotary")

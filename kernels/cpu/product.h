@@ -16,7 +16,7 @@ enum { MR = 5 };
 #endif
 
 enum { PADDED = 32 }; /* bfloat16 weights and their activations are padded with zeros to multiples of it, an AMX tile */
-enum { SLOT_ACTIVATIONS, SLOT_WEIGHTS, SLOT_ATTENTION, SLOT_EXPERTS }; /* of `pagewire_scratch` */
+enum { SLOT_ACTIVATIONS, SLOT_WEIGHTS, SLOT_ATTENTION, SLOT_PARTS, SLOT_EXPERTS }; /* of `pagewire_scratch` */
 
 /* Few rows take more groups at once, so that their multiply-adds hide each other's latency. TALL(R) is the number of
  * groups for R rows; the remaining groups at the end are taken one by one. */
@@ -113,5 +113,10 @@ typedef struct {
     const char *keys, *values;
     long heads, kv_heads, dim, block_size, window; /* window 0: none */
     float scale, softcap;                          /* softcap 0: none */
-    int bf16;
+    int bf16, rounds;                              /* rounds: bfloat16 arithmetic, with a bfloat16 cache only */
+    const float *sinks;                            /* [heads]: a logit each that joins the denominator; or 0 */
 } Pages;
+
+/* Attention of all rows of a step; see `attention.c`. */
+void pagewire_attend(const Pages *p, const float *query, long query_stride, const int32_t *table, long table_stride,
+                     const int64_t *contexts, const int64_t *counts, float *out, long rows);

@@ -6,13 +6,14 @@ _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
 
 class Pages(ctypes.Structure):
-    """`Pages` of attention.c: one layer's keys and values, and the parameters of its attention."""
+    """`Pages` of product.h: one layer's keys and values, and the parameters of its attention."""
 
     _fields_ = (
         *((name, _P) for name in ("keys", "values")),
         *((name, _L) for name in ("heads", "kv_heads", "dim", "block_size", "window")),
         *((name, _F) for name in ("scale", "softcap")),
-        ("bf16", _I),
+        *((name, _I) for name in ("bf16", "rounds")),
+        ("sinks", _P),
     )
 
 
@@ -60,9 +61,6 @@ class StepFields(ctypes.Structure):
 
     _fields_ = (
         *((name, _P) for name in ("ids", "positions", "slots", "table", "contexts", "counts")),
-        *(
-            (name, _L)
-            for name in ("tokens", "rows", "num_decode", "table_stride", "score_stride", "work_stride", "num_works")
-        ),
-        *((name, _P) for name in ("work", "attention")),
+        *((name, _L) for name in ("tokens", "rows", "table_stride")),
+        ("work", _P),
     )
