@@ -4,6 +4,7 @@ of a folder, or of a kind of file, are."""
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ _MARKS_OF_FOLDERS = {
 _MARKS_OF_NAMES = dict.fromkeys(
     ("test_exactness.py", "test_quantized_exactness.py", "test_families.py", "test_pooling.py"), "exactness"
 )
+
+
+LEVEL = "level of C kernels"
+"""The property of a test that ran on a level (tests/kernels/cpu/conftest.py): its name, and how it ran."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line that says which levels of the C kernels were tested, and how."""
+    counts: Counter[str] = Counter()
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            counts.update(str(value) for name, value in report.user_properties if name == LEVEL)
+    if counts:
+        told = ", ".join(f"{level}: {num} tests" for level, num in counts.items())
+        terminalreporter.write_line(f"levels of C kernels: {told}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,7 +38,8 @@ def sources(tmp_path, monkeypatch):
 
 
 def number(path: Path) -> int:
-    return ctypes.CDLL(str(path)).pagewire_number()
+    found: int = ctypes.CDLL(str(path)).pagewire_number()
+    return found
 
 
 def ship(*names: str) -> None:
