@@ -4,12 +4,13 @@ of a folder, or of a kind of file, are."""
 import os
 import signal
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+import kernel_levels
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,19 +32,10 @@ _MARKS_OF_NAMES = dict.fromkeys(
 )
 
 
-LEVEL = "level of C kernels"
-"""The property of a test that ran on a level (tests/kernels/cpu/conftest.py): its name, and how it ran."""
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A line that says which levels of the C kernels were tested, and how."""
-    counts: Counter[str] = Counter()
-    for outcome in ("passed", "failed"):
-        for report in terminalreporter.stats.get(outcome, []):
-            counts.update(str(value) for name, value in report.user_properties if name == LEVEL)
-    if counts:
-        told = ", ".join(f"{level}: {num} tests" for level, num in counts.items())
-        terminalreporter.write_line(f"levels of C kernels: {told}")
+    ran = (report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, []))
+    if line := kernel_levels.summary(ran):
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
