@@ -71,4 +71,6 @@ def summary(reports: Iterable[pytest.TestReport]) -> str | None:
     """Which levels ran, and how; None if none did."""
     counts = Counter(str(value) for report in reports for name, value in report.user_properties if name == LEVEL)
     told = ", ".join(f"{level} {num}" for level, num in sorted(counts.items()))
-    return f"tests of C kernels by level: {told}" if counts else None
+    ran = {level.split()[0] for level in counts}
+    missed = ", ".join(name for name in (*levels.NAMES, levels.EMULATED) if name not in ran)
+    return f"tests of C kernels by level: {told}; not run: {missed or 'none'}" if counts else None

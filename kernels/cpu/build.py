@@ -28,7 +28,7 @@ SHIPPED = _FOLDER / "compiled"
 _OPENMP = ("-fopenmp",)  # while a C file needs it
 _FIRST = str(_FOLDER / "glibc.h")
 _FLAGS = ("-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread", "-w", *_OPENMP)
-_LIBRARIES = ("-lm", "-lpthread", *_OPENMP)
+_LIBRARIES = ("-Wl,--as-needed", "-lm", "-lpthread", *_OPENMP)
 _TIMEOUT_S = 120.0
 
 
