@@ -27,7 +27,7 @@ _APART = 64 << 30
 """Bytes between the memory of this process and of the driver's, so that both may grow."""
 _TRIES = 50
 # The oldest CPU of each level, so that an instruction of a better one is an error.
-_CPUS = {"neon": "cortex-a53", "dotprod": "neoverse-n1", "i8mm": "max"}
+_CPUS = {"neon": "cortex-a53", "dotprod": "neoverse-n1", "i8mm": "max", "portable": "qemu64", "avx2": "max"}
 
 
 def cross_compiler(machine: str) -> str | None:

@@ -38,8 +38,7 @@ def sources(tmp_path, monkeypatch):
 
 
 def number(path: Path) -> int:
-    found: int = ctypes.CDLL(str(path)).pagewire_number()
-    return found
+    return int(ctypes.CDLL(str(path)).pagewire_number())
 
 
 def ship(*names: str) -> None:
