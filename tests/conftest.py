@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+import kernel_levels
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,6 +31,12 @@ _MARKS_OF_FOLDERS = {
 _MARKS_OF_NAMES = dict.fromkeys(
     ("test_exactness.py", "test_quantized_exactness.py", "test_families.py", "test_pooling.py"), "exactness"
 )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    ran = (report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, []))
+    if line := kernel_levels.summary(ran):
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

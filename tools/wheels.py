@@ -73,7 +73,11 @@ def make_wheel(pure: Path, machine: str, cc: str) -> str:
         about.write_text(text.replace("Tag: py3-none-any", f"Tag: py3-none-{tag}"))
         _run("wheel", "pack", str(top), "--dest-dir", str(pure.parent))
     wheel = pure.with_name(pure.name.replace("-none-any.whl", f"-none-{tag}.whl"))
-    check_wheel(wheel)
+    try:
+        check_wheel(wheel)
+    except WheelError:
+        wheel.unlink()
+        raise
     names = ", ".join(level.name for level in compiled)
     added = (wheel.stat().st_size - pure.stat().st_size) / 1e6
     return f"{wheel.name}: {names}; {num_bytes / 1e6:.1f} MB of libraries add {added:.1f} MB to the wheel"

@@ -28,7 +28,7 @@ SHIPPED = _FOLDER / "compiled"
 _OPENMP = ("-fopenmp",)  # while a C file needs it
 _FIRST = str(_FOLDER / "glibc.h")
 _FLAGS = ("-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread", "-w", *_OPENMP)
-_LIBRARIES = ("-lm", "-lpthread", *_OPENMP)
+_LIBRARIES = ("-Wl,--as-needed", "-lm", "-lpthread", *_OPENMP)
 _TIMEOUT_S = 120.0
 
 
@@ -74,6 +74,11 @@ def _find(name: str) -> Library:
     cc = compiler()
     if cc is None:
         raise BuildError("there is no C compiler (cc, gcc or clang)")
+    return compile_into_cache(cc, level)
+
+
+def compile_into_cache(cc: str, level: Level) -> Library:
+    """Compiles a level of any architecture, unless the user's cache folder has its library. Raises BuildError."""
     file, problem = f"{level.name}-{_digest(level, _version(cc))}.so", "both cache folders belong to another user"
     for target in (_cache_folder(), Path(tempfile.gettempdir()) / f"pagewire-{os.getuid()}"):
         try:

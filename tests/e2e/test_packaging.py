@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.kernels.cpu import build, levels
 from pagewire.tools.servers import ROOT, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -57,6 +58,7 @@ def test_the_sdist_contains_the_sources_and_the_demo_model(dist: Path) -> None:
 
 
 def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kernels that `make dist` would put into it, and without a compiler."""
     (wheel,) = dist.glob("*.whl")
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
@@ -65,7 +67,14 @@ def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path, monke
     # The .pth files in that folder, such as the one of an editable pagewire, are not read.
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
     python = tmp_path / "venv" / "bin" / "python"
+    cc, level = build.compiler(), levels.levels_here()[0]
+    if cc is not None:
+        folder = site / "pagewire" / "kernels" / "cpu" / build.SHIPPED.name
+        folder.mkdir()
+        build.compile_levels(cc, [(level, folder / build.shipped(level).name)], stripped=True)
     monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(python.parent))
     where = subprocess.run(
         [python, "-c", "import pagewire; print(pagewire.__file__)"],
         capture_output=True,
@@ -76,3 +85,5 @@ def test_the_wheel_serves_outside_the_checkout(dist: Path, tmp_path: Path, monke
     assert where.stdout.startswith(str(site)), where.stdout + where.stderr
     with Server(tmp_path, command=(str(python), "-m", "pagewire", "serve")) as server:
         assert server.answers("/v1/models")
+    told = f"C kernels for {level.name}, from the wheel" if cc else "kernels of torch, which are slower, because the"
+    assert told in server.log.read_text()

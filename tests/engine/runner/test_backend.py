@@ -3,11 +3,12 @@
 import pytest
 import torch
 import vocabulary
+from defaults import TORCH, machine
 
 from pagewire import LLM, SamplingParams
 from pagewire.engine.runner.runner import Runner
 from pagewire.errors import ConfigError
-from pagewire.kernels.cpu import build
+from pagewire.kernels.cpu import build, levels
 
 pytestmark = pytest.mark.usefixtures("c_kernels")
 PROMPTS = [[5, 6, 7, 8] * 9, [9, 4], [11] * 40]
@@ -52,6 +53,20 @@ def test_a_note_says_why_torch_kernels_are_used(checkpoint, resolved, no_compile
     runner = Runner.load(resolved(checkpoint("llama"), dtype="float32"))
     note = runner.notes[0]
     assert note.startswith("kernels of torch, because there is no C compiler (cc, gcc or clang); tokens may depend on")
+
+
+def test_the_operator_is_told_which_level_computes(checkpoint, resolved, monkeypatch):
+    monkeypatch.setattr(build, "_used", [])
+    for name in ("auto", "portable", "amx-emulated"):
+        runner = Runner.load(resolved(checkpoint("llama"), dtype="float32", cpu_kernels=name))
+        level = levels.levels_here()[0].name if name == "auto" else name
+        assert runner.notes[0].startswith(f"C kernels for {level}, compiled ")
+
+
+def test_the_operator_is_told_what_is_missing(checkpoint, resolved):
+    with machine(TORCH):
+        runner = Runner.load(resolved(checkpoint("llama"), dtype="float32"))
+    assert runner.notes[0].startswith("kernels of torch, which are slower, because the installation has no compiled")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

@@ -4,10 +4,11 @@ import platform
 from pathlib import Path
 
 import pytest
+import remote_kernels
 import torch
 
 from pagewire.kernels import reference
-from pagewire.kernels.cpu import levels
+from pagewire.kernels.cpu import build, levels
 from pagewire.kernels.cpu.dense import NativeMatrix
 from pagewire.kernels.cpu.operations import native_ops
 
@@ -70,6 +71,16 @@ def test_emulated_tiles_are_compiled_for_this_machine_and_never_chosen():
     assert emulated.is_for_tests and not emulated.has_tiles
     assert {"-DPAGEWIRE_AMX", "-DPAGEWIRE_EMULATE_TILES"} <= set(emulated.flags)
     assert emulated.name not in {level.name for level in levels.levels_here()}
+
+
+@pytest.mark.parametrize("name", [name for name in levels.NAMES if name not in {x.name for x in levels.levels_here()}])
+def test_levels_that_this_cpu_lacks_compile(name, tmp_path):
+    level = next(level for level in levels.LEVELS if level.name == name)
+    cc = remote_kernels.cross_compiler(level.machine)
+    if cc is None:
+        pytest.skip(f"no compiler for {level.machine}")
+    build.compile_levels(cc, [(level, tmp_path / "kernels.so")])
+    assert (tmp_path / "kernels.so").stat().st_size > 10_000
 
 
 def test_each_level_computes(level):
