@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ..errors import ConfigError
 from .access import ApiKey, check_origins, check_root_path, check_tls, merge_keys
 from .config import Config, CpuKernels, Dtype, EngineConfig, EngineOptions, HttpConfig, MachineFacts, ModelFacts
+from .cpu_bind import bind_ranks, num_threads
 
 
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
@@ -46,10 +47,13 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     kernels: CpuKernels | None = None
     if on_cpu:
         kernels = "compiled" if machine.has_compiler and config.cpu.cpu_kernels == "auto" else "torch"
+    elif config.cpu.cpu_bind not in ("auto", "none"):
+        raise ConfigError("--cpu-bind is for --device cpu; leave one of them out.")
     # These compute in float32 whatever the type of the weights.
     is_wide = model.is_native and (kernels == "compiled" or options.quantization == "int8")
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide)
     num_ranks = options.tensor_parallel_size * options.data_parallel_size
+    cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu else ()
     return EngineConfig(
         **{name: getattr(options, name) for name in options.__struct_fields__ if name not in _DECIDED},
         model=model,
@@ -61,7 +65,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         max_num_batched_tokens=options.max_num_batched_tokens or _choose_budget(options, model, machine, max_model_len),
         kv_cache_dtype=dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
         block_size=16 if on_cpu else 64,
-        num_threads=config.cpu.threads or max(1, machine.num_cores // num_ranks),
+        num_threads=config.cpu.threads or num_threads(cpu_sets, num_ranks, machine),
+        cpu_sets=cpu_sets,
         tool_call_parser=model.tool_calls_shown if options.tool_call_parser == "auto" else options.tool_call_parser,
         reasoning_parser=model.reasoning_shown if options.reasoning_parser == "auto" else options.reasoning_parser,
     )
