@@ -8,9 +8,11 @@
 
    A slot is written by its own rank only, so its pages are on that rank's NUMA node.
 
-   A rank that waits first spins for a short time and then sleeps (futex). It returns after WAIT_NS so that the caller
-   can look whether the other ranks still exist; the caller then calls again for the same round. */
+   A rank that waits first spins for SPIN_NS and lets others have its CPU in between, then it sleeps (futex). It returns
+   after WAIT_NS so that the caller can look whether the other ranks still exist; the caller then calls again for the
+   same round. */
 #include "vectors.h"
+#include <sched.h>
 #include <time.h>
 #ifdef __linux__
 #include <limits.h>
@@ -91,6 +93,7 @@ static int wait_for(Flag *flag, uint32_t round)
                 return 1;
             pause_cpu();
         }
+        sched_yield(); /* the other rank may be waiting for this CPU */
     } while (now_ns() - started < SPIN_NS);
     sleep_until_changed(flag, round);
     return has_begun(flag, round);
