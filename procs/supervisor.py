@@ -187,23 +187,25 @@ class Supervisor:
             device_epoch=self._device_epoch,
         )
         fds_of = {"api": (http_fd,), "worker": (memory_fd,) if memory_fd >= 0 else ()}
-        for name in actors:
-            launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
-            with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(launch.part_of(name)))
-            process = await asyncio.create_subprocess_exec(
-                *interpreter.COMMAND,
-                "pagewire.procs.child",
-                name,
-                str(launch_file),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._lifeline, *fds_of.get(kind(name), ())),
-                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
-            )
-            child = self._children[name] = Child(name, process, self._epoch)
-            child.exited.add_done_callback(partial(self._on_exit, child))
-        if memory_fd >= 0:
-            os.close(memory_fd)
+        try:
+            for name in actors:
+                launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
+                with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(msgspec.json.encode(launch.part_of(name)))
+                process = await asyncio.create_subprocess_exec(
+                    *interpreter.COMMAND,
+                    "pagewire.procs.child",
+                    name,
+                    str(launch_file),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(self._lifeline, *fds_of.get(kind(name), ())),
+                    env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
+                )
+                child = self._children[name] = Child(name, process, self._epoch)
+                child.exited.add_done_callback(partial(self._on_exit, child))
+        finally:
+            if memory_fd >= 0:
+                os.close(memory_fd)
 
     async def _supervise(self) -> int:
         """Waits until every actor is ready, has the api listen, and watches until the end. The exit code."""

@@ -26,7 +26,10 @@ def make_memory() -> int:
 
 
 class SharedMemory:
-    """This rank's view of it. It takes ownership of the descriptor; one object for each process."""
+    """This rank's view of it; one object for each process. It takes ownership of the descriptor.
+
+    When the object is dropped, the others take this rank for ended: a process loses its locks when it closes any
+    descriptor of the file, and the mapping has one."""
 
     def __init__(self, fd: int, *, rank: int, size: int, num_bytes: int) -> None:
         """num_bytes: all zero at first, at `address`. The same on every rank. Raises OSError if there is too little

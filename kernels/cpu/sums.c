@@ -9,8 +9,9 @@
    A slot is written by its own rank only, so its pages are on that rank's NUMA node.
 
    A rank that waits first spins for SPIN_NS and lets others have its CPU in between, then it sleeps (futex). It returns
-   after WAIT_NS so that the caller can look whether the other ranks still exist; the caller then calls again for the
-   same round. */
+   after WAIT_S so that the caller can look whether the other ranks still exist; the caller then calls again for the same
+   round, and the rank sleeps at once. The supervisor takes a rank for hung that uses no CPU time, so a rank that waits
+   for long must use next to none. */
 #include "vectors.h"
 #include <sched.h>
 #include <time.h>
@@ -22,7 +23,7 @@
 #endif
 
 enum { COPY, SUM_FLOAT32, SUM_BFLOAT16 };
-enum { SPINS = 64, SPIN_NS = 100000, WAIT_NS = 100000000 };
+enum { SPINS = 64, SPIN_NS = 100000, WAIT_S = 1 };
 
 /* On two cache lines of its own, because processors fetch lines in pairs. */
 typedef struct {
@@ -70,32 +71,33 @@ static void begin(Flag *flag, uint32_t round)
 
 static void sleep_until_changed(Flag *flag, uint32_t round)
 {
-    struct timespec most = {0, WAIT_NS};
 #ifdef __linux__
+    struct timespec most = {WAIT_S, 0};
     __atomic_add_fetch(&flag->sleepers, 1, __ATOMIC_SEQ_CST);
     uint32_t seen = __atomic_load_n(&flag->round, __ATOMIC_SEQ_CST);
     if ((int32_t)(seen - round) < 0)
         syscall(SYS_futex, &flag->round, FUTEX_WAIT, seen, &most, NULL, 0);
     __atomic_sub_fetch(&flag->sleepers, 1, __ATOMIC_SEQ_CST);
 #else
-    most.tv_nsec = SPIN_NS;
-    nanosleep(&most, NULL);
+    struct timespec pause = {0, SPIN_NS};
+    nanosleep(&pause, NULL);
 #endif
 }
 
-/* Whether the rank has begun the round; if not, some WAIT_NS have passed or a signal has come. */
-static int wait_for(Flag *flag, uint32_t round)
+/* Whether the rank has begun the round; if not, WAIT_S have passed or a signal has come. */
+static int wait_for(Flag *flag, uint32_t round, int may_spin)
 {
     long started = now_ns();
-    do {
+    while (may_spin && now_ns() - started < SPIN_NS) {
         for (int i = 0; i < SPINS; i++) {
             if (has_begun(flag, round))
                 return 1;
             pause_cpu();
         }
         sched_yield(); /* the other rank may be waiting for this CPU */
-    } while (now_ns() - started < SPIN_NS);
-    sleep_until_changed(flag, round);
+    }
+    if (!has_begun(flag, round))
+        sleep_until_changed(flag, round);
     return has_begun(flag, round);
 }
 
@@ -140,7 +142,7 @@ int pagewire_exchange(Ranks *ranks, const void *x, void *out, long bytes, long s
         begin(ranks->flags + ranks->rank, round);
     }
     for (long rank = 0; rank < ranks->size; rank++)
-        if (!wait_for(ranks->flags + rank, round))
+        if (!wait_for(ranks->flags + rank, round, !is_begun))
             return 0;
     if (kind == COPY)
         for (long rank = 0; rank < ranks->size; rank++)

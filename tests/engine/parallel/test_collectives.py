@@ -74,11 +74,23 @@ def sum_for_ever(rank: int, size: int, fd: int, folder: Path) -> None:
         group.all_reduce(torch.ones(1000))
 
 
-def arrive_only(rank: int, size: int, fd: int, folder: Path) -> None:
-    """Meets the others and never takes part in a sum."""
-    join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
+def sum_once(rank: int, size: int, fd: int, folder: Path) -> None:
+    group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
     (folder / f"met-{rank}").touch()
-    signal.pause()
+    x = torch.ones(1000)
+    group.all_reduce(x)
+    assert x.tolist() == [size] * 1000
+
+
+def sum_late(rank: int, size: int, fd: int, folder: Path) -> None:
+    """As `sum_once`, but only after SIGUSR1."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
+    (folder / f"met-{rank}").touch()
+    signal.sigwait([signal.SIGUSR1])
+    x = torch.ones(1000)
+    group.all_reduce(x)
+    assert x.tolist() == [size] * 1000
 
 
 def arrive_unable(rank: int, size: int, fd: int, folder: Path) -> None:
@@ -178,18 +190,32 @@ def test_a_rank_that_is_killed_ends_the_sums_of_the_others(tmp_path: Path) -> No
         assert "RuntimeError: rank 1 has ended" in first + last
 
 
-def test_a_rank_sleeps_while_it_waits(tmp_path: Path) -> None:
-    with ranks(tmp_path, "sum_for_ever", "arrive_only") as processes:
+def num_sleeps(process: subprocess.Popen[str]) -> int:
+    """How often the main thread has begun to wait in the kernel."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["late", "killed"])
+def test_a_rank_sleeps_while_it_waits_for_another_one(is_killed: bool, tmp_path: Path) -> None:
+    with ranks(tmp_path, "sum_once", "sum_late") as processes:
+        waiting, late = processes
         until(lambda: all((tmp_path / f"met-{rank}").exists() for rank in range(2)), "the ranks have met", 60.0)
-        state = Path(f"/proc/{processes[0].pid}/stat")
-        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "S", "the rank sleeps", 60.0)
-        processes[1].kill()
-        ends_with(processes[0], "RuntimeError: rank 1 has ended")
+        before = num_sleeps(waiting)
+        until(lambda: num_sleeps(waiting) >= before + 3, "the rank has slept, looked for the other, and slept", 60.0)
+        assert waiting.poll() is None
+        late.send_signal(signal.SIGKILL if is_killed else signal.SIGUSR1)
+        if is_killed:
+            ends_with(waiting, "RuntimeError: rank 1 has ended")
+        else:
+            for process in processes:
+                _, text = process.communicate(timeout=60)
+                assert process.returncode == 0, text
 
 
 def test_a_rank_that_ends_before_all_have_met(tmp_path: Path) -> None:
     with ranks(tmp_path, "wait_for_others", "leave_early", "sleep") as processes:
-        ends_with(processes[1], "The 3 ranks did not meet: rank 2 did not come.")
+        ends_with(processes[1], "did not come.")  # rank 2, or rank 0 if that one starts more slowly
         ends_with(processes[0], "The 3 ranks did not meet: rank 1 has ended.")
 
 
