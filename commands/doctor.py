@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..config.config import MachineFacts
+from ..config.cpu_bind import bind_ranks, num_threads
+from ..config.cpus import show_cpus
 from ..config.flags import make_config
 from ..config.machine import machine_facts
 from ..errors import ConfigError, PagewireError, UnsupportedModel
@@ -43,6 +45,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="the --host of serve (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="the --port of serve (default: 8000)")
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        choices=range(1, 65),
+        default=1,
+        metavar="N",
+        help="that of serve, to show each rank's CPUs (default: 1)",
+    )
+    parser.add_argument("--cpu-bind", default="auto", metavar="TEXT", help="that of serve (default: auto)")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -51,6 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
     checks: list[Callable[[], Iterator[Finding]]] = [
         check_software,
         lambda: check_device(machine),
+        lambda: check_cpus(machine, arguments.tensor_parallel_size, arguments.cpu_bind),
         lambda: check_memory(machine),
         check_folders,
         lambda: check_port(arguments.host, arguments.port),
@@ -114,10 +126,48 @@ def check_device(machine: MachineFacts) -> Iterator[Finding]:
     else:
         yield Finding("ok", "GPU", "no NVIDIA device; the model runs on the CPU")
     has = [name for name, is_there in (("bfloat16", machine.has_bfloat16), ("AMX", machine.has_amx)) if is_there]
-    found = f"{machine.num_cores} usable cores, {' and '.join(has) or 'no bfloat16'} instructions"
-    yield Finding("ok", "CPU", found)
+    yield Finding("ok", "CPU", f"{' and '.join(has) or 'no bfloat16'} instructions")
     if not has_node:
         yield _check_kernels(machine)
+
+
+def check_cpus(machine: MachineFacts, num_ranks: int, cpu_bind: str) -> Iterator[Finding]:
+    """Sockets, NUMA nodes, the CPUs and the CPU time that a server may use, and what its ranks would use of them."""
+    if not machine.numa_nodes:
+        yield Finding("ok", "CPUs", f"{_count(machine.num_cores, 'core')}; this system does not show NUMA nodes")
+        return
+    allowed = [cpu for node in machine.numa_nodes for core in node.cores for cpu in core]
+    num_cores, num_nodes = sum(len(node.cores) for node in machine.numa_nodes), len(machine.numa_nodes)
+    places = f"{_count(machine.num_sockets, 'socket')}, {_count(num_nodes, 'NUMA node')}"
+    cpus = f"CPUs {show_cpus(allowed)} of {show_cpus(machine.online_cpus)} allowed, {_count(num_cores, 'core')}"
+    quota = "no quota" if machine.cpu_quota is None else f"a quota of {_count(machine.cpu_quota, 'CPU')}"
+    yield Finding("ok", "CPUs", f"{places}; {cpus}; {quota}")
+    if num_nodes > 1:
+        for node in machine.numa_nodes:
+            node_cpus = show_cpus(cpu for core in node.cores for cpu in core)
+            yield Finding("ok", f"NUMA node {node.number}", f"CPUs {node_cpus}, {_count(len(node.cores), 'core')}")
+    if machine.has_gpu:
+        return
+    try:
+        sets = bind_ranks(cpu_bind, num_ranks, machine)
+    except ConfigError as error:
+        yield Finding("bad", "ranks", str(error), "correct it, or leave --cpu-bind out")
+        return
+    each = _count(num_threads(sets, num_ranks, machine), "thread")
+    where = f"bound to CPUs {' | '.join(map(show_cpus, sets))}" if sets else "not bound to CPUs"
+    found = f"{_count(num_ranks, 'rank')} of {each}, {where}"
+    if num_ranks > 1 or num_nodes < 2:
+        yield Finding("ok", "ranks", found)
+    else:
+        advice = (
+            f"--tensor-parallel-size {num_nodes} runs a rank on each node, whose memory is nearer to its cores; what "
+            "this gains was not measured yet"
+        )
+        yield Finding("note", "ranks", found, advice)
+
+
+def _count(num: int, what: str) -> str:
+    return f"{num} {what}{'s' * (num != 1)}"
 
 
 def _check_gpu() -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ..config.config import Config, EngineConfig, MachineFacts, ServerConfig
+from ..config.cpus import show_cpus
 from ..config.flags import SETTINGS, get_setting
 
 _WIDE = 32  # characters of a value; longer ones do not widen the column
@@ -49,6 +50,8 @@ def _value(name: str, config: Config, server: ServerConfig) -> object:
             return engine.served_model_names
         case "threads":
             return engine.num_threads
+        case "cpu_bind":
+            return " | ".join(map(show_cpus, engine.cpu_sets)) or "none"
         case "cpu_kernels":
             return engine.cpu_level or engine.kernels
         case "api_key" | "admin_api_key":  # a log is no place for keys
@@ -107,11 +110,23 @@ def _reason(name: str, engine: EngineConfig, machine: MachineFacts) -> str | Non
             return "what the C kernels compute in" if engine.arithmetic != engine.dtype else "as dtype"
         case "batch_invariance":
             return _INVARIANCE[engine.batch_invariance]
+        case "cpu_bind":
+            return _bind_reason(engine, machine, on_cpu=on_cpu)
         case "threads":
             ranks = f", shared by {engine.tensor_parallel_size} ranks" if engine.tensor_parallel_size > 1 else ""
             return f"one for each of {machine.num_cores} cores that may be used{ranks}"
         case _:
             return _ALWAYS.get(name)
+
+
+def _bind_reason(engine: EngineConfig, machine: MachineFacts, *, on_cpu: bool) -> str:
+    num_ranks = engine.tensor_parallel_size * engine.data_parallel_size
+    if not on_cpu:
+        return "default; not used on a GPU"
+    if engine.cpu_sets:
+        nodes = f"{len(machine.numa_nodes)} NUMA node{'s' * (len(machine.numa_nodes) != 1)}"
+        return f"the CPUs of {nodes}, shared by {num_ranks} ranks"
+    return "there is one rank" if num_ranks == 1 else f"there are fewer usable cores than the {num_ranks} ranks"
 
 
 def _dtype_reason(engine: EngineConfig, *, on_cpu: bool) -> str:

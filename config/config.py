@@ -176,6 +176,14 @@ class CpuOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     threads: Annotated[
         int, _doc("engine", "CPU threads of each rank's worker; 0: one for each core, split among ranks", ge=0)
     ] = 0
+    cpu_bind: Annotated[
+        str,
+        _doc(
+            "engine",
+            "CPUs of each rank: a list for each, such as '0-3,8|4-7,9'; none: not bound; auto: with several ranks each "
+            "gets a NUMA node, or an equal share of the cores",
+        ),
+    ] = "auto"
     cpu_kernels: Annotated[
         CpuLevel,
         _doc(
@@ -381,10 +389,17 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     reasoning_shown: str = "none"
 
 
+class NumaNode(Struct, frozen=True):
+    """The part of a NUMA node that this process may use."""
+
+    number: int
+    cores: tuple[tuple[int, ...], ...]  # the CPUs (hardware threads) of each core, as Linux numbers them
+
+
 class MachineFacts(Struct, frozen=True, kw_only=True):
     """What `resolve` decides by; see `machine_facts`."""
 
-    num_cores: int
+    num_cores: int  # that this process may use, and whose time it is granted
     memory_bytes: int = 0
     has_gpu: bool = False
     has_compiler: bool = True  # for C
@@ -392,6 +407,10 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     shipped_levels: tuple[str, ...] = ()  # whose compiled libraries are in the installation
     has_bfloat16: bool = False  # the CPU has instructions that multiply bfloat16
     has_amx: bool = False  # the CPU has tiles
+    online_cpus: tuple[int, ...] = ()  # of the machine
+    numa_nodes: tuple[NumaNode, ...] = ()  # empty: unknown
+    num_sockets: int = 1  # that this process may use
+    cpu_quota: int | None = None  # whole CPUs whose time the control groups grant
 
     @property
     def usable_levels(self) -> tuple[str, ...]:
@@ -411,6 +430,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     cpu_level: str | None = None  # of the compiled kernels; None: the best that the worker's CPU has
     no_cpu_level: str | None = None  # why torch computes on a CPU, unless it was asked for
     num_threads: int
+    cpu_sets: tuple[tuple[int, ...], ...] = ()  # the CPUs of each rank; empty: ranks are not bound
     block_size: int
     # Narrowed: what the user may leave open is decided here.
     max_model_len: int

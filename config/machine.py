@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..kernels.cpu.build import compiler, shipped_levels
 from ..kernels.cpu.levels import cpu_features, levels_here
 from .config import MachineFacts
+from .cpus import cpu_quota, num_sockets, numa_nodes, online_cpus
 
 OVERRIDES = "PAGEWIRE_MACHINE"
 
@@ -37,9 +38,14 @@ def machine_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
 
 
 def _look(environment: Mapping[str, str]) -> MachineFacts:
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    cpus = tuple(sorted(os.sched_getaffinity(0))) if has_affinity else tuple(range(os.cpu_count() or 1))
+    nodes = numa_nodes(cpus) if has_affinity else ()
+    quota = cpu_quota(_own_groups())
+    num_cores = sum(len(node.cores) for node in nodes) or len(cpus)
     flags = cpu_features(Path("/proc/cpuinfo"))
     return MachineFacts(
-        num_cores=_num_cores(),
+        num_cores=num_cores if quota is None else min(num_cores, quota),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         # The version tells a torch that is for CPUs only; importing torch would take seconds.
         has_gpu=Path("/dev/nvidiactl").exists()
@@ -50,7 +56,18 @@ def _look(environment: Mapping[str, str]) -> MachineFacts:
         shipped_levels=shipped_levels(),
         has_bfloat16=bool(flags & {"amx_bf16", "avx512_bf16", "bf16"}),
         has_amx="amx_tile" in flags,
+        online_cpus=online_cpus(cpus),
+        numa_nodes=nodes,
+        num_sockets=num_sockets(cpus),
+        cpu_quota=quota,
     )
+
+
+def _own_groups() -> str:
+    try:
+        return Path("/proc/self/cgroup").read_text()
+    except OSError:
+        return ""
 
 
 def _version(package: str) -> str:
@@ -58,24 +75,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _num_cores() -> int:
-    """Cores that this process may use. The hardware threads of a core count once: they share its vector units."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    return max(1, min(len(cores), cpu_quota(Path("/sys/fs/cgroup"))))
-
-
-def cpu_quota(group: Path) -> int:
-    """Whole CPUs whose time a control group grants (cpu.max: microseconds of each period), as `docker run --cpus` sets
-    it. More threads would be stopped while others wait for them. A large number if there is no limit."""
-    try:
-        granted, period = (group / "cpu.max").read_text().split()
-        return max(1, int(granted) // int(period))
-    except (OSError, ValueError):  # no such group, or "max"
-        return 1 << 16

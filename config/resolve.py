@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..kernels.cpu.levels import EMULATED
 from .access import ApiKey, check_origins, check_root_path, check_tls, merge_keys
 from .config import Config, CpuKernels, Dtype, EngineConfig, EngineOptions, HttpConfig, MachineFacts, ModelFacts
+from .cpu_bind import bind_ranks, num_threads
 
 
 def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineConfig:
@@ -48,10 +49,13 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
     level = _choose_level(config.cpu.cpu_kernels, machine) if on_cpu else None
     if on_cpu:
         kernels = "torch" if level is None else "compiled"
+    elif config.cpu.cpu_bind not in ("auto", "none"):
+        raise ConfigError("--cpu-bind is for --device cpu; leave one of them out.")
     # torch has products of 8 bits for float32 activations only.
     is_wide = model.is_native and kernels == "torch" and options.quantization == "int8"
     dtype = _choose_dtype(options, model, machine, is_wide=is_wide, in_c=model.is_native and kernels == "compiled")
     num_ranks = options.tensor_parallel_size * options.data_parallel_size
+    cpu_sets = bind_ranks(config.cpu.cpu_bind, num_ranks, machine) if on_cpu else ()
     return EngineConfig(
         **{name: getattr(options, name) for name in options.__struct_fields__ if name not in _DECIDED},
         model=model,
@@ -65,7 +69,8 @@ def resolve(config: Config, model: ModelFacts, machine: MachineFacts) -> EngineC
         max_num_batched_tokens=options.max_num_batched_tokens or _choose_budget(options, model, machine, max_model_len),
         kv_cache_dtype=dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
         block_size=16 if on_cpu else 64,
-        num_threads=config.cpu.threads or max(1, machine.num_cores // num_ranks),
+        num_threads=config.cpu.threads or num_threads(cpu_sets, num_ranks, machine),
+        cpu_sets=cpu_sets,
         tool_call_parser=model.tool_calls_shown if options.tool_call_parser == "auto" else options.tool_call_parser,
         reasoning_parser=model.reasoning_shown if options.reasoning_parser == "auto" else options.reasoning_parser,
     )

@@ -4,6 +4,7 @@ curl command to try."""
 from collections.abc import Mapping, Sequence
 
 from ..config.config import EngineConfig
+from ..config.cpus import show_cpus
 
 
 def announcement(
@@ -21,6 +22,8 @@ def announcement(
         f"pagewire serves {config.served_model_names[0]} ({config.dtype}, context {config.max_model_len:,} tokens)"
     ]
     lines += [f"  {note}" for note in notes]
+    if config.cpu_sets:
+        lines.append(f"  ranks bound to CPUs {' | '.join(map(show_cpus, config.cpu_sets))}, see --cpu-bind")
     if config.invariance_warning is not None:
         lines.append(f"  {config.invariance_warning}")
     lines.append("start")

@@ -63,6 +63,7 @@ class Launch(Struct, frozen=True):
     progress: bool  # draw a progress bar while weights load
     ranks_here: tuple[int, ...] = (0,)  # of the tensor-parallel group; see `RankInfo`
     rendezvous: str = ""
+    memory_fd: int = -1  # that the ranks share, for workers; -1: none
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
 
@@ -92,7 +93,7 @@ def run_worker(
     from .worker import Worker, run
 
     with contextlib.ExitStack() as stack:
-        rank_info = RankInfo(index(name), launch.ranks_here, launch.rendezvous)
+        rank_info = RankInfo(index(name), launch.ranks_here, launch.rendezvous, launch.memory_fd)
         progress = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
         worker = Worker(launch.config, rank_info=rank_info, progress=progress)
 

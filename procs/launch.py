@@ -13,6 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ..config.flags import add_flags, read_flags
 from ..errors import ConfigError, PagewireError
 from ..ipc.zmq_channel import check_address, read_keys
@@ -79,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         here = {name for name in workers(num_ranks) if name in actors}
         if here and len(here) < num_ranks:
             needed.add(RENDEZVOUS)
+            if config.cpu.cpu_bind == "auto":  # how many ranks share this machine is unknown
+                config = replace(config, cpu=replace(config.cpu, cpu_bind="none"))
         if missing := sorted(needed - addresses.keys()):
             raise ConfigError(f"Say where {missing[0]} is: --address {missing[0]}=tcp://host:port.")
         supervisor = Supervisor(prepare_server(config), actors=actors, addresses=addresses, keys=keys)

@@ -18,6 +18,7 @@ from functools import partial
 import msgspec
 
 from ..config.config import ServerConfig
+from ..engine.parallel.shared_memory import make_memory
 from ..errors import StartError
 from ..ipc.epochs import Link
 from ..ipc.messages import (
@@ -164,8 +165,11 @@ class Supervisor:
     # ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _spawn(self, actors: Sequence[str]) -> None:
-        """Starts these processes at the same time."""
+        """Starts these processes at the same time. Either all ranks of the model are among them or none is."""
         http_fd = -1 if self._listening is None else self._listening.fd
+        can_share = self._config.kernels == "compiled" and self._config.tensor_parallel_size > 1
+        is_for_ranks = can_share and RENDEZVOUS not in self._given and any(kind(name) == "worker" for name in actors)
+        memory_fd = make_memory() if is_for_ranks else -1
         launch = Launch(
             config=self._config,
             http=self._http,
@@ -178,24 +182,30 @@ class Supervisor:
             progress=not self._quiet and sys.stderr.isatty(),
             ranks_here=tuple(index(name) for name in self._actors if kind(name) == "worker"),
             rendezvous=self._given.get(RENDEZVOUS, f"file://{self._run_folder}/{RENDEZVOUS}-{self._device_epoch}"),
+            memory_fd=memory_fd,
             epoch=self._epoch,
             device_epoch=self._device_epoch,
         )
-        for name in actors:
-            launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
-            with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(launch.part_of(name)))
-            process = await asyncio.create_subprocess_exec(
-                *interpreter.COMMAND,
-                "pagewire.procs.child",
-                name,
-                str(launch_file),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._lifeline, http_fd) if kind(name) == "api" else (self._lifeline,),
-                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
-            )
-            child = self._children[name] = Child(name, process, self._epoch)
-            child.exited.add_done_callback(partial(self._on_exit, child))
+        fds_of = {"api": (http_fd,), "worker": (memory_fd,) if memory_fd >= 0 else ()}
+        try:
+            for name in actors:
+                launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
+                with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(msgspec.json.encode(launch.part_of(name)))
+                process = await asyncio.create_subprocess_exec(
+                    *interpreter.COMMAND,
+                    "pagewire.procs.child",
+                    name,
+                    str(launch_file),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(self._lifeline, *fds_of.get(kind(name), ())),
+                    env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
+                )
+                child = self._children[name] = Child(name, process, self._epoch)
+                child.exited.add_done_callback(partial(self._on_exit, child))
+        finally:
+            if memory_fd >= 0:
+                os.close(memory_fd)
 
     async def _supervise(self) -> int:
         """Waits until every actor is ready, has the api listen, and watches until the end. The exit code."""

@@ -5,11 +5,13 @@ send the results of those that are done. On a CPU a step is done when `launch` r
 plan is taken, and the loop polls both: no system call wakes a thread as fast.
 """
 
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, assert_never
 
 from ..config.config import EngineConfig
+from ..config.cpus import show_cpus
 from ..engine.parallel.rank import RankInfo
 from ..errors import StartError
 from ..ipc.actor import Post
@@ -58,6 +60,8 @@ class Worker:
         """Loads the model and offers the core the KV blocks that fit into the remaining memory. Raises a
         PagewireError."""
         started = time.perf_counter()
+        if self._config.cpu_sets:
+            _bind(self._rank_info.rank, self._config.cpu_sets)
         import torch  # no other process imports it
 
         self._timings = {f"torch {torch.__version__}": time.perf_counter() - started}
@@ -144,6 +148,15 @@ class Worker:
     def _started(self) -> "Runner":
         assert self._runner is not None, "the worker was not started"
         return self._runner
+
+
+def _bind(rank: int, cpu_sets: tuple[tuple[int, ...], ...]) -> None:
+    """Binds this thread, and those that it starts, so before torch is imported. Raises StartError."""
+    try:
+        os.sched_setaffinity(0, cpu_sets[rank])
+    except OSError as error:  # the cpuset was changed since `resolve` looked
+        cpus = show_cpus(cpu_sets[rank])
+        raise StartError(f"--cpu-bind: rank {rank} cannot be bound to CPUs {cpus}: {error.strerror}.") from error
 
 
 def run(

@@ -250,7 +250,10 @@ def _of_replica(config: ServerConfig, index: int, folder: Path) -> ServerConfig:
         reports=reports,
         api_keys=tuple(ApiKey(key.key) for key in http.api_keys),
     )
-    return ServerConfig(engine=replace(engine, device="cuda" if has_gpu else engine.device), http=http)
+    size = engine.tensor_parallel_size
+    cpu_sets = engine.cpu_sets[index * size : (index + 1) * size]
+    engine = replace(engine, device="cuda" if has_gpu else engine.device, cpu_sets=cpu_sets)
+    return ServerConfig(engine=engine, http=http)
 
 
 def _of_router(config: ServerConfig, replicas: list[Replica]) -> RouteConfig:

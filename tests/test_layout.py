@@ -33,7 +33,7 @@ ROOMS: dict[str, str] = {
     "engine.attention": "kernels kernels.cpu",
     "engine": "config engine.core engine.attention",
     "engine.kv_connector": "errors config ipc engine.core engine.attention",
-    "engine.parallel": "errors engine.checkpoint",
+    "engine.parallel": "errors engine.checkpoint kernels.cpu",
     "engine.weights": "errors config engine.checkpoint engine.parallel kernels",
     "engine.device": "errors config engine.parallel kernels.triton",
     "engine.layers": "engine.checkpoint engine.attention engine.parallel kernels",

@@ -62,7 +62,7 @@ ELSEWHERE = {
     "engine.kv_connector.room": "engine/kv_connector/test_tier_histories.py: random histories of every tier",
     "engine.models.decoder": "engine/runner/test_exactness.py: against transformers",
     "engine.models.registry": "engine/weights/test_dummy.py: every native architecture",
-    "engine.parallel.collectives": "e2e/test_tensor_parallel.py: needs processes",
+    "engine.parallel.shared_memory": "engine/parallel/test_collectives.py: needs processes that share it",
     "engine.steps.encoder_steps": "test_pooling.py: against transformers",
     "engine.steps.host_steps": "engine/runner/test_runner.py: with a model",
     "engine.steps.pooling": "test_pooling.py: against transformers",

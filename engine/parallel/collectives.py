@@ -1,5 +1,7 @@
 """How the ranks of a tensor-parallel group exchange tensors. One thread of each rank calls, all in the same order."""
 
+import contextlib
+import time
 from datetime import timedelta
 from typing import Protocol
 
@@ -7,9 +9,13 @@ import torch
 from torch import Tensor
 
 from ...errors import StartError
+from ...kernels.cpu import sums
+from ...kernels.cpu.build import BuildError
 from .rank import RankInfo
+from .shared_memory import SharedMemory
 
 _TIMEOUT = timedelta(minutes=10)  # the supervisor notices a dead rank long before
+_SUM_KINDS: dict[torch.dtype, sums.Kind] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ONE_SHOT_BYTES = 1 << 20  # largest one-shot sum; above, bandwidth matters more than latency
 
 
@@ -38,6 +44,38 @@ class Alone:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
+
+
+class SharedMemoryGroup:
+    """Processes of one machine that compute on CPUs with the C kernels. Sums are added in float32 in the order of the
+    ranks, and rounded once if they are bfloat16."""
+
+    def __init__(self, memory: SharedMemory, exchange: sums.Exchange, rank: int, size: int) -> None:
+        """memory: where all ranks have met."""
+        self.rank, self.size = rank, size
+        self._memory, self._exchange = memory, exchange
+
+    def all_reduce(self, x: Tensor) -> None:
+        self._run(x, x, 0, _SUM_KINDS[x.dtype])
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty((self.size, *x.shape))
+        self._run(x, out, x.nbytes, "copy")
+        return out
+
+    def _run(self, x: Tensor, out: Tensor, stride: int, kind: sums.Kind) -> None:
+        """Raises RuntimeError if another rank has ended, or does not take part in time."""
+        assert x.is_contiguous(), x.stride()
+        at, to = x.data_ptr(), out.data_ptr()
+        for start in range(0, x.nbytes, sums.SLOT_BYTES):
+            num_bytes = min(sums.SLOT_BYTES, x.nbytes - start)
+            if not self._exchange.round(at + start, to + start, num_bytes, stride, kind, is_begun=False):
+                deadline = time.monotonic() + _TIMEOUT.total_seconds()
+                while not self._exchange.round(at + start, to + start, num_bytes, stride, kind, is_begun=True):
+                    if (ended := self._memory.ended()) is not None:
+                        raise RuntimeError(f"rank {ended} has ended")
+                    if time.monotonic() > deadline:
+                        raise RuntimeError(f"another rank has not taken part in a sum within {_TIMEOUT}")
 
 
 class GlooGroup:
@@ -111,7 +149,24 @@ def join(rank_info: RankInfo, size: int, device: torch.device) -> Group:
     """Waits for all ranks and returns this rank's group. Raises StartError."""
     if size == 1:
         return Alone()
-    return NcclGroup(rank_info, size, device) if device.type == "cuda" else GlooGroup(rank_info, size)
+    if device.type == "cuda":
+        return NcclGroup(rank_info, size, device)
+    return _share_memory(rank_info, size) or GlooGroup(rank_info, size)
+
+
+def _share_memory(rank_info: RankInfo, size: int) -> SharedMemoryGroup | None:
+    """None, on all ranks alike, if they share no memory or one of them cannot load the C kernels. Raises StartError."""
+    if rank_info.memory_fd < 0:
+        return None
+    try:
+        memory = SharedMemory(rank_info.memory_fd, rank=rank_info.rank, size=size, num_bytes=sums.memory_bytes(size))
+    except OSError as error:
+        raise StartError(f"The {size} ranks cannot share memory: {error.strerror}.") from error
+    exchange = None
+    with contextlib.suppress(BuildError):  # the runner reports why there are no C kernels
+        exchange = sums.Exchange(memory.address, rank=rank_info.rank, size=size)
+    can_all = memory.meet(is_able=exchange is not None, timeout_s=_TIMEOUT.total_seconds())
+    return SharedMemoryGroup(memory, exchange, rank_info.rank, size) if can_all and exchange is not None else None
 
 
 def _join(backend: str, rank_info: RankInfo, size: int, device: torch.device | None) -> None:

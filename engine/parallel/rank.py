@@ -10,6 +10,7 @@ class RankInfo:
     rank: int = 0
     ranks_here: tuple[int, ...] = (0,)  # all ranks of this machine, this one included
     rendezvous: str = ""  # if there are several ranks: file:///path, or tcp://host:port of rank 0
+    memory_fd: int = -1  # of `shared_memory.make_memory`, if all ranks are on one machine and use the C kernels
 
     @property
     def local_rank(self) -> int:

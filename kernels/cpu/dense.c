@@ -239,7 +239,10 @@ static void dot_sums(const Matrix *w, const void *panel, long rows, const char *
     for (long g = 0; g < to - from; g += 2) {
         const char *b0 = weights + g * steps * TILE_BYTES, *b1 = b0 + steps * TILE_BYTES;
         int has_second = g + 1 < to - from;
-        tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
         if (rows > TILE_ROWS && has_second) {
             for (long k = 0; k < steps; k++) {
                 tile_load(4, low + k * TILE_BYTES, 64);

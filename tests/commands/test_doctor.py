@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.commands import doctor
-from pagewire.config.config import MachineFacts
+from pagewire.config.config import MachineFacts, NumaNode
 from pagewire.engine.checkpoint.source import DEMO_MODEL
 
 MACHINE = MachineFacts(num_cores=2)
@@ -36,6 +36,33 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "requires", lambda name: ["no-such-thing>=2", "msgspec>=0.2", "absent; extra == 'dev'"])
     (found,) = [f for f in doctor.check_software() if f.subject == "packages"]
     assert found.level == "bad" and found.advice == "pip install no-such-thing"
+
+
+def cpus(machine: MachineFacts, num_ranks: int = 1, cpu_bind: str = "auto") -> list[tuple[str, str]]:
+    return [(finding.level, finding.found) for finding in doctor.check_cpus(machine, num_ranks, cpu_bind)]
+
+
+def test_the_cpus_and_what_ranks_use_of_them() -> None:
+    nodes = (NumaNode(0, ((0, 8), (1, 9))), NumaNode(1, ((4, 12), (5, 13))))
+    online = tuple(range(16))
+    machine = MachineFacts(num_cores=3, online_cpus=online, numa_nodes=nodes, num_sockets=2, cpu_quota=3)
+    *places, ranks = cpus(machine)
+    assert places == [
+        ("ok", "2 sockets, 2 NUMA nodes; CPUs 0-1,4-5,8-9,12-13 of 0-15 allowed, 4 cores; a quota of 3 CPUs"),
+        ("ok", "CPUs 0-1,8-9, 2 cores"),
+        ("ok", "CPUs 4-5,12-13, 2 cores"),
+    ]
+    assert ranks == ("note", "1 rank of 3 threads, not bound to CPUs")
+    assert cpus(machine, 2)[-1] == ("ok", "2 ranks of 1 thread, bound to CPUs 0-1,8-9 | 4-5,12-13")
+    assert cpus(machine, 2, "0|5,13")[-1] == ("ok", "2 ranks of 1 thread, bound to CPUs 0 | 5,13")
+    level, found = cpus(machine, 2, "0|2")[-1]
+    assert level == "bad" and "may not use CPU 2" in found
+    one = MachineFacts(num_cores=2, online_cpus=(0, 1), numa_nodes=(NumaNode(0, ((0,), (1,))),))
+    assert cpus(one) == [
+        ("ok", "1 socket, 1 NUMA node; CPUs 0-1 of 0-1 allowed, 2 cores; no quota"),
+        ("ok", "1 rank of 2 threads, not bound to CPUs"),
+    ]
+    assert cpus(MachineFacts(num_cores=4)) == [("ok", "4 cores; this system does not show NUMA nodes")]
 
 
 def test_ports() -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from pagewire.commands.explain import explain, settings, shown
-from pagewire.config.config import Config, MachineFacts, ModelFacts, Purpose, ServerConfig
+from pagewire.config.config import Config, MachineFacts, ModelFacts, NumaNode, Purpose, ServerConfig
 from pagewire.config.flags import SETTINGS, add_flags, make_config, read_settings
 from pagewire.config.resolve import resolve, resolve_http
 from pagewire.errors import ConfigError
@@ -65,6 +65,12 @@ def test_reasons_follow_the_decision() -> None:
     assert rows(Config(), GPU, {})["max_num_batched_tokens"] == ("2048", "the value for a GPU")
     assert rows(make_config(device="cpu"), GPU, {"device": "--device"})["block_size"] == ("16", "the value for a CPU")
     assert "shared by 2 ranks" in rows(make_config(tensor_parallel_size=2), CPU, {})["threads"][1]
+    nodes = (NumaNode(0, ((0,), (1,))), NumaNode(1, ((2,), (3,))))
+    numa = MachineFacts(num_cores=4, online_cpus=(0, 1, 2, 3), numa_nodes=nodes)
+    assert rows(Config(), numa, {})["cpu_bind"] == ("none", "there is one rank")
+    both = rows(make_config(tensor_parallel_size=2), numa, {})
+    assert both["cpu_bind"] == ("0-1 | 2-3", "the CPUs of 2 NUMA nodes, shared by 2 ranks")
+    assert rows(make_config(tensor_parallel_size=8), numa, {})["cpu_bind"][1].startswith("there are fewer usable cores")
 
 
 def test_the_source_of_a_setting_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """Facts about the machine."""
 
-from pathlib import Path
+import os
+import subprocess
+import sys
 
 import msgspec
 import pytest
 
-from pagewire.config.machine import OVERRIDES, cpu_quota, machine_facts
+from pagewire.config.machine import OVERRIDES, machine_facts
 from pagewire.errors import ConfigError
 
 
@@ -25,8 +27,16 @@ def test_invalid_overrides_are_refused(text: str) -> None:
         machine_facts({OVERRIDES: text})
 
 
-def test_a_control_group_grants_whole_cpus(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) > 1000
-    for text, num in (("max 100000", 1 << 16), ("250000 100000", 2), ("50000 100000", 1), ("nonsense", 1 << 16)):
-        (tmp_path / "cpu.max").write_text(text + "\n")
-        assert cpu_quota(tmp_path) == num
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="there are no affinities")
+def test_the_affinity_of_this_process_counts() -> None:
+    """As `taskset` and a container's cpuset set it."""
+    cpu = min(os.sched_getaffinity(0))
+    code = f"""
+import os
+from pagewire.config.machine import machine_facts
+os.sched_setaffinity(0, [{cpu}])
+facts = machine_facts({{}})
+print(facts.num_cores, [node.cores for node in facts.numa_nodes], {cpu} in facts.online_cpus)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == f"1 [(({cpu},),)] True"

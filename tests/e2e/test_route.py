@@ -11,6 +11,8 @@ from waiting import until
 
 from pagewire.bench.serve import route
 from pagewire.bench.serve.route_streams import bodies, differences, read_streams
+from pagewire.config.cpu_bind import bind_ranks
+from pagewire.config.machine import machine_facts
 from pagewire.tools.servers import ROUTE, Server, is_alive
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -44,6 +46,10 @@ def test_streams_continue_after_kill_9_of_a_whole_engine(on_default: str, start:
 def test_engines_of_one_launch_are_replaced_and_restarted_under_load(start: Start) -> None:
     launch = start(*ENGINE, "--data-parallel-size", "2")
     launch.wait_ready()
+    if cpu_sets := bind_ranks("auto", 2, machine_facts()):
+        everyone = launch.supervisor.children(recursive=True)
+        ranks = [process for process in everyone if "pagewire: worker" in process.cmdline()[0]]
+        assert sorted(tuple(rank.cpu_affinity()) for rank in ranks) == sorted(cpu_sets)
     requests = bodies(6, 40)
     expected = asyncio.run(read_streams(launch.url, requests, [0]))
     assert not any(stream.error for stream in expected)

@@ -13,6 +13,8 @@ import vocabulary
 from waiting import until
 
 from pagewire import LLM, SamplingParams
+from pagewire.config.cpu_bind import bind_ranks
+from pagewire.config.cpus import show_cpus
 from pagewire.config.machine import machine_facts
 from pagewire.tools.servers import Server, free_port
 
@@ -60,7 +62,15 @@ def test_ranks_give_the_tokens_of_one_rank(
     )
     flags = ("--dtype", "float32", "--tensor-parallel-size", str(size), "--max-num-batched-tokens", "16")
     server = start(str(folder), *flags).wait_ready()
-    assert {"worker", *(f"worker-{rank}" for rank in range(1, size))} <= server.children().keys()
+    ranks = server.of_kind("worker")
+    assert len(ranks) == size
+    cpu_sets = bind_ranks("auto", size, machine_facts())
+    if cpu_sets:  # there are cores enough
+        assert [tuple(rank.cpu_affinity()) for rank in ranks] == list(cpu_sets)
+        assert f"ranks bound to CPUs {' | '.join(map(show_cpus, cpu_sets))}" in server.log.read_text()
+    if machine_facts().has_compiler:
+        for rank in ranks:
+            assert "/memfd:pagewire-ranks" in Path(f"/proc/{rank.pid}/maps").read_text()
     ids, logprobs = _complete(server, PROMPTS, temperature=0)
     assert ids == [list(one.token_ids) for one in greedy]
     for found, one in zip(logprobs, greedy, strict=True):
@@ -109,6 +119,18 @@ def test_a_rank_that_dies_while_loading_is_named_and_ends_the_start(start: Calla
     assert server.process.wait(20) == 1
     assert server.log.read_text() == "pagewire: worker-1 was killed by SIGKILL.\n"
     assert not [child for child in children.values() if child.is_running()]
+
+
+def test_one_rank_may_be_bound_as_well(start: Callable[..., Server]) -> None:
+    cpu = machine_facts().numa_nodes[-1].cores[-1][-1]
+    server = start("--cpu-bind", str(cpu)).wait_ready()
+    children = server.children()
+    assert children["worker"].cpu_affinity() == [cpu]
+    assert children["core"].cpu_affinity() == server.supervisor.cpu_affinity()
+    assert server.stop() == 0
+    refused = start("--cpu-bind", "60000")
+    assert refused.process.wait(20) == 2
+    assert refused.log.read_text().startswith("pagewire: --cpu-bind 60000: there is no CPU 60000; this machine has ")
 
 
 @pytest.mark.long

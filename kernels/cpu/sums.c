@@ -1,0 +1,154 @@
+/* What the ranks of one machine exchange: sums and copies through memory that they share.
+
+   The memory holds a Flag for each rank, then two sets of slots; a set has a slot for each rank. In a round each rank
+   copies its part of a tensor into its own slot, stores the round's number into its own flag, waits until the flags of
+   all ranks have that number, and reads all slots in the order of the ranks. So each rank computes the same sum, with
+   the same bits. Rounds use the two sets of slots in turn. One wait in a round is enough: a rank that writes into a set
+   has seen that all ranks have begun the round before, so they have read what the set held.
+
+   A slot is written by its own rank only, so its pages are on that rank's NUMA node.
+
+   A rank that waits first spins for SPIN_NS and lets others have its CPU in between, then it sleeps (futex). It returns
+   after WAIT_S so that the caller can look whether the other ranks still exist; the caller then calls again for the same
+   round, and the rank sleeps at once. The supervisor takes a rank for hung that uses no CPU time, so a rank that waits
+   for long must use next to none. */
+#include "vectors.h"
+#include <sched.h>
+#include <time.h>
+#ifdef __linux__
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+enum { COPY, SUM_FLOAT32, SUM_BFLOAT16 };
+enum { SPINS = 64, SPIN_NS = 100000, WAIT_S = 1 };
+
+/* On two cache lines of its own, because processors fetch lines in pairs. */
+typedef struct {
+    uint32_t round;    /* the last round that the rank has begun, modulo 2^32 */
+    uint32_t sleepers; /* ranks that sleep until `round` changes */
+    char unused[120];
+} Flag;
+
+typedef struct {
+    Flag *flags;
+    char *slots; /* two sets of `size` slots of `slot_bytes`, which is a multiple of 64 */
+    long rank, size, slot_bytes;
+    uint32_t round;
+} Ranks;
+
+static long now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+static void pause_cpu(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");
+#endif
+}
+
+static int has_begun(const Flag *flag, uint32_t round)
+{
+    return (int32_t)(__atomic_load_n(&flag->round, __ATOMIC_ACQUIRE) - round) >= 0;
+}
+
+static void begin(Flag *flag, uint32_t round)
+{
+    __atomic_store_n(&flag->round, round, __ATOMIC_SEQ_CST);
+#ifdef __linux__
+    if (__atomic_load_n(&flag->sleepers, __ATOMIC_SEQ_CST)) /* a sleeper is counted before it looks at `round` */
+        syscall(SYS_futex, &flag->round, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+#endif
+}
+
+static void sleep_until_changed(Flag *flag, uint32_t round)
+{
+#ifdef __linux__
+    struct timespec most = {WAIT_S, 0};
+    __atomic_add_fetch(&flag->sleepers, 1, __ATOMIC_SEQ_CST);
+    uint32_t seen = __atomic_load_n(&flag->round, __ATOMIC_SEQ_CST);
+    if ((int32_t)(seen - round) < 0)
+        syscall(SYS_futex, &flag->round, FUTEX_WAIT, seen, &most, NULL, 0);
+    __atomic_sub_fetch(&flag->sleepers, 1, __ATOMIC_SEQ_CST);
+#else
+    struct timespec pause = {0, SPIN_NS};
+    nanosleep(&pause, NULL);
+#endif
+}
+
+/* Whether the rank has begun the round; if not, WAIT_S have passed or a signal has come. */
+static int wait_for(Flag *flag, uint32_t round, int may_spin)
+{
+    long started = now_ns();
+    while (may_spin && now_ns() - started < SPIN_NS) {
+        for (int i = 0; i < SPINS; i++) {
+            if (has_begun(flag, round))
+                return 1;
+            pause_cpu();
+        }
+        sched_yield(); /* the other rank may be waiting for this CPU */
+    }
+    if (!has_begun(flag, round))
+        sleep_until_changed(flag, round);
+    return has_begun(flag, round);
+}
+
+/* Rounded to nearest, ties to even; a NaN stays one. */
+static uint16_t to_bfloat16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+/* out[i] = slot 0's i-th number + slot 1's + …, added in this order in float32. Slots may be read beyond `count`. */
+static void add(const Ranks *ranks, const char *slots, char *out, long count, int bf16)
+{
+    for (long i = 0; i < count; i += LANES) {
+        vf sum = load16(slots, i, bf16);
+        for (long rank = 1; rank < ranks->size; rank++)
+            sum += load16(slots + rank * ranks->slot_bytes, i, bf16);
+        long num = count - i < LANES ? count - i : LANES;
+        if (bf16) {
+            for (long j = 0; j < num; j++) {
+                uint16_t half = to_bfloat16(sum[j]);
+                memcpy(out + 2 * (i + j), &half, 2);
+            }
+        } else if (num == LANES) {
+            *(vf_any *)(out + 4 * i) = sum;
+        } else {
+            memcpy(out + 4 * i, &sum, 4 * num);
+        }
+    }
+}
+
+/* One round. x: this rank's `bytes`, at most a slot. out: for COPY the bytes of all ranks, `stride` bytes apart; else
+   their sum, and it may be x. is_begun: an earlier call for this round has returned 0. Returns 1 when the round is
+   done, 0 if another rank has not begun it yet. */
+int pagewire_exchange(Ranks *ranks, const void *x, void *out, long bytes, long stride, int kind, int is_begun)
+{
+    char *slots = ranks->slots + (ranks->round & 1) * ranks->size * ranks->slot_bytes;
+    uint32_t round = ranks->round + 1;
+    if (!is_begun) {
+        memcpy(slots + ranks->rank * ranks->slot_bytes, x, bytes);
+        begin(ranks->flags + ranks->rank, round);
+    }
+    for (long rank = 0; rank < ranks->size; rank++)
+        if (!wait_for(ranks->flags + rank, round, !is_begun))
+            return 0;
+    if (kind == COPY)
+        for (long rank = 0; rank < ranks->size; rank++)
+            memcpy((char *)out + rank * stride, slots + rank * ranks->slot_bytes, bytes);
+    else
+        add(ranks, slots, out, bytes / (kind == SUM_BFLOAT16 ? 2 : 4), kind == SUM_BFLOAT16);
+    ranks->round = round;
+    return 1;
+}

@@ -1,0 +1,45 @@
+"""`sums.c`: sums and copies between the ranks of one machine, through memory that they share."""
+
+import ctypes
+from typing import Literal
+
+from . import build
+
+FLAG_BYTES = 128
+"""Of a rank's `Flag` in sums.c."""
+SLOT_BYTES = 1 << 18
+"""Of a rank's slot, and so the most that one round exchanges: it stays in the cache of a core between the processes."""
+Kind = Literal["copy", "float32", "bfloat16"]
+
+_KINDS: dict[Kind, int] = {"copy": 0, "float32": 1, "bfloat16": 2}
+_P, _L, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+
+
+class _Ranks(ctypes.Structure):
+    """`Ranks` of sums.c."""
+
+    _fields_ = (
+        *((name, _P) for name in ("flags", "slots")),
+        *((name, _L) for name in ("rank", "size", "slot_bytes")),
+        ("round", ctypes.c_uint32),
+    )
+
+
+def memory_bytes(size: int) -> int:
+    """Bytes that `size` ranks share, all zero at first."""
+    return size * (FLAG_BYTES + 2 * SLOT_BYTES)
+
+
+class Exchange:
+    """This rank's side. All ranks call in the same order with tensors of one shape."""
+
+    def __init__(self, address: int, *, rank: int, size: int) -> None:
+        """address: of `memory_bytes(size)` bytes, aligned to 64. Raises build.BuildError."""
+        self._call = build.load().pagewire_exchange
+        self._call.argtypes, self._call.restype = (_P, _P, _P, _L, _L, _I, _I), _I
+        self._ranks = _Ranks(address, address + size * FLAG_BYTES, rank, size, SLOT_BYTES, 0)
+        self._at = ctypes.addressof(self._ranks)
+
+    def round(self, x: int, out: int, num_bytes: int, stride: int, kind: Kind, *, is_begun: bool) -> bool:
+        """`pagewire_exchange`: whether the round is done. If not, call again with `is_begun`."""
+        return bool(self._call(self._at, x, out, num_bytes, stride, _KINDS[kind], is_begun))

@@ -1,0 +1,230 @@
+"""Ranks that are real processes and share memory: sums against torch, and ranks that end."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from waiting import until
+
+from pagewire.config.machine import machine_facts
+from pagewire.engine.parallel.collectives import GlooGroup, SharedMemoryGroup, join
+from pagewire.engine.parallel.rank import RankInfo
+from pagewire.engine.parallel.shared_memory import SharedMemory, make_memory
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Elements: one, no multiple of a vector, exactly a round of float32, two rounds and a rest.
+SIZES = [1, 17, 4096, 65536, 140001]
+NUM_GATHERED = 7 * 10001  # float64, so three rounds
+
+
+def part(rank: int, num: int, dtype: torch.dtype) -> torch.Tensor:
+    """A rank's part of a sum: numbers of very different sizes, whose sum depends on the order."""
+    generator = torch.Generator().manual_seed(1000 * rank + num)
+    exponents = torch.randint(-12, 12, (num,), generator=generator)
+    return torch.ldexp(torch.randn(num, generator=generator), exponents).to(dtype)
+
+
+def special(rank: int) -> torch.Tensor:
+    """What is not finite, signed zeros, and sums that lie between two numbers of bfloat16."""
+    rows = [[float("nan"), float("inf"), float("inf"), -0.0, 256.0, 258.0, 3e38], [1.0, 1.0, -float("inf"), -0.0, 1.0]]
+    return torch.tensor((rows[rank] if rank < 2 else []) + [0.0] * 7)[:7]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes; every NaN is the same, but a zero has its sign."""
+    return x.masked_fill(x.isnan(), float("nan")).view(torch.uint8)
+
+
+def rank_info(rank: int, size: int, fd: int, folder: Path) -> RankInfo:
+    return RankInfo(rank, tuple(range(size)), f"file://{folder}/ranks", fd)
+
+
+def take_part(rank: int, size: int, fd: int, folder: Path) -> None:
+    """A rank's process: stores what it got of every operation."""
+    group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
+    assert isinstance(group, SharedMemoryGroup)
+    got = []
+    for repetition in range(3):
+        for dtype in DTYPES:
+            for num in SIZES:
+                x = part(rank, num + repetition, dtype)
+                group.all_reduce(x)
+                got.append(x)
+            x = special(rank).to(dtype)
+            group.all_reduce(x)
+            got.append(x)
+        got.append(group.all_gather(part(rank, NUM_GATHERED, torch.float64).view(7, -1)))
+    many = torch.tensor([float(rank)])
+    for _ in range(2000):  # so that ranks are often a round apart
+        group.all_reduce(many)
+        many.fmod_(97.0)
+    torch.save([*got, many], folder / f"rank-{rank}.pt")
+
+
+def sum_for_ever(rank: int, size: int, fd: int, folder: Path) -> None:
+    group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
+    (folder / f"met-{rank}").touch()
+    while True:
+        group.all_reduce(torch.ones(1000))
+
+
+def sum_once(rank: int, size: int, fd: int, folder: Path) -> None:
+    group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
+    (folder / f"met-{rank}").touch()
+    x = torch.ones(1000)
+    group.all_reduce(x)
+    assert x.tolist() == [size] * 1000
+
+
+def sum_late(rank: int, size: int, fd: int, folder: Path) -> None:
+    """As `sum_once`, but only after SIGUSR1."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
+    (folder / f"met-{rank}").touch()
+    signal.sigwait([signal.SIGUSR1])
+    x = torch.ones(1000)
+    group.all_reduce(x)
+    assert x.tolist() == [size] * 1000
+
+
+def arrive_unable(rank: int, size: int, fd: int, folder: Path) -> None:
+    """As a rank that cannot load the C kernels."""
+    SharedMemory(fd, rank=rank, size=size, num_bytes=1 << 20).meet(is_able=False, timeout_s=60.0)
+    group = GlooGroup(rank_info(rank, size, fd, folder), size)
+    x = torch.full((5,), float(rank))
+    group.all_reduce(x)
+    assert x.tolist() == [1.0] * 5
+
+
+def wait_for_others(rank: int, size: int, fd: int, folder: Path) -> None:
+    SharedMemory(fd, rank=rank, size=size, num_bytes=64).meet(is_able=True, timeout_s=60.0)
+
+
+def leave_early(rank: int, size: int, fd: int, folder: Path) -> None:
+    SharedMemory(fd, rank=rank, size=size, num_bytes=64).meet(is_able=True, timeout_s=0.0)
+
+
+def sleep(rank: int, size: int, fd: int, folder: Path) -> None:
+    signal.pause()
+
+
+def arrive_able(rank: int, size: int, fd: int, folder: Path) -> None:
+    group = join(rank_info(rank, size, fd, folder), size, torch.device("cpu"))
+    assert isinstance(group, GlooGroup)
+    x = torch.full((5,), float(rank))
+    group.all_reduce(x)
+    assert x.tolist() == [1.0] * 5
+
+
+@contextmanager
+def ranks(folder: Path, *roles: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """A process for each role, a function of this file."""
+    fd = make_memory()
+    started = []
+    with ExitStack() as stack:
+        stack.callback(os.close, fd)
+        for rank, role in enumerate(roles):
+            command = [sys.executable, __file__, role, str(rank), str(len(roles)), str(fd), str(folder)]
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+            process = subprocess.Popen(command, pass_fds=(fd,), stderr=subprocess.PIPE, text=True, env=environment)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            started.append(process)
+        yield started
+
+
+def ends_with(process: subprocess.Popen[str], sentence: str) -> None:
+    """The process fails with the sentence as the end of its traceback."""
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 1 and text.strip().endswith(sentence), text
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not machine_facts().has_compiler, reason="without the C kernels ranks use gloo"),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_are_added_in_the_order_of_the_ranks_on_every_rank(size: int, tmp_path: Path) -> None:
+    with ranks(tmp_path, *["take_part"] * size) as processes:
+        for process in processes:
+            _, text = process.communicate(timeout=120)
+            assert process.returncode == 0, text
+    expected = []
+    for repetition in range(3):
+        for dtype in DTYPES:
+            for num in [*(num + repetition for num in SIZES), None]:
+                parts = [special(r).to(dtype) if num is None else part(r, num, dtype) for r in range(size)]
+                total = parts[0].float()
+                for other in parts[1:]:
+                    total = total + other.float()
+                expected.append(total.to(dtype))
+        expected.append(torch.stack([part(r, NUM_GATHERED, torch.float64).view(7, -1) for r in range(size)]))
+    for rank in range(size):
+        *got, many = torch.load(tmp_path / f"rank-{rank}.pt")
+        assert len(got) == len(expected)
+        for found, wanted in zip(got, expected, strict=True):
+            assert found.dtype == wanted.dtype and found.shape == wanted.shape
+            assert torch.equal(bits(found), bits(wanted)), (found, wanted)
+        total = float(sum(range(size)))
+        for _ in range(1999):
+            total = total % 97.0 * size
+        assert many.item() == total % 97.0
+
+
+def test_a_rank_that_is_killed_ends_the_sums_of_the_others(tmp_path: Path) -> None:
+    with ranks(tmp_path, *["sum_for_ever"] * 3) as processes:
+        until(lambda: all((tmp_path / f"met-{rank}").exists() for rank in range(3)), "the ranks have met", 60.0)
+        processes[1].kill()
+        # One of the others notices it first and ends, and the last one may notice either of them.
+        _, first = processes[0].communicate(timeout=60)
+        _, last = processes[2].communicate(timeout=60)
+        assert processes[0].returncode == processes[2].returncode == 1, (first, last)
+        assert "RuntimeError: rank 1 has ended" in first + last
+
+
+def num_sleeps(process: subprocess.Popen[str]) -> int:
+    """How often the main thread has begun to wait in the kernel."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["late", "killed"])
+def test_a_rank_sleeps_while_it_waits_for_another_one(is_killed: bool, tmp_path: Path) -> None:
+    with ranks(tmp_path, "sum_once", "sum_late") as processes:
+        waiting, late = processes
+        until(lambda: all((tmp_path / f"met-{rank}").exists() for rank in range(2)), "the ranks have met", 60.0)
+        before = num_sleeps(waiting)
+        until(lambda: num_sleeps(waiting) >= before + 3, "the rank has slept, looked for the other, and slept", 60.0)
+        assert waiting.poll() is None
+        late.send_signal(signal.SIGKILL if is_killed else signal.SIGUSR1)
+        if is_killed:
+            ends_with(waiting, "RuntimeError: rank 1 has ended")
+        else:
+            for process in processes:
+                _, text = process.communicate(timeout=60)
+                assert process.returncode == 0, text
+
+
+def test_a_rank_that_ends_before_all_have_met(tmp_path: Path) -> None:
+    with ranks(tmp_path, "wait_for_others", "leave_early", "sleep") as processes:
+        ends_with(processes[1], "did not come.")  # rank 2, or rank 0 if that one starts more slowly
+        ends_with(processes[0], "The 3 ranks did not meet: rank 1 has ended.")
+
+
+def test_ranks_use_gloo_if_one_of_them_has_no_kernels(tmp_path: Path) -> None:
+    with ranks(tmp_path, "arrive_able", "arrive_unable") as processes:
+        for process in processes:
+            _, text = process.communicate(timeout=60)
+            assert process.returncode == 0, text
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
