@@ -81,6 +81,9 @@ def write_gguf(
     _add_config(writer, config)
     if (folder / "tokenizer.json").exists():
         add_tokenizer(writer, folder)
+    else:
+        writer.add_bos_token_id(config["bos_token_id"])
+        writer.add_eos_token_id(config["eos_token_id"])
     for key, value in (metadata or {}).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
@@ -136,14 +139,56 @@ def _add_config(writer: Any, config: dict[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if inner := config.get("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(inner)
-    if not writer.kv_data[0].get("tokenizer.ggml.eos_token_id"):
-        writer.add_bos_token_id(config["bos_token_id"])
-        writer.add_eos_token_id(config["eos_token_id"])
 
 
-def add_tokenizer(writer: Any, folder: Path) -> None:
+def add_tokenizer(writer: Any, folder: Path, *, pre: str = "gpt-2") -> None:
     """The vocabulary of tokenizer.json and the named tokens of tokenizer_config.json, as llama.cpp's converter does."""
-    raise NotImplementedError
+    described = json.loads((folder / "tokenizer.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    add_vocabulary(writer, described, pre=pre)
+    ids = described["model"]["vocab"] | {token["content"]: token["id"] for token in described["added_tokens"]}
+    for name, add in (
+        ("bos_token", writer.add_bos_token_id),
+        ("eos_token", writer.add_eos_token_id),
+        ("pad_token", writer.add_pad_token_id),
+        ("unk_token", writer.add_unk_token_id),
+    ):
+        if settings.get(name) in ids:
+            add(ids[settings[name]])
+    processor = json.dumps(described.get("post_processor"))
+    writer.add_add_bos_token("bos_token" in settings and json.dumps(settings["bos_token"]) in processor)
+    if template := settings.get("chat_template"):
+        writer.add_chat_template(template)
+
+
+def add_vocabulary(
+    writer: Any, described: dict[str, Any], *, pre: str, scores: Mapping[str, float] | None = None
+) -> None:
+    """described: tokenizer.json of a BPE. pre: how it splits words. scores: of a SentencePiece vocabulary."""
+    vocab, added = described["model"]["vocab"], {token["content"]: token for token in described["added_tokens"]}
+    texts = {id: text for text, id in vocab.items()} | {token["id"]: text for text, token in added.items()}
+    tokens, types = [], []
+    for id in range(max(texts) + 1):
+        text = texts.get(id)
+        kind = gguf.TokenType.NORMAL
+        if text is None:
+            text, kind = f"[PAD{id}]", gguf.TokenType.UNUSED
+        elif scores is not None and text == described["model"]["unk_token"]:
+            kind = gguf.TokenType.UNKNOWN
+        elif text in added:
+            kind = gguf.TokenType.CONTROL if added[text]["special"] else gguf.TokenType.USER_DEFINED
+        elif scores is not None and len(text) == 6 and text.startswith("<0x"):
+            kind = gguf.TokenType.BYTE
+        tokens.append(text)
+        types.append(kind)
+    writer.add_tokenizer_model("gpt2" if scores is None else "llama")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if scores is not None:
+        writer.add_token_scores([scores.get(token, 0.0) for token in tokens])
+    elif described["model"]["merges"]:
+        writer.add_token_merges([" ".join(merge) for merge in described["model"]["merges"]])
 
 
 def _stacked(tensors: Mapping[str, Array], config: dict[str, Any]) -> dict[str, tuple[Array, list[str]]]:

@@ -168,13 +168,13 @@ def _rope(gguf: Gguf, arch: str) -> dict[str, object]:
 
 
 def _dtype(gguf: Gguf) -> str:
-    """The type of most of the matrices; of quantized ones bfloat16, in which the models were trained."""
+    """The type of most of the matrices; of quantized ones that of their scales."""
     num_bytes: Counter[str] = Counter()
     for tensor in gguf.tensors.values():
         if len(tensor.shape) > 1:
             num_bytes[tensor.type] += tensor.num_bytes
     if any(kind not in PLAIN for kind in num_bytes):
-        return "bfloat16"
+        return "float16"
     return _DTYPES[num_bytes.most_common(1)[0][0]] if num_bytes else "float32"
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,8 +34,8 @@ from ...errors import CheckpointError, ConfigError
 from ...kernels.grouped_weight import GroupedWeight
 from ..checkpoint.gguf import PLAIN, TYPES, GgufTensor, read_gguf
 
-_Bytes = NDArray[np.uint8]
-_Floats = NDArray[np.float32]
+_Bytes = NDArray[np.integer[Any]]
+_Floats = NDArray[np.floating[Any]]
 _BLOCK = {name: (values, num_bytes) for name, values, num_bytes in TYPES.values()}
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -195,7 +195,7 @@ class GgufReader:
     def _read(self, tensor: GgufTensor, offset: int, num_rows: int, row_bytes: int) -> Tensor:
         """Not mapped: a file that is cut short meanwhile would end the process."""
         data = np.empty((num_rows, row_bytes), np.uint8)
-        view, done = memoryview(data.reshape(-1)), 0
+        view, done = memoryview(data.data).cast("B"), 0
         while done < data.nbytes:
             try:
                 count = os.preadv(self._files[tensor.file].fd, [view[done:]], offset + done)
@@ -263,9 +263,9 @@ def decode(kind: str, rows: Tensor, num_rows: int) -> GroupedWeight:
     _, num_bytes = _BLOCK[kind]
     with np.errstate(invalid="ignore"):  # scales that are not finite
         numbers, scales, offsets = _DECODERS[kind](rows.numpy().reshape(-1, num_bytes))
-    by_group = [torch.from_numpy(each.reshape(num_rows, -1).T.copy()) for each in (scales, offsets)]
+    scale, offset = (torch.from_numpy(each.reshape(num_rows, -1).T.copy()) for each in (scales, offsets))
     values = torch.from_numpy(np.ascontiguousarray(numbers.reshape(num_rows, -1)))
-    return GroupedWeight(values, *by_group, bits=4 if kind in _FOUR_BITS else 8)
+    return GroupedWeight(values, scale, offset, 4 if kind in _FOUR_BITS else 8)
 
 
 _Decoded = tuple[_Bytes, _Floats, _Floats]
@@ -306,7 +306,7 @@ def _q5_1(blocks: _Bytes) -> _Decoded:
 
 
 def _fifth_bits(data: _Bytes) -> _Bytes:
-    return np.unpackbits(data, axis=1, bitorder="little") << 4
+    return np.unpackbits(data.astype(np.uint8), axis=1, bitorder="little") << 4
 
 
 def _q2_k(blocks: _Bytes) -> _Decoded:
