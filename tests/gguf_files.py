@@ -64,12 +64,14 @@ def write_gguf(
     *,
     types: Mapping[str, str] | None = None,
     metadata: Mapping[str, int | float | bool | str | list[str]] | None = None,
+    more: Mapping[str, Array] | None = None,
     split: int = 0,
     widened: Path | None = None,
 ) -> Path:
     """Writes the checkpoint in `folder` with matrices of the type `kind`, and vectors and routers in F32.
 
-    types: end of a tensor's name → another type. metadata: more entries. split: tensors in a file, of several.
+    types: end of a tensor's name → another type. metadata: more entries, or other values. more: more tensors. split:
+    tensors in a file, of several.
     widened: a folder for the checkpoint that holds the same weights in float32. Returns the first file.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -78,16 +80,19 @@ def write_gguf(
     tensors = {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
     if config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
-    _add_config(writer, config)
+    add_config(writer, folder)
     if (folder / "tokenizer.json").exists():
         add_tokenizer(writer, folder)
     else:
         writer.add_bos_token_id(config["bos_token_id"])
         writer.add_eos_token_id(config["eos_token_id"])
     for key, value in (metadata or {}).items():
+        writer.kv_data[0].pop(key, None)  # the package refuses a second value
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_divisors(config))
+    for name, tensor in (more or {}).items():
+        writer.add_tensor(name, tensor)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for seed, (name, (tensor, sources)) in enumerate(_stacked(tensors, config).items()):
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -113,7 +118,9 @@ def write_gguf(
     return path if not split else next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))))
 
 
-def _add_config(writer: Any, config: dict[str, Any]) -> None:
+def add_config(writer: Any, folder: Path) -> None:
+    """What config.json says."""
+    config = json.loads((folder / "config.json").read_text())
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
