@@ -144,7 +144,7 @@ class GgufReader:
             )
         dtype = _DTYPES[source.tensor.type]
         first, last, _ = rows.indices(source.shape[0])
-        data = self._rows(name, first, last).view(torch.uint8).view(dtype)
+        data = self._rows(name, first, last).view(dtype)
         tensor = data.view(last - first, *source.shape[1:])
         return tensor if columns == slice(None) else tensor[:, columns]
 
@@ -194,8 +194,8 @@ class GgufReader:
 
     def _read(self, tensor: GgufTensor, offset: int, num_rows: int, row_bytes: int) -> Tensor:
         """Not mapped: a file that is cut short meanwhile would end the process."""
-        data = np.empty((num_rows, row_bytes), np.uint8)
-        view, done = memoryview(data.data).cast("B"), 0
+        data = np.empty(num_rows * row_bytes, np.uint8)
+        view, done = data.data, 0
         while done < data.nbytes:
             try:
                 count = os.preadv(self._files[tensor.file].fd, [view[done:]], offset + done)
@@ -204,7 +204,7 @@ class GgufReader:
             if not count:
                 raise CheckpointError(f"{tensor.file} was cut short while it was read.")
             done += count
-        return torch.from_numpy(data)
+        return torch.from_numpy(data).view(num_rows, row_bytes)
 
 
 class _opened:
