@@ -39,7 +39,11 @@ class Finding:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", default="", help="a folder or Hub name (default: the demo model)"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default="",
+        help="a folder, GGUF file or Hub name (default: the demo model)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="the --host of serve (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="the --port of serve (default: 8000)")

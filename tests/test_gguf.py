@@ -5,6 +5,7 @@ of the quantized types transformers gets what the package dequantizes.
 """
 
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import gguf_files
@@ -21,7 +22,7 @@ PROMPTS = [[5], [7, 8, 9, 10], [(11 * i) % 300 + 3 for i in range(70)]]
 KINDS = ["llama", "llama-biased", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
 
 
-def make(folder: Path, kind: str, **changes: object) -> Path:
+def make(folder: Path, kind: str, **changes: Any) -> Path:
     if kind == "qwen3_moe":
         changes["mlp_only_layers"] = []  # llama.cpp's files have experts in all layers
     return vocabulary.add_tokenizer(checkpoints.make_checkpoint(folder, kind, **changes))

@@ -10,13 +10,11 @@ A CheckpointError names the file and what is wrong with it. Imports without torc
 
 import math
 import os
-import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 from msgspec import Struct
 
 from ...config.model_files import MAX_BYTES, open_file
@@ -56,6 +54,7 @@ _MAX_DIMS = 4
 _MAX_SIZE = 2**48  # of a dimension and of a tensor, in values
 _MAX_ALIGNMENT = 2**20
 _MAX_PARTS = 2**10
+_MAX_FLOAT32 = 3.4e38
 _MAX_LISTED = 2**23  # numbers and texts in all lists of a file; a vocabulary takes some 600,000
 _CHUNK_BYTES = 1 << 20
 
@@ -119,9 +118,11 @@ class Metadata:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, "a number")
-        with np.errstate(over="ignore"):
-            narrow = np.float32(value)
-        return float(str(narrow)) if narrow == value else float(value)
+        for digits in range(6, 10):
+            short = float(f"{value:.{digits}g}")
+            if abs(short) < _MAX_FLOAT32 and struct.unpack("<f", struct.pack("<f", short))[0] == value:
+                return short
+        return float(value)
 
     def flag(self, key: str) -> bool | None:
         value = self.entries.get(key)
@@ -165,7 +166,7 @@ def read_vector(tensor: GgufTensor) -> list[float]:
         raise CheckpointError(f"{tensor.file} cannot be read: {error}.") from None
     if len(data) < tensor.num_bytes:
         raise CheckpointError(f"{tensor.file} was cut short while it was read.")
-    return [float(value) for value in np.frombuffer(data, "<f4")]
+    return list(struct.unpack(f"<{tensor.shape[0]}f", data))
 
 
 def is_gguf(path: Path) -> bool:
@@ -173,19 +174,26 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and not path.is_dir()
 
 
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
-
-
 def parts_of(path: Path) -> tuple[Path, ...]:
     """The files of the model that `path` belongs to, in order: `x-00001-of-00003.gguf` has two more. They need not
     exist. Raises CheckpointError."""
-    named = _PART.fullmatch(path.name)
-    if named is None:
+    stem, end = split_stem(path)
+    if not end:
         return (path,)
-    number, count = int(named[2]), int(named[3])
+    number, count = int(end[1:6]), int(end[-5:])
     if not 1 <= number <= count <= _MAX_PARTS:
         raise CheckpointError(f"{path} names itself part {number} of {count}; a model may have {_MAX_PARTS} parts.")
-    return tuple(path.with_name(f"{named[1]}-{i:05}-of-{named[3]}.gguf") for i in range(1, count + 1))
+    return tuple(path.with_name(f"{stem}-{i:05}-of-{count:05}{SUFFIX}") for i in range(1, count + 1))
+
+
+def split_stem(path: Path) -> tuple[str, str]:
+    """A file's name without its suffix, divided before `-00001-of-00003`, which is empty if there is none."""
+    stem = path.name.removesuffix(SUFFIX)
+    head, dash, tail = stem[:-15], stem[-15:-14], stem[-14:]
+    number, of, count = tail[:5], tail[5:9], tail[9:]
+    if (dash, of) == ("-", "-of-") and f"{number}{count}".isascii() and f"{number}{count}".isdecimal():
+        return head, stem[-15:]
+    return stem, ""
 
 
 def read_gguf(path: Path, *, has_vocabulary: bool = True) -> Gguf:

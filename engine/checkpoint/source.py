@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from ...errors import ConfigError
-from .gguf import SUFFIX, is_gguf, parts_of
+from .gguf import SUFFIX, is_gguf, parts_of, split_stem
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
 DEMO_NAME = "pagewire-demo"
@@ -35,7 +35,7 @@ def locate(model: str, revision: str | None, *, weights: bool = True) -> tuple[P
                 f"{model} is a file; a model is a folder with config.json and safetensors, or a GGUF file."
             )
         first = parts_of(Path(os.path.abspath(path)))[0]  # links stay: in the Hub's cache they have the names
-        return first, _stem(first)
+        return first, split_stem(first)[0]
     name, colon, quant = model.rpartition(":")
     if colon and quant and (folder := Path(name).expanduser()).is_dir():
         return _choose(folder.resolve(), quant, model), f"{folder.resolve().name}:{quant}"
@@ -77,19 +77,16 @@ def _choose(folder: Path, quant: str, model: str) -> Path:
     """The only GGUF model in the folder, or in a folder in it, whose name ends in `quant`. Raises ConfigError."""
     files = [*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*/*{SUFFIX}")]
     models = sorted({parts_of(file)[0] for file in files if not file.name.startswith("mmproj")})
-    chosen = [file for file in models if re.search(rf"(^|[-._]){re.escape(quant)}$", _stem(file), re.IGNORECASE)]
+    chosen = [
+        file for file in models if re.search(rf"(^|[-._]){re.escape(quant)}$", split_stem(file)[0], re.IGNORECASE)
+    ]
     if len(chosen) == 1:
         return chosen[0]
     if not chosen:
-        names = ", ".join(_stem(file) for file in models) or "none"
+        names = ", ".join(split_stem(file)[0] for file in models) or "none"
         raise ConfigError(f"{model}: there is no GGUF file whose name ends in {quant}; those here: {names}.")
-    names = ", ".join(_stem(file) for file in chosen)
+    names = ", ".join(split_stem(file)[0] for file in chosen)
     raise ConfigError(f"{model} could be {names}; name more of the end.")
-
-
-def _stem(file: Path) -> str:
-    """A file's name without the suffix and the number of its part."""
-    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", file.name)
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:

@@ -117,10 +117,11 @@ def write(
 ) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     gguf_files.add_vocabulary(writer, json.loads(backend.to_str()), pre=pre, scores=scores)
-    writer.add_bos_token_id(backend.token_to_id("<|bos|>"))
-    writer.add_eos_token_id(backend.token_to_id("<|im_end|>"))
+    ids = backend.get_vocab()
+    writer.add_bos_token_id(ids["<|bos|>"])
+    writer.add_eos_token_id(ids["<|im_end|>"])
     if scores is not None:
-        writer.add_unk_token_id(backend.token_to_id("<unk>"))
+        writer.add_unk_token_id(ids["<unk>"])
     for key, value in (more or {}).items():
         writer.kv_data[0].pop(key, None)
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
