@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="IN", help="requests, one JSON object per line")
     parser.add_argument("output", metavar="OUT", help="answers, one JSON object per line; existing ones are kept")
     add_client_flags(parser)
-    parser.add_argument("--model", default=None, help="start a server for this folder or Hub name")
+    parser.add_argument("--model", default=None, help="start a server for this folder, GGUF file or Hub name")
     parser.add_argument("--concurrency", type=int, default=64, help="most open requests (default: 64)")
 
 

@@ -41,7 +41,11 @@ class Finding:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", default="", help="a folder or Hub name (default: the demo model)"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default="",
+        help="a folder, GGUF file or Hub name (default: the demo model)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="the --host of serve (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="the --port of serve (default: 8000)")
@@ -293,18 +297,14 @@ def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
     """The model's configuration, tokenizer, chat template and weights, and whether serve supports it. Downloads
     nothing."""
     from ..config.resolve import resolve
+    from ..engine.checkpoint.source import is_here
     from ..engine.checkpoint.spec import read_spec
     from ..engine.runner.forecast import forecast
     from ..procs.prepare import examine
 
-    if model and not Path(model).expanduser().exists() and not model.startswith((".", "/", "~")):
-        from huggingface_hub import try_to_load_from_cache
-
-        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
-            yield Finding(
-                "note", "model", f"{model} is not in the Hub's cache", "serve downloads it at its first start"
-            )
-            return
+    if model and not is_here(model):
+        yield Finding("note", "model", f"{model} is not in the Hub's cache", "serve downloads it at its first start")
+        return
     try:
         config = make_config(model=model)
         facts, _ = examine(config)
@@ -319,7 +319,7 @@ def check_model(model: str, machine: MachineFacts) -> Iterator[Finding]:
         yield Finding("bad", "model", str(error), "choose a model of another architecture")
         return
     except PagewireError as error:
-        yield Finding("bad", "model", str(error), "check that the folder holds a complete checkpoint")
+        yield Finding("bad", "model", str(error), "check that the checkpoint is complete")
         return
     room = free_memory()
     if not machine.has_gpu and facts.weight_bytes > room:
@@ -345,6 +345,13 @@ def _check_text(folder: Path) -> Iterator[Finding]:
 
 def _check_weights(folder: Path) -> Iterator[Finding]:
     """Checks the sizes of the files against their headers. Raises ConfigError."""
+    from ..engine.checkpoint.gguf import is_gguf, read_gguf
+
+    if is_gguf(folder):
+        parts = read_gguf(folder, has_vocabulary=False).parts  # compares them
+        size = sum(part.stat().st_size for part in parts)
+        yield Finding("ok", "weights", f"{len(parts)} GGUF file{'s' * (len(parts) != 1)}, {_size(size)}")
+        return
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} has no safetensors files.")

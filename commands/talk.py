@@ -30,10 +30,10 @@ def add_flags(chat: argparse.ArgumentParser, complete: argparse.ArgumentParser) 
         command.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
     chat.add_argument("--system", default=None, help="system message at the start of the conversation")
     chat.add_argument(
-        "model", metavar="MODEL", nargs="?", default=None, help="start a server for this folder or Hub name"
+        "model", metavar="MODEL", nargs="?", default=None, help="start a server for this folder, GGUF file or Hub name"
     )
     complete.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text to continue; default: standard input")
-    complete.add_argument("--model", default=None, help="start a server for this folder or Hub name")
+    complete.add_argument("--model", default=None, help="start a server for this folder, GGUF file or Hub name")
 
 
 def chat(arguments: argparse.Namespace) -> int:

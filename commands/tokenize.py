@@ -12,7 +12,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "text", metavar="TEXT", nargs="*", help="the text, or token ids with --decode; default: standard input"
     )
-    parser.add_argument("--model", default="", help="a folder or Hub name (default: the demo model)")
+    parser.add_argument("--model", default="", help="a folder, GGUF file or Hub name (default: the demo model)")
     parser.add_argument("--revision", default=None, help="branch, tag or commit of a Hub model")
     parser.add_argument("--decode", action="store_true", help="convert token ids to text")
     parser.add_argument("--chat", action="store_true", help="the text is a user's message: apply the chat template")

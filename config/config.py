@@ -37,7 +37,13 @@ _PositiveFloat = Annotated[float, Meta(gt=0)]
 class SourceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which model, and what clients call it."""
 
-    model: Annotated[str, _doc("model", "a folder or a Hub name; empty: the demo model that ships with pagewire")] = ""
+    model: Annotated[
+        str,
+        _doc(
+            "model",
+            "a folder, a GGUF file or a Hub name (NAME:QUANT for GGUF); empty: the demo model of pagewire",
+        ),
+    ] = ""
     revision: Annotated[str | None, _doc("model", "branch, tag or commit of a Hub model")] = None
     served_model_name: Annotated[
         tuple[str, ...], _doc("model", "name(s) that clients may use; responses have the first (default: the model's)")

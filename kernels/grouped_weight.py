@@ -43,12 +43,10 @@ class GroupedWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[n, k], with the columns in the order of the activations; computed in float32 and rounded once."""
         n, k = self.shape
-        values = self.numbers.long()
-        if self.table is not None:
-            values = torch.tensor(self.table)[values]
+        values = self.numbers if self.table is None else torch.tensor(self.table)[self.numbers.long()]
         grouped = values.view(n, -1, self.group_size).float()
         scales, offsets = (each.t()[:, :, None] for each in (self.scales, self.offsets))
-        weight = (grouped * scales - offsets).to(dtype).view(n, k)
+        weight = grouped.mul_(scales).sub_(offsets).to(dtype).view(n, k)
         if self.order is None:
             return weight
         out = torch.empty_like(weight)

@@ -192,8 +192,7 @@ def _has_room(config: EngineConfig) -> bool:
     has_gpu = config.device == "cuda" or (config.device == "auto" and machine_facts().has_gpu)
     if has_gpu or config.client_address or config.kv_events or config.kv_connector:
         return False
-    weights = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
-    needed = 2 * weights + (config.kv_cache_memory or _KV_BYTES) + _PROCESSES_BYTES
+    needed = 2 * config.model.weight_bytes + (config.kv_cache_memory or _KV_BYTES) + _PROCESSES_BYTES
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     available = sum(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     return needed <= available

@@ -185,8 +185,11 @@ def test_features_of_native_families_only(kind: str, tmp_path: Path, capsys: pyt
 def test_a_folder_of_gguf_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     sentence = serve(tmp_path)
-    assert sentence is not None and "GGUF files; pagewire reads safetensors" in sentence
+    assert sentence is not None and "GGUF files and no config.json; name the file to serve" in sentence
     assert diagnose(tmp_path) == sentence
+    sentence = serve(tmp_path / "model.gguf")
+    assert sentence is not None and sentence.endswith("model.gguf is not a GGUF file: it does not begin as one.")
+    assert diagnose(tmp_path / "model.gguf") == sentence
 
 
 @pytest.mark.long

@@ -50,7 +50,18 @@ class Int4Scheme(Struct, frozen=True):
         return f"a checkpoint of 4 bits ({self.layout})"
 
 
-Scheme = Fp8Scheme | Int4Scheme
+class GgufScheme(Struct, frozen=True):
+    """Weights of a GGUF file, each of a type of its own (`engine/weights/gguf.py`)."""
+
+    has_kernels: ClassVar[bool] = False
+    types: tuple[str, ...]  # of the quantized weights
+
+    @property
+    def note(self) -> str:
+        return f"a GGUF file ({', '.join(self.types)})"
+
+
+Scheme = Fp8Scheme | Int4Scheme | GgufScheme
 
 
 class _Fp8(Struct):

@@ -1,24 +1,28 @@
-"""Finds a model's files: the demo model in this package, a local folder, or the Hub's cache."""
+"""Finds a model's files: the demo model in this package, a local folder or GGUF file, or the Hub's cache."""
 
 import os
 import re
 from pathlib import Path
 
 from ...errors import ConfigError
+from .gguf import SUFFIX, is_gguf, parts_of, split_stem
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
 DEMO_NAME = "pagewire-demo"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_QUANT = re.compile(r"[A-Za-z0-9][\w.-]*")
 _WEIGHTS = "*.safetensors"
 _FILES = ("*.json", _WEIGHTS, "*.jinja", "*.model", "*.txt", "tiktoken*")
 
 
 def locate(model: str, revision: str | None, *, weights: bool = True) -> tuple[Path, str]:
-    """The folder and the name of `model`; an empty `model` is the demo model. Raises ConfigError with what to do.
+    """The path and the name of `model`; an empty `model` is the demo model. Raises ConfigError with what to do.
 
-    A name that is no folder is looked up on the Hub, with a progress bar; huggingface_hub itself reads HF_HOME,
-    HF_TOKEN and HF_HUB_OFFLINE. Only configs, tokenizers and, with `weights`, safetensors are fetched.
+    The path is that of a folder, or of a GGUF file, of several parts the first. A name that is no path is looked up on
+    the Hub, with a progress bar; huggingface_hub itself reads HF_HOME, HF_TOKEN and HF_HUB_OFFLINE. Only configs,
+    tokenizers and, with `weights`, safetensors are fetched. `NAME:QUANT`, where NAME is a folder or a name on the Hub,
+    is the GGUF file in it whose name ends in QUANT, such as Q4_K_M, and only that is fetched.
     """
     if not model:
         return DEMO_MODEL, DEMO_NAME
@@ -26,10 +30,63 @@ def locate(model: str, revision: str | None, *, weights: bool = True) -> tuple[P
     if path.is_dir():
         return path.resolve(), path.resolve().name
     if path.exists():
-        raise ConfigError(f"{model} is a file; a model is a folder with config.json and safetensors.")
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or not _HUB_NAME.fullmatch(model):
-        raise ConfigError(f"There is no folder {model}.")
+        if not is_gguf(path):
+            raise ConfigError(
+                f"{model} is a file; a model is a folder with config.json and safetensors, or a GGUF file."
+            )
+        first = parts_of(Path(os.path.abspath(path)))[0]  # links stay: in the Hub's cache they have the names
+        return first, split_stem(first)[0]
+    name, colon, quant = model.rpartition(":")
+    if colon and quant and (folder := Path(name).expanduser()).is_dir():
+        return _choose(folder.resolve(), quant, model), f"{folder.resolve().name}:{quant}"
+    repository = name if colon else model
+    is_path = model.startswith((".", "/", "~")) or model.endswith(SUFFIX) or repository.count("/") > 1
+    if is_path or not _HUB_NAME.fullmatch(repository) or (colon and not _QUANT.fullmatch(quant)):
+        raise ConfigError(f"There is no {'file' if model.endswith(SUFFIX) else 'folder'} {model}.")
+    if colon:
+        return _choose(_download(repository, revision, _patterns(quant)), quant, model), model
     return _download(model, revision, [name for name in _FILES if weights or name != _WEIGHTS]), model
+
+
+def is_here(model: str) -> bool:
+    """Whether `locate` would find the model, or refuse its name, without a network."""
+    name, colon, quant = model.rpartition(":")
+    if any(Path(each).expanduser().exists() for each in (model, name) if each) or model.startswith((".", "/", "~")):
+        return True
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        if not colon:
+            return isinstance(try_to_load_from_cache(model, "config.json"), str)
+        _choose(Path(snapshot_download(name, local_files_only=True)), quant, model)
+    except (LocalEntryNotFoundError, ConfigError):
+        return False
+    except HFValidationError:
+        pass
+    return True
+
+
+def _patterns(quant: str) -> list[str]:
+    """The names, for huggingface_hub, of the GGUF files that may be this quantization."""
+    spelled = dict.fromkeys((quant, quant.upper(), quant.lower()))
+    return [f"*{each}{end}" for each in spelled for end in (SUFFIX, f"-?????-of-?????{SUFFIX}")]
+
+
+def _choose(folder: Path, quant: str, model: str) -> Path:
+    """The only GGUF model in the folder, or in a folder in it, whose name ends in `quant`. Raises ConfigError."""
+    files = [*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*/*{SUFFIX}")]
+    models = sorted({parts_of(file)[0] for file in files if not file.name.startswith("mmproj")})
+    chosen = [
+        file for file in models if re.search(rf"(^|[-._]){re.escape(quant)}$", split_stem(file)[0], re.IGNORECASE)
+    ]
+    if len(chosen) == 1:
+        return chosen[0]
+    if not chosen:
+        names = ", ".join(split_stem(file)[0] for file in models) or "none"
+        raise ConfigError(f"{model}: there is no GGUF file whose name ends in {quant}; those here: {names}.")
+    names = ", ".join(split_stem(file)[0] for file in chosen)
+    raise ConfigError(f"{model} could be {names}; name more of the end.")
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:

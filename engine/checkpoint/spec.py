@@ -1,5 +1,5 @@
 """The model that a checkpoint's config files describe. All reading of config.json and generation_config.json is here
-and in `purpose`.
+and in `purpose`; `gguf_config` puts a GGUF file's metadata into their terms.
 
 Imports without torch, because the command line reads it before any process is started, and runs no code from the
 checkpoint. Every error is one sentence in a ConfigError.
@@ -11,12 +11,15 @@ from hashlib import sha256
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...config.config import ModelFacts, Purpose, SamplingDefaults
 from ...config.model_files import open_file, read_file, read_object
 from ...errors import ConfigError
+from .gguf import PLAIN, Gguf, is_gguf, read_gguf
+from .gguf_config import config_of, generation_of, rope_divisors
 from .purpose import NATIVE, causal_name, generates, max_length, read_purpose
-from .quantization import Scheme, read_scheme
+from .quantization import GgufScheme, Scheme, read_scheme
 from .support import check_architecture
 
 _DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
@@ -43,6 +46,7 @@ class Rope(Struct, frozen=True, kw_only=True):
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
     truncate: bool = True  # yarn: round the ramp's bounds to whole dimensions
+    divisors: tuple[float, ...] = ()  # of the frequency of each pair, for any kind; (): none
 
 
 class Moe(Struct, frozen=True, kw_only=True):
@@ -114,24 +118,43 @@ def check_options(spec: ModelSpec, *, tensor_parallel_size: int, is_dummy: bool,
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Reads config.json, and generation_config.json if there is one. Raises ConfigError."""
+    """Reads config.json, and generation_config.json if there is one, or the metadata of a GGUF file. folder: of the
+    model, or the file. Raises ConfigError, and CheckpointError for a GGUF file that is damaged."""
+    if is_gguf(folder):
+        return _read_gguf_spec(read_gguf(folder))
     if not folder.is_dir():
         raise ConfigError(f"There is no model folder {folder}.")
     read = read_object(folder / "config.json")
     if read is None:
         if any(folder.glob("*.gguf")):
-            raise ConfigError(f"{folder} holds GGUF files; pagewire reads safetensors with a config.json beside them.")
+            raise ConfigError(f"{folder} holds GGUF files and no config.json; name the file to serve, not its folder.")
         raise ConfigError(f"{folder} has no config.json, so it is not a model folder.")
     config = _Fields(read, folder / "config.json")
     generation = _Fields(read_object(folder / "generation_config.json") or {}, folder / "generation_config.json")
+    return _read_spec(config, generation, folder)
 
+
+def _read_gguf_spec(gguf: Gguf) -> ModelSpec:
+    spec = _read_spec(_Fields(config_of(gguf), gguf.path), _Fields(generation_of(gguf), gguf.path), None)
+    if not is_native(spec):
+        raise ConfigError(f"{gguf.path} has {spec.rope.kind} position embeddings, which pagewire does not compute.")
+    types = sorted({tensor.type for tensor in gguf.tensors.values()} - {*PLAIN})
+    return replace(
+        spec,
+        rope=replace(spec.rope, divisors=rope_divisors(gguf, spec.head_dim)),
+        scheme=GgufScheme(tuple(types)) if types else None,
+    )
+
+
+def _read_spec(config: "_Fields", generation: "_Fields", folder: Path | None) -> ModelSpec:
+    """folder: with more files that say what the model is for; None: it generates text."""
     architectures = config.raw.get("architectures")
     if not (isinstance(architectures, list) and architectures and all(isinstance(a, str) for a in architectures)):
         raise ConfigError(f"{config.file} names no architecture, so this is not a model that can be served.")
     quantization = config.part("quantization_config")
     architecture = causal_name(str(architectures[0]))
     model_type = config.text("model_type", "")
-    check_architecture(config.raw, architecture, generates=generates(folder, architecture))
+    check_architecture(config.raw, architecture, generates=folder is None or generates(folder, architecture))
 
     hidden_size = config.size("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
     num_layers = config.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=_MAX_LAYERS)
@@ -149,7 +172,12 @@ def read_spec(folder: Path) -> ModelSpec:
         "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length",
         default=2048, most=_MAX_POSITIONS,
     )  # fmt: skip
-    purpose = read_purpose(folder, config.raw, hidden_size=hidden_size)
+    rope = _rope(config, max_position)
+    if folder is None:
+        purpose = Purpose(size=hidden_size)
+    else:
+        purpose = read_purpose(folder, config.raw, hidden_size=hidden_size)
+        max_position = max_length(folder, max_position, config.raw)
     return ModelSpec(
         architecture=architecture,
         model_type=model_type,
@@ -160,9 +188,9 @@ def read_spec(folder: Path) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=max_length(folder, max_position, config.raw),
+        max_position=max_position,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_rope(config, max_position),
+        rope=rope,
         # A model that does not generate needs no head, and its checkpoint may have none.
         tie_word_embeddings=config.flag("tie_word_embeddings", False) or "generate" not in purpose.tasks,
         attention_bias=config.flag("attention_bias", False),
@@ -189,8 +217,7 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         checkpoint_dtype=spec.dtype,
-        weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        * (1 if spec.scheme is None else spec.scheme.narrower),
+        weight_bytes=_weight_bytes(spec, folder),
         fingerprint=key,
         is_native=is_native(spec),
         head_dim=spec.head_dim,
@@ -199,25 +226,40 @@ def model_facts(spec: ModelSpec, folder: Path, name: str) -> ModelFacts:
     )
 
 
+def _weight_bytes(spec: ModelSpec, folder: Path) -> int:
+    """About what the weights take unquantized."""
+    if is_gguf(folder):
+        itemsize = 4 if spec.dtype == "float32" else 2
+        gguf = read_gguf(folder, has_vocabulary=False)
+        return itemsize * sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
+    narrower = 1 if spec.scheme is None or isinstance(spec.scheme, GgufScheme) else spec.scheme.narrower
+    return narrower * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 
 
 def fingerprint(folder: Path) -> str:
     """A hex SHA-256 that identifies a checkpoint without reading its weights: over config.json, and each safetensors
-    file's name, size, modification time and header. Raises ConfigError."""
+    or GGUF file's name, size, modification time and header. Raises ConfigError."""
     digest = sha256()
 
     def add(part: bytes) -> None:
         digest.update(len(part).to_bytes(8, "little") + part)
 
     try:
-        add(read_file(folder / "config.json"))
-        for path in sorted(folder.glob("*.safetensors")):
+        if is_gguf(folder):
+            gguf = read_gguf(folder, has_vocabulary=False)
+            files = [*zip(gguf.parts, gguf.header_bytes, strict=True)]
+        else:
+            add(read_file(folder / "config.json"))
+            files = [(path, 0) for path in sorted(folder.glob("*.safetensors"))]
+        for path, header_bytes in files:
             with open(open_file(path), "rb") as file:
                 status = os.fstat(file.fileno())
                 add(os.fsencode(path.name))
                 add(f"{status.st_size} {status.st_mtime_ns}".encode())
-                length = int.from_bytes(file.read(8), "little")
+                length = header_bytes or int.from_bytes(file.read(8), "little")
                 add(file.read(min(length, MAX_HEADER_BYTES)))
     except OSError as e:
         raise ConfigError(f"{e.filename} cannot be read: {e.strerror}.") from None

@@ -15,6 +15,8 @@ from ..checkpoint.spec import Rope
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
     """Radians per position for each pair of a head's dimensions: [dim / 2] float32 on the CPU."""
     base = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
+    if rope.divisors:
+        base = base / torch.tensor(rope.divisors, dtype=torch.float32, device="cpu")
     match rope.kind:
         case "default" | "dynamic":
             return base

@@ -17,7 +17,7 @@ from ..layers.linear import Weight
 from ..models import registry
 from ..parallel.collectives import Alone
 from ..parallel.rank import RankInfo
-from ..weights.reader import CheckpointReader
+from ..weights.reader import CheckpointReader, open_checkpoint
 from .backend import Backend, choose_backend
 from .loading import DTYPES, blocks_needed, check_positions, count_numbers, find_targets, host_workspace, no_kv
 from .memory import MemoryPlan
@@ -78,7 +78,7 @@ def _model(config: EngineConfig, spec: ModelSpec, device: torch.device) -> tuple
     if outline is None:
         return files * dtype.itemsize // DTYPES[spec.dtype].itemsize, _fallback_shape(config, spec, kv_dtype)
     if config.load_format != "dummy":
-        with CheckpointReader(Path(config.model.path)) as reader:
+        with open_checkpoint(Path(config.model.path)) as reader:
             find_targets(reader, outline, spec)
     heads = outline.kv_shape
     shape = KvShape(

@@ -24,7 +24,7 @@ from ..parallel.collectives import Group
 from ..weights.dummy import fill_dummy
 from ..weights.loader import check_weights, load_weights, quantized_parameters
 from ..weights.mapping import Target, checkpoint_targets
-from ..weights.reader import CheckpointReader
+from ..weights.reader import CheckpointReader, Reader, open_checkpoint
 from .backend import Backend, choose_backend
 from .memory import size, workspace_bytes
 
@@ -256,7 +256,7 @@ def _fill(
         registry.allocate(decoder, device)
         fill_dummy(dict(decoder.named_parameters()))
         return
-    with CheckpointReader(Path(config.model.path)) as reader:
+    with open_checkpoint(Path(config.model.path)) as reader:
         targets = find_targets(reader, decoder, spec)
         keep: dict[str, Callable[[QuantizedWeight], None]] = {}
         if is_kept:
@@ -276,7 +276,7 @@ def _fill(
         )
 
 
-def find_targets(reader: CheckpointReader, decoder: Decoder, spec: ModelSpec) -> dict[str, Target]:
+def find_targets(reader: Reader, decoder: Decoder, spec: ModelSpec) -> dict[str, Target]:
     """Maps each tensor of the checkpoint to a parameter. decoder: may be an outline. Raises CheckpointError for
     missing, left-over and misshapen tensors."""
     parameters = dict(decoder.named_parameters())

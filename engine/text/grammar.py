@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ...errors import RequestError
 from ...ipc.messages import Constraint
+from ..checkpoint.gguf import is_gguf
 from .bad_words import BadWords
 from .grammar_text import (
     alone,
@@ -160,7 +161,8 @@ class Grammars:
 def load_grammars(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
     """The Grammars of the checkpoint in `folder`. Does not import transformers. Raises ConfigError if its tokenizer is
     damaged."""
-    tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    has_own = is_gguf(folder) or (folder / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(folder) if has_own else None
     return Grammars(tokenizer, vocab_size, eos_token_ids)
 
 

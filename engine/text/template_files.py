@@ -1,5 +1,5 @@
-"""The chat templates in a model's folder, as text. The command line reads them before any process starts, so this needs
-neither jinja nor tokenizers.
+"""The chat templates in a model's folder or GGUF file, as text. The command line reads them before any process starts,
+so this needs neither jinja nor tokenizers.
 """
 
 from contextlib import suppress
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...config.model_files import read_object, read_text
 from ...errors import ConfigError
+from ..checkpoint.gguf import Metadata, is_gguf, read_gguf
 
 _MAX_CHARS = 1 << 20  # of a template; the longest that are known have a twentieth
 
@@ -28,6 +29,8 @@ def _read(folder: Path, operator_file: Path | None) -> dict[str, str]:
             return {"default": read_text(operator_file)}
         except FileNotFoundError:
             raise ConfigError(f"There is no chat template {operator_file}.") from None
+    if is_gguf(folder):
+        return _of_gguf(read_gguf(folder, has_vocabulary=False).metadata)
     more = {path.stem: read_text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     with suppress(FileNotFoundError):
         return {"default": read_text(folder / "chat_template.jinja"), **more}
@@ -45,3 +48,9 @@ def _read(folder: Path, operator_file: Path | None) -> dict[str, str]:
             case dict(entries):
                 return {str(name): str(source) for name, source in entries.items()} | more
     return more
+
+
+def _of_gguf(metadata: Metadata) -> dict[str, str]:
+    prefix = "tokenizer.chat_template"
+    keys = [key for key in metadata.entries if key == prefix or key.startswith(f"{prefix}.")]
+    return {key[len(prefix) + 1 :] or "default": metadata.text(key) or "" for key in keys}

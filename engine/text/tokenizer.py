@@ -19,7 +19,9 @@ from typing import Literal, ParamSpec, TypeVar
 import tokenizers
 
 from ...config.model_files import read_file, read_object
-from ...errors import ConfigError, RequestError
+from ...errors import ConfigError, PagewireError, RequestError
+from ..checkpoint.gguf import is_gguf
+from .gguf_tokenizer import gguf_tokenizer
 
 SENTINEL = "\ufdd0"  # a noncharacter, in no text; followed by one private-use character for each special token
 _SENTINEL_BASE = 0x10F000
@@ -352,7 +354,10 @@ def _pattern(node: _Tree) -> str:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of the checkpoint in `folder`. Raises ConfigError if it is missing or damaged."""
+    """The tokenizer of the checkpoint in `folder`, or of a GGUF file. Raises ConfigError if it is missing or damaged,
+    and CheckpointError for a damaged GGUF file."""
+    if is_gguf(folder):
+        return _load_gguf(folder)
     path = folder / "tokenizer.json"
     settings: dict[str, object] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -365,6 +370,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return _safely(lambda: Tokenizer(tokenizers.Tokenizer.from_buffer(data), settings))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{path} is damaged: {error}.") from None
+
+
+def _load_gguf(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer(*_safely(gguf_tokenizer, path))
+    except PagewireError:
+        raise
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"{path} has a damaged tokenizer: {error}.") from None
 
 
 def _load_with_transformers(folder: Path, settings: Mapping[str, object]) -> Tokenizer:

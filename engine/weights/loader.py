@@ -18,23 +18,27 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...kernels.grouped_weight import GroupedWeight
 from ...kernels.quantized_weight import QuantizedWeight, concatenate
 from ..checkpoint.quantization import Scheme
 from ..parallel.shard import Cut
 from .copy_workers import CopyWorker, copy_jobs
+from .gguf import GgufReader
 from .mapping import Target
 from .quantized import Shape, is_unused, quantized_modules, read_weight, tensors_of
-from .reader import CheckpointReader
+from .reader import Reader
 
 # Buffers that old exporters saved although config.json determines them.
 _DERIVED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+
+_NUM_WIDENED = 1 << 24  # values that are dequantized at a time, in float32
 
 Keep = Mapping[str, Callable[[QuantizedWeight], None]]
 """A parameter's name → the function that takes its weight if it is quantized in the checkpoint."""
 
 
 def load_weights(
-    reader: CheckpointReader,
+    reader: Reader,
     parameters: Mapping[str, Tensor],
     targets: Mapping[str, Target],
     *,
@@ -78,7 +82,7 @@ def load_weights(
 
 
 def check_weights(
-    reader: CheckpointReader,
+    reader: Reader,
     parameters: Mapping[str, Tensor],
     targets: Mapping[str, Target],
     *,
@@ -91,7 +95,7 @@ def check_weights(
     `load_weights`."""
     present = [name for name in reader.names() if name not in redundant and not _DERIVED.fullmatch(name)]
     shapes = {name: _whole_shape(_view(parameters, target), target.cut) for name, target in targets.items()}
-    quantized = _quantized(scheme, present, shapes)
+    quantized = _quantized(scheme, reader, shapes)
     needed: dict[str, tuple[Shape, ...]] = {name: (shape,) for name, shape in shapes.items() if name not in quantized}
     for stored in quantized.values():
         needed |= stored.tensors
@@ -113,7 +117,7 @@ def check_weights(
 
 def _load(
     view: Tensor,
-    reader: CheckpointReader,
+    reader: Reader,
     name: str,
     cut: Cut | None,
     scheme: Scheme | None,
@@ -125,16 +129,34 @@ def _load(
     if scheme is None or quantized is None:
         _fill(view, reader, name, cut, worker)
         return None
+    if not keeps and isinstance(reader, GgufReader):
+        _widen(view, reader, name, cut, worker)
+        return None
     weight = read_weight(scheme, reader, quantized.module, *quantized.shape, cut)
+    assert not isinstance(weight, GroupedWeight), "no kernel takes it"
     if keeps:
         return weight
     worker.fill(view, weight.dequantize(view.dtype))
     return None
 
 
-def quantized_parameters(reader: CheckpointReader, targets: Mapping[str, Target], scheme: Scheme) -> set[str]:
+def _widen(view: Tensor, reader: GgufReader, name: str, cut: Cut | None, worker: CopyWorker) -> None:
+    """Dequantizes some rows at a time: there may be no memory for a second copy of an embedding, in float32."""
+    begin, columns = 0, (0, reader.shape(name)[1])
+    if cut is not None and cut.dim == 0:
+        begin = cut.first
+    elif cut is not None:
+        columns = (cut.first, cut.last)
+    step = max(1, _NUM_WIDENED // reader.shape(name)[1])
+    for first in range(0, view.shape[0], step):
+        part = view[first : first + step]
+        weight = reader.grouped(name, (begin + first, begin + first + part.shape[0]), columns)
+        worker.fill(part, weight.dequantize(view.dtype))
+
+
+def quantized_parameters(reader: Reader, targets: Mapping[str, Target], scheme: Scheme) -> set[str]:
     """The parameters whose weights are quantized in the checkpoint."""
-    names = (f"{module}.weight" for module in quantized_modules(scheme, reader.names()))
+    names = (f"{module}.weight" for module in quantized_modules(scheme, reader))
     return {targets[name].parameter for name in names if name in targets}
 
 
@@ -147,15 +169,13 @@ class _Quantized:
     tensors: Mapping[str, tuple[Shape, ...]]  # its tensors, and the shapes that each may have
 
 
-def _quantized(
-    scheme: Scheme | None, present: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, _Quantized]:
+def _quantized(scheme: Scheme | None, reader: Reader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Quantized]:
     """The weights that the model needs and the checkpoint has quantized."""
     found: dict[str, _Quantized] = {}
     if scheme is None:
         return found
-    names = set(present)
-    for module in quantized_modules(scheme, names):
+    names = set(reader.names())
+    for module in quantized_modules(scheme, reader):
         name = f"{module}.weight"
         if len(shapes.get(name, ())) == 2:
             n, k = shapes[name]
@@ -163,7 +183,7 @@ def _quantized(
     return found
 
 
-def _is_idle_bias(reader: CheckpointReader, name: str, quantized: Mapping[str, _Quantized]) -> bool:
+def _is_idle_bias(reader: Reader, name: str, quantized: Mapping[str, _Quantized]) -> bool:
     """Whether a bias is one of those zeros that old GPTQ writers give to modules without a bias."""
     module, _, leaf = name.rpartition(".")
     return leaf == "bias" and f"{module}.weight" in quantized and not reader.tensor(name).any()
@@ -210,7 +230,7 @@ def _whole_shape(view: Tensor, cut: Cut | None) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _fill(view: Tensor, reader: CheckpointReader, name: str, cut: Cut | None, worker: CopyWorker) -> None:
+def _fill(view: Tensor, reader: Reader, name: str, cut: Cut | None, worker: CopyWorker) -> None:
     if cut is None:
         worker.fill(view, reader.tensor(name))
     elif cut.dim < view.dim():

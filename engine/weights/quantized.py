@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError, ConfigError
+from ...kernels.grouped_weight import GroupedWeight
 from ...kernels.quantized_weight import Fp8Weight, Int4Weight, QuantizedWeight, int4_weight
-from ..checkpoint.quantization import Fp8Scheme, Int4Scheme, Scheme
+from ..checkpoint.quantization import Fp8Scheme, GgufScheme, Int4Scheme, Scheme
 from ..parallel.shard import Cut
-from .reader import CheckpointReader
+from .gguf import GgufReader
+from .reader import Reader
 
 Shape = tuple[int, ...]
 
@@ -35,8 +37,13 @@ _FP8_UNUSED = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")  
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def quantized_modules(scheme: Scheme, names: Collection[str]) -> set[str]:
+def quantized_modules(scheme: Scheme, reader: Reader) -> set[str]:
     """The modules of the checkpoint whose weight is quantized, which is those with a scale."""
+    names = reader.names()
+    if isinstance(reader, GgufReader):
+        return {
+            name.removesuffix(".weight") for name in names if name.endswith(".weight") and reader.is_quantized(name)
+        }
     leaves = _FP8_SCALES if isinstance(scheme, Fp8Scheme) else ("qweight",)
     split = (name.rpartition(".") for name in names)
     return {module for module, _, leaf in split if leaf in leaves}
@@ -45,6 +52,8 @@ def quantized_modules(scheme: Scheme, names: Collection[str]) -> set[str]:
 def tensors_of(scheme: Scheme, module: str, n: int, k: int, names: Collection[str]) -> Mapping[str, tuple[Shape, ...]]:
     """The tensors of a quantized module's weight [n, k]: name → the shapes it may have. names: all tensors of the
     checkpoint."""
+    if isinstance(scheme, GgufScheme):
+        return {f"{module}.weight": ((n, k),)}
     if isinstance(scheme, Fp8Scheme):
         scale = next(name for name in _FP8_SCALES if f"{module}.{name}" in names)
         blocks = () if scheme.block is None else ((-(-n // scheme.block[0]), -(-k // scheme.block[1])),)
@@ -67,12 +76,15 @@ def is_unused(scheme: Scheme, name: str) -> bool:
 
 
 def read_weight(
-    scheme: Scheme, reader: CheckpointReader, module: str, n: int, k: int, cut: Cut | None
-) -> QuantizedWeight:
+    scheme: Scheme, reader: Reader, module: str, n: int, k: int, cut: Cut | None
+) -> QuantizedWeight | GroupedWeight:
     """The weight of a module [n, k], or this rank's part of it. Raises CheckpointError, and ConfigError if the part
     would split weights that share a scale."""
     rows = (cut.first, cut.last) if cut is not None and cut.dim == 0 else (0, n)
     columns = (cut.first, cut.last) if cut is not None and cut.dim == 1 else (0, k)
+    if isinstance(scheme, GgufScheme):
+        assert isinstance(reader, GgufReader), "the scheme of a GGUF file"
+        return reader.grouped(f"{module}.weight", rows, columns)
     read = _Part(reader, module, rows, columns)
     if isinstance(scheme, Fp8Scheme):
         return _fp8(scheme, read, n, k)
@@ -82,7 +94,7 @@ def read_weight(
 class _Part:
     """This rank's rows and columns of one module's tensors."""
 
-    def __init__(self, reader: CheckpointReader, module: str, rows: tuple[int, int], columns: tuple[int, int]) -> None:
+    def __init__(self, reader: Reader, module: str, rows: tuple[int, int], columns: tuple[int, int]) -> None:
         self._reader = reader
         self.module = module
         self.rows = rows

@@ -1,6 +1,7 @@
 """Reads tensors from a checkpoint folder: model.safetensors, or the shards that model.safetensors.index.json names.
+`open_checkpoint` opens GGUF files as well (`gguf.py`).
 
-Only safetensors: pickle formats can run code. A damaged, truncated or missing file raises a CheckpointError that names
+No pickle formats: they can run code. A damaged, truncated or missing file raises a CheckpointError that names
 it. Knows nothing of models; called by `loader.py`.
 """
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from ...config.model_files import read_json
 from ...errors import CheckpointError, ConfigError
+from ..checkpoint.gguf import is_gguf
 from ..checkpoint.header import check_header
+from .gguf import GgufReader
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -97,6 +100,14 @@ class CheckpointReader:
             raise CheckpointError(f"{file} is damaged or cut short: {str(e).rstrip('.')}.") from None
         self._open[file] = opened
         return opened
+
+
+Reader = CheckpointReader | GgufReader
+
+
+def open_checkpoint(path: Path) -> Reader:
+    """The tensors of a model: a folder, or a GGUF file. Raises CheckpointError."""
+    return GgufReader(path) if is_gguf(path) else CheckpointReader(path)
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:

@@ -1,0 +1,88 @@
+"""GGUF files through the whole engine but HTTP: their greedy tokens equal transformers' over the same weights.
+
+The files are written by the `gguf` package from tiny checkpoints. F32 and BF16 files hold the checkpoint's own weights;
+of the quantized types transformers gets what the package dequantizes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import gguf_files
+import pytest
+import torch
+import vocabulary
+
+from pagewire import LLM, SamplingParams
+
+pytestmark = pytest.mark.slow
+
+MAX_TOKENS = 24
+PROMPTS = [[5], [7, 8, 9, 10], [(11 * i) % 300 + 3 for i in range(70)]]
+KINDS = ["llama", "llama-biased", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+
+
+def make(folder: Path, kind: str, **changes: Any) -> Path:
+    if kind == "qwen3_moe":
+        changes["mlp_only_layers"] = []  # llama.cpp's files have experts in all layers
+    return vocabulary.add_tokenizer(checkpoints.make_checkpoint(folder, kind, **changes))
+
+
+def greedy(model: Path, **options: object) -> list[list[int]]:
+    llm = LLM(str(model), **{"dtype": "float32", "max_model_len": 256, "threads": 1, **options})
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32(kind: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", kind)
+    file = gguf_files.write_gguf(folder, tmp_path / "model.gguf")
+    assert greedy(file) == checkpoints.reference_greedy(folder, PROMPTS, MAX_TOKENS)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_16_bits(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "llama", dtype=dtype)
+    file = gguf_files.write_gguf(folder, tmp_path / "model.gguf", kind)
+    assert greedy(file) == checkpoints.reference_greedy(folder, PROMPTS, MAX_TOKENS)
+    assert greedy(file, dtype="auto") == greedy(folder, dtype="auto")
+
+
+@pytest.mark.parametrize("kind", gguf_files.QUANTIZED)
+def test_quantized(kind: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "llama", **gguf_files.QUANTIZED_SIZES)
+    file = gguf_files.write_gguf(folder, tmp_path / "model.gguf", kind, widened=tmp_path / "widened")
+    assert greedy(file) == checkpoints.reference_greedy(tmp_path / "widened", PROMPTS, MAX_TOKENS)
+
+
+def test_types_that_are_mixed_within_a_fused_matrix(tmp_path: Path) -> None:
+    """As in Q4_K_M files, where v and the first layers' down have more bits than the others."""
+    folder = make(tmp_path / "folder", "qwen3", **gguf_files.QUANTIZED_SIZES, tie_word_embeddings=False)
+    types = {"v_proj.weight": "Q6_K", "1.mlp.down_proj.weight": "Q5_K", "embed_tokens.weight": "Q8_0"}
+    file = gguf_files.write_gguf(folder, tmp_path / "m.gguf", "Q4_K", types=types, widened=tmp_path / "widened")
+    assert greedy(file) == checkpoints.reference_greedy(tmp_path / "widened", PROMPTS, MAX_TOKENS)
+
+
+def test_quantized_experts(tmp_path: Path) -> None:
+    sizes = {**gguf_files.QUANTIZED_SIZES, "moe_intermediate_size": 256, "num_experts": 4}
+    folder = make(tmp_path / "folder", "qwen3_moe", **sizes)
+    file = gguf_files.write_gguf(folder, tmp_path / "model.gguf", "Q4_K", widened=tmp_path / "widened")
+    assert greedy(file) == checkpoints.reference_greedy(tmp_path / "widened", PROMPTS, MAX_TOKENS)
+
+
+def test_split_files_from_any_part(tmp_path: Path) -> None:
+    folder = make(tmp_path / "folder", "llama")
+    first = gguf_files.write_gguf(folder, tmp_path / "model.gguf", split=10)
+    expected = checkpoints.reference_greedy(folder, PROMPTS, MAX_TOKENS)
+    parts = sorted(tmp_path.glob("model-*.gguf"))
+    assert len(parts) == 4 and parts[0] == first
+    assert greedy(first) == greedy(parts[2]) == expected
+
+
+def test_a_quantized_file_quantized_to_int8(tmp_path: Path) -> None:
+    """--quantization int8 quantizes what the file's types stand for."""
+    folder = make(tmp_path / "folder", "llama", **gguf_files.QUANTIZED_SIZES)
+    file = gguf_files.write_gguf(folder, tmp_path / "model.gguf", "Q6_K", widened=tmp_path / "widened")
+    vocabulary.add_tokenizer(tmp_path / "widened")
+    assert greedy(file, quantization="int8") == greedy(tmp_path / "widened", quantization="int8")
