@@ -9,7 +9,10 @@ import pytest
 from waiting import cpu_deadline, until, until_async
 
 TESTS = Path(__file__).resolve().parent
-CLOCKS = re.compile(r"(time\.)?(monotonic|perf_counter|process_time|thread_time)(_ns)?|time\.time(_ns)?|datetime\.now")
+CLOCKS = re.compile(
+    r"(time\.)?(monotonic|perf_counter|process_time|thread_time)(_ns)?|time\.time(_ns)?|datetime\.now"
+    r"|(.*\.)?(\w*loop|get_\w*loop\(\))\.time"  # of asyncio's loop
+)
 PAUSES = re.compile(r"(time|asyncio)\.sleep")
 
 # File → why it may sleep or read a clock. `asyncio.sleep(0)` only yields to the loop and is allowed everywhere.
@@ -18,7 +21,6 @@ ALLOWED = {
     "bench/test_peers.py": "the time that a benchmark reports cannot exceed the time measured around it",
     "e2e/test_lifecycle.py": "measures the CPU time of two idle seconds",
     "e2e/test_route.py": "reads streams slowly until an engine has started, which needs the cores too",
-    "engine/weights/test_copy_workers.py": "needs jobs of different durations",
     "engine_clients.py": "the supervisor's periodic ping, which a core expects",
 }
 
@@ -48,8 +50,15 @@ def test_clocks_and_sleeps_are_used_only_in_the_listed_files() -> None:
 def test_clocks_and_sleeps_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         "async def f():\n  await asyncio.sleep(0)\n  await asyncio.sleep(1)\n  time.time()\n"
+        "  loop.time() + self._loop.time()\n  asyncio.get_running_loop().time()\n  times.time()\n"
     )
-    assert clocks_and_pauses(tmp_path / "a.py") == ["a.py:3: asyncio.sleep(1)", "a.py:4: time.time()"]
+    assert clocks_and_pauses(tmp_path / "a.py") == [
+        "a.py:3: asyncio.sleep(1)",
+        "a.py:4: time.time()",
+        "a.py:5: loop.time()",
+        "a.py:5: self._loop.time()",
+        "a.py:6: asyncio.get_running_loop().time()",
+    ]
 
 
 def test_until_returns_the_value_or_names_the_missing_event() -> None:

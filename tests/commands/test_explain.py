@@ -108,7 +108,3 @@ def test_an_invalid_file_gives_one_sentence(tmp_path: Path, text: str, sentence:
     assert str(error.value).startswith(sentence.format(file=file))
     with pytest.raises(ConfigError, match="cannot be read"):
         parse("--config", str(tmp_path / "nowhere.toml"))
-
-
-def test_serve_has_at_most_80_settings() -> None:
-    assert len(SETTINGS) + 2 <= 80  # with --config and --explain

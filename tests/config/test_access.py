@@ -1,11 +1,9 @@
 """Access to the server: the key file, rates, origins and certificates, valid and invalid."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pagewire.cli import build_parser
 from pagewire.config.access import ApiKey, read_key_file
 from pagewire.config.config import HttpConfig
 from pagewire.config.flags import make_config
@@ -75,9 +73,3 @@ def test_valid_settings_are_accepted() -> None:
     http = decide(ssl_certfile="c", ssl_ca_certs="a", ssl_cert_reqs=1, allowed_origins=("*", "http://localhost:3000"))
     assert http.listen.ssl_certfile == "c" and len(http.clients.allowed_origins) == 2
     assert [decide(root_path=path).listen.root_path for path in ("", "/", "/a/b/")] == ["", "", "/a/b"]
-
-
-def test_serve_has_at_most_80_flags() -> None:
-    parser: Any = build_parser()
-    serve = parser._subparsers._group_actions[0].choices["serve"]
-    assert len(serve._actions) <= 80

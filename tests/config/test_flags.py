@@ -1,9 +1,11 @@
 """Flags of the command line, which follow from the fields of Config."""
 
 import argparse
+from typing import Any
 
 import pytest
 
+from pagewire.cli import build_parser
 from pagewire.config.config import parse_size
 from pagewire.config.flags import SETTINGS, add_flags
 from pagewire.errors import ConfigError
@@ -62,3 +64,10 @@ def test_sizes(text: str, size: int) -> None:
 def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)
+
+
+def test_serve_has_at_most_80_flags() -> None:
+    parser: Any = build_parser()
+    serve = parser._subparsers._group_actions[0].choices["serve"]
+    flags = {action.dest for action in serve._actions}
+    assert flags >= SETTINGS.keys() and len(flags) <= 80

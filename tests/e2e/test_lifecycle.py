@@ -95,12 +95,6 @@ def test_the_run_folder_is_private(server: Server) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
 
 
-def test_only_the_http_port_listens(server: Server) -> None:
-    for name, process in server.children().items():
-        listening = {c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-        assert listening == ({server.port} if name == "api" else set())
-
-
 def test_sigterm_ends_streams_with_an_error_event_after_the_drain_timeout(start: Start) -> None:
     server = start("--drain-timeout", "2").wait_ready()
     idle = idle_connection(server)

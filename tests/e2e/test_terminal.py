@@ -185,7 +185,6 @@ def test_top_shows_the_metrics_of_the_server(server: Server, tmp_path: Path, ter
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_top_waits_for_a_stopped_server(start: Callable[..., Server], terminal: Callable[..., Terminal]) -> None:
     server = start().wait_ready()
     screen = terminal("top", "--interval", "0.2", "--url", server.url)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,10 +117,3 @@ def test_a_plain_loop_is_woken_by_another_thread(pair: Pair) -> None:
     sender.start()
     assert receive(inbox, 1) == [Ping()]
     sender.join()
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A folder with a path short enough for a Unix socket; that of `tmp_path` may be too long."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)

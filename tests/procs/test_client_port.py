@@ -107,7 +107,7 @@ def test_a_slow_client_gets_larger_messages_and_delays_no_other_client(address: 
         async with Engine(address), await EngineClient.connect(address) as quick, peer(address) as slow:
             await slow.say(Hello(PROTOCOL, window=2), generate(1, [1], Limits(max_tokens=150, ignore_eos=True)))
             assert isinstance(await slow.hear(), Welcome)
-            received, steps = [], 0
+            received = []
             for seq in (1, 2):
                 news = await slow.hear()
                 assert isinstance(news, News) and news.seq == seq
@@ -119,7 +119,6 @@ def test_a_slow_client_gets_larger_messages_and_delays_no_other_client(address: 
             news = await slow.hear()
             assert isinstance(news, News) and news.seq == 3
             received += outputs(news)[1]
-            steps += 1
             assert news.tokens[0].finish == "length"
             assert received == expected_output([1], 150, MAX_LEN, 1, True)
 

@@ -126,10 +126,8 @@ def test_a_cached_grammar_is_answered_within_the_same_call(tmp_path: Path) -> No
             await until_async(lambda: len(posted) == 2, "the grammar is compiled", 60)
             assert posted == [("core", Constrained(7)), ("core", Masks(b"", b"", rids(7, 8)))]
             posted.clear()
-            started = asyncio.get_running_loop().time()
             actor.handle([Constrain(9, 1, constraint, b"", ids_to_bytes([5, 5]))])  # its outcome is cached by now
             assert posted == [("core", Constrained(9)), ("core", Masks(rids(9), bits_of([1, 2])))]
-            assert asyncio.get_running_loop().time() - started < 1
             posted.clear()
             actor.handle([Sampled(rids(9, 8), ids_to_bytes([1, 40]), rids(7))])
             assert posted == [("core", Masks(rids(9), bits_of([3]), rids(8)))]

@@ -395,16 +395,24 @@ def test_max_open_requests_bounds_each_key(stack: ExitStack) -> None:
     engines = serve(stack, engine, api_keys=("a", "b"))
     router = stack.enter_context(Routed(*engines, api_keys=("a", "b"), max_open_requests=1))
     assert router.complete().status == 401
-    first = threading.Thread(target=router.ask, args=("/v1/completions", {"prompt": "x"}), kwargs={"x_api_key": "a"})
-    first.start()
-    until(lambda: engine.submits, "the engine has the request")
-    refused = router.ask("/v1/completions", {"prompt": "x"}, x_api_key="a")
-    assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
+    path, body = "/v1/completions", {"prompt": "x"}
+    statuses: list[int] = []
+    threads = [
+        threading.Thread(target=lambda key=key: statuses.append(router.ask(path, body, x_api_key=key).status))
+        for key in "ab"
+    ]
+    for num, thread in enumerate(threads, 1):  # the request of b is passed on while a is at its limit
+        thread.start()
+        until(lambda num=num: len(engine.open) == num, f"the engine has {num} requests")
+    for key in "ab":
+        refused = router.ask(path, body, x_api_key=key)
+        assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
     assert engine.loop is not None
     engine.loop.call_soon_threadsafe(engine.go)
-    assert router.ask("/v1/completions", {"prompt": "x"}, x_api_key="b").status == 200
-    first.join(10)
-    assert router.ask("/v1/completions", {"prompt": "x"}, x_api_key="a").status == 200
+    for thread in threads:
+        thread.join(10)
+    assert statuses == [200, 200]
+    assert [router.ask(path, body, x_api_key=key).status for key in "ab"] == [200, 200]
 
 
 def test_an_administrator_adds_and_removes_engines(stack: ExitStack) -> None:

@@ -18,7 +18,7 @@ from .clients import Client
 class Wait:
     """The wait of one request."""
 
-    __slots__ = ("limit", "rank", "since", "tenant")
+    __slots__ = ("limit", "rank", "since")
 
     def __init__(self, rank: tuple[int, int], limit: int, since: int) -> None:
         self.rank = rank  # its position in the order of all requests

@@ -4,9 +4,7 @@ import pytest
 from harness import run
 
 from pagewire.errors import RequestError
-from pagewire.ipc.messages import (
-    TextPrompt,
-)
+from pagewire.ipc.messages import TextPrompt, ids_to_bytes
 
 from .test_journal import Engine, make_submit
 
@@ -28,8 +26,9 @@ def test_suspects_resume_one_by_one_and_only_the_killer_fails() -> None:
         (second,) = engine.take()
         assert second.prompt == TextPrompt("poison")
         engine.die("worker")
+        [(_, delivered)] = await anext(streams["poison"])
+        assert delivered.text == "x" and delivered.ids == ids_to_bytes([1])
         with pytest.raises(RequestError, match="died twice"):
-            await anext(streams["poison"])
             await anext(streams["poison"])
         turns = [engine.take() for _ in range(3)]
         assert [s.prompt for s in turns[0]] == [TextPrompt("good")] and turns[1] == []

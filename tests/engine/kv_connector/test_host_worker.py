@@ -54,4 +54,18 @@ def test_a_load_of_a_block_that_was_never_stored_fails() -> None:
     core.update_state_after_alloc(request, request.blocks, SIZE)  # never stored
     engine.step()
     assert engine.failed == request.keys[:1] and engine.worker.num_pending == 0
-    core.update_connector_output(Transferred((77,), ids_to_bytes([1]), ()))  # a load of another connector
+
+
+def test_a_load_of_another_connector_fails_no_block_of_the_host() -> None:
+    engine = Instance(f"host,size={4 * BLOCK_BYTES}")
+    core, stored = engine.core, sequence(1, (1, 2 * SIZE + 1))
+    engine.serve(stored)
+    engine.fill_device(2)
+    request = sequence(3, (1, 2 * SIZE + 1))
+    assert engine.admit(request) and len(request.blocks) == 2  # being loaded
+    before = core.tiers()
+    core.update_connector_output(Transferred((77,), ids_to_bytes(request.blocks), ()))
+    assert core.tiers() == before and before[0].num_failed == 0
+    engine.step()
+    engine.settle()
+    assert engine.num_loaded == 2 and not engine.failed

@@ -1,7 +1,7 @@
 """Copies to a slow device: no staging buffer is overwritten before its copy has run, and no data is lost."""
 
 import random
-import time
+import threading
 from contextlib import contextmanager
 
 import checkpoints
@@ -54,22 +54,25 @@ def test_a_strided_source_is_copied_and_cast():
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_results_of_jobs_are_taken_in_order(workers):
+    """Three workers finish each three jobs in reverse order."""
     jobs = Jobs([late_worker() for _ in range(workers)] if workers > 1 else [DirectCopy()])
     rng = random.Random(0)
     sources = [torch.randn(rng.randrange(1, 90)) for _ in range(60)]
     targets = [torch.zeros_like(source) for source in sources]
-    taken = []
+    done, ended, taken = [threading.Event() for _ in range(60)], [], []
 
     def job(i, worker):
-        time.sleep(rng.random() / 500)
+        assert workers == 1 or i % 3 == 2 or done[i + 1].wait(60), "the next job has not ended"
         worker.fill(targets[i], sources[i])
+        ended.append(i)
+        done[i].set()
         return i
 
     for i in range(60):
         jobs.put(lambda worker, i=i: job(i, worker), taken.append)
     jobs.finish()
     jobs.close()
-    assert taken == list(range(60))
+    assert (ended == sorted(ended)) == (workers == 1) and taken == list(range(60))
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source)
 
