@@ -12,6 +12,8 @@
 #ifdef OLDEST
 __asm__(".symver pthread_create, pthread_create@" OLDEST);
 __asm__(".symver pthread_detach, pthread_detach@" OLDEST);
+__asm__(".symver pthread_key_create, pthread_key_create@" OLDEST);
+__asm__(".symver pthread_setspecific, pthread_setspecific@" OLDEST);
 #endif
 #endif
 #endif

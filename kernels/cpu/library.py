@@ -70,10 +70,11 @@ class Kernels:
         self.decoder = function("decoder")
         self.write_kv = function("write_kv")
         self.greedy = function("greedy")
+        self.threads()
 
     def threads(self) -> int:
-        """Makes the functions use torch's number of threads, from the calling thread on. Returns their maximum
-        number."""
+        """Makes the functions use torch's number of threads when the calling thread calls them, or one that has not
+        called them yet. Returns the number."""
         self._threads(torch.get_num_threads())
         threads: int = self._pool(torch.get_num_threads())
         return threads

@@ -1,13 +1,16 @@
-/* A pool that does not collapse beside other programs. OpenMP's threads spin at the end of every loop until the last of
+/* A pool that does not collapse beside other programs. OpenMP's threads wait at the end of every loop until the last of
  * them arrives, so one that the system has descheduled stops all. Here tasks are small and taken as they come, nobody
  * waits for a thread that has taken none, and a thread without work sleeps after SPIN_NS.
  *
  * `ticket` holds the number of the loop and the next task. A thread takes a task by compare-and-swap, which fails if
- * the loop is over; what it has read of the loop is therefore that loop's. The ticket is closed while the loop's fields
- * change, so that a stale one cannot be used with new fields.
+ * the ticket has changed, so what it has read of the loop before is that loop's. The ticket is closed while the loop's
+ * fields change, so that a stale one cannot be used with new fields. (The number returns after 2^32 loops. A thread
+ * would have to be descheduled for just as many between two instructions.)
+ *
+ * All atomic operations are sequentially consistent. No wake-up is lost: a thread counts itself as asleep before the
+ * system compares the word with the old value, and others change the word before they look at the count.
  */
 #define _GNU_SOURCE
-#include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -19,29 +22,37 @@
 
 #include "threads.h"
 
-enum { SPIN_NS = 50000, MAX_THREADS = 1024 };
+#ifndef SPIN_NS
+#define SPIN_NS 50000
+#endif
+enum { MAX_THREADS = 1024 };
 #define CLOSED 0xffffffffu
 
 static struct {
     _Alignas(64) _Atomic uint64_t ticket;
-    _Alignas(64) _Atomic uint32_t done; /* tasks; a futex for the caller */
+    _Alignas(64) _Atomic uint32_t done; /* tasks; the caller sleeps on it */
     _Atomic uint32_t is_caller_asleep;
-    _Alignas(64) _Atomic uint32_t loops; /* a futex for the others */
-    _Atomic uint32_t num_asleep;
+    _Alignas(64) _Atomic uint32_t loops; /* threads that may work sleep on it */
+    _Atomic uint32_t num_asleep;         /* of them */
+    _Atomic uint32_t limit;              /* threads of the loop; the others sleep on it */
     _Atomic uint32_t n;
     _Atomic(Task) task;
     _Atomic(const void *) about;
-    _Alignas(64) _Atomic long threads; /* that may work */
-    long started;
+    _Atomic long wanted;  /* threads, of callers that have named no number themselves */
+    long started, most;   /* threads, with the caller */
     pthread_mutex_t turn; /* one loop at a time */
-} pool = {.ticket = CLOSED, .threads = 1, .started = 1, .turn = PTHREAD_MUTEX_INITIALIZER};
+} pool = {.ticket = CLOSED, .wanted = 1, .limit = 1, .started = 1, .most = MAX_THREADS,
+          .turn = PTHREAD_MUTEX_INITIALIZER};
 
-static _Thread_local long thread;
+static _Thread_local long thread;  /* its index */
+static _Thread_local long threads; /* that its loops have; 0: not known yet */
 static _Thread_local int is_inside;
-static _Thread_local struct {
+typedef struct {
     void *memory;
     long size;
-} scratch[SCRATCH_SLOTS];
+} Slot;
+static _Thread_local Slot scratch[SCRATCH_SLOTS];
+static pthread_key_t scratch_key; /* frees a thread's scratch at its end */
 
 static inline void rest(void)
 {
@@ -64,9 +75,25 @@ static void sleep_while(_Atomic uint32_t *word, uint32_t value)
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, 0, 0, 0);
 }
 
-static void wake(_Atomic uint32_t *word)
+static void wake(_Atomic uint32_t *word, long count)
 {
-    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0);
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count < INT_MAX ? count : INT_MAX, 0, 0, 0);
+}
+
+/* Spins, then sleeps, until the word has changed; it may return earlier. */
+static void await_change(_Atomic uint32_t *word, uint32_t value, _Atomic uint32_t *asleep)
+{
+    int64_t until = now() + SPIN_NS;
+    do {
+        for (int i = 0; i < 32; i++) {
+            if (atomic_load(word) != value)
+                return;
+            rest();
+        }
+    } while (now() < until);
+    atomic_fetch_add(asleep, 1);
+    sleep_while(word, value);
+    atomic_fetch_sub(asleep, 1);
 }
 
 /* Takes tasks until there are none. */
@@ -75,16 +102,16 @@ static void work(void)
     is_inside = 1;
     for (;;) {
         uint64_t ticket = atomic_load(&pool.ticket);
-        uint32_t i = (uint32_t)ticket, n = atomic_load(&pool.n);
+        uint32_t i = (uint32_t)ticket, n = atomic_load(&pool.n), limit = atomic_load(&pool.limit);
         Task task = atomic_load(&pool.task);
         const void *about = atomic_load(&pool.about);
-        if (i == CLOSED || i >= n)
+        if (i == CLOSED || i >= n || thread >= limit)
             break;
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1))
             continue;
         task(about, i);
         if (atomic_fetch_add(&pool.done, 1) + 1 == n && atomic_load(&pool.is_caller_asleep))
-            wake(&pool.done);
+            wake(&pool.done, 1);
     }
     is_inside = 0;
 }
@@ -94,65 +121,82 @@ static void *serve(void *index)
     thread = (long)index;
     uint32_t seen = 0;
     for (;;) {
-        int64_t until = now() + SPIN_NS;
-        while (atomic_load(&pool.loops) == seen || thread >= atomic_load(&pool.threads)) {
-            for (int i = 0; i < 32; i++)
-                rest();
-            if (now() > until) {
-                atomic_fetch_add(&pool.num_asleep, 1);
-                uint32_t loops = atomic_load(&pool.loops);
-                if (loops == seen || thread >= atomic_load(&pool.threads))
-                    sleep_while(&pool.loops, loops);
-                atomic_fetch_sub(&pool.num_asleep, 1);
-                until = now() + SPIN_NS;
-            }
+        uint32_t limit = atomic_load(&pool.limit), loops = atomic_load(&pool.loops);
+        if (thread >= limit) {
+            sleep_while(&pool.limit, limit);
+        } else if (loops == seen) {
+            await_change(&pool.loops, seen, &pool.num_asleep);
+        } else {
+            seen = loops;
+            work();
         }
-        seen = atomic_load(&pool.loops);
-        work();
     }
     return 0;
 }
 
+static void start_threads(long count)
+{
+    count = count < pool.most ? count : pool.most;
+    for (; pool.started < count; pool.started++) {
+        pthread_t started;
+        if (pthread_create(&started, 0, serve, (void *)pool.started)) {
+            pool.most = pool.started; /* the system's limit; loops have fewer threads and the same results */
+            break;
+        }
+        pthread_detach(started);
+    }
+}
+
+/* A thread inside a task has an index of its own; in the loop that it runs alone its index is 0. */
+static void run_alone(long n, Task task, const void *about)
+{
+    long index = thread;
+    thread = 0;
+    for (long i = 0; i < n; i++)
+        task(about, i);
+    thread = index;
+}
+
 void pagewire_run(long n, Task task, const void *about)
 {
-    if (n == 1 || is_inside || atomic_load(&pool.threads) == 1) {
-        for (long i = 0; i < n; i++)
-            task(about, i);
+    long limit = pagewire_num_threads();
+    if (n < 2 || limit == 1) {
+        run_alone(n, task, about);
         return;
     }
-    if (n <= 0)
-        return;
+    if (n >= CLOSED)
+        abort();
     pthread_mutex_lock(&pool.turn);
+    if (limit > pool.started)
+        start_threads(limit);
     uint64_t loop = (atomic_load(&pool.ticket) >> 32) + 1;
     atomic_store(&pool.ticket, loop << 32 | CLOSED);
     atomic_store(&pool.n, (uint32_t)n);
     atomic_store(&pool.task, task);
     atomic_store(&pool.about, about);
     atomic_store(&pool.done, 0);
+    if (atomic_load(&pool.limit) != limit) {
+        atomic_store(&pool.limit, (uint32_t)limit);
+        wake(&pool.limit, INT_MAX);
+    }
     atomic_store(&pool.ticket, loop << 32);
     atomic_fetch_add(&pool.loops, 1);
     if (atomic_load(&pool.num_asleep))
-        wake(&pool.loops);
+        wake(&pool.loops, n - 1); /* no more than there are tasks for */
     work();
-    int64_t until = now() + SPIN_NS;
     uint32_t done;
-    while ((done = atomic_load(&pool.done)) != (uint32_t)n) {
-        for (int i = 0; i < 32; i++)
-            rest();
-        if (now() > until) {
-            atomic_store(&pool.is_caller_asleep, 1);
-            if ((done = atomic_load(&pool.done)) != (uint32_t)n)
-                sleep_while(&pool.done, done);
-            atomic_store(&pool.is_caller_asleep, 0);
-            until = now() + SPIN_NS;
-        }
-    }
+    while ((done = atomic_load(&pool.done)) != (uint32_t)n)
+        await_change(&pool.done, done, &pool.is_caller_asleep);
     pthread_mutex_unlock(&pool.turn);
 }
 
 long pagewire_num_threads(void)
 {
-    return is_inside ? 1 : atomic_load(&pool.threads);
+    if (is_inside)
+        return 1;
+    if (!threads)
+        threads = atomic_load(&pool.wanted);
+    return threads;
 }
 
 long pagewire_thread(void)
@@ -160,33 +204,47 @@ long pagewire_thread(void)
     return thread;
 }
 
-/* Sets the number of threads, with the caller; as many as the system lets start. Returns it. */
 long pagewire_set_threads(long wanted)
 {
-    if (wanted == atomic_load(&pool.threads))
-        return wanted;
-    pthread_mutex_lock(&pool.turn);
     wanted = wanted < 1 ? 1 : wanted > MAX_THREADS ? MAX_THREADS : wanted;
-    for (; pool.started < wanted; pool.started++) {
-        pthread_t started;
-        if (pthread_create(&started, 0, serve, (void *)pool.started))
-            break;
-        pthread_detach(started);
-    }
-    wanted = wanted < pool.started ? wanted : pool.started;
-    atomic_store(&pool.threads, wanted);
-    pthread_mutex_unlock(&pool.turn);
+    threads = wanted;
+    atomic_store(&pool.wanted, wanted);
     return wanted;
+}
+
+/* A child has the caller's memory and none of the other threads. They start with its first loop. */
+static void after_fork(void)
+{
+    pool.started = 1;
+    pool.turn = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    atomic_store(&pool.num_asleep, 0);
+    atomic_store(&pool.is_caller_asleep, 0);
+}
+
+static void free_scratch(void *slots)
+{
+    for (Slot *slot = slots; slot < (Slot *)slots + SCRATCH_SLOTS; slot++) {
+        free(slot->memory);
+        *slot = (Slot){0};
+    }
+}
+
+__attribute__((constructor)) static void begin(void)
+{
+    if (pthread_atfork(0, 0, after_fork) || pthread_key_create(&scratch_key, free_scratch))
+        abort();
 }
 
 void *pagewire_scratch(int slot, long bytes)
 {
-    if (scratch[slot].size < bytes) {
-        free(scratch[slot].memory);
-        scratch[slot].size = (bytes + 63) / 64 * 64;
-        scratch[slot].memory = aligned_alloc(64, scratch[slot].size);
-        if (!scratch[slot].memory)
+    Slot *s = scratch + slot;
+    if (s->size < bytes) {
+        long more = s->size + s->size / 4; /* sizes often grow a little at a time, as contexts do */
+        free(s->memory);
+        s->size = ((bytes > more ? bytes : more) + 63) / 64 * 64;
+        s->memory = aligned_alloc(64, s->size);
+        if (!s->memory || pthread_setspecific(scratch_key, scratch))
             abort();
     }
-    return scratch[slot].memory;
+    return s->memory;
 }
