@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from . import reference
+from .stored import Storage, Stored
 
 
 class Matrix(Protocol):
@@ -28,6 +29,12 @@ class Matrix(Protocol):
         """Rows of the weight. ids: [tokens] int64 → [tokens, k], of the activations' type."""
 
 
+class StoredMatrix(Matrix, Protocol):
+    """A matrix of a table with a `storage`."""
+
+    def stored(self) -> Stored: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """One implementation of every operation. `reference.py` specifies what each computes."""
@@ -41,6 +48,7 @@ class Ops:
     norm_rotary: Callable[[Tensor, int, Tensor | None, Tensor | None, float, Tensor, Tensor], Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
+    storage: Storage | None = None  # None: its matrices cannot be stored
 
 
 def reference_ops(*, int8: bool = False) -> Ops:

@@ -51,9 +51,14 @@ class MoeMlp(nn.Module):
         self._group = group
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the packed experts."""
-        return sum(matrix.nbytes for expert in self._experts for matrix in expert)
+    def matrices(self) -> tuple[Matrix, ...]:
+        """As in `Weight`: gate_up and down of each expert in turn."""
+        return tuple(matrix for expert in self._experts for matrix in expert)
+
+    @matrices.setter
+    def matrices(self, matrices: tuple[Matrix, ...]) -> None:
+        self.gate_up = self.down = None
+        self._experts = list(zip(matrices[::2], matrices[1::2], strict=True))
 
     def pack(self, ops: Ops) -> None:
         """Packs the experts' weights for the kernels; the router packs itself. Two copies exist for a moment."""

@@ -200,9 +200,14 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Weight | MoeMlp):
                 module.pack(ops)
-        weights = sum(module.matrix.nbytes for module in self.modules() if isinstance(module, Weight))
-        experts = sum(module.nbytes for module in self.modules() if isinstance(module, MoeMlp))
-        return weights + experts + sum(parameter.nbytes for parameter in self.parameters())
+        return self.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed matrices and of the other parameters."""
+        modules = [module for module in self.modules() if isinstance(module, Weight | MoeMlp)]
+        weights = sum(matrix.nbytes for module in modules for matrix in module.matrices)
+        return weights + sum(parameter.nbytes for parameter in self.parameters())
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         cos, sin = self._rotary.at(positions)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Matrix, Ops
+from ..stored import Storage, Stored
 from .dense import NativeMatrix
 from .library import Kernels
 from .quantized import NativeInt8Matrix
@@ -59,6 +60,11 @@ def native_ops(kernels: Kernels, *, int8: bool = False, rounds: bool = False) ->
         kernels.greedy(logits.data_ptr(), ids.data_ptr(), most.data_ptr(), m, n)
         return most, ids
 
+    classes = {kind.__name__: kind for kind in (NativeMatrix, NativeInt8Matrix)}
+
+    def restored(parts: Stored) -> Matrix:
+        return classes[parts.kind].restored(kernels, parts)
+
     return Ops(
         matrix=matrix,
         gated=gated,
@@ -69,6 +75,7 @@ def native_ops(kernels: Kernels, *, int8: bool = False, rounds: bool = False) ->
         norm_rotary=norm_rotary,
         write_kv=write_kv,
         greedy=greedy,
+        storage=Storage(layout=kernels.name, restored=restored, placed=kernels.placed),
     )
 
 
