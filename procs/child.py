@@ -65,6 +65,7 @@ class Launch(Struct, frozen=True):
     rendezvous: str = ""
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
+    weight_fds: tuple[int, ...] = ()  # of each rank: a memfd for its packed weights; empty: there are none
 
     def part_of(self, name: str) -> "Launch":
         """What this actor may know of it."""
@@ -94,7 +95,8 @@ def run_worker(
     with contextlib.ExitStack() as stack:
         rank_info = RankInfo(index(name), launch.ranks_here, launch.rendezvous)
         progress = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
-        worker = Worker(launch.config, rank_info=rank_info, progress=progress)
+        weights_fd = launch.weight_fds[rank_info.rank] if launch.weight_fds else -1
+        worker = Worker(launch.config, rank_info=rank_info, weights_fd=weights_fd, progress=progress)
 
         def pong() -> None:
             post("supervisor", Pong(name, epochs.chain, worker.num_answered, worker.num_pending > 0))
@@ -224,7 +226,7 @@ def main(name: str, launch_file: str) -> int:
         timings = {"python": python_s, **facts.timings}
         timings["rest"] = max(0.0, process_age_s() - sum(timings.values()))
         gc.freeze()  # what exists now stays: collections skip it
-        post("supervisor", Ready(name, SCHEMA_VERSION, Facts(timings, facts.notes), launch.epoch))
+        post("supervisor", Ready(name, SCHEMA_VERSION, structs.replace(facts, timings=timings), launch.epoch))
 
     python_s = process_age_s()
     code = 0

@@ -46,6 +46,7 @@ from .environment import environment_of
 from .listening import Listening
 from .liveness import Deaths, Liveness
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
+from .weight_memory import close_segments, new_segment, new_segments
 
 PING_INTERVAL_S = 0.5
 STOP_GRACE_S = 5.0  # for each actor, on top of what open requests are given
@@ -82,12 +83,14 @@ class Supervisor:
         quiet: bool = False,
         listening: Listening | None = None,
         on_swap: Callable[[Swap], None] | None = None,
+        weight_fds: Sequence[int] = (),
     ) -> None:
         """`actors`: those to start here (default: all). `addresses`: mailboxes outside this launch's run folder, and
         `ranks`, where the ranks of a tensor-parallel group meet. `quiet`: no timeline, no banner.
 
         With `listening`, the caller owns the socket and the signals (see `Generations`). `on_swap` is called when an
-        administrator asks for another model."""
+        administrator asks for another model. `weight_fds`: shared memory for the ranks' packed weights, which this
+        object closes; it makes its own if there is none."""
         self._config = config.engine
         self._service = config.http.service
         self._http = config.http
@@ -116,6 +119,7 @@ class Supervisor:
         self._deaths = Deaths()
         self._lost_at: dict[str, float] = {}  # actors that are being replaced → when they were lost
         self._looked_at = 0.0  # when `_hung` last ran
+        self._weight_fds = list(weight_fds)
 
     async def run(self) -> int:
         """From start to stop. The exit code: 0 after a signal, 2 for what the user can correct, else 1."""
@@ -126,6 +130,7 @@ class Supervisor:
         self._run_folder = run_folder = make_run_folder()
         context = ZmqContext(self._keys)
         self._lifeline, self._lifeline_held = os.pipe()
+        self._weight_fds = self._weight_fds or new_segments(self._config)
         try:
             for address in self._given.values():
                 check_address(address, self._keys)
@@ -155,6 +160,7 @@ class Supervisor:
                 self._listening.close()
             os.close(self._lifeline)
             os.close(self._lifeline_held)
+            close_segments(self._weight_fds)
             self._elsewhere.close()
             if self._inbox is not None:
                 self._inbox.close()
@@ -180,6 +186,7 @@ class Supervisor:
             rendezvous=self._given.get(RENDEZVOUS, f"file://{self._run_folder}/{RENDEZVOUS}-{self._device_epoch}"),
             epoch=self._epoch,
             device_epoch=self._device_epoch,
+            weight_fds=tuple(self._weight_fds),
         )
         for name in actors:
             launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
@@ -191,11 +198,18 @@ class Supervisor:
                 name,
                 str(launch_file),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._lifeline, http_fd) if kind(name) == "api" else (self._lifeline,),
+                pass_fds=self._fds_of(name, http_fd),
                 env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
             )
             child = self._children[name] = Child(name, process, self._epoch)
             child.exited.add_done_callback(partial(self._on_exit, child))
+
+    def _fds_of(self, name: str, http_fd: int) -> tuple[int, ...]:
+        if kind(name) == "api":
+            return self._lifeline, http_fd
+        if kind(name) == "worker" and self._weight_fds:
+            return self._lifeline, self._weight_fds[index(name)]
+        return (self._lifeline,)
 
     async def _supervise(self) -> int:
         """Waits until every actor is ready, has the api listen, and watches until the end. The exit code."""
@@ -424,6 +438,9 @@ class Supervisor:
         child.facts = message.facts
         is_worker = kind(child.name) == "worker"
         child.liveness = Liveness(child.process.pid, may_be_busy=is_worker, now=time.monotonic())
+        if not message.facts.weights_fit:  # so that the next worker finds memory that it can use
+            fd, self._weight_fds[index(child.name)] = self._weight_fds[index(child.name)], new_segment()
+            os.close(fd)
         if self._url is not None and kind(child.name) == "api":
             self._outboxes[child.name].send(Serve())
 

@@ -90,7 +90,7 @@ class Runner:
         weights_fd: int = -1,
     ) -> "Runner":
         """Reads the checkpoint, or this rank's part of it. queue: for the Triton kernels; None: a GPU makes its own,
-        and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). weights_fd: a memfd, which keeps
+        and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). weights_fd: a memfd for
         the weights that the C kernels pack; -1: this process keeps them. Raises ConfigError, CheckpointError, and
         StartError if the ranks do not meet."""
         timings = {}

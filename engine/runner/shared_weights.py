@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import torch
@@ -69,7 +70,7 @@ def _write(fd: int, key: bytes, decoder: Decoder, ops: Ops, storage: Storage) ->
     for name, module in _packable(decoder):
         with storage.placed(writer.empty):
             module.pack(ops)
-        index.matrices[name] = tuple(_stored(writer, matrix) for matrix in module.matrices)
+        index.matrices[name] = tuple(_stored(writer, cast(StoredMatrix, matrix)) for matrix in module.matrices)
         num_bytes += sum(matrix.nbytes for matrix in module.matrices)
         module.matrices = ()
         if num_bytes > _TRIM_BYTES:

@@ -98,8 +98,8 @@ class SegmentWriter:
         num_bytes = size * dtype.itemsize
         if self._chunk is None or self._used + num_bytes > self._size:
             self._grow(num_bytes)
-        address, length, offset = self._places[-1]
-        assert self._chunk is not None and self._used + num_bytes <= offset + length
+        _, _, offset = self._places[-1]
+        assert self._chunk is not None
         first = self._used - offset
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return self._chunk[first : first + num_bytes].view(dtype)
