@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -57,7 +57,7 @@ class Launch(Struct, frozen=True):
     num_apis: int
     addresses: dict[str, str]  # of the mailboxes: actor, or "supervisor" → ZeroMQ address
     keys: Keys | None  # of tcp:// mailboxes
-    supervisor_pid: int
+    supervisor_pid: int  # of the parent process, which may be a template of the supervisor
     lifeline_fd: int  # read end of a pipe whose other end only the supervisor holds
     http_fd: int  # bound socket, for api processes; -1: none
     progress: bool  # draw a progress bar while weights load
@@ -65,7 +65,7 @@ class Launch(Struct, frozen=True):
     rendezvous: str = ""
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
-    weight_fds: tuple[int, ...] = ()  # of each rank: a memfd for its packed weights; empty: there are none
+    weights_fd: int = -1  # of a worker: a memfd for its packed weights; -1: there is none
 
     def part_of(self, name: str) -> "Launch":
         """What this actor may know of it."""
@@ -95,8 +95,7 @@ def run_worker(
     with contextlib.ExitStack() as stack:
         rank_info = RankInfo(index(name), launch.ranks_here, launch.rendezvous)
         progress = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
-        weights_fd = launch.weight_fds[rank_info.rank] if launch.weight_fds else -1
-        worker = Worker(launch.config, rank_info=rank_info, weights_fd=weights_fd, progress=progress)
+        worker = Worker(launch.config, rank_info=rank_info, weights_fd=launch.weights_fd, progress=progress)
 
         def pong() -> None:
             post("supervisor", Pong(name, epochs.chain, worker.num_answered, worker.num_pending > 0))
@@ -206,6 +205,12 @@ def main(name: str, launch_file: str) -> int:
     """Runs one actor. The exit code: 0 after `Stop`, else see `exit_code`."""
     launch = msgspec.json.decode(Path(launch_file).read_bytes(), type=Launch)
     Path(launch_file).unlink()
+    return run_child(name, launch, {})
+
+
+def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
+    """Runs one actor in this process. inherited: parts of the start that passed before this process was forked, with
+    their seconds. The exit code is that of `main`."""
     tie_life_to(launch.supervisor_pid, launch.lifeline_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -223,8 +228,9 @@ def main(name: str, launch_file: str) -> int:
     def on_ready(facts: Facts) -> None:
         nonlocal is_ready
         is_ready = True
-        timings = {"python": python_s, **facts.timings}
-        timings["rest"] = max(0.0, process_age_s() - sum(timings.values()))
+        own = {"python": python_s, **facts.timings}
+        rest = {"rest": max(0.0, process_age_s() - sum(own.values()))}
+        timings = {**own, **inherited, **rest} if inherited else own | rest
         gc.freeze()  # what exists now stays: collections skip it
         post("supervisor", Ready(name, SCHEMA_VERSION, structs.replace(facts, timings=timings), launch.epoch))
 

@@ -45,6 +45,7 @@ from .elsewhere import Elsewhere
 from .environment import environment_of
 from .listening import Listening
 from .liveness import Deaths, Liveness
+from .template import ForkedProcess, Template, can_fork
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
 from .weight_memory import close_segments, new_segment, new_segments
 
@@ -56,10 +57,13 @@ _HANDOVER_S = 600.0  # for open requests, after another model has taken over; id
 STACKS_WAIT_S = 0.2  # for a hanging process to print its stacks
 
 
+Process = asyncio.subprocess.Process | ForkedProcess
+
+
 class Child:
     """One actor's process."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, epoch: int) -> None:
+    def __init__(self, name: str, process: Process, epoch: int) -> None:
         self.name = name
         self.process = process
         self.epoch = epoch  # the latest that it has confirmed
@@ -120,6 +124,7 @@ class Supervisor:
         self._lost_at: dict[str, float] = {}  # actors that are being replaced → when they were lost
         self._looked_at = 0.0  # when `_hung` last ran
         self._weight_fds = list(weight_fds)
+        self._template: Template | None = None
 
     async def run(self) -> int:
         """From start to stop. The exit code: 0 after a signal, 2 for what the user can correct, else 1."""
@@ -156,6 +161,8 @@ class Supervisor:
         finally:
             self._is_over = True
             await self._kill()
+            if self._template is not None:
+                self._template.close()
             if self._listening is not None and not self._is_owned:
                 self._listening.close()
             os.close(self._lifeline)
@@ -186,30 +193,31 @@ class Supervisor:
             rendezvous=self._given.get(RENDEZVOUS, f"file://{self._run_folder}/{RENDEZVOUS}-{self._device_epoch}"),
             epoch=self._epoch,
             device_epoch=self._device_epoch,
-            weight_fds=tuple(self._weight_fds),
         )
         for name in actors:
             launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
+            weights_fd = self._weight_fds[index(name)] if kind(name) == "worker" and self._weight_fds else -1
+            part = msgspec.structs.replace(launch.part_of(name), weights_fd=weights_fd)
             with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(launch.part_of(name)))
-            process = await asyncio.create_subprocess_exec(
-                *interpreter.COMMAND,
-                "pagewire.procs.child",
-                name,
-                str(launch_file),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=self._fds_of(name, http_fd),
-                env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
-            )
+                file.write(msgspec.json.encode(part))
+            environment = environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given)
+            process: Process
+            if kind(name) == "worker" and can_fork(self._config):
+                if self._template is None or not self._template.is_alive:
+                    self._template = Template(self._lifeline, environment)
+                process = self._template.fork(name, str(launch_file), weights_fd)
+            else:
+                process = await asyncio.create_subprocess_exec(
+                    *interpreter.COMMAND,
+                    "pagewire.procs.child",
+                    name,
+                    str(launch_file),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=[fd for fd in (self._lifeline, part.http_fd, weights_fd) if fd >= 0],
+                    env=environment,
+                )
             child = self._children[name] = Child(name, process, self._epoch)
             child.exited.add_done_callback(partial(self._on_exit, child))
-
-    def _fds_of(self, name: str, http_fd: int) -> tuple[int, ...]:
-        if kind(name) == "api":
-            return self._lifeline, http_fd
-        if kind(name) == "worker" and self._weight_fds:
-            return self._lifeline, self._weight_fds[index(name)]
-        return (self._lifeline,)
 
     async def _supervise(self) -> int:
         """Waits until every actor is ready, has the api listen, and watches until the end. The exit code."""

@@ -48,8 +48,8 @@ class Worker:
         weights_fd: int = -1,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`weights_fd`: a memfd for its packed weights; -1: it keeps them itself. `progress` is called with the bytes of
-        weights read so far and in all."""
+        """`weights_fd`: a memfd for its packed weights; -1: none. `progress` is called with the bytes of weights read
+        so far and in all."""
         self._config = config
         self._rank_info = rank_info
         self._weights_fd = weights_fd
