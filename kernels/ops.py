@@ -1,13 +1,14 @@
 """The table of kernels: chosen once in the worker and passed down, so that layers do not know their device."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from . import reference
-from .stored import Storage, Stored
+from .stored import Empty, Stored
 
 
 class Matrix(Protocol):
@@ -33,6 +34,15 @@ class StoredMatrix(Matrix, Protocol):
     """A matrix of a table with a `storage`."""
 
     def stored(self) -> Stored: ...
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a table of operations can do with the parts of its matrices."""
+
+    layout: str  # differs if the parts of equal weights may differ
+    restored: Callable[[Stored], Matrix]
+    placed: Callable[[Empty], AbstractContextManager[None]]  # within it, matrices are packed into memory of `Empty`
 
 
 @dataclass(frozen=True, kw_only=True)

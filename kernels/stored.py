@@ -5,16 +5,10 @@ makes it again from equal parts without packing. Its constructor takes the memor
 `Kernels.empty`; a tensor from elsewhere is copied when it is stored.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .ops import Matrix
 
 Field = bool | int | float | str | None
 
@@ -36,12 +30,3 @@ class Empty(Protocol):
 def own_memory(size: int, dtype: torch.dtype) -> Tensor:
     """Memory of this process."""
     return torch.empty(size, dtype=dtype)
-
-
-@dataclass(frozen=True)
-class Storage:
-    """What a table of operations can do with the parts of its matrices."""
-
-    layout: str  # differs if the parts of equal weights may differ
-    restored: Callable[[Stored], "Matrix"]
-    placed: Callable[[Empty], AbstractContextManager[None]]  # within it, matrices are packed into memory of `Empty`

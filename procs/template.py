@@ -170,7 +170,7 @@ def main(fd: int) -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = socket.socket(fileno=fd)
+    channel = socket.socket(fileno=fd)
     python_s = process_age_s()
     timings = {"python": python_s}
     with contextlib.suppress(Exception):  # the worker will fail to import it, too, and report that
@@ -186,7 +186,7 @@ def main(fd: int) -> None:
     gc.collect()
     gc.freeze()  # so that collections in the workers do not write to what they share
     with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
+        selector.register(channel, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 if key.data is not None:
@@ -194,21 +194,21 @@ def main(fd: int) -> None:
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    connection.send(_encode(_Ended(number, code)))
+                    channel.send(_encode(_Ended(number, code)))
                     continue
-                data, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 2)
+                data, fds, _, _ = socket.recv_fds(channel, _MAX_MESSAGE, 2)
                 if not data:
                     return
                 asked = msgspec.msgpack.decode(data, type=_Fork)
                 if (pid := os.fork()) == 0:
                     selector.close()
-                    connection.close()
+                    channel.close()
                     _be_worker(asked, fds, timings)
                 timings = {}  # they belong to the start of the first worker only
                 for received in fds:
                     os.close(received)
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (asked.number, pid))
-                connection.send(_encode(_Forked(asked.number, pid)))
+                channel.send(_encode(_Forked(asked.number, pid)))
 
 
 def _be_worker(asked: _Fork, fds: list[int], timings: Mapping[str, float]) -> None:

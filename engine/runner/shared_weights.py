@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ...config.config import EngineConfig
-from ...kernels.ops import Ops, StoredMatrix
-from ...kernels.stored import Storage, Stored
+from ...kernels.ops import Ops, Storage, StoredMatrix
+from ...kernels.stored import Stored
 from ...version import __version__
 from ..checkpoint.spec import fingerprint
 from ..layers.linear import Weight

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..ops import Matrix, Ops
-from ..stored import Storage, Stored
+from ..ops import Matrix, Ops, Storage
+from ..stored import Stored
 from .dense import NativeMatrix
 from .library import Kernels
 from .quantized import NativeInt8Matrix
