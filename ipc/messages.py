@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from ..errors import ErrorKind
 from .reports import HistogramCounts
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 RID_BITS = 40  # of a rid: the counter; above it the api process's index
 
@@ -651,6 +651,7 @@ class Facts(Struct, frozen=True, array_like=True):
 
     timings: dict[str, float] = {}  # part of the start → seconds, in order
     notes: tuple[str, ...] = ()  # lines for the operator, such as the size of the KV cache
+    weights_fit: bool = True  # False: the worker's shared memory for packed weights held something else
 
 
 class Ready(Struct, frozen=True, array_like=True, tag=True):

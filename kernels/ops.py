@@ -1,12 +1,14 @@
 """The table of kernels: chosen once in the worker and passed down, so that layers do not know their device."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from . import reference
+from .stored import Empty, Stored
 
 
 class Matrix(Protocol):
@@ -38,6 +40,21 @@ class Experts(Protocol):
         """The weighted sum over each token's experts. x: [tokens, hidden]; router_logits: [tokens, experts] → as x."""
 
 
+class StoredMatrix(Matrix, Protocol):
+    """A matrix of a table with a `storage`."""
+
+    def stored(self) -> Stored: ...
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a table of operations can do with the parts of its matrices."""
+
+    layout: str  # differs if the parts of equal weights may differ
+    restored: Callable[[Stored], Matrix]
+    placed: Callable[[Empty], AbstractContextManager[None]]  # within it, matrices are packed into memory of `Empty`
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """One implementation of every operation. `reference.py` specifies what each computes."""
@@ -52,6 +69,7 @@ class Ops:
     norm_rotary: Callable[[Tensor, int, Tensor | None, Tensor | None, float, Tensor, Tensor], Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
+    storage: Storage | None = None  # None: its matrices cannot be stored
 
 
 def reference_ops(*, int8: bool = False) -> Ops:

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -57,7 +57,7 @@ class Launch(Struct, frozen=True):
     num_apis: int
     addresses: dict[str, str]  # of the mailboxes: actor, or "supervisor" → ZeroMQ address
     keys: Keys | None  # of tcp:// mailboxes
-    supervisor_pid: int
+    supervisor_pid: int  # of the parent process, which may be a template of the supervisor
     lifeline_fd: int  # read end of a pipe whose other end only the supervisor holds
     http_fd: int  # bound socket, for api processes; -1: none
     progress: bool  # draw a progress bar while weights load
@@ -66,6 +66,7 @@ class Launch(Struct, frozen=True):
     memory_fd: int = -1  # that the ranks share, for workers; -1: none
     epoch: int = 1  # in which the process begins; see `Epochs`
     device_epoch: int = 1
+    weights_fd: int = -1  # of a worker: a memfd for its packed weights; -1: there is none
 
     def part_of(self, name: str) -> "Launch":
         """What this actor may know of it."""
@@ -95,7 +96,7 @@ def run_worker(
     with contextlib.ExitStack() as stack:
         rank_info = RankInfo(index(name), launch.ranks_here, launch.rendezvous, launch.memory_fd)
         progress = _progress_bar(stack) if launch.progress and rank_info.rank == 0 else None
-        worker = Worker(launch.config, rank_info=rank_info, progress=progress)
+        worker = Worker(launch.config, rank_info=rank_info, weights_fd=launch.weights_fd, progress=progress)
 
         def pong() -> None:
             post("supervisor", Pong(name, epochs.chain, worker.num_answered, worker.num_pending > 0))
@@ -205,6 +206,12 @@ def main(name: str, launch_file: str) -> int:
     """Runs one actor. The exit code: 0 after `Stop`, else see `exit_code`."""
     launch = msgspec.json.decode(Path(launch_file).read_bytes(), type=Launch)
     Path(launch_file).unlink()
+    return run_child(name, launch, {})
+
+
+def run_child(name: str, launch: Launch, inherited: Mapping[str, float]) -> int:
+    """Runs one actor in this process. inherited: parts of the start that passed before this process was forked, with
+    their seconds. The exit code is that of `main`."""
     tie_life_to(launch.supervisor_pid, launch.lifeline_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -222,10 +229,11 @@ def main(name: str, launch_file: str) -> int:
     def on_ready(facts: Facts) -> None:
         nonlocal is_ready
         is_ready = True
-        timings = {"python": python_s, **facts.timings}
-        timings["rest"] = max(0.0, process_age_s() - sum(timings.values()))
+        own = {"python": python_s, **facts.timings}
+        rest = {"rest": max(0.0, process_age_s() - sum(own.values()))}
+        timings = {**own, **inherited, **rest} if inherited else own | rest
         gc.freeze()  # what exists now stays: collections skip it
-        post("supervisor", Ready(name, SCHEMA_VERSION, Facts(timings, facts.notes), launch.epoch))
+        post("supervisor", Ready(name, SCHEMA_VERSION, structs.replace(facts, timings=timings), launch.epoch))
 
     python_s = process_age_s()
     code = 0

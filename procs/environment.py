@@ -18,6 +18,7 @@ def environment_of(name: str, config: EngineConfig, *, ranks_are_here: bool) -> 
             "OMP_WAIT_POLICY": "passive",
             "GOMP_SPINCOUNT": "3000",
             "OMP_NUM_THREADS": str(config.num_threads),
+            "OPENBLAS_NUM_THREADS": "1",  # NumPy's; its threads would start with the import, before a worker is forked
             "MALLOC_MMAP_THRESHOLD_": str(2**30),
             "MALLOC_TRIM_THRESHOLD_": str(2**33),
         }

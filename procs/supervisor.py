@@ -46,7 +46,9 @@ from .elsewhere import Elsewhere
 from .environment import environment_of
 from .listening import Listening
 from .liveness import Deaths, Liveness
+from .template import ForkedProcess, Template, can_fork
 from .topology import RENDEZVOUS, apis, index, kind, lost_with, names
+from .weight_memory import close_segments, new_segment, new_segments
 
 PING_INTERVAL_S = 0.5
 STOP_GRACE_S = 5.0  # for each actor, on top of what open requests are given
@@ -56,10 +58,13 @@ _HANDOVER_S = 600.0  # for open requests, after another model has taken over; id
 STACKS_WAIT_S = 0.2  # for a hanging process to print its stacks
 
 
+Process = asyncio.subprocess.Process | ForkedProcess
+
+
 class Child:
     """One actor's process."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, epoch: int) -> None:
+    def __init__(self, name: str, process: Process, epoch: int) -> None:
         self.name = name
         self.process = process
         self.epoch = epoch  # the latest that it has confirmed
@@ -83,12 +88,14 @@ class Supervisor:
         quiet: bool = False,
         listening: Listening | None = None,
         on_swap: Callable[[Swap], None] | None = None,
+        weight_fds: Sequence[int] = (),
     ) -> None:
         """`actors`: those to start here (default: all). `addresses`: mailboxes outside this launch's run folder, and
         `ranks`, where the ranks of a tensor-parallel group meet. `quiet`: no timeline, no banner.
 
         With `listening`, the caller owns the socket and the signals (see `Generations`). `on_swap` is called when an
-        administrator asks for another model."""
+        administrator asks for another model. `weight_fds`: shared memory for the ranks' packed weights, which this
+        object closes; it makes its own if there is none."""
         self._config = config.engine
         self._service = config.http.service
         self._http = config.http
@@ -117,6 +124,8 @@ class Supervisor:
         self._deaths = Deaths()
         self._lost_at: dict[str, float] = {}  # actors that are being replaced → when they were lost
         self._looked_at = 0.0  # when `_hung` last ran
+        self._weight_fds = list(weight_fds)
+        self._template: Template | None = None
 
     async def run(self) -> int:
         """From start to stop. The exit code: 0 after a signal, 2 for what the user can correct, else 1."""
@@ -127,6 +136,7 @@ class Supervisor:
         self._run_folder = run_folder = make_run_folder()
         context = ZmqContext(self._keys)
         self._lifeline, self._lifeline_held = os.pipe()
+        self._weight_fds = self._weight_fds or new_segments(self._config)
         try:
             for address in self._given.values():
                 check_address(address, self._keys)
@@ -152,10 +162,13 @@ class Supervisor:
         finally:
             self._is_over = True
             await self._kill()
+            if self._template is not None:
+                self._template.close()
             if self._listening is not None and not self._is_owned:
                 self._listening.close()
             os.close(self._lifeline)
             os.close(self._lifeline_held)
+            close_segments(self._weight_fds)
             self._elsewhere.close()
             if self._inbox is not None:
                 self._inbox.close()
@@ -186,26 +199,39 @@ class Supervisor:
             epoch=self._epoch,
             device_epoch=self._device_epoch,
         )
-        fds_of = {"api": (http_fd,), "worker": (memory_fd,) if memory_fd >= 0 else ()}
         try:
             for name in actors:
-                launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
-                with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    file.write(msgspec.json.encode(launch.part_of(name)))
-                process = await asyncio.create_subprocess_exec(
-                    *interpreter.COMMAND,
-                    "pagewire.procs.child",
-                    name,
-                    str(launch_file),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=(self._lifeline, *fds_of.get(kind(name), ())),
-                    env=environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given),
-                )
-                child = self._children[name] = Child(name, process, self._epoch)
-                child.exited.add_done_callback(partial(self._on_exit, child))
+                await self._start(name, launch)
         finally:
             if memory_fd >= 0:
                 os.close(memory_fd)
+
+    async def _start(self, name: str, launch: Launch) -> None:
+        is_worker = kind(name) == "worker"
+        weights_fd = self._weight_fds[index(name)] if is_worker and self._weight_fds else -1
+        part = msgspec.structs.replace(launch.part_of(name), weights_fd=weights_fd)
+        launch_file = self._run_folder / f"launch-{self._epoch}-{name}.json"
+        with os.fdopen(os.open(launch_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(part))
+        environment = environment_of(name, self._config, ranks_are_here=RENDEZVOUS not in self._given)
+        fds = {"weights_fd": weights_fd, "memory_fd": part.memory_fd} if is_worker else {"http_fd": part.http_fd}
+        process: Process
+        if is_worker and can_fork(self._config):
+            if self._template is None or not self._template.is_alive:
+                self._template = Template(self._lifeline, environment)
+            process = self._template.fork(name, str(launch_file), fds)
+        else:
+            process = await asyncio.create_subprocess_exec(
+                *interpreter.COMMAND,
+                "pagewire.procs.child",
+                name,
+                str(launch_file),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[fd for fd in (self._lifeline, *fds.values()) if fd >= 0],
+                env=environment,
+            )
+        child = self._children[name] = Child(name, process, self._epoch)
+        child.exited.add_done_callback(partial(self._on_exit, child))
 
     async def _supervise(self) -> int:
         """Waits until every actor is ready, has the api listen, and watches until the end. The exit code."""
@@ -434,6 +460,9 @@ class Supervisor:
         child.facts = message.facts
         is_worker = kind(child.name) == "worker"
         child.liveness = Liveness(child.process.pid, may_be_busy=is_worker, now=time.monotonic())
+        if not message.facts.weights_fit:  # so that the next worker finds memory that it can use
+            fd, self._weight_fds[index(child.name)] = self._weight_fds[index(child.name)], new_segment()
+            os.close(fd)
         if self._url is not None and kind(child.name) == "api":
             self._outboxes[child.name].send(Serve())
 

@@ -47,11 +47,14 @@ class Worker:
         config: EngineConfig,
         *,
         rank_info: RankInfo = _ALONE,
+        weights_fd: int = -1,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`progress` is called with the bytes of weights read so far and in all."""
+        """`weights_fd`: a memfd for its packed weights; -1: none. `progress` is called with the bytes of weights read
+        so far and in all."""
         self._config = config
         self._rank_info = rank_info
+        self._weights_fd = weights_fd
         self._progress = progress
         self._runner: Runner | None = None
         self._num_answered = 0
@@ -68,7 +71,9 @@ class Worker:
         from ..engine.runner.runner import Runner
 
         self._post = post
-        self._runner = Runner.load(self._config, rank_info=self._rank_info, progress=self._progress)
+        self._runner = Runner.load(
+            self._config, rank_info=self._rank_info, progress=self._progress, weights_fd=self._weights_fd
+        )
         self._offer()
 
     def _offer(self) -> None:
@@ -88,7 +93,7 @@ class Worker:
         runner = self._started()
         runner.open_cache(message.num_blocks)
         notes = runner.notes if self._rank_info.rank == 0 else ()  # the others would say the same
-        return Facts(self._timings | runner.timings, notes)
+        return Facts(self._timings | runner.timings, notes, runner.weights_fit)
 
     @property
     def num_answered(self) -> int:

@@ -28,6 +28,7 @@ from ..procs.launch import run as run_supervisor
 from ..procs.lifeline import tie_life_to
 from ..procs.listening import Listening
 from ..procs.supervisor import Supervisor
+from ..procs.weight_memory import close_segments, new_segments
 from .config import RouteConfig
 from .serve import RouterServer, Signals
 
@@ -42,17 +43,21 @@ class Launch(Struct, frozen=True):
     config: ServerConfig
     launcher_pid: int
     lifeline_fd: int  # read end of a pipe whose other end only the launcher holds
+    weight_fds: tuple[int, ...] = ()  # shared memory for packed weights, one for each rank
 
 
 class Replica:
     """One engine of the launch."""
 
-    def __init__(self, index: int, config: ServerConfig, folder: Path, lifeline_fd: int) -> None:
+    def __init__(
+        self, index: int, config: ServerConfig, folder: Path, lifeline_fd: int, weight_fds: tuple[int, ...]
+    ) -> None:
         self.index = index
         self.url = f"unix:{config.http.listen.uds}"
         self.is_stopping = False
         self.process: asyncio.subprocess.Process
         self._lifeline_fd = lifeline_fd
+        self._weight_fds = weight_fds
         self._config = config
         self._file = folder / f"engine-{index}.json"
 
@@ -64,7 +69,7 @@ class Replica:
             size = engine.tensor_parallel_size
             own = visible.split(",")[self.index * size : (self.index + 1) * size]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-        launch = Launch(self._config, os.getpid(), self._lifeline_fd)
+        launch = Launch(self._config, os.getpid(), self._lifeline_fd, self._weight_fds)
         with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(launch))
         self.is_stopping = False
@@ -73,7 +78,7 @@ class Replica:
             "pagewire.route.replicas",
             str(self._file),
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(self._lifeline_fd,),
+            pass_fds=(self._lifeline_fd, *self._weight_fds),
             env=environment,
             start_new_session=True,  # Ctrl-C is for the launcher, which stops engines when their streams have ended
         )
@@ -130,9 +135,10 @@ class Replicas:
         listening = Listening(self._config.http.listen)
         folder = make_run_folder()
         lifeline, lifeline_held = os.pipe()
+        weight_fds = tuple(new_segments(self._config.engine))  # the engines share one copy
         try:
             self._replicas = [
-                Replica(i, _of_replica(self._config, i, folder), folder, lifeline)
+                Replica(i, _of_replica(self._config, i, folder), folder, lifeline, weight_fds)
                 for i in range(self._config.engine.data_parallel_size)
             ]
             self._router = RouterServer(_of_router(self._config, self._replicas), listening)
@@ -163,6 +169,7 @@ class Replicas:
             listening.close()
             os.close(lifeline)
             os.close(lifeline_held)
+            close_segments(weight_fds)
             remove_run_folder(folder)
 
     async def _start(self, replica: Replica) -> None:
@@ -265,7 +272,7 @@ def main(launch_file: str) -> int:
     launch = msgspec.json.decode(Path(launch_file).read_bytes(), type=Launch)
     Path(launch_file).unlink()
     tie_life_to(launch.launcher_pid, launch.lifeline_fd)
-    return run_supervisor(Supervisor(launch.config, quiet=True))
+    return run_supervisor(Supervisor(launch.config, quiet=True, weight_fds=launch.weight_fds))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ ROOMS: dict[str, str] = {
         "config ipc engine.attention engine.device engine.layers engine.models engine.steps kernels kernels.triton"
     ),
     "engine.runner": (
-        "errors config ipc engine engine.checkpoint engine.attention engine.kv_connector engine.parallel "
+        "errors version config ipc engine engine.checkpoint engine.attention engine.kv_connector engine.parallel "
         "engine.weights engine.device engine.layers engine.models engine.steps engine.gpu kernels "
         "kernels.cpu"
     ),

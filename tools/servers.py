@@ -197,11 +197,9 @@ class Server:
 
     def children(self) -> dict[str, psutil.Process]:
         """Actor → process."""
-        found = {}
-        for process in self.supervisor.children():
-            with suppress(psutil.NoSuchProcess):
-                found[" ".join(process.cmdline()).removeprefix("pagewire: ").strip()] = process
-        return found
+        found = _named_children(self.supervisor)
+        template = found.pop("template", None)
+        return found if template is None else found | _named_children(template)
 
     def of_kind(self, kind: str) -> list[psutil.Process]:
         """The actors of a kind, such as `worker` and `worker-1`, in order."""
@@ -215,6 +213,15 @@ class Server:
     def num_bytes(self) -> int:
         """The memory of the supervisor and its children."""
         return sum(held.num_bytes for held in self.holdings().values())
+
+
+def _named_children(process: psutil.Process) -> dict[str, psutil.Process]:
+    found = {}
+    with suppress(psutil.NoSuchProcess):
+        for child in process.children():
+            with suppress(psutil.NoSuchProcess):
+                found[" ".join(child.cmdline()).removeprefix("pagewire: ").strip()] = child
+    return found
 
 
 # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────

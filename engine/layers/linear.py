@@ -34,6 +34,16 @@ class Weight(nn.Module):
         """Passes the loaded values to the kernels and drops the parameter, so that there is no second copy."""
         self._matrix = self.layout(ops)(self.take())
 
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """What `pack` made. Set it to give the module matrices that were packed before, or to take them away."""
+        return () if self._matrix is None else (self._matrix,)
+
+    @matrices.setter
+    def matrices(self, matrices: tuple[Matrix, ...]) -> None:
+        self.weight = self.quantized = None
+        (self._matrix,) = matrices or (None,)
+
     def take(self) -> Tensor:
         """The loaded values; the module gives them up."""
         assert self.weight is not None, "taken twice"

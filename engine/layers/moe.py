@@ -34,6 +34,7 @@ class MoeMlp(nn.Module):
         renormalize: bool,
         rounds_weights: bool,
         group: Group,
+        ops: Ops,
     ) -> None:
         """intermediate_size: of each expert. top_k, renormalize: as in `reference.route`. rounds_weights: its weights
         are rounded to the type of x."""
@@ -45,13 +46,22 @@ class MoeMlp(nn.Module):
         self.top_k = top_k
         self.renormalize = renormalize
         self._rounds_weights = rounds_weights
+        self._matrices: tuple[Matrix, ...] = ()
+        self._make = ops.experts
         self._experts: Experts | None = None
         self._group = group
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the packed experts."""
-        return self.experts.nbytes
+    def matrices(self) -> tuple[Matrix, ...]:
+        """As in `Weight`: gate_up and down of each expert in turn."""
+        return self._matrices
+
+    @matrices.setter
+    def matrices(self, matrices: tuple[Matrix, ...]) -> None:
+        self.gate_up = self.down = None
+        self._matrices = matrices
+        pairs = list(zip(matrices[::2], matrices[1::2], strict=True))
+        self._experts = self._make(pairs, self.top_k, self.renormalize, self._rounds_weights) if pairs else None
 
     @property
     def experts(self) -> Experts:
@@ -60,8 +70,8 @@ class MoeMlp(nn.Module):
 
     def pack(self, ops: Ops) -> None:
         """Packs the experts' weights for the kernels; the router packs itself. Two copies exist for a moment."""
-        matrices = [(ops.gated(gate_up), ops.matrix(down)) for gate_up, down in zip(*self.take(), strict=True)]
-        self._experts = ops.experts(matrices, self.top_k, self.renormalize, self._rounds_weights)
+        pairs = zip(*self.take(), strict=True)
+        self.matrices = tuple(made for gate_up, down in pairs for made in (ops.gated(gate_up), ops.matrix(down)))
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The stacks; the module gives them up."""

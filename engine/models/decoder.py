@@ -70,7 +70,7 @@ class DecoderLayer(nn.Module):
             ops=ops,
         )
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, eps=spec.rms_norm_eps, ops=ops)
-        self.mlp = _feed_forward(spec, layer, group)
+        self.mlp = _feed_forward(spec, layer, group, ops)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attention: AttentionBackend
@@ -85,7 +85,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-def _feed_forward(spec: ModelSpec, layer: int, group: Group) -> GatedMlp | MoeMlp:
+def _feed_forward(spec: ModelSpec, layer: int, group: Group, ops: Ops) -> GatedMlp | MoeMlp:
     moe = spec.moe
     if moe is None or not moe.layers[layer]:
         return GatedMlp(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, group=group)
@@ -97,6 +97,7 @@ def _feed_forward(spec: ModelSpec, layer: int, group: Group) -> GatedMlp | MoeMl
         renormalize=moe.norm_topk_prob,
         rounds_weights=moe.rounds_weights,
         group=group,
+        ops=ops,
     )
 
 
@@ -199,9 +200,14 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Weight | MoeMlp):
                 module.pack(ops)
-        weights = sum(module.matrix.nbytes for module in self.modules() if isinstance(module, Weight))
-        experts = sum(module.nbytes for module in self.modules() if isinstance(module, MoeMlp))
-        return weights + experts + sum(parameter.nbytes for parameter in self.parameters())
+        return self.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed matrices and of the other parameters."""
+        modules = [module for module in self.modules() if isinstance(module, Weight | MoeMlp)]
+        weights = sum(matrix.nbytes for module in modules for matrix in module.matrices)
+        return weights + sum(parameter.nbytes for parameter in self.parameters())
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         cos, sin = self._rotary.at(positions)

@@ -27,6 +27,7 @@ from ..weights.mapping import Target, checkpoint_targets
 from ..weights.reader import CheckpointReader, Reader, open_checkpoint
 from .backend import Backend, choose_backend
 from .memory import size, workspace_bytes
+from .shared_weights import SharedWeights
 
 if TYPE_CHECKING:
     from ..gpu.device_steps import DeviceModel
@@ -68,9 +69,10 @@ def load_model(
     queue: Queue | None,
     group: Group,
     progress: Callable[[int, int], None] | None,
+    shared: SharedWeights | None = None,
 ) -> "HostModel | DeviceModel | EncoderModel":
-    """Reads this rank's part of the checkpoint. queue: of a device with Triton kernels, else None. Raises ConfigError,
-    CheckpointError."""
+    """Reads this rank's part of the checkpoint. queue: of a device with Triton kernels, else None. shared: where the C
+    kernels' weights are packed, if they are packed. Raises ConfigError, CheckpointError."""
     torch_device = device.torch_device
     if spec.purpose.is_encoder:
         return _load_encoder(config, spec, device)
@@ -97,12 +99,17 @@ def load_model(
     if decoder is not None:
         # Kernels for quantized weights need 16-bit activations.
         is_kept = why is None and dtype.itemsize == 2 and spec.scheme is not None and spec.scheme.has_kernels
-        _fill(config, spec, decoder, torch_device, progress, is_kept=is_kept)
+        fill = partial(_fill, config, spec, decoder, torch_device, progress, is_kept=is_kept)
         decoder.kv_shape = replace(decoder.kv_shape, dtype=kv_dtype)
         if why is None:
             assert queue is not None
+            fill()
             return _on_device(config, spec, decoder, queue)
-        weights = decoder.pack(backend.ops)
+        if shared is not None and backend.ops.storage is not None:
+            weights = shared.load(config, group.rank, decoder, backend.ops, fill)
+        else:
+            fill()
+            weights = decoder.pack(backend.ops)
         # `NativeDecoder` runs all layers in one call, and ranks exchange between the layers.
         model = backend.model(decoder) if group.size == 1 else decoder
     else:

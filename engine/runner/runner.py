@@ -31,6 +31,7 @@ from ..steps.base import Steps
 from ..steps.host_steps import HostSteps
 from .loading import HostModel, blocks_needed, load_model
 from .memory import MemoryPlan
+from .shared_weights import SharedWeights
 
 if TYPE_CHECKING:
     from ..gpu.device_steps import DeviceModel
@@ -53,8 +54,10 @@ class Runner:
         device: Device,
         group: Group,
         timings: dict[str, float],
+        weights_fit: bool = True,
     ) -> None:
         self.timings = timings  # part of the start → seconds
+        self.weights_fit = weights_fit  # False: the segment for packed weights held something else
         self._config = config
         self._model = model
         self._device = device
@@ -84,10 +87,12 @@ class Runner:
         rank_info: RankInfo = _ALONE,
         queue: Queue | None = None,
         progress: Callable[[int, int], None] | None = None,
+        weights_fd: int = -1,
     ) -> "Runner":
         """Reads the checkpoint, or this rank's part of it. queue: for the Triton kernels; None: a GPU makes its own,
-        and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). Raises ConfigError,
-        CheckpointError, and StartError if the ranks do not meet."""
+        and a CPU uses its own kernels. progress: called with (bytes read, bytes in all). weights_fd: a memfd for
+        the weights that the C kernels pack; -1: this process keeps them. Raises ConfigError, CheckpointError, and
+        StartError if the ranks do not meet."""
         timings = {}
         started = time.perf_counter()
         spec = read_spec(Path(config.model.path))
@@ -97,10 +102,12 @@ class Runner:
         if size > 1:
             timings["ranks"] = time.perf_counter() - started
             started = time.perf_counter()
+        shared = SharedWeights(weights_fd) if weights_fd >= 0 else None
         with torch.inference_mode():
-            model = load_model(config, spec, device, queue or device.queue(), group, progress)
+            model = load_model(config, spec, device, queue or device.queue(), group, progress, shared)
         timings["weights"] = time.perf_counter() - started
-        return cls(config=config, model=model, device=device, group=group, timings=timings)
+        fits = shared is None or shared.fits
+        return cls(config=config, model=model, device=device, group=group, timings=timings, weights_fit=fits)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
 """Matrices of bfloat16 and float32, packed for the C kernels."""
 
 import ctypes
+from typing import Self, cast
 
 import torch
 from torch import Tensor
 
+from ..stored import Stored
 from .library import LANES, Kernels
 from .structs import MatrixFields
 
@@ -25,13 +27,26 @@ class NativeMatrix:
         is_bf16 = weight.dtype == torch.bfloat16
         groups = 2 * -(-self._n // 2 // LANES) if is_gated else -(-self._n // LANES)
         columns = -(-self._k // PADDED) * PADDED if is_bf16 else self._k
-        self._packed = torch.empty(groups * LANES * columns, dtype=weight.dtype)
+        self._packed = kernels.empty(groups * LANES * columns, weight.dtype)
         self._kind = KIND_F32 if not is_bf16 else KIND_DOT if rounds else KIND_BF16
         self._is_gated = is_gated
         kernels.pack(
             weight.contiguous().data_ptr(), self._packed.data_ptr(), self._n, self._k, is_gated, int(is_bf16)
         )  # fmt: skip
         self._plain = self.fields(None)
+
+    def stored(self) -> Stored:
+        return Stored(type(self).__name__, (self._packed,), (self._n, self._k, self._kind, self._is_gated))
+
+    @classmethod
+    def restored(cls, kernels: Kernels, parts: Stored) -> Self:
+        matrix = cls.__new__(cls)
+        matrix._kernels, (packed,) = kernels, parts.tensors
+        assert packed is not None
+        matrix._packed = packed
+        matrix._n, matrix._k, matrix._kind, matrix._is_gated = cast(tuple[int, int, int, bool], parts.fields)
+        matrix._plain = matrix.fields(None)
+        return matrix
 
     @property
     def nbytes(self) -> int:

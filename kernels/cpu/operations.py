@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..ops import Experts, Matrix, Ops
+from ..ops import Experts, Matrix, Ops, Storage
+from ..stored import Stored
 from .dense import NativeMatrix
 from .experts import NativeExperts
 from .library import Kernels
@@ -73,6 +74,11 @@ def native_ops(kernels: Kernels, *, int8: bool = False, rounds: bool = False) ->
         kernels.greedy(logits.data_ptr(), ids.data_ptr(), most.data_ptr(), m, n)
         return most, ids
 
+    classes = {kind.__name__: kind for kind in (NativeMatrix, NativeInt8Matrix)}
+
+    def restored(parts: Stored) -> Matrix:
+        return classes[parts.kind].restored(kernels, parts)
+
     return Ops(
         matrix=matrix,
         gated=gated,
@@ -84,6 +90,7 @@ def native_ops(kernels: Kernels, *, int8: bool = False, rounds: bool = False) ->
         norm_rotary=norm_rotary,
         write_kv=write_kv,
         greedy=greedy,
+        storage=Storage(layout=kernels.name, restored=restored, placed=kernels.placed),
     )
 
 

@@ -1,9 +1,12 @@
 """Matrices of 8 bits, packed for the C kernels."""
 
+from typing import Self, cast
+
 import torch
 from torch import Tensor
 
 from .. import reference
+from ..stored import Stored
 from .library import LANES, Kernels
 
 
@@ -17,12 +20,26 @@ class NativeInt8Matrix:
         self._n, self._k = weight.shape
         columns = -(-self._n // LANES) * LANES
         self._words = -(-self._k // 4)
-        self._packed = torch.empty(columns * self._words, dtype=torch.int32)
-        self._scales, self._sums = torch.empty(columns), torch.empty(columns, dtype=torch.int32)
+        self._packed = kernels.empty(columns * self._words, torch.int32)
+        self._scales, self._sums = kernels.empty(columns, torch.float32), kernels.empty(columns, torch.int32)
         self._at = self._packed.data_ptr(), self._scales.data_ptr(), self._sums.data_ptr()
         kernels.pack_int8(
             weight.contiguous().data_ptr(), *self._at, self._n, self._k, int(weight.dtype == torch.bfloat16)
         )  # fmt: skip
+
+    def stored(self) -> Stored:
+        return Stored(type(self).__name__, (self._packed, self._scales, self._sums), (self._n, self._k))
+
+    @classmethod
+    def restored(cls, kernels: Kernels, parts: Stored) -> Self:
+        matrix = cls.__new__(cls)
+        packed, scales, sums = parts.tensors
+        assert packed is not None and scales is not None and sums is not None
+        matrix._kernels, (matrix._n, matrix._k) = kernels, cast(tuple[int, int], parts.fields)
+        matrix._words = -(-matrix._k // 4)
+        matrix._packed, matrix._scales, matrix._sums = packed, scales, sums
+        matrix._at = packed.data_ptr(), scales.data_ptr(), sums.data_ptr()
+        return matrix
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,203 @@
+"""A segment: packed weights in a memfd, which several processes map.
+
+One process writes it, once, and seals it; from then on no process can change it. A segment begins with a page that
+holds its key, which says what the weights are made of, and where the index lies: the names, shapes and types of its
+tensors. A segment is used only if it is sealed, has the expected key, and an index that fits its size. A memfd has no
+name, so it is gone when the last process that holds it has ended, however it ended.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+import warnings
+from collections.abc import Iterator
+from hashlib import sha256
+from math import prod
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from ...kernels.stored import Field
+
+_ADD_SEALS, _GET_SEALS = 1033, 1034  # of fcntl(2); `fcntl` names them only on Linux
+_SEALED = 0x2 | 0x4 | 0x8  # shrink, grow, write
+_MAGIC = b"pagewire"
+_HEAD = struct.Struct("<8s32s32sQQ")  # magic, key, SHA-256 of the index, its offset and length
+_CHUNK = 64 << 20  # bytes by which a segment grows; what is not written takes no memory
+_ALIGNMENT = 64
+
+
+class Part(Struct, frozen=True, array_like=True):
+    """A tensor in a segment."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def end(self) -> int:
+        return self.offset + prod(self.shape) * _dtype(self.dtype).itemsize
+
+
+class StoredParts(Struct, frozen=True, array_like=True):
+    """A `kernels.stored.Stored` whose tensors lie in a segment."""
+
+    kind: str
+    tensors: tuple[Part | None, ...]
+    fields: tuple[Field, ...]
+
+
+class Index(Struct, frozen=True, array_like=True):
+    """What a segment holds."""
+
+    matrices: dict[str, tuple[StoredParts, ...]]  # by the module that multiplies by them
+    parameters: dict[str, Part]
+
+    def parts(self) -> Iterator[Part]:
+        yield from self.parameters.values()
+        for several in self.matrices.values():
+            for stored in several:
+                yield from (part for part in stored.tensors if part is not None)
+
+
+@contextlib.contextmanager
+def locked(fd: int) -> Iterator[None]:
+    """Waits until no other process is writing the segment. The lock ends with the process that holds it."""
+    fcntl.lockf(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+
+
+def is_open(fd: int) -> bool:
+    """Whether the segment is a memfd that can still be written."""
+    try:
+        return not fcntl.fcntl(fd, _GET_SEALS) & (_SEALED | 0x1)
+    except OSError:  # no memfd
+        return False
+
+
+class SegmentWriter:
+    """Writes a segment, from its beginning: what a process that died has left there is dropped."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._size = self._used = mmap.PAGESIZE  # the head's page
+        self._places: list[tuple[int, int, int]] = []  # of each chunk: address, length, offset in the segment
+        self._chunk: Tensor | None = None
+        os.ftruncate(fd, 0)
+        os.ftruncate(fd, self._size)
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A tensor in the segment without values."""
+        num_bytes = size * dtype.itemsize
+        if self._chunk is None or self._used + num_bytes > self._size:
+            self._grow(num_bytes)
+        _, _, offset = self._places[-1]
+        assert self._chunk is not None
+        first = self._used - offset
+        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return self._chunk[first : first + num_bytes].view(dtype)
+
+    def put(self, tensor: Tensor) -> Part:
+        """Where the tensor lies in the segment. It is copied there if it lies elsewhere."""
+        offset = self._offset(tensor) if tensor.is_contiguous() else None
+        if offset is None:
+            copy = self.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+            offset = self._offset(copy.copy_(tensor))
+            assert offset is not None
+        return Part(offset, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    def finish(self, key: bytes, index: Index) -> None:
+        """Writes the index and seals the segment. Call it when the tensors of `empty` are gone: while the segment is
+        mapped, it cannot be sealed."""
+        self._chunk = None
+        encoded = msgspec.msgpack.encode(index)
+        _write(self._fd, encoded, self._used)
+        _write(self._fd, _HEAD.pack(_MAGIC, key, sha256(encoded).digest(), self._used, len(encoded)), 0)
+        os.ftruncate(self._fd, self._used + len(encoded))
+        fcntl.fcntl(self._fd, _ADD_SEALS, _SEALED)
+
+    def _grow(self, num_bytes: int) -> None:
+        self._used = self._size
+        length = -(-max(num_bytes, _CHUNK) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._size += length
+        os.ftruncate(self._fd, self._size)
+        chunk = mmap.mmap(self._fd, length, flags=mmap.MAP_SHARED, offset=self._used)
+        _advise(chunk)
+        self._chunk = torch.frombuffer(chunk, dtype=torch.uint8)
+        self._places.append((self._chunk.data_ptr(), length, self._used))
+
+    def _offset(self, tensor: Tensor) -> int | None:
+        address = tensor.data_ptr()
+        for first, length, offset in self._places:
+            if first <= address and address + tensor.nbytes <= first + length:
+                return offset + address - first
+        return None
+
+
+class Segment:
+    """A segment that was written, mapped for reading."""
+
+    def __init__(self, fd: int, index: Index, size: int) -> None:
+        self.index = index
+        data = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        _advise(data)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # writing would end the process
+            self._bytes = torch.frombuffer(data, dtype=torch.uint8)
+
+    def tensor(self, part: Part) -> Tensor:
+        """The tensor; must not be written to."""
+        return self._bytes[part.offset : part.end].view(_dtype(part.dtype)).view(part.shape)
+
+
+def open_segment(fd: int, key: bytes) -> Segment | None:
+    """None: it is not sealed, or holds something else."""
+    try:
+        if fcntl.fcntl(fd, _GET_SEALS) & _SEALED != _SEALED:
+            return None
+        size = os.fstat(fd).st_size
+        magic, found, digest, offset, length = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
+        if magic != _MAGIC or found != key or offset + length != size:
+            return None
+        encoded = _read(fd, length, offset)
+        if sha256(encoded).digest() != digest:
+            return None
+        index = msgspec.msgpack.decode(encoded, type=Index)
+        if any(part.offset < mmap.PAGESIZE or part.end > offset for part in index.parts()):
+            return None
+        return Segment(fd, index, size)
+    except (OSError, ValueError, struct.error, msgspec.MsgspecError):
+        return None
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is no type of a tensor")
+    return dtype
+
+
+def _advise(memory: mmap.mmap) -> None:
+    """Asks for large pages, which the system gives only where its administrator allows them for shared memory."""
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _write(fd: int, data: bytes, offset: int) -> None:
+    while data:
+        num = os.pwrite(fd, data, offset)
+        data, offset = data[num:], offset + num
+
+
+def _read(fd: int, length: int, offset: int) -> bytes:
+    data = os.pread(fd, length, offset)
+    if len(data) < length:
+        raise ValueError("it is cut short")
+    return data
