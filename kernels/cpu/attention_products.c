@@ -18,59 +18,67 @@
 #endif
 
 #define X(T, W) ((const T *)x)[(W) * rows + i] /* of the i-th row */
-#define ADD_F32(SUM, WORD) SUM += (vf)(WORD) * X(float, w);
-#define ADD_EVEN(SUM, WORD) SUM += (vf)((WORD) << 16) * X(float, 2 * w);
-#define ADD_ODD(SUM, WORD) SUM += (vf)((WORD) & 0xffff0000u) * X(float, 2 * w + 1);
+#define ADD_F32(SUM, WORD) SUM += (nf)(WORD) * X(float, w);
+#define ADD_EVEN(SUM, WORD) SUM += (nf)((WORD) << 16) * X(float, 2 * w);
+#define ADD_ODD(SUM, WORD) SUM += (nf)((WORD) & 0xffff0000u) * X(float, 2 * w + 1);
 #define ADD_DOT(SUM, WORD) SUM = dot(SUM, WORD, X(uint32_t, w));
 #define ADD_NONE(SUM, WORD)
 
 #define SCORES(NAME, R, G, FIRST, SECOND)                                                                              \
-    static void NAME(const void *x, const char *keys, long words, float *out)                                         \
+    static void NAME(const void *x, const char *keys, long words, float *out)                                          \
     {                                                                                                                  \
-        enum { rows = R };                                                                                             \
-        vf sum[R][G] = {{{0}}};                                                                                        \
+        enum { rows = R, N = G * PARTS };                                                                              \
+        nf sum[R][N] = {{{0}}};                                                                                        \
         for (long w = 0; w < words; w++) {                                                                             \
-            vu word[G];                                                                                                \
-            UNROLL for (int j = 0; j < G; j++)                                                                         \
-                word[j] = ((const vu *)keys)[w * CHUNK_GROUPS + j];                                                    \
+            nu word[N];                                                                                                \
+            UNROLL for (int j = 0; j < N; j++)                                                                         \
+                word[j] = ((const nu *)keys)[w * CHUNK_GROUPS * PARTS + j];                                            \
             UNROLL for (int i = 0; i < R; i++)                                                                         \
-                UNROLL for (int j = 0; j < G; j++) {                                                                   \
+                UNROLL for (int j = 0; j < N; j++) {                                                                   \
                     FIRST(sum[i][j], word[j])                                                                          \
                 }                                                                                                      \
             UNROLL for (int i = 0; i < R; i++)                                                                         \
-                UNROLL for (int j = 0; j < G; j++) {                                                                   \
+                UNROLL for (int j = 0; j < N; j++) {                                                                   \
                     SECOND(sum[i][j], word[j])                                                                         \
                 }                                                                                                      \
         }                                                                                                              \
         UNROLL for (int i = 0; i < R; i++)                                                                             \
-            UNROLL for (int j = 0; j < G; j++)                                                                         \
-                ((vf *)out)[i * CHUNK_GROUPS + j] = sum[i][j];                                                         \
+            UNROLL for (int j = 0; j < N; j++)                                                                         \
+                ((nf *)out)[i * CHUNK_GROUPS * PARTS + j] = sum[i][j];                                                 \
     }
 
-#define LOAD_F32(ROW, J) ((const vf_any *)(ROW))[J]
-#define LOAD_WIDE(ROW, J) load16(ROW, (J) * LANES, 1)
-#define LOAD_DOT(ROW, J) ((const vu *)(ROW))[J]
+/* Bfloat16 numbers for one register. */
+static inline nf load_wide(const char *from)
+{
+    typedef uint16_t half __attribute__((vector_size(NATIVE / 2), aligned(2), may_alias));
+    return (nf)(__builtin_convertvector(*(const half *)from, nu) << 16);
+}
+
+#define LOAD_F32(ROW, J) ((const nf_any *)(ROW))[J]
+#define LOAD_WIDE(ROW, J) load_wide((ROW) + (J) * (NATIVE / 2))
+#define LOAD_DOT(ROW, J) ((const nu *)(ROW))[J]
 #define ADD_FLOAT(SUM, V) SUM += V * ((const float *)weights)[i * CHUNK + k];
 #define ADD_PAIR(SUM, V) SUM = dot(SUM, V, ((const uint32_t *)weights)[i * (CHUNK / 2) + k]);
 
 #define VALUES(NAME, R, G, TYPE, LOAD, ADD)                                                                            \
-    static void NAME(const void *weights, const char *const *values, long offset, long from, long to, long dim,       \
+    static void NAME(const void *weights, const char *const *values, long offset, long from, long to, long dim,        \
                      float *sums, const float *factors)                                                                \
     {                                                                                                                  \
-        vf sum[R][G] = {{{0}}};                                                                                        \
+        enum { N = G * PARTS };                                                                                        \
+        nf sum[R][N] = {{{0}}};                                                                                        \
         for (long k = from; k < to; k++) {                                                                             \
             const char *row = values[k] + offset;                                                                      \
-            TYPE v[G];                                                                                                 \
-            UNROLL for (int j = 0; j < G; j++)                                                                         \
+            TYPE v[N];                                                                                                 \
+            UNROLL for (int j = 0; j < N; j++)                                                                         \
                 v[j] = LOAD(row, j);                                                                                   \
             UNROLL for (int i = 0; i < R; i++)                                                                         \
-                UNROLL for (int j = 0; j < G; j++) {                                                                   \
+                UNROLL for (int j = 0; j < N; j++) {                                                                   \
                     ADD(sum[i][j], v[j])                                                                               \
                 }                                                                                                      \
         }                                                                                                              \
         UNROLL for (int i = 0; i < R; i++)                                                                             \
-            UNROLL for (int j = 0; j < G; j++) {                                                                       \
-                vf *to_sum = (vf *)(sums + i * dim) + j;                                                               \
+            UNROLL for (int j = 0; j < N; j++) {                                                                       \
+                nf *to_sum = (nf *)(sums + i * dim) + j;                                                               \
                 *to_sum = *to_sum * factors[i] + sum[i][j];                                                            \
             }                                                                                                          \
     }
@@ -86,11 +94,11 @@ typedef void (*Values)(const void *weights, const char *const *values, long offs
     VALUES(KIND##_fewer_##R, R, FEWER_GROUPS(R), TYPE, LOAD, ADD)                                                      \
     VALUES(KIND##_value_##R, R, 1, TYPE, LOAD, ADD)
 #define KERNELS(R)                                                                                                     \
-    KERNELS_OF(f32, R, ADD_F32, ADD_NONE, vf, LOAD_F32, ADD_FLOAT)                                                     \
-    KERNELS_OF(wide, R, ADD_EVEN, ADD_ODD, vf, LOAD_WIDE, ADD_FLOAT)
+    KERNELS_OF(f32, R, ADD_F32, ADD_NONE, nf, LOAD_F32, ADD_FLOAT)                                                     \
+    KERNELS_OF(wide, R, ADD_EVEN, ADD_ODD, nf, LOAD_WIDE, ADD_FLOAT)
 EACH(KERNELS)
 #ifdef HAS_DOT
-#define DOT_KERNELS(R) KERNELS_OF(dot, R, ADD_DOT, ADD_NONE, vu, LOAD_DOT, ADD_PAIR)
+#define DOT_KERNELS(R) KERNELS_OF(dot, R, ADD_DOT, ADD_NONE, nu, LOAD_DOT, ADD_PAIR)
 EACH(DOT_KERNELS)
 #endif
 
@@ -118,7 +126,10 @@ static void tile_scores(const char *queries, long rows, const char *keys, long w
     const char *high = queries + steps * TILE_BYTES;
     for (long g = from; g < to; g += 2) {
         int has_second = g + 1 < to;
-        tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
         for (long k = 0; k < steps; k++) {
             const char *key = keys + k * 16 * LINE + g * 64;
             tile_load(4, queries + k * TILE_BYTES, 64);

@@ -21,37 +21,38 @@ enum { AHEAD = 64 };
 
 enum { MANY = 6 }; /* with more panels than this, weights are widened once for all of them */
 
-#define ADD_F32(SUM, W, X, R, I) SUM += (vf)(W) * ((const float *)x)[k * R + I];
-#define ADD_EVEN(SUM, W, X, R, I) SUM += (vf)((W) << 16) * ((const float *)x)[2 * k * R + I];
-#define ADD_ODD(SUM, W, X, R, I) SUM += (vf)((W) & 0xffff0000u) * ((const float *)x)[2 * k * R + R + I];
+#define ADD_F32(SUM, W, X, R, I) SUM += (nf)(W) * ((const float *)x)[k * R + I];
+#define ADD_EVEN(SUM, W, X, R, I) SUM += (nf)((W) << 16) * ((const float *)x)[2 * k * R + I];
+#define ADD_ODD(SUM, W, X, R, I) SUM += (nf)((W) & 0xffff0000u) * ((const float *)x)[2 * k * R + R + I];
 #define ADD_DOT(SUM, W, X, R, I) SUM = dot(SUM, W, ((const uint32_t *)x)[k * R + I]);
 #define ADD_NONE(SUM, W, X, R, I)
 
 /* One panel of R rows and the groups [0, G) from w on; a step reads one word of 32 bits of each column. */
 #define TILE(NAME, R, G, FIRST, SECOND)                                                                                \
-    static void NAME(const void *x, const char *w, long words, long group_bytes, vf *out, long out_stride)            \
+    static void NAME(const void *x, const char *w, long words, long group_bytes, vf *out, long out_stride)             \
     {                                                                                                                  \
-        vf sum[R][G] = {{{0}}};                                                                                        \
+        enum { N = G * PARTS };                                                                                        \
+        nf sum[R][N] = {{{0}}};                                                                                        \
         for (long k = 0; k < words; k++) {                                                                             \
-            vu word[G];                                                                                                \
+            nu word[N];                                                                                                \
             long ahead = (k + AHEAD < words ? k + AHEAD : k + AHEAD + (G - 1) * words) * 64;                           \
             if (R <= 4)                                                                                                \
                 UNROLL for (int j = 0; j < G; j++)                                                                     \
                     __builtin_prefetch(w + j * group_bytes + ahead);                                                   \
-            UNROLL for (int j = 0; j < G; j++)                                                                         \
-                word[j] = *(const vu *)(w + j * group_bytes + k * 64);                                                 \
+            UNROLL for (int j = 0; j < N; j++)                                                                         \
+                word[j] = *(const nu *)(w + j / PARTS * group_bytes + k * 64 + j % PARTS * NATIVE);                    \
             UNROLL for (int i = 0; i < R; i++)                                                                         \
-                UNROLL for (int j = 0; j < G; j++) {                                                                   \
+                UNROLL for (int j = 0; j < N; j++) {                                                                   \
                     FIRST(sum[i][j], word[j], x, R, i)                                                                 \
                 }                                                                                                      \
             UNROLL for (int i = 0; i < R; i++)                                                                         \
-                UNROLL for (int j = 0; j < G; j++) {                                                                   \
+                UNROLL for (int j = 0; j < N; j++) {                                                                   \
                     SECOND(sum[i][j], word[j], x, R, i)                                                                \
                 }                                                                                                      \
         }                                                                                                              \
         UNROLL for (int i = 0; i < R; i++)                                                                             \
-            UNROLL for (int j = 0; j < G; j++)                                                                         \
-                out[i * out_stride + j] = sum[i][j];                                                                   \
+            UNROLL for (int j = 0; j < N; j++)                                                                         \
+                ((nf *)(out + i * out_stride))[j] = sum[i][j];                                                         \
     }
 
 typedef void (*Tile)(const void *x, const char *w, long words, long group_bytes, vf *out, long out_stride);

@@ -7,26 +7,16 @@
 #elif defined(__AVX512BF16__)
 #include <immintrin.h>
 #define HAS_DOT 1
-static inline vf dot(vf sum, vu w, uint32_t x)
+static inline nf dot(nf sum, nu w, uint32_t x)
 {
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
+    return (nf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
 }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include <arm_neon.h>
 #define HAS_DOT 1
-static inline vf dot(vf sum, vu w, uint32_t x)
+static inline nf dot(nf sum, nu w, uint32_t x)
 {
-    union {
-        vf all;
-        float32x4_t part[4];
-    } s = {sum};
-    union {
-        vu all;
-        bfloat16x8_t part[4];
-    } b = {w};
     bfloat16x8_t a = vreinterpretq_bf16_u32(vdupq_n_u32(x));
-    UNROLL for (int i = 0; i < 4; i++)
-        s.part[i] = vbfdotq_f32(s.part[i], b.part[i], a);
-    return s.all;
+    return (nf)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)(w), a);
 }
 #endif

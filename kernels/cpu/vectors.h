@@ -13,6 +13,20 @@ typedef int32_t vi __attribute__((vector_size(64), may_alias));
 
 typedef int32_t vi_any __attribute__((vector_size(64), aligned(4), may_alias));
 
+/* A register of the CPU; PARTS of them are a vector. GCC keeps vectors that are wider than a register in memory, so sums
+ * that must stay in registers are written with these. */
+#ifdef __AVX512F__
+enum { NATIVE = 64 };
+#elif defined(__AVX__)
+enum { NATIVE = 32 };
+#else
+enum { NATIVE = 16 };
+#endif
+enum { PARTS = 64 / NATIVE };
+typedef float nf __attribute__((vector_size(NATIVE), may_alias));
+typedef float nf_any __attribute__((vector_size(NATIVE), aligned(4), may_alias));
+typedef uint32_t nu __attribute__((vector_size(NATIVE), may_alias));
+
 #define UNROLL _Pragma("GCC unroll 32")
 
 static inline uint32_t load_u32(const void *from)
