@@ -398,16 +398,14 @@ def test_max_open_requests_bounds_each_key(stack: ExitStack) -> None:
     path, body = "/v1/completions", {"prompt": "x"}
     statuses: list[int] = []
 
-    def has_open(num: int) -> bool:
-        return len(engine.open) == num
-
     def ask(key: str) -> None:
         statuses.append(router.ask(path, body, x_api_key=key).status)
 
-    threads = [threading.Thread(target=ask, args=(key,)) for key in "ab"]
-    for num, thread in enumerate(threads, 1):  # the request of b is passed on while a is at its limit
-        thread.start()
-        until(partial(has_open, num), f"the engine has {num} requests")
+    threads = first, second = [threading.Thread(target=ask, args=(key,)) for key in "ab"]
+    first.start()
+    until(lambda: len(engine.open) == 1, "the engine has the request of a")
+    second.start()
+    until(lambda: len(engine.open) == 2, "the request of b is passed on while a is at its limit")
     for key in "ab":
         refused = router.ask(path, body, x_api_key=key)
         assert (refused.status, refused.code) == (429, "rate_limit_exceeded")

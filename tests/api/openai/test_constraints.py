@@ -332,13 +332,14 @@ def test_a_tool_that_cannot_be_enforced_takes_any_object(parser: str) -> None:
                     arguments += text
         outputs.setdefault(name, []).append(arguments)
     assert {"answer", "weather", "odd", "deep", "nested", "list", "open"} <= outputs.keys()
-    assert all(json.loads(text) == {"ok": 1} for text in outputs.pop("answer") if text.strip())
-    for name, values in outputs.items():
-        for text in values:
-            value = json.loads(text)
-            assert isinstance(value, dict)
-            if name == "weather":
-                assert value.keys() == {"a"} and isinstance(value["a"], int)
+    answers = [json.loads(text) for text in outputs.pop("answer") if text.strip()]
+    assert answers and all(value == {"ok": 1} for value in answers)
+    values = {name: [json.loads(text) for text in texts] for name, texts in outputs.items()}
+    assert all(isinstance(value, dict) for several in values.values() for value in several)
+    assert all(value.keys() == {"a"} and isinstance(value["a"], int) for value in values["weather"])
+    # Some objects are not what their schemas describe.
+    assert any(value.get("x", 1) != 1 for value in values["deep"])
+    assert all(len({frozenset(value) for value in values[name]}) > 1 for name in ("odd", "deep", "nested", "list"))
 
 
 @pytest.mark.parametrize("parser", FAMILIES)
