@@ -4,7 +4,6 @@ The first worker packs the matrices into the segment and seals it. A worker that
 that were given the same segment, map it and read no tensor of the checkpoint.
 """
 
-import contextlib
 import ctypes
 import logging
 from collections.abc import Callable
@@ -25,7 +24,16 @@ from ..layers.linear import Weight
 from ..layers.moe import MoeMlp
 from ..models.decoder import Decoder
 from ..weights.loader import Consumer
-from ..weights.segment import Index, Segment, SegmentWriter, StoredParts, is_open, locked, open_segment
+from ..weights.segment import (
+    Index,
+    NotLockableError,
+    Segment,
+    SegmentWriter,
+    StoredParts,
+    is_open,
+    locked,
+    open_segment,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,18 +54,16 @@ class SharedWeights:
         storage = ops.storage
         assert storage is not None
         key = segment_key(config, rank, storage.layout)  # before the checkpoint is read
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(locked(self._fd))
-            except OSError:
-                segment = None
-            else:
+        try:
+            with locked(self._fd):
                 if is_open(self._fd):
                     packing = _Packing(SegmentWriter(self._fd), decoder, ops, storage)
                     fill(packing)
                     packing.finish(key)
                     _trim()
-                segment = open_segment(self._fd, key)
+            segment = open_segment(self._fd, key)
+        except NotLockableError:
+            segment = None
         if segment is None:
             log.warning("the packed weights in shared memory do not fit this checkpoint any more; it is read again")
             self.fits = False

@@ -64,13 +64,20 @@ class Index(Struct, frozen=True, array_like=True):
                 yield from (part for part in stored.tensors if part is not None)
 
 
+class NotLockableError(Exception):
+    """There is no /proc, or the descriptor is of something that cannot be written."""
+
+
 @contextlib.contextmanager
 def locked(fd: int) -> Iterator[None]:
-    """Waits until no other process is writing the segment. The lock ends with the process that holds it. Raises OSError
-    where there is no /proc, or for a file that cannot be written."""
+    """Waits until no other process is writing the segment. The lock ends with the process that holds it. Raises
+    NotLockableError."""
     # A descriptor of its own: those that processes inherit share their locks, and `lockf` would lose the lock with the
     # first mapping that is closed.
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotLockableError from error
     try:
         fcntl.flock(own, fcntl.LOCK_EX)
         yield

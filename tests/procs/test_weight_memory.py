@@ -8,7 +8,6 @@ from checkpoints import make_checkpoint
 from defaults import COMPILED, TORCH, machine
 from runner_driver import engine_config
 
-from pagewire.procs import weight_memory
 from pagewire.procs.weight_memory import close_segments, new_segments
 
 
@@ -33,7 +32,7 @@ def test_none_where_the_system_has_no_memfd(tmp_path: Path, monkeypatch: pytest.
 
     with machine(COMPILED):
         config = engine_config(make_checkpoint(tmp_path / "qwen3", "qwen3"))
-        monkeypatch.setattr(weight_memory.os, "memfd_create", refuse, raising=False)
+        monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
         assert new_segments(config) == []
-        monkeypatch.delattr(weight_memory.os, "memfd_create")
+        monkeypatch.delattr(os, "memfd_create")
         assert new_segments(config) == []
